@@ -2,7 +2,8 @@
 
     python benchmarks/harness.py
 
-40 questions of four choices behind 16 demonstrations, for a small Mamba-2 of random weights.
+40 questions of four choices behind 16 demonstrations, for a Mamba-2, a hybrid (Falcon-H1, wrapped) and a model with
+attention only (Llama), all small and of random weights.
 """
 
 import random
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from transformers import FalconH1Config, FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.harness import StateLM
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -39,10 +42,25 @@ def requests(shared: bool) -> list[Instance]:
     return [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
 
 
+def models() -> dict[str, Any]:
+    sizes = {"vocab_size": 384, "hidden_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+    mamba2 = {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1}
+    hybrid = {"mamba_n_heads": 8, "mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_d_state": 16}
+    return {
+        "mamba2": StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes, **mamba2)),
+        "falcon_h1": stateful(FalconH1ForCausalLM(FalconH1Config(**sizes, **heads, **hybrid))),
+        "llama": LlamaForCausalLM(LlamaConfig(**sizes, **heads)),
+    }
+
+
 def main() -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1}
-    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(vocab_size=384, num_hidden_layers=2, **sizes)).eval()
+    for label, model in models().items():
+        compare(label, model.eval())
+
+
+def compare(label: str, model: Any) -> None:
     tokens = 0
 
     def count(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
@@ -50,19 +68,19 @@ def main() -> None:
         ids = keywords["input_ids"] if "input_ids" in keywords else arguments[0]
         tokens += ids.numel()
 
-    model.register_forward_pre_hook(count, with_kwargs=True)
     tokenizer = byte_tokenizer()
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, max_length=8192, batch_size=ROWS, add_bos_token=False)
     ours = StateLM(model, tokenizer=tokenizer, batch_size=ROWS)
+    model.register_forward_pre_hook(count, with_kwargs=True)
     for shared, words in ((True, "the same demonstrations"), (False, "demonstrations of their own")):
         asked = requests(shared)
         found = {}
         for name, lm in (("hf", theirs), ("lengthgen", ours)):
             tokens, start = 0, time.process_time()
             found[name] = lm.loglikelihood(asked, disable_tqdm=True)
-            print(f"{words}, {name}: {tokens:,} tokens, {time.process_time() - start:.1f} s")
+            print(f"{label}, {words}, {name}: {tokens:,} tokens, {time.process_time() - start:.1f} s")
         apart = max(abs(a[0] - b[0]) for a, b in zip(found["hf"], found["lengthgen"], strict=True))
-        print(f"{words}: log-likelihoods differ by at most {apart:.0e}")
+        print(f"{label}, {words}: log-likelihoods differ by at most {apart:.0e}")
 
 
 if __name__ == "__main__":

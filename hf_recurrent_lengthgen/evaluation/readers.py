@@ -8,11 +8,11 @@ A short text tests once whether a model uses its cache correctly. Transformers' 
 cache and drop the recurrent state in it.
 """
 
-import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from hf_recurrent_lengthgen.data.pieces import piece_borders
+from hf_recurrent_lengthgen.evaluation import attention_caches
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
 
@@ -53,16 +54,20 @@ class Reader:
         carries: Whether a text can be read in pieces.
         carried_by_row: Whether the cache is a value of constant size, which `take_rows` and `join_rows` work on and
             reading does not change.
+        branches: Whether several texts can continue one, with `take_rows` and `join_rows`; caches that grow can be
+            joined after the same number of tokens only.
         keeps: Whether the model computes only the logits that `logits_to_keep` asks for.
+        why: Why the cache is no value of constant size.
     """
 
     carries = False
     carried_by_row = False
+    branches = False
 
     def __init__(self, model: nn.Module, why: str = "") -> None:
         self.model: Any = model
         self.vocabulary = vocabulary_size(model)
-        self._why = why
+        self.why = why
         self.keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -109,6 +114,21 @@ class Reader:
     def join_rows(self, caches: Sequence[Any]) -> Any:
         raise ValueError(self.refusal("joining rows of its caches"))
 
+    def keys_of(self, cache: Any) -> Any:
+        """The keys and values in a cache; None if its size is constant."""
+        return None
+
+    @cached_property
+    def elements_per_token(self) -> int:
+        """Elements of keys and values by which the cache of a row grows with each token."""
+        with torch.inference_mode(), evaluation_mode(self.model):
+            _, cache = self.read(torch.zeros(1, 1, dtype=torch.long, device=self.device))
+        return attention_caches.cached_elements(self.keys_of(cache))
+
+    def generation_arguments(self, cache: Any, copies: int = 1) -> dict[str, Any]:
+        """What `generate` needs to continue texts, with a prompt of one token each and `copies` beams."""
+        raise ValueError(self.refusal("continuing a text"))
+
     def state(self, cache: Any) -> RecurrentState:
         """The recurrent state in a cache; empty for a model without states."""
         return ()
@@ -116,7 +136,7 @@ class Reader:
     def refusal(self, wanted: str) -> str:
         return (
             f"{self.name} does not carry a recurrent state by value, which {wanted} needs"
-            f"{f' ({self._why})' if self._why else ''}. Models of recurrent families do: load them with "
+            f"{f' ({self.why})' if self.why else ''}. Models of recurrent families do: load them with "
             "hf_recurrent_lengthgen.load_model(...), or wrap them with stateful(model)."
         )
 
@@ -141,6 +161,7 @@ class StateReader(Reader):
     """Reads with a model that has the state contract; carries (state, cache of the attention layers or None)."""
 
     carries = True
+    branches = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, "its attention layers keep a cache of the text")
@@ -160,14 +181,19 @@ class StateReader(Reader):
         return logits[:, -logits_to_keep:] if logits_to_keep else logits, (output.final_state, attention_cache)
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
-        if not self.carried_by_row:
-            return super().take_rows(cache, rows)
-        return take_rows(cache[0], rows), None
+        state, attention_cache = cache
+        return take_rows(state, rows), attention_caches.cache_rows(attention_cache, rows) if self._attends else None
 
     def join_rows(self, caches: Sequence[Any]) -> Any:
-        if not self.carried_by_row:
-            return super().join_rows(caches)
-        return concatenate_rows([state for state, _ in caches]), None
+        state = concatenate_rows([state for state, _ in caches])
+        return state, attention_caches.joined_caches([keys for _, keys in caches]) if self._attends else None
+
+    def keys_of(self, cache: Any) -> Any:
+        return cache[1]
+
+    def generation_arguments(self, cache: Any, copies: int = 1) -> dict[str, Any]:
+        state, attention_cache = cache
+        return {"initial_state": state} | ({"attention_cache": attention_cache} if self._attends else {})
 
     def state(self, cache: Any) -> RecurrentState:
         state: RecurrentState = cache[0]
@@ -259,18 +285,37 @@ class CacheReader(Reader):
 
     carries = True
 
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, "its cache holds more than keys and values")
+        self.branches = attention_caches.holds_keys_only(self._new_cache())
+
+    def _new_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.model.config)
+
     def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
-        cache = DynamicCache(config=self.model.config) if cache is None else cache
+        cache = self._new_cache() if cache is None else cache
         logits = self._forward(input_ids, logits_to_keep, past_key_values=cache, use_cache=True)
         return logits, cache
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
-        """A copy, so that `cache` itself can be used for the next piece."""
-        chosen = copy.deepcopy(cache)
-        if isinstance(rows, slice):
-            rows = torch.arange(chosen.layers[0].keys.shape[0])[rows]
-        chosen.batch_select_indices(rows.to(self.device))
-        return chosen
+        return attention_caches.cache_rows(cache, rows) if self.branches else super().take_rows(cache, rows)
+
+    def join_rows(self, caches: Sequence[Any]) -> Any:
+        return attention_caches.joined_caches(caches) if self.branches else super().join_rows(caches)
+
+    def keys_of(self, cache: Any) -> Any:
+        return cache
+
+    def generation_arguments(self, cache: Any, copies: int = 1) -> dict[str, Any]:
+        # positions follow from the mask over the whole text
+        mask = torch.ones(
+            attention_caches.cached_rows(cache),
+            attention_caches.cached_tokens(cache) + 1,
+            dtype=torch.long,
+            device=self.device,
+        )
+        cache.batch_repeat_interleave(copies)
+        return {"past_key_values": cache, "attention_mask": mask}
 
 
 def reader_of(model: Any) -> Reader:

@@ -2,7 +2,9 @@
 
 The texts form a tree of token prefixes, which is walked from the root: every branch continues from the state at the
 branching point. Nodes are read in batches, without padding if their state is needed, and with padding on the right
-otherwise. A model whose state is not a value reads each text from its beginning, with texts of equal length.
+otherwise. Attention layers also need the keys of what came before: nodes then share a batch if they begin at the same
+position, and a batch has as many rows as the keys leave room for. A model whose cache cannot branch reads each text
+from its beginning, with texts of equal length.
 
 A waiting batch only holds references to the states of its parents: there are never more states than the depth of the
 tree plus one, times the rows of a batch.
@@ -161,6 +163,13 @@ class Branch:
             self.likeliest[own] = likeliest[given] == tokens[begin:stop]
 
 
+def rows_with_room(reader: Reader, rows: int, tokens: int) -> int:
+    """At most `rows`, as many as can keep the keys of `tokens` tokens each; at least 1."""
+    if reader.carried_by_row:
+        return rows
+    return max(1, min(rows, STATES_PER_FORWARD // max(1, reader.elements_per_token * tokens)))
+
+
 @torch.inference_mode()
 def read_tree(
     reader: Reader,
@@ -174,10 +183,10 @@ def read_tree(
     """Read a tree of texts, each node once, depth first.
 
     Args:
-        reader: Must be `carried_by_row` unless all nodes are leaves.
+        reader: Must be one that `branches` unless all nodes are leaves.
         root: A tree from `prefix_tree`.
         batch_size, chunk_length: Maximum rows, and tokens of each, per forward pass; None chooses by memory, with at
-            most 16 rows.
+            most 16 rows. Where keys of attention would exceed `STATES_PER_FORWARD` elements, there are fewer rows.
         scored_from: For each text, the index of its first scored token, at least 1; the last token of a text is then
             not read. None to score nothing and to keep the cache after each text.
         title: Title of the progress bar; empty for none.
@@ -223,7 +232,7 @@ def greedy_hits(
     check_pieces(batch_size, chunk_length)
     if chunk_length is not None and not reader.carries:
         raise ValueError(f"{reader.refusal(f'reading {chunk_length} tokens at a time')} Or leave chunk_length out.")
-    root = prefix_tree(texts, WORTH_A_CALL if reader.carried_by_row else NOWHERE)
+    root = prefix_tree(texts, WORTH_A_CALL if reader.branches else NOWHERE)
     options: dict[str, Any] = {"batch_size": batch_size, "chunk_length": chunk_length, "title": title}
     for index, branch in read_tree(reader, root, scored_from=starts, **options):
         log_probability, likeliest = branch.scores(starts[index])
@@ -261,10 +270,12 @@ class _Walk:
         top = Branch(self.root)
         yield from ((index, top) for index in self.root.ends)
         inner: list[list[Branch]] = []
-        leaves: dict[tuple[bool, int], list[Branch]] = {}  # keyed by what may share a batch
+        leaves: dict[tuple[int, int], list[Branch]] = {}  # keyed by what may share a batch
         self._wait([top], inner, leaves)
         while inner or leaves:
-            key = next((key for key, group in leaves.items() if len(group) >= self.rows), None)
+            key = next(
+                (key for key, group in leaves.items() if len(group) >= self.rows or self._holds_keys(key)), None
+            )
             if key is None and inner:
                 batch, states = inner.pop(), True
             else:
@@ -279,24 +290,39 @@ class _Walk:
             self._wait(batch, inner, leaves)
 
     def _wait(
-        self, parents: Sequence[Branch], inner: list[list[Branch]], leaves: dict[tuple[bool, int], list[Branch]]
+        self, parents: Sequence[Branch], inner: list[list[Branch]], leaves: dict[tuple[int, int], list[Branch]]
     ) -> None:
         """Queue the children of nodes, longest first; those whose state is needed are in separate batches."""
         children = [Branch(node, parent, self.first[node]) for parent in parents for node in parent.node.children]
         children.sort(key=lambda branch: -len(branch.node.tokens))
-        kept = [branch for branch in children if branch.node.children or self.all_states]
-        inner += [kept[first : first + self.rows] for first in range(0, len(kept), self.rows)]
+        kept: dict[tuple[int, int], list[Branch]] = {}
         for branch in children:
-            if not (branch.node.children or self.all_states):
-                length = 0 if self.reader.carried_by_row else len(branch.node.tokens)
-                leaves.setdefault((branch.node.start > 0, length), []).append(branch)
+            needed = branch.node.children or self.all_states
+            (kept if needed else leaves).setdefault(self._together(branch.node), []).append(branch)
+        for group in kept.values():
+            while group:
+                rows = self._most(group)
+                inner.append(group[:rows])
+                del group[:rows]
         for group in leaves.values():
             group.sort(key=lambda branch: -len(branch.node.tokens))
 
-    def _most(self, group: Sequence[Branch]) -> int:
+    def _together(self, node: Node) -> tuple[int, int]:
+        """The nodes that may share a batch have the same key."""
         if self.reader.carried_by_row:
-            return self.rows
-        return reading_plan(self.reader, len(group), len(group[0].node.tokens), self.asked, self.chunk_length)[0]
+            return int(node.start > 0), 0
+        return node.start, 0 if self.reader.branches else len(node.tokens)
+
+    def _holds_keys(self, key: tuple[int, int]) -> bool:
+        """Whether leaves hold the keys of their parents, which are given up before others are read."""
+        return key[0] > 0 and not self.reader.carried_by_row
+
+    def _most(self, group: Sequence[Branch]) -> int:
+        """The rows of a batch from a group whose longest node is the first."""
+        longest = group[0].node
+        if self.reader.branches:
+            return rows_with_room(self.reader, self.rows, longest.stop)
+        return reading_plan(self.reader, len(group), len(longest.tokens), self.asked, self.chunk_length)[0]
 
     def _read(self, batch: Sequence[Branch], states: bool) -> None:
         """Read nodes, longest first, after their parents, and store their scores and states."""

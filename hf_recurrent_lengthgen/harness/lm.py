@@ -22,11 +22,18 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
+from hf_recurrent_lengthgen.evaluation import attention_caches
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
-from hf_recurrent_lengthgen.evaluation.shared_prefixes import Branch, prefix_tree, read_tree, tokens_to_read
+from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
+    Branch,
+    prefix_tree,
+    read_tree,
+    rows_with_room,
+    tokens_to_read,
+)
 from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode, forward_plan
 from hf_recurrent_lengthgen.harness.endings import BrokenLogits, Ending
-from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
+from hf_recurrent_lengthgen.loading import load_language_model, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "num_beams"}
@@ -42,12 +49,13 @@ Request = tuple[tuple[str, str], Ids, Ids]
 
 @register_model("lengthgen")
 class StateLM(TemplateLM):
-    """A model whose state is a value.
+    """A recurrent model, a hybrid or a model with attention only, if several texts can continue what it has read.
 
     Args:
-        pretrained: Checkpoint folder, Hub name, or a model.
+        pretrained: Checkpoint folder, Hub name, or a model; a hybrid of Transformers after `stateful(model)`.
         tokenizer: Folder, Hub name, "bytes", or a tokenizer (default: the checkpoint's).
-        batch_size: Maximum rows per forward pass; "auto" for as many as memory limits allow.
+        batch_size: Maximum rows per forward pass; "auto" for as many as memory limits allow. Where keys of attention
+            are long, there are fewer rows.
         device: "cuda" if available, else "cpu", by default; a given model stays on its device.
         dtype: Dtype of the weights: float32 (default), bfloat16, float16 or float64; a given model keeps its own.
         trust_remote_code: Whether code of the checkpoint may run.
@@ -58,7 +66,7 @@ class StateLM(TemplateLM):
         tokens_read: Tokens read so far, without generated ones, which shows what sharing saves.
 
     Raises:
-        ValueError: for other arguments, a model without a state that is a value, and several processes.
+        ValueError: for other arguments, a model whose cache cannot branch, and several processes.
     """
 
     def __init__(
@@ -239,17 +247,18 @@ class StateLM(TemplateLM):
         ids = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
         ends = self._ends()
         ending = Ending(self.tokenizer, stop, ends)
-        pad, waiting = self.tokenizer.pad_token_id, list[tuple[int, Any]]()
+        pad, beams = self.tokenizer.pad_token_id, arguments.get("num_beams") or 1
 
-        def flush() -> Iterator[tuple[int, str]]:
-            places, carries = zip(*waiting, strict=True)
-            waiting.clear()
+        def generate(batch: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, str]]:
+            places, carries = zip(*batch, strict=True)
             prompt = torch.tensor([ids[place][-1:] for place in places], device=self._device)
-            state = None if carries[0] is None else self._reader.state(self._reader.join_rows(carries))
+            read = (
+                {} if carries[0] is None else self._reader.generation_arguments(self._reader.join_rows(carries), beams)
+            )
             with evaluation_mode(self._reader.model):
                 output = self._reader.model.generate(
                     input_ids=prompt,
-                    initial_state=state,
+                    **read,
                     max_new_tokens=new_tokens,
                     stopping_criteria=StoppingCriteriaList([ending]),
                     logits_processor=LogitsProcessorList([BrokenLogits(ending, [contexts[p] for p in places])]),
@@ -262,15 +271,20 @@ class StateLM(TemplateLM):
                 text = self.tokenizer.decode(ending.cut(tokens) or tokens, skip_special_tokens=True)
                 yield place, postprocess_generated_text(text, stop, None)
 
-        # the last token of a context is the prompt of generate; the tokens before it are in the state
+        # the last token of a context is the prompt of generate; the tokens before it have been read
+        waiting: dict[int, list[tuple[int, Any]]] = {}  # by the length of their keys, in which a batch agrees
         for place, branch in self._read([text[:-1] for text in ids], None, disable_tqdm):
-            if waiting and (waiting[0][1] is None) != (branch.carry is None):
-                yield from flush()
-            waiting.append((place, branch.carry))
-            if len(waiting) == self.batch_size:
-                yield from flush()
-        if waiting:
-            yield from flush()
+            tokens = -1 if branch.carry is None else attention_caches.cached_tokens(self._reader.keys_of(branch.carry))
+            waiting.setdefault(tokens, []).append((place, branch.carry))
+            if sum(map(len, waiting.values())) >= self._rows(max(waiting)):
+                longest = max(waiting, key=lambda tokens: len(waiting[tokens]))
+                yield from generate(waiting.pop(longest))
+        for batch in waiting.values():
+            yield from generate(batch)
+
+    def _rows(self, tokens: int) -> int:
+        """Rows of texts of so many tokens that are continued together."""
+        return rows_with_room(self._reader, self.batch_size, tokens)
 
     def _ends(self) -> Ids:
         ends: int | Ids | None = self._reader.model.generation_config.eos_token_id
@@ -301,7 +315,7 @@ def _reader(pretrained: Any, device: str | None, dtype: str | torch.dtype | None
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            model = load_model(pretrained, trust_remote_code, DTYPES[name], merge=True).to(place)
+            model = load_language_model(pretrained, trust_remote_code, DTYPES[name]).to(place)
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"Cannot use the device {place!r}: {error}") from error
         reader = reader_of(model)
@@ -309,8 +323,11 @@ def _reader(pretrained: Any, device: str | None, dtype: str | torch.dtype | None
         raise ValueError("A given model keeps its device and dtype: leave device and dtype out.")
     else:
         reader = reader_of(pretrained)
-    if not reader.carried_by_row:
-        raise ValueError(f"{reader.refusal('the model lengthgen')} For other models, use lm_eval's own model hf.")
+    if not reader.branches:
+        raise ValueError(
+            f"The model lengthgen continues what it has read in several ways, which {reader.name} does not allow: "
+            f"{reader.why}. Wrap a hybrid with stateful(model); for other models, use lm_eval's own model hf."
+        )
     return reader
 
 

@@ -280,11 +280,16 @@ def test_what_cannot_be_honored_is_refused(checkpoint: Path, arguments: dict[str
         StateLM(str(checkpoint), **{"device": "cpu", **arguments})
 
 
-def test_models_without_a_state_are_refused() -> None:
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=384, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-    )
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM does not carry a recurrent state.*lm_eval's own model hf"):
+def test_models_that_cannot_continue_a_text_are_refused() -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=384, rope_parameters=rope, **sizes))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM does not allow: its dynamic position enc.*own model hf"):
         StateLM(model, tokenizer=byte_tokenizer())
 
 

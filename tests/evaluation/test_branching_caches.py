@@ -1,0 +1,148 @@
+"""Shared prefixes with models that keep keys and values: each branch is what its text alone is."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+from hf_recurrent_lengthgen import stateful
+from hf_recurrent_lengthgen.evaluation import attention_caches, shared_prefixes
+from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, reader_of
+from hf_recurrent_lengthgen.evaluation.shared_prefixes import prefix_tree, read_tree, rows_with_room, tokens_to_read
+from tests.hybrids.tiny_models import TINY, tiny_model
+from tests.versions import HAS_HYBRIDS
+
+VOCABULARY = 29
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+REFUSED = {"inkling_text", "inkling2_text", "recurrent_gemma"}
+HYBRIDS = sorted(set(TINY) - REFUSED) if HAS_HYBRIDS else []
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+
+
+def gemma3() -> Any:
+    """Layers with a window of 9 tokens, and layers without."""
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, **HEADS, sliding_window=9, layer_types=["sliding_attention", "full_attention"])
+    )
+
+
+def made(name: str) -> Reader:
+    if name in HYBRIDS:
+        return reader_of(stateful(tiny_model(name)))
+    torch.manual_seed(0)
+    model = {"llama": llama, "gemma3": gemma3}[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return reader_of(model.eval())
+
+
+SHARED = [7, 8, 9, 4, 2] * 14
+TEXTS = [
+    [*SHARED, 1],
+    [*SHARED, 1, 2, 3],
+    [*SHARED, 1, 2, 3, *SHARED, 5, 6],
+    [*SHARED, 1, 2, 3, *SHARED],
+    [3, 4],
+    [5] * 70,
+    *(
+        [*SHARED, *[question] * length, *choice]
+        for question, length in ((11, 40), (12, 33))
+        for choice in ([3, 9], [4])
+    ),
+]
+STARTS = [70, 1, 120, 64, 1, 69, 71, 100, 71, 103]
+
+
+@pytest.mark.thinned(7)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gemma3", *HYBRIDS])
+def test_branches_are_what_their_texts_are(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = made(name)
+    assert reader.branches
+    tree = prefix_tree(TEXTS)
+    scored = {
+        index: branch.scores(STARTS[index])
+        for index, branch in read_tree(reader, tree, batch_size=batch_size, scored_from=STARTS)
+    }
+    kept = {index: branch.carry for index, branch in read_tree(reader, tree, batch_size=batch_size, chunk_length=11)}
+    assert scored.keys() == kept.keys() == set(range(len(TEXTS)))
+    assert tokens_to_read(tree, states=False) < sum(map(len, TEXTS)) * 0.6
+    after = torch.tensor([[13, 2]])
+    for index, (text, start) in enumerate(zip(TEXTS, STARTS, strict=True)):
+        with torch.no_grad():
+            logits, _ = reader.read(torch.cat([torch.tensor([text]), after], dim=1))
+            continued, _ = reader.read(after, kept[index])  # changes the keys of this branch only
+        places = torch.arange(start, len(text))
+        expected = logits[0].log_softmax(-1)[places - 1, torch.tensor(text)[places]]
+        assert scored[index][0] == pytest.approx(expected.numpy(), abs=2e-4)
+        torch.testing.assert_close(continued, logits[:, -2:], atol=2e-4, rtol=1e-4)
+
+
+def test_rows_of_caches_are_joined_in_any_order() -> None:
+    reader = made("gemma3")
+    tokens = torch.randint(0, VOCABULARY, (3, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        _, cache = reader.read(tokens[:, :20])
+        joined = reader.join_rows([reader.take_rows(cache, slice(1, 3)), reader.take_rows(cache, torch.tensor([0]))])
+        expected, _ = reader.read(tokens[[1, 2, 0], 20:], joined)
+        found, _ = reader.read(tokens[:, 20:], cache)
+    torch.testing.assert_close(expected, found[[1, 2, 0]], atol=1e-5, rtol=1e-5)
+    assert attention_caches.cached_tokens(cache) == 30
+    # one layer keeps a window of 9 - 1 tokens, the other 30; 2 heads of 8 for keys and values
+    assert attention_caches.cached_elements(cache) == 3 * 2 * 2 * 8 * (8 + 30)
+
+
+def test_caches_after_different_numbers_of_tokens_are_not_joined() -> None:
+    reader = made("llama")
+    with torch.no_grad():
+        caches = [reader.read(torch.zeros(1, length, dtype=torch.long))[1] for length in (3, 4)]
+    with pytest.raises(ValueError, match=r"after the same number of tokens only, got \[3, 4\]"):
+        reader.join_rows(caches)
+
+
+def test_long_keys_leave_room_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = made("llama")
+    assert reader.elements_per_token == 2 * 2 * 2 * 8  # layers, keys and values, heads, their size
+    monkeypatch.setattr(shared_prefixes, "STATES_PER_FORWARD", 64 * 200)
+    assert [rows_with_room(reader, 5, tokens) for tokens in (10, 40, 70, 1000)] == [5, 5, 2, 1]
+    rows, read = [], reader.read
+
+    def counted(ids: Any, *arguments: Any) -> Any:
+        rows.append(len(ids))
+        return read(ids, *arguments)
+
+    monkeypatch.setattr(reader, "read", counted)
+    texts = [[token] * 70 for token in range(5)]
+    assert len(list(read_tree(reader, prefix_tree(texts)))) == 5
+    assert rows == [1, 2, 2]
+
+
+def test_keys_of_a_parent_are_given_up_before_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = made("llama")
+    assert reader.elements_per_token  # measured once, by reading a token
+    read, order = reader.read, []
+
+    def noted(ids: Any, cache: Any = None, *arguments: Any) -> Any:
+        order.append(attention_caches.cached_tokens(cache))
+        return read(ids, cache, *arguments)
+
+    monkeypatch.setattr(reader, "read", noted)
+    texts = [[*[question] * (80 + question), *choice] for question in (1, 2) for choice in ([5, 6, 7], [8, 9])]
+    for _ in read_tree(reader, prefix_tree(texts), batch_size=1, scored_from=[81] * 4):
+        pass
+    assert order == [0, 81, 81, 0, 82, 82]
+
+
+@pytest.mark.skipif(not HAS_HYBRIDS, reason="hybrids need Transformers 5.21 or newer")
+def test_a_stock_hybrid_does_not_branch() -> None:
+    reader = reader_of(tiny_model("falcon_h1"))
+    assert isinstance(reader, CacheReader)
+    assert not reader.branches
+    with pytest.raises(ValueError, match="its cache holds more than keys and values"):
+        reader.join_rows([])

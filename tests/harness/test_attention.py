@@ -1,0 +1,134 @@
+"""Hybrids and models with attention only: the numbers of lm_eval's own class, with shared prefixes read once."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+from hf_recurrent_lengthgen import stateful
+from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.evaluation import shared_prefixes
+from hf_recurrent_lengthgen.harness import StateLM
+from tests.harness import support
+from tests.harness.test_lm import CHOICES, CONTEXTS, HEADER, MULTIPLE_CHOICE, QUIET, assert_same, requests
+from tests.harness.test_tasks import COMMON_SENSE, RECALL, evaluate, write
+from tests.versions import HAS_HYBRIDS
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+WINDOW = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8}
+ATTENTION: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOW)),
+}
+# one hybrid of each kind of cache and mixer: Mamba-2 beside attention, delta rule, short convolutions, Mamba-2 with
+# shared attention, Mamba-1, and one without attention
+HYBRIDS = ["falcon_h1", "qwen3_next", "lfm2", "zamba2", "jamba", "falcon_mamba"] if HAS_HYBRIDS else []
+NAMES = [*ATTENTION, *HYBRIDS]
+
+
+def made(name: str) -> Any:
+    if name in HYBRIDS:
+        return support.made(name)
+    torch.manual_seed(0)
+    model = ATTENTION[name]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model
+
+
+def ours(name: str, batch_size: int = 3) -> StateLM:
+    return support.ours(stateful(made(name)) if name in HYBRIDS else made(name), batch_size)
+
+
+def theirs(name: str) -> HFLM:
+    return support.theirs(made(name))
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_numbers_are_those_of_lm_eval(name: str) -> None:
+    found, expected = ours(name), theirs(name)
+    asked = MULTIPLE_CHOICE + requests("loglikelihood", ("", "alone"), ("x", " y"), ("x ", "y"))
+    assert_same(found.loglikelihood(asked, **QUIET), expected.loglikelihood(asked, **QUIET))
+    # each context once, and of the choices what the next one does not share
+    assert found.tokens_read < 1.2 * len(HEADER) + sum(len(context) for context in CONTEXTS)
+    documents = requests("loglikelihood_rolling", ("abc",), ("",), ("A text that goes on. " * 20,))
+    rolling = found.loglikelihood_rolling(documents, **QUIET)
+    assert rolling == pytest.approx(expected.loglikelihood_rolling(documents, **QUIET), abs=2e-3)
+    texts = [*CONTEXTS, "ab", CONTEXTS[0], "c"]
+    generate = requests("generate_until", *((text, {"until": ["\n\n"], "max_gen_toks": 10}) for text in texts))
+    answers = found.generate_until(generate, **QUIET)
+    assert answers == expected.generate_until(generate, **QUIET)
+    assert len(set(answers)) > 2
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_sharing_and_batches_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [*CONTEXTS, CONTEXTS[1], "short", "as long", "of seven"]
+    generate = requests("generate_until", *((text, {"until": ["\n"], "max_gen_toks": 8}) for text in texts))
+    alone = ours(name, batch_size=1)
+    scores = [alone.loglikelihood([one], **QUIET)[0] for one in MULTIPLE_CHOICE]
+    read = alone.tokens_read
+    answers = [alone.generate_until([one], **QUIET)[0] for one in generate]
+    together = ours(name, batch_size=4)
+    assert_same(together.loglikelihood(MULTIPLE_CHOICE, **QUIET), scores)
+    assert together.tokens_read < read / len(CHOICES)
+    assert together.generate_until(generate, **QUIET) == answers
+    monkeypatch.setattr(shared_prefixes, "TOKENS_PER_FORWARD", 7)  # in pieces
+    assert_same(together.loglikelihood(MULTIPLE_CHOICE, **QUIET), scores)
+    assert together.generate_until(generate, **QUIET) == answers
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_beams_continue_shared_prefixes(name: str) -> None:
+    arguments = {"until": [], "max_gen_toks": 8, "num_beams": 3}
+    asked = requests("generate_until", *((text, arguments) for text in [*CONTEXTS, CONTEXTS[0]]))
+    assert ours(name).generate_until(asked, **QUIET) == theirs(name).generate_until(asked, **QUIET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_tasks_of_lm_eval_have_the_same_results(
+    name: str, task_manager: Callable[..., TaskManager], tmp_path: Path
+) -> None:
+    (tmp_path / "book.txt").write_text("A text that goes on, and then some. " * 500)
+    folder = write(tmp_path, {**COMMON_SENSE, **RECALL})
+    metadata = {"data_dir": folder, "tokenizer": "bytes", "context_length": 300}
+    found, expected = ours(name), theirs(name)
+    expected._max_length = 20_000  # of a whole book
+    for group, metrics in (
+        ("lengthgen_common_sense", ("acc", "acc_norm")),
+        ("lengthgen_recall", ("contains",)),
+        ("lengthgen_pg19", ("token_perplexity",)),
+    ):
+        options = {"gen_kwargs": {"max_gen_toks": 8}} if group == "lengthgen_recall" else {}
+        one = evaluate(found, task_manager(**metadata), group, **options)
+        other = evaluate(expected, task_manager(**metadata), group, **options)
+        for task, row in other.items():
+            for metric in metrics:
+                if metric in row:
+                    assert one[task][metric] == pytest.approx(row[metric], rel=1e-4)
+
+
+@pytest.mark.skipif(not HAS_HYBRIDS, reason="hybrids need Transformers 5.21 or newer")
+def test_a_stock_hybrid_is_told_to_be_wrapped() -> None:
+    with pytest.raises(ValueError, match=r"does not allow: its cache holds more than.*Wrap a hybrid with stateful"):
+        StateLM(made("falcon_h1"), tokenizer=byte_tokenizer())
