@@ -48,6 +48,7 @@ MAY_IMPORT = {
         "evaluation.diagnosis_results",
     ),
     "diagnosis": ("evaluation", "plotting"),
+    "readings": ("models", "hybrids", "evaluation"),
     "harness": ("models", "hybrids", "loading", "data", "evaluation"),
     "cards": (
         "models",
@@ -95,6 +96,7 @@ MAY_IMPORT = {
         "loading",
         "models",
         "plotting",
+        "readings",
         "recipes",
         "records",
         "surgery",

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_recurrent_lengthgen import load_state, save_state
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
-from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
+from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.readings import load_reading, read_text, save_reading, start_of
 from tests.hybrids.support import generates, parts, relative_error
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
@@ -54,11 +54,8 @@ def test_generation_from_a_file_is_generation_from_the_text(model_type: str, tmp
     stock, model = pair(model_type)
     tokens = text(1 if model_type == "rwkv" else 2)
     length = read_before_asking(model_type)
-    state, attention_cache = read(model, tokens[:, :length])
-    save_hybrid_state(tmp_path / "read.safetensors", state, attention_cache, {"text": "random"})
-    state, attention_cache, metadata = load_hybrid_state(tmp_path / "read.safetensors", model)
-    assert metadata == {"text": "random"}
-    everything = {"initial_state": state, "attention_cache": attention_cache}
+    save_reading(tmp_path / "read.safetensors", read_text(model, tokens[:, :length], chunk_length=12))
+    everything = start_of(model, load_reading(tmp_path / "read.safetensors", model, tokens=tokens))
     if model_type == "minimax":
         with pytest.raises(ValueError, match="MiniMaxCache"):
             model.generate(tokens[:, length:], **everything, **GREEDY)
@@ -128,25 +125,3 @@ def test_likelihood_in_chunks_is_that_of_one_pass(model_type: str) -> None:
         result = stream_nll(model, tokens, chunk_length=chunk_length, batch_size=2, progress=False)
         np.testing.assert_allclose(result.nll, expected, atol=1e-4)
     assert result.final_state[0].recurrent.shape[0] == 3
-
-
-def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    _, model = pair("falcon_h1")
-    state, attention_cache = read(model, text())
-    path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_hybrid_state(path, state, attention_cache)
-    with pytest.raises(ValueError, match="does not fit Lfm2ForCausalLM"):
-        load_hybrid_state(path, stateful(tiny_model("lfm2")))
-    with pytest.raises(ValueError, match="layer 0, part 'recurrent' has shape"):
-        load_hybrid_state(path, stateful(tiny_model("falcon_h1", mamba_d_state=5)))
-    save_state(other, state)
-    with pytest.raises(ValueError, match="load_state reads a state alone"):
-        load_hybrid_state(other, model)
-    with pytest.raises(ValueError, match="holds no recurrent state"):
-        load_state(path)
-    other.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="may be truncated"):
-        load_hybrid_state(other, model)
-    save_hybrid_state(other, state, None)
-    with pytest.raises(ValueError, match=r"lacks \['layers.0.keys'.*must be saved with its state"):
-        load_hybrid_state(other, model)
