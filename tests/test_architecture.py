@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "evaluation.diagnosis_results",
     ),
     "diagnosis": ("evaluation", "plotting"),
-    "readings": ("models", "hybrids", "evaluation"),
+    "readings": ("models", "evaluation"),
     "harness": ("models", "hybrids", "loading", "data", "evaluation"),
     "cards": (
         "models",

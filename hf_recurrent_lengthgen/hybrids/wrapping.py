@@ -37,6 +37,7 @@ from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import close, verify_stateful
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.recurrent_generation import refuse_continuous_batching
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
     RecurrentState,
@@ -248,6 +249,10 @@ class StatefulMixin:
         initial_state = map_state(lambda part: part.repeat_interleave(copies, dim=0), initial_state)
         kwargs[adapter.argument] = self.cache_from_state(initial_state, attention_cache)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse continuous batching."""
+        refuse_continuous_batching(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         classes = type(self).__mro__

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.readings.reading import Reading
 Merging = Literal["mean", "sum", "order", "cyclic", "all"]
 """How readings are merged: their mean or sum (souping: Pióro et al. 2024, arXiv:2406.08423; Jafari et al. 2025,
 arXiv:2505.24033), one after the other, or the mean over all cyclic orders (PICASO-R) or all orders (PICASO)."""
+MERGINGS: tuple[Merging, ...] = get_args(Merging)
 MOST_ORDERS = 5040
 """Largest number of orders for "all", that of 7 readings."""
 

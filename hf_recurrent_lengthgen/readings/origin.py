@@ -157,7 +157,7 @@ def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[st
         return
     same = [] if "weights" in differing or "dtype" in differing else ["weights"]
     same += [] if "config" in differing else ["config"]
-    kept = f" ({' and '.join(same)} are the same)" if same else ""
+    kept = f" (the same: {' and '.join(same)})" if same else ""
     raise ValueError(
         f"{name} was read with {found.name}, which differs from the model given, {here.name}, in "
         f"{' and '.join(refused.values())}{kept}. Give the model that read it, or read the text again. If you know "
@@ -171,6 +171,8 @@ def differing_fields(stored: Mapping[str, Any], config: Any) -> list[str]:
     A field that only one of both has, as after an update of Transformers, counts if it is not the default.
     """
     here = _fields(config)
+    if stored.get("model_type") != here.get("model_type"):
+        return ["model_type"]
     if stored == here:
         return []
     try:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
@@ -35,17 +34,6 @@ def read_before_asking(model_type: str) -> int:
 
 def text(rows: int = 2) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, READ + 4), generator=torch.Generator().manual_seed(3))
-
-
-@torch.no_grad()
-def read(model: Any, tokens: Tensor) -> tuple[Any, Cache | None]:
-    """The state and the attention cache after the tokens, read in two pieces."""
-    attention_cache = model.new_attention_cache()
-    state = None
-    for piece in tokens.split(12, dim=1):
-        output = model(piece, initial_state=state, output_final_state=True, attention_cache=attention_cache)
-        state = output.final_state
-    return state, attention_cache
 
 
 @pytest.mark.thinned(3)
