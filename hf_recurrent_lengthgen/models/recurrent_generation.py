@@ -23,9 +23,9 @@ _PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids")
 def refuse_continuous_batching(model: Any) -> None:
     """Raise a `ValueError`: the manager of continuous batching keeps pages of keys and no recurrent states."""
     raise ValueError(
-        f"{type(model).__name__} cannot be batched continuously (generate_batch, ContinuousBatchingManager, transformers "
-        "serve --continuous-batching): Transformers keeps pages of keys and values there, and no recurrent states. Use "
-        "generate with padded prompts, or serve without --continuous-batching."
+        f"{type(model).__name__} cannot be batched continuously (generate_batch, ContinuousBatchingManager, "
+        "transformers serve --continuous-batching): Transformers keeps pages of keys and values there, and no "
+        "recurrent states. Use generate with padded prompts, or serve without --continuous-batching."
     )
 
 

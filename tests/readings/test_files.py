@@ -193,7 +193,9 @@ def test_a_moved_folder_is_the_same_model_and_another_revision_is_not(tmp_path: 
     model.config._name_or_path, model.config._commit_hash = "/home/somebody/copy", None
     load_reading(path, model)
     model.config._commit_hash = "b" * 40
-    complaint = r"owner/name, .* copy, in the revision \(aaaaaaaaaaaa, here bbbbbbbbbbbb\) \(the same: weights and config\)"
+    complaint = (
+        r"owner/name, .* copy, in the revision \(aaaaaaaaaaaa, here bbbbbbbbbbbb\) \(the same: weights and config\)"
+    )
     with pytest.raises(ValueError, match=complaint):
         load_reading(path, model)
     load_reading(path, model, allow=["revision"])
@@ -328,9 +330,7 @@ def test_the_attention_of_a_reading_must_be_that_of_the_model(tmp_path: Path) ->
 def test_a_state_alone_is_told_from_a_reading(own: tuple[Any, Reading], tmp_path: Path) -> None:
     model, reading = own
     save_state(tmp_path / "state", reading.state)
-    with pytest.raises(
-        ValueError, match="a state alone: load_state reads it"
-    ):
+    with pytest.raises(ValueError, match="a state alone: load_state reads it"):
         load_reading(tmp_path / "state", model)
     save_reading(tmp_path / "reading", reading)
     with pytest.raises(ValueError, match=r"load_reading of hf_recurrent_lengthgen\.readings"):
