@@ -49,6 +49,7 @@ MAY_IMPORT = {
     ),
     "diagnosis": ("evaluation", "plotting"),
     "readings": ("models", "evaluation"),
+    "serving": ("readings",),
     "harness": ("models", "hybrids", "loading", "data", "evaluation"),
     "cards": (
         "models",
@@ -99,6 +100,7 @@ MAY_IMPORT = {
         "readings",
         "recipes",
         "records",
+        "serving",
         "surgery",
         "trainers",
         "verification",

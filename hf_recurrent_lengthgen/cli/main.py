@@ -27,7 +27,10 @@ PURPOSES = {
         "maps": "what the layers of a model look at",
         "harness": "tasks of lm-evaluation-harness, and of the papers",
     },
-    "Read once, ask often": {"state": "keep what a model has read in files, and ask them"},
+    "Read once, ask often": {
+        "state": "keep what a model has read in files, and ask them",
+        "serve": "answer requests of OpenAI clients, also from such files",
+    },
     "Convert and publish": {
         "convert": "make a checkpoint of another library one that takes states",
         "export": "write a checkpoint in the layout of another library",

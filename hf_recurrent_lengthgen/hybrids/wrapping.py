@@ -223,7 +223,8 @@ class StatefulMixin:
         adapter = cache_adapter_of(self)
         if kwargs.get(adapter.argument) is not None:
             raise ValueError(f"Give initial_state or {adapter.argument}, not both: each is a state to start from.")
-        config, _ = self._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
+        given = {name: value for name, value in kwargs.items() if name != "generation_config"}
+        config, _ = self._prepare_generation_config(args[0] if args else kwargs.get("generation_config"), **given)
         if config.use_cache is False:
             raise ValueError("generate(initial_state=...) keeps the state in the cache: leave use_cache on.")
         prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
@@ -76,6 +77,17 @@ def test_the_state_after_generation_is_in_the_cache() -> None:
     assert relative_error(parts(state), parts(expected)) < 1e-5
     with pytest.raises(ValueError, match="has read no token"):
         model.state_from_cache(model.new_attention_cache())
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_generation_config_is_honored_with_a_state(positional: bool) -> None:
+    _, model = pair("lfm2")
+    config, start = GenerationConfig(**GREEDY), {"initial_state": model.zero_state(2)}
+    given = ((config,), {}) if positional else ((), {"generation_config": config})
+    found = model.generate(text(), *given[0], **given[1], **start)
+    assert torch.equal(found, model.generate(text(), **GREEDY, **start))
+    with pytest.raises(ValueError, match="leave use_cache on"):
+        model.generate(text(), GenerationConfig(use_cache=False), **start)
 
 
 def test_generation_refuses_what_it_cannot_continue() -> None:
