@@ -4,9 +4,9 @@
     python examples/merged_readings.py --model model_cards/gla-cured --texts 4
 
 Texts of one length are read one by one, merged, and each is continued: by the loss of what follows it in its file. The
-text to be continued stands last ("last") or first ("first") among the texts. Without merging the model has read all
-texts in this order ("one after the other"), that text alone, or nothing. The distance is that of the merged states to
-those after all texts, in the first and the last layer, relative to their norm.
+text to be continued stands last ("last") or first ("first") among the texts. Losses are those after all texts "one
+after the other", and by how much the others are higher than these. The distance is that of the states to those after
+all texts, in the first and the last layer, relative to their norm.
 """
 
 import argparse
@@ -40,26 +40,33 @@ alone = [read_text(model, text, record_decays=True) for text in texts]
 whole = read_text(model, torch.cat(texts, dim=1))
 
 
-def loss(reading, text: int) -> str:
-    """Loss of what follows a text, after a reading: mean over groups, and its standard error."""
+def losses(reading, text: int) -> np.ndarray:
+    """Loss of what follows a text, after a reading, for each group."""
     followed = rows[text, :, options.length - 1 :]
-    nll = stream_nll(model, followed[:, 1:], initial_state=reading.state, progress=False).nll.mean(1)
-    return f"{nll.mean():.3f} ± {nll.std(ddof=1) / np.sqrt(len(nll)):.3f}"
+    return stream_nll(model, followed[:, 1:], initial_state=reading.state, progress=False).nll.mean(1)
 
 
-nothing = read_text(model, rows[0, :, options.length - 1 : options.length])  # one token, which both have read last
-print(f"{options.model}: {options.texts} texts of {options.length} tokens, {options.groups} groups")
-print(f"{'reading':<24}{'loss, last':>16}{'loss, first':>16}{'first layer':>14}{'last layer':>14}")
-for name, reading in {
-    "one after the other": whole,
+def estimate(values: np.ndarray, sign: str = "") -> str:
+    return f"{values.mean():{sign}.3f} ± {values.std(ddof=1) / np.sqrt(len(values)):.3f}"
+
+
+readings = {
     "in order": merge_readings(alone, "order"),
     "mean over cyclic orders": merge_readings(alone, "cyclic"),
     "mean": merge_readings(alone, "mean"),
     "sum": merge_readings(alone, "sum"),
     "last text alone": alone[-1],
     "first text alone": alone[0],
-    "one token": nothing,
-}.items():
+    "one token": read_text(model, rows[0, :, options.length - 1 : options.length]),
+}
+print(
+    f"{options.model}: {options.texts} texts of {options.length} tokens, {options.groups} groups, mean ± standard error"
+)
+print(f"{'':<24}{'loss, last':>18}{'loss, first':>18}{'first layer':>14}{'last layer':>14}")
+best = [losses(whole, text) for text in (-1, 0)]
+print(f"{'one after the other':<24}{estimate(best[0]):>18}{estimate(best[1]):>18}{'':>14}{'':>14}".rstrip())
+for name, reading in readings.items():
+    more = [estimate(losses(reading, text) - found, "+") for text, found in zip((-1, 0), best, strict=True)]
     distances = compare_readings(whole, reading)
     shown = f"{distances[0].recurrent:>14.4f}{distances[-1].recurrent:>14.4f}"
-    print(f"{name:<24}{loss(reading, -1):>16}{loss(reading, 0):>16}{shown}")
+    print(f"{name:<24}{more[0]:>18}{more[1]:>18}{shown}")
