@@ -20,7 +20,10 @@ from transformers import TrainingArguments
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
 from hf_recurrent_lengthgen.trainers import InitialStateConfig
 
-ACTIONS = {"recipe": ("list", "show", "run", "smoke", "copy")}
+ACTIONS = {
+    "recipe": ("list", "show", "run", "smoke", "copy"),
+    "state": ("read", "show", "ask", "crop", "compare", "merge"),
+}
 """Commands whose actions have a help of their own."""
 
 

@@ -48,7 +48,7 @@ __all__ = [
     "take_rows",
     "zero_state",
 ]
-_PACKAGES = ("data", "evaluation", "models", "surgery", "trainers")
+_PACKAGES = ("data", "evaluation", "models", "readings", "surgery", "trainers")
 _NOT_OF_STATES = {
     "Forgetting": "models.forgetting",
     "forgetting": "models.forgetting_switch",

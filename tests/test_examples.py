@@ -181,30 +181,33 @@ def test_a_document_is_read_once_and_asked_from_the_file(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abc" * 2000)
-    state = tmp_path / "state.safetensors"
-    arguments = ("--model", checkpoint, "--document", text, "--state", state, "--tokens", 3, "--length", 5000)
-    run_example("ask_a_long_document.py", monkeypatch, *arguments, "--ask", "The end", "--ask", "or")
+    reading = tmp_path / "reading"
+    arguments = ("--model", checkpoint, "--document", text, "--reading", reading, "--tokens", 3, "--length", 5000)
+    arguments += ("--every", 2000, "--ask", "The end", "--ask", "or")
+    run_example("ask_a_long_document.py", monkeypatch, *arguments)
     shown = capsys.readouterr().out
     assert "Read 5,000 tokens in " in shown
-    assert "Asked 2 times" in shown
-    answers = shown.split("'The end': ")[1]
-    layers, metadata = load_state(state)
-    assert len(layers) == 2
-    assert list(metadata) == ["sha256 of the weights", "sha256 of the tokens"]
-    run_example("ask_a_long_document.py", monkeypatch, *arguments, "--ask", "The end", "--ask", "or")
+    assert "Asked 2 times after 5,000 tokens" in shown
+    files = {file.name: file.stat().st_mtime_ns for file in reading.iterdir()}
+    assert len(files) == 3
+    run_example("ask_a_long_document.py", monkeypatch, *arguments)
     again = capsys.readouterr().out
-    assert "Read " not in again
-    assert again.split("'The end': ")[1] == answers
+    assert {file.name: file.stat().st_mtime_ns for file in reading.iterdir()} == files
+    assert again.split("'The end': ")[1].splitlines()[:2] == shown.split("'The end': ")[1].splitlines()[:2]
+    run_example("ask_a_long_document.py", monkeypatch, *arguments, "--position", 4500)
+    assert "after 4,000 tokens" in capsys.readouterr().out
     text.write_text("another text" * 1000)
-    with pytest.raises(SystemExit, match="comes from another model or document"):
+    with pytest.raises(ValueError, match="5000 tokens of another text"):
         run_example("ask_a_long_document.py", monkeypatch, *arguments)
     text.write_text("abc" * 2000)
     StatefulMamba2ForCausalLM(StatefulMamba2Config.from_pretrained(checkpoint)).save_pretrained(checkpoint)
-    with pytest.raises(SystemExit, match="comes from another model or document"):  # trained again in its folder
+    with pytest.raises(ValueError, match="in the weights"):  # trained again in its folder
         run_example("ask_a_long_document.py", monkeypatch, *arguments)
 
 
-@pytest.mark.parametrize("wrong", [("--length", 0), ("--tokens", 0), ("--ask", ""), ("--document", "missing.txt")])
+@pytest.mark.parametrize(
+    "wrong", [("--length", 0), ("--tokens", 0), ("--every", 0), ("--ask", ""), ("--document", "missing.txt")]
+)
 def test_a_document_is_asked_for_properly(
     wrong: tuple[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

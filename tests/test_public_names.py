@@ -9,7 +9,7 @@ import pytest
 
 import hf_recurrent_lengthgen
 
-PACKAGES = ("", "models", "trainers", "evaluation", "data", "surgery")
+PACKAGES = ("", "models", "trainers", "evaluation", "data", "surgery", "readings")
 
 
 def package(name: str) -> object:

@@ -27,6 +27,10 @@ PURPOSES = {
         "maps": "what the layers of a model look at",
         "harness": "tasks of lm-evaluation-harness, and of the papers",
     },
+    "Read once, ask often": {
+        "state": "keep what a model has read in files, and ask them",
+        "serve": "answer requests of OpenAI clients, also from such files",
+    },
     "Convert and publish": {
         "convert": "make a checkpoint of another library one that takes states",
         "export": "write a checkpoint in the layout of another library",
@@ -40,7 +44,7 @@ PURPOSES = {
 }
 COMMANDS = {name: what for commands in PURPOSES.values() for name, what in commands.items()}
 """Modules beside this one, which take long to import, so that only the one that runs is imported."""
-CONTINUED = ("push", "pull", "recipe")
+CONTINUED = ("push", "pull", "recipe", "state")
 """Commands that keep what they have done when they are interrupted, and do not say so themselves."""
 DESCRIPTION = "\n\n".join(
     ["Recurrent language models that keep working far beyond the length they were trained on."]

@@ -23,9 +23,10 @@ def generation_arguments(
     inputs: Tensor | None,
     initial_state: RecurrentState,
     attention_cache: Cache | None,
+    positional: tuple[Any, ...],
     given: dict[str, Any],
 ) -> dict[str, Any]:
-    """Further arguments for the stock `generate`; arguments as in `StatefulMixin.generate`, `given` its keywords.
+    """Further arguments for the stock `generate`; arguments as in `StatefulMixin.generate`, with the other ones.
 
     Raises:
         ValueError: as there.
@@ -33,7 +34,9 @@ def generation_arguments(
     adapter = cache_adapter_of(model)
     if given.get(adapter.argument) is not None:
         raise ValueError(f"Give initial_state or {adapter.argument}, not both: each is a state to start from.")
-    config, _ = model._prepare_generation_config(given.get("generation_config"), **given)
+    others = {name: value for name, value in given.items() if name != "generation_config"}
+    config = positional[0] if positional else given.get("generation_config")
+    config, _ = model._prepare_generation_config(config, **others)
     if config.use_cache is False:
         raise ValueError("generate(initial_state=...) keeps the state in the cache: leave use_cache on.")
     prompts = (inputs, given.get("input_ids"), given.get("inputs_embeds"))

@@ -41,6 +41,7 @@ from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import close, verify_stateful
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.recurrent_generation import refuse_continuous_batching
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
     RecurrentState,
@@ -252,8 +253,12 @@ class StatefulMixin:
             if attention_cache is not None:
                 raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-        kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, kwargs)
+        kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse continuous batching."""
+        refuse_continuous_batching(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         classes = type(self).__mro__

@@ -20,12 +20,25 @@ _FOR_GENERATE = ("tokenizer", "assistant_tokenizer")
 _PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids")
 
 
+def refuse_continuous_batching(model: Any) -> None:
+    """Raise a `ValueError`: the manager of continuous batching keeps pages of keys and no recurrent states."""
+    raise ValueError(
+        f"{type(model).__name__} cannot be batched continuously (generate_batch, ContinuousBatchingManager, "
+        "transformers serve --continuous-batching): Transformers keeps pages of keys and values there, and no "
+        "recurrent states. Use generate with padded prompts, or serve without --continuous-batching."
+    )
+
+
 class RecurrentGenerationMixin(GenerationMixin):
     """`GenerationMixin` that can continue from a state."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse continuous batching."""
+        refuse_continuous_batching(self)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

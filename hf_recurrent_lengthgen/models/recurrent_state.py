@@ -306,7 +306,7 @@ def read_state_file(
     if header.get("format") != kind:
         raise ValueError(
             f"{path} holds no {name}: its format is {header.get('format')!r}. load_state reads a state alone, "
-            "load_hybrid_state one with keys and values."
+            "load_reading of hf_recurrent_lengthgen.readings one with its text, model, keys and values."
         )
     version = header.get("format_version", "")
     if not version.isdecimal() or int(version) > newest:

@@ -15,7 +15,18 @@ from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes.catalogue import CHECKPOINTS
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("evaluate", "diagnose", "states", "hybrids", "delta_rule", "surgery", "publish", "recipes", "harness")
+PAGES = (
+    "evaluate",
+    "diagnose",
+    "states",
+    "state_files",
+    "hybrids",
+    "delta_rule",
+    "surgery",
+    "publish",
+    "recipes",
+    "harness",
+)
 QUICK = {
     "train": "--max-steps 2 --report-to none --eval-strategy no",
     "evaluate": "--sequences 2",
@@ -39,10 +50,11 @@ ELSEWHERE = {
         "push cured",
         "pull me/",
     ),
+    "state_files": ("serve",),
     "recipes": ("recipe smoke", "recipe run", "--data my-texts"),
     "harness": ("pretrained=MODEL",),
 }
-"""Commands that need the Hub, a GPU or data: their options are read, and no more."""
+"""Commands that need the Hub, a GPU or data, or do not end: their options are read, and no more."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers import GenerationConfig
 
-from hf_recurrent_lengthgen import load_state, save_state
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
-from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
+from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.readings import load_reading, read_text, save_reading, start_of
 from tests.hybrids.measures import parts, relative_error
 from tests.hybrids.support import generates
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
@@ -38,28 +38,15 @@ def text(rows: int = 2) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, READ + 4), generator=torch.Generator().manual_seed(3))
 
 
-@torch.no_grad()
-def read(model: Any, tokens: Tensor) -> tuple[Any, Cache | None]:
-    """The state and the attention cache after the tokens, read in two pieces."""
-    attention_cache = model.new_attention_cache()
-    state = None
-    for piece in tokens.split(12, dim=1):
-        output = model(piece, initial_state=state, output_final_state=True, attention_cache=attention_cache)
-        state = output.final_state
-    return state, attention_cache
-
-
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_from_a_file_is_generation_from_the_text(model_type: str, tmp_path: Path) -> None:
     stock, model = pair(model_type)
     tokens = text(1 if model_type == "rwkv" else 2)
     length = read_before_asking(model_type)
-    state, attention_cache = read(model, tokens[:, :length])
-    save_hybrid_state(tmp_path / "read.safetensors", state, attention_cache, {"text": "random"})
-    state, attention_cache, metadata = load_hybrid_state(tmp_path / "read.safetensors", model)
-    assert metadata == {"text": "random"}
-    everything = {"initial_state": state, "attention_cache": attention_cache}
+    save_reading(tmp_path / "read.safetensors", read_text(model, tokens[:, :length], chunk_length=12))
+    reading = load_reading(tmp_path / "read.safetensors", model, tokens=tokens)
+    everything = start_of(model, reading)
     if model_type == "minimax":
         with pytest.raises(ValueError, match="MiniMaxCache"):
             model.generate(tokens[:, length:], **everything, **GREEDY)
@@ -75,10 +62,10 @@ def test_generation_from_a_file_is_generation_from_the_text(model_type: str, tmp
         everything["attention_mask"] = mask
         assert torch.equal(model.generate(tokens[:, length:], **everything, **GREEDY), expected[:, length:])
     masked = everything | {"attention_mask": torch.ones_like(tokens)}
-    if attention_cache is not None:
+    if "attention_cache" in everything:
         output = model(tokens[:, length:], **masked)
         assert relative_error([output.logits], [stock(tokens).logits[:, length:]]) < 1e-4
-        everything["attention_cache"] = read(model, tokens[:, :length])[1]
+        everything = start_of(model, reading)
     if model_type not in ("rwkv", "xlstm"):  # whose stock caches cannot be reordered
         beams = {"num_beams": 3, "num_return_sequences": 2} | GREEDY
         expected = stock.generate(tokens, **beams)
@@ -102,6 +89,17 @@ def test_the_state_after_generation_is_in_the_cache() -> None:
     assert relative_error(parts(state), parts(expected)) < 1e-5
     with pytest.raises(ValueError, match="has read no token"):
         model.state_from_cache(model.new_attention_cache())
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_generation_config_is_honored_with_a_state(positional: bool) -> None:
+    _, model = pair("lfm2")
+    config, start = GenerationConfig(**GREEDY), {"initial_state": model.zero_state(2)}
+    given = ((config,), {}) if positional else ((), {"generation_config": config})
+    found = model.generate(text(), *given[0], **given[1], **start)
+    assert torch.equal(found, model.generate(text(), **GREEDY, **start))
+    with pytest.raises(ValueError, match="leave use_cache on"):
+        model.generate(text(), GenerationConfig(use_cache=False), **start)
 
 
 def test_generation_refuses_what_it_cannot_continue() -> None:
@@ -133,25 +131,3 @@ def test_likelihood_in_chunks_is_that_of_one_pass(model_type: str) -> None:
         result = stream_nll(model, tokens, chunk_length=chunk_length, batch_size=2, progress=False)
         np.testing.assert_allclose(result.nll, expected, atol=1e-4)
     assert result.final_state[0].recurrent.shape[0] == 3
-
-
-def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    _, model = pair("falcon_h1")
-    state, attention_cache = read(model, text())
-    path, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_hybrid_state(path, state, attention_cache)
-    with pytest.raises(ValueError, match="does not fit Lfm2ForCausalLM"):
-        load_hybrid_state(path, stateful(tiny_model("lfm2")))
-    with pytest.raises(ValueError, match="layer 0, part 'recurrent' has shape"):
-        load_hybrid_state(path, stateful(tiny_model("falcon_h1", mamba_d_state=5)))
-    save_state(other, state)
-    with pytest.raises(ValueError, match="load_state reads a state alone"):
-        load_hybrid_state(other, model)
-    with pytest.raises(ValueError, match="holds no recurrent state"):
-        load_state(path)
-    other.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="may be truncated"):
-        load_hybrid_state(other, model)
-    save_hybrid_state(other, state, None)
-    with pytest.raises(ValueError, match=r"lacks \['layers.0.keys'.*must be saved with its state"):
-        load_hybrid_state(other, model)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen import forgetting
-from hf_recurrent_lengthgen.hybrids import load_hybrid_state, save_hybrid_state, stateful
+from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM, StatefulMambaForCausalLM
+from hf_recurrent_lengthgen.readings import load_reading, read_text, save_reading, start_of
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 OURS = {
@@ -186,10 +187,11 @@ def test_a_config_that_forgets_is_honored_when_a_model_is_wrapped() -> None:
 def test_states_with_a_window_are_saved_and_read(tmp_path: Any) -> None:
     model, tokens = wrapped("falcon_h1"), random_tokens(1, 20)
     with forgetting(model, window=6):
-        cache = model.new_attention_cache()
-        state = model(tokens, attention_cache=cache, output_final_state=True).final_state
-        save_hybrid_state(tmp_path / "state", state, cache)
-        loaded, loaded_cache, _ = load_hybrid_state(tmp_path / "state", model)
-        expected = model(tokens[:, :5], initial_state=state, attention_cache=cache).logits
-        found = model(tokens[:, :5], initial_state=loaded, attention_cache=loaded_cache).logits
+        reading = read_text(model, tokens)
+        save_reading(tmp_path / "state", reading)
+        loaded = load_reading(tmp_path / "state", model)
+        expected = model(tokens[:, :5], **start_of(model, reading)).logits
+        found = model(tokens[:, :5], **start_of(model, loaded)).logits
+    with pytest.raises(ValueError, match=r"in the config \(forgetting\)"):
+        load_reading(tmp_path / "state", model)
     assert torch.equal(found, expected)

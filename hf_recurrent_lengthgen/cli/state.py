@@ -1,0 +1,208 @@
+"""`lengthgen state`: read a long text once, keep what the model has read in files, and ask them."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from hf_recurrent_lengthgen.cli.inputs import chosen_split, load_documents
+from hf_recurrent_lengthgen.cli.measuring import on_device
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.report import in_columns
+from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODEL, add_shared
+from hf_recurrent_lengthgen.data import token_stream
+from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
+from hf_recurrent_lengthgen.readings import (
+    Reading,
+    ask,
+    compare_readings,
+    crop_reading,
+    load_reading,
+    merge_readings,
+    positions_in,
+    read_into,
+    save_reading,
+    without_attention,
+)
+from hf_recurrent_lengthgen.readings.merging import MERGINGS
+from hf_recurrent_lengthgen.readings.origin import OVERRIDES
+
+DESCRIPTION = """\
+Read a long text once, keep what the model has read (a reading), and ask it as often as you like, in other processes
+and on other machines. A reading is the state of the recurrent layers, of one size for every text, and the keys and
+values of attention layers, if the model has any. A file belongs to the weights and the tokenizer that made it, and is
+refused with others.
+"""
+EXAMPLES = """\
+lengthgen state read demo-output/cured --data book.txt --every 10000 --output book
+lengthgen state show book
+lengthgen state ask book demo-output/cured --prompt "Who is" --prompt "Where is"
+lengthgen state crop book --position 50000 --output half.safetensors
+"""
+READ = """\
+Read a text and save what is read every N tokens, one file each, into a folder. Memory does not grow with the text, but
+for keys and values of attention layers. The same command goes on after the last file if it was interrupted, or if the
+text has grown at its end.
+"""
+ASK = """\
+Continue prompts after the text of a reading. The answers are those that the model would give after reading text and
+prompt at once. The reading stays as it is.
+"""
+MERGE = """\
+Make one reading that stands for several texts: the mean or sum of their states, or the state after all texts in order
+as if no text depended on another (PICASO), or its mean over the cyclic orders or over all orders. The last three need
+readings with --decays. Keys and values of attention layers cannot be merged and are left out. The documentation tells
+how good this is ("State files"): measure it on your texts.
+"""
+READING = {"metavar": "READING", "help": "file of a reading, or a folder, whose last reading is taken"}
+
+
+def command_parser() -> CommandParser:
+    parser = CommandParser("lengthgen state", DESCRIPTION, EXAMPLES)
+    actions = parser.add_subparsers(
+        title="actions", prog="lengthgen state", dest="action", required=True, metavar="ACTION"
+    )
+
+    def add_action(name: str, what: str, examples: str, description: str = "") -> CommandParser:
+        told: dict[str, Any] = {"help": what, "description": description or f"{what[0].upper()}{what[1:]}."}
+        return actions.add_parser(name, examples=examples, **told)
+
+    what = "read a text, and save what is read every so many tokens"
+    read = add_action("read", what, "lengthgen state read demo-output/cured --data book.txt --output book", READ)
+    read.model.add_argument("model", **MODEL)
+    read.data.add_argument("--length", type=positive, metavar="N", help="tokens to read at most (default: all)")
+    what = "tokens between two files (default: %(default)s)"
+    read.method.add_argument("--every", type=positive, default=65536, metavar="N", help=what)
+    what = "also record what the text leaves of an earlier state, for lengthgen state merge"
+    read.method.add_argument("--decays", action="store_true", help=what)
+    read.run.add_argument("--output", required=True, metavar="FOLDER", help="folder for the files")
+    add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
+    show = add_action("show", "show what is known of a reading", "lengthgen state show book")
+    asked = add_action("ask", "continue prompts after a text that was read", EXAMPLES.splitlines()[2], ASK)
+    cropped = add_action("crop", "write the reading at an earlier position as a file", EXAMPLES.splitlines()[3])
+    for action in (show, asked, cropped):
+        action.data.add_argument("reading", **READING)
+    asked.model.add_argument("model", **MODEL)
+    what = "prompt to continue; may be repeated"
+    asked.data.add_argument("--prompt", action="append", required=True, metavar="TEXT", help=what)
+    what = "tokens of each answer at most (default: %(default)s)"
+    asked.method.add_argument("--max-new-tokens", type=positive, default=40, metavar="N", help=what)
+    what = f"what may differ from the model that read the text: {', '.join(OVERRIDES)}"
+    asked.method.add_argument("--allow", nargs="+", choices=OVERRIDES, default=[], metavar="WHAT", help=what)
+    add_shared(asked, "--tokenizer")
+    what = "take the reading at this position, or the nearest one before it (default: the last)"
+    for action in (asked, cropped):
+        required = action is cropped
+        action.data.add_argument("--position", type=positive, metavar="N", required=required, help=what)
+    what = "show how far the states of two readings are apart"
+    compared = add_action("compare", what, "lengthgen state compare book other-book")
+    compared.data.add_argument("reading", **READING)
+    compared.data.add_argument("other", metavar="OTHER", help="the other one, of the same model")
+    examples = "lengthgen state merge one two --how mean --output both.safetensors"
+    merged = add_action("merge", "make one reading that stands for several texts", examples, MERGE)
+    merged.data.add_argument("readings", nargs="+", **READING)
+    what = "how to merge (default: %(default)s)"
+    merged.method.add_argument("--how", choices=MERGINGS, default="mean", help=what)
+    for action in (cropped, merged):
+        action.run.add_argument("--output", required=True, metavar="FILE", help="file to write")
+    for action in (read, asked):
+        add_shared(action, "--device", "--dtype", "--trust-remote-code")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    options = command_parser().parse_args(arguments)
+    {"read": _read, "show": _show, "ask": _ask, "crop": _crop, "compare": _compare, "merge": _merge}[options.action](
+        options
+    )
+    return 0
+
+
+def _model_and_tokenizer(options: argparse.Namespace) -> tuple[Any, Any]:
+    trust = options.trust_remote_code
+    tokenizer = load_tokenizer(options.tokenizer or options.model, trust)
+    model = load_model(options.model, trust, DTYPES[options.dtype], merge=True)
+    return on_device(model.eval(), options.device), tokenizer
+
+
+def _read(options: argparse.Namespace) -> None:
+    model, tokenizer = _model_and_tokenizer(options)
+    split = chosen_split(options.data, options.split, "validation")
+    documents = load_documents(options.data, split, options.text_column)
+    tokens = token_stream(documents, tokenizer)[:-1][: options.length]  # no end of text at the end: a prompt follows
+    if not len(tokens):
+        raise ValueError(f"{options.data} is empty: give a text.")
+    found = positions_in(options.output)
+    if found:
+        print(f"Goes on after {found[-1]:,} tokens, the last file in {options.output}.")
+    readings = read_into(
+        options.output,
+        model,
+        tokens,
+        options.every,
+        tokenizer=tokenizer,
+        chunk_length=options.chunk_length,
+        record_decays=options.decays,
+    )
+    with tqdm(total=len(tokens), unit="tok", unit_scale=True, disable=None) as bar:
+        for reading in readings:
+            bar.update(reading.position - bar.n)
+    size = sum(file.stat().st_size for file in Path(options.output).glob("position-*.safetensors"))
+    count = len(positions_in(options.output))
+    print(f"Read {len(tokens):,} tokens. {count} readings in {size:,} bytes: {options.output}")
+
+
+def _show(options: argparse.Namespace) -> None:
+    reading = load_reading(options.reading)
+    origin, rows = reading.origin, [["position", f"{reading.position:,} tokens"]]
+    if positions := positions_in(options.reading):
+        rows.append(["all positions", ", ".join(f"{position:,}" for position in positions)])
+    rows.append(["memory", f"{reading.nbytes:,} bytes"])
+    rows.append(["attention", _attention(reading)])
+    if origin is not None:
+        rows.append(["model", f"{origin.name} ({origin.config.get('model_type')}, {origin.dtype})"])
+        rows.append(["revision", origin.revision or "unknown"])
+        rows.append(["weights", origin.weights])
+        rows.append(["tokenizer", origin.tokenizer or "unknown"])
+    rows.append(["tokens", reading.prefix or "unknown"])
+    rows.append(["decays", "recorded" if reading.decays else "not recorded"])
+    print(in_columns([*rows, *sorted([name, value] for name, value in reading.metadata.items())]))
+
+
+def _attention(reading: Reading) -> str:
+    if reading.attention != "kept":
+        return {"none": "no such layers", "omitted": "left out: sees new tokens only"}[reading.attention]
+    held = ", ".join(f"{layer.keys.shape[2]:,} in layer {index}" for index, layer in sorted(reading.keys.items()))
+    return f"keys and values of tokens: {held}"
+
+
+def _ask(options: argparse.Namespace) -> None:
+    model, tokenizer = _model_and_tokenizer(options)
+    reading = load_reading(options.reading, model, tokenizer, position=options.position, allow=options.allow)
+    for prompt in options.prompt:
+        ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+        answer = ask(model, reading, ids, max_new_tokens=options.max_new_tokens, do_sample=False)
+        print(f"{prompt!r}: {tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)!r}")
+
+
+def _crop(options: argparse.Namespace) -> None:
+    reading = crop_reading(options.reading, options.position, options.output)
+    print(f"The reading after {reading.position:,} tokens: {options.output}")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    distances = compare_readings(load_reading(options.reading), load_reading(options.other))
+    rows = [["layer", "recurrent", "convolution"]]
+    rows += [[str(i), f"{layer.recurrent:.3g}", f"{layer.conv:.3g}"] for i, layer in enumerate(distances)]
+    print(in_columns(rows))
+    print(f"Norm of the difference, divided by that of {options.reading}.")
+
+
+def _merge(options: argparse.Namespace) -> None:
+    readings = [without_attention(load_reading(path)) for path in options.readings]
+    merged = merge_readings(readings, options.how)
+    save_reading(options.output, merged)
+    print(f"One reading of {len(readings)} texts, {merged.position:,} tokens: {options.output}")

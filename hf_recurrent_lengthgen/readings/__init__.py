@@ -1,0 +1,42 @@
+"""Readings: what a model keeps of a text, as a value and as files that others can use."""
+
+from hf_recurrent_lengthgen.readings.folders import (
+    crop_reading,
+    load_reading,
+    positions_in,
+    read_into,
+    save_reading,
+)
+from hf_recurrent_lengthgen.readings.merging import LayerDistance, compare_readings, merge_readings
+from hf_recurrent_lengthgen.readings.mlx_caches import load_mlx_cache, save_mlx_cache
+from hf_recurrent_lengthgen.readings.origin import Origin
+from hf_recurrent_lengthgen.readings.reading import (
+    LayerKeys,
+    Reading,
+    ask,
+    branch,
+    read_text,
+    start_of,
+    without_attention,
+)
+
+__all__ = [
+    "LayerDistance",
+    "LayerKeys",
+    "Origin",
+    "Reading",
+    "ask",
+    "branch",
+    "compare_readings",
+    "crop_reading",
+    "load_mlx_cache",
+    "load_reading",
+    "merge_readings",
+    "positions_in",
+    "read_into",
+    "read_text",
+    "save_mlx_cache",
+    "save_reading",
+    "start_of",
+    "without_attention",
+]

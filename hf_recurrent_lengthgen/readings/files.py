@@ -1,0 +1,292 @@
+"""Readings as safetensors files, whose layout docs/state_files.md documents for other programs.
+
+A file stands for itself, or continues another one in its folder: then it holds the keys and values of new tokens only,
+and `folders.py` puts them together.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    WindowedLayerState,
+    check_finite_state,
+    layer_state,
+    read_state_file,
+)
+from hf_recurrent_lengthgen.readings.decays import Decay
+from hf_recurrent_lengthgen.readings.origin import Origin
+from hf_recurrent_lengthgen.readings.reading import LayerKeys, Reading
+from hf_recurrent_lengthgen.versions import version_of
+
+FORMAT, MAJOR, MINOR = "reading", 1, 0
+"""A file of a newer minor version is read, and what is new in it is kept; one of a newer major version is refused."""
+STATE_PARTS = WindowedLayerState._fields
+_ORIGIN = ("model_name", "model_revision", "model_dtype", "model_config", "weights_fingerprint", "tokenizer_sha256")
+_KNOWN: tuple[str, ...] = (
+    "format",
+    "format_version",
+    "written_by",
+    "num_layers",
+    "position",
+    "prefix_sha256",
+    "attention",
+)
+_KNOWN += ("next_position", "key_layers", "continues", "decays", "model_attends", *_ORIGIN)
+
+
+class Continued(NamedTuple):
+    """The file that another one continues: its position and the hash of its tokens."""
+
+    position: int
+    prefix: str
+
+
+class Header(NamedTuple):
+    """What a file says of its tensors.
+
+    Attributes:
+        layers: Number of layers.
+        position, prefix, attention, origin, metadata: As in `Reading`.
+        keys: For each layer with keys, the position of the first one in this file, and how many tokens it has read.
+        continues: The file that holds the keys before, for the layers whose first key here is at its position.
+        continued: The layers for which it does.
+        matrices: For each layer with a decay, whether it is a matrix; () without decays.
+    """
+
+    layers: int
+    position: int
+    prefix: str
+    attention: Any
+    origin: Origin | None
+    metadata: dict[str, str]
+    keys: dict[int, tuple[int, int]]
+    continues: Continued | None
+    continued: frozenset[int]
+    matrices: tuple[bool, ...]
+
+
+def write_file(path: str | os.PathLike[str], reading: Reading, continues: Continued | None = None) -> None:
+    """Write a reading; with `continues`, the keys that stand in the file before are left out.
+
+    Raises:
+        ValueError: for values that are not finite, metadata with the names of other fields, and keys of other rows.
+    """
+    check_finite_state(reading.state, "The state of the reading")
+    for name, value in reading.metadata.items():
+        if name in _KNOWN or not isinstance(name, str) or not isinstance(value, str):
+            raise ValueError(f"metadata must be texts under names other than {', '.join(_KNOWN)}; got {name!r}.")
+    tensors = {f"layers.{i}.{k}": part for i, layer in enumerate(reading.state) for k, part in layer._asdict().items()}
+    keys, continued = {}, []
+    for index, (key, values, tokens) in reading.keys.items():
+        if len(key) != reading.rows or not bool(key.isfinite().all() and values.isfinite().all()):
+            raise ValueError(
+                f"The keys and values of layer {index} must be finite ones of {reading.rows} rows, got shape "
+                f"{tuple(key.shape)}: give those of the text that the state has read."
+            )
+        first = tokens - key.shape[2]
+        if continues is not None and first <= continues.position and first == 0:
+            first = continues.position
+            key, values = key[:, :, first:], values[:, :, first:]
+            continued.append(index)
+        tensors |= {f"layers.{index}.keys": key, f"layers.{index}.values": values}
+        keys[index] = (first, tokens)
+    tensors |= {f"layers.{index}.decay": decay.factor for index, decay in enumerate(reading.decays)}
+    header = {
+        "format": FORMAT,
+        "format_version": f"{MAJOR}.{MINOR}",
+        "written_by": f"hf_recurrent_lengthgen {version_of('hf_recurrent_lengthgen')}",
+        "num_layers": str(len(reading.state)),
+        "position": str(reading.position),
+        "prefix_sha256": reading.prefix,
+        "attention": reading.attention,
+        "next_position": str(reading.position if reading.attention == "kept" else 0),
+        "key_layers": json.dumps(keys),
+        "decays": json.dumps([decay.is_matrix for decay in reading.decays]),
+    }
+    if continues is not None:
+        header["continues"] = json.dumps({**continues._asdict(), "layers": continued})
+    header |= _origin_fields(reading.origin) | dict(reading.metadata)
+    with replacing(path) as temporary:
+        save_file({k: x.detach().to("cpu", copy=True).contiguous() for k, x in tensors.items()}, temporary, header)
+
+
+def _origin_fields(origin: Origin | None) -> dict[str, str]:
+    if origin is None:
+        return {}
+    values = (origin.name, origin.revision, origin.dtype, json.dumps(origin.config), origin.weights, origin.tokenizer)
+    return dict(zip(_ORIGIN, values, strict=True)) | {"model_attends": json.dumps(origin.attends)}
+
+
+class ReadingFile:
+    """An open file of a reading. Use it in a `with` block; tensors are read when they are asked for.
+
+    Raises:
+        ValueError: for files that are cut, no readings, of a newer major version, or damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.name = os.fspath(path)
+        try:
+            self._file = safe_open(self.name, framework="pt").__enter__()
+            fields = self._file.metadata() or {}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be cut.") from error
+        _check_format(self.name, fields)
+        try:
+            self.header = _parsed(fields)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path} has a damaged header ({error!r:.200}): write it again.") from error
+        self._check_names()
+
+    def __enter__(self) -> "ReadingFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def _check_names(self) -> None:
+        header, found = self.header, {*self._file.keys()}
+        windowed = "layers.0.window" in found
+        layers = range(min(header.layers, len(found)))  # a damaged number must not allocate memory
+        parts = STATE_PARTS if windowed else STATE_PARTS[:2]
+        expected = {f"layers.{i}.{part}" for i in layers for part in parts}
+        expected |= {f"layers.{i}.{part}" for i in header.keys for part in ("keys", "values")}
+        expected |= {f"layers.{i}.decay" for i in range(len(header.matrices))}
+        missing = sorted(expected - found)
+        # A part that a newer minor version adds is no reason to refuse a file; one of a known name is.
+        known = {*STATE_PARTS, "keys", "values", "decay"}
+        unexpected = sorted(key for key in found - expected if key.rpartition(".")[2] in known)
+        if not header.layers or missing or unexpected:
+            raise ValueError(
+                f"{self.name} does not hold the parts of {header.layers} layers that its header tells: missing "
+                f"{missing}, unexpected {unexpected}."
+            )
+
+    def tensor(self, layer: int, part: str) -> Tensor:
+        tensor: Tensor = self._file.get_tensor(f"layers.{layer}.{part}")
+        kinds = (torch.float32, torch.float64) if part in (*STATE_PARTS, "decay") else ()
+        if (kinds and tensor.dtype not in kinds) or not tensor.is_floating_point():
+            allowed = "float32 or float64" if kinds else "floating-point numbers"
+            raise ValueError(f"{self.name}: layer {layer} has '{part}' as {tensor.dtype}, but it must be {allowed}.")
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{self.name}: layer {layer}, part '{part}' has NaN or infinite values.")
+        return tensor
+
+    def layer_keys(self, layer: int) -> LayerKeys:
+        """The keys and values of a layer that stand in this file."""
+        first, tokens = self.header.keys[layer]
+        keys, values = (self.tensor(layer, part) for part in ("keys", "values"))
+        for part in (keys, values):
+            if part.ndim != 4 or part.shape[:3] != (keys.shape[0], keys.shape[1], tokens - first):
+                raise ValueError(
+                    f"{self.name}: layer {layer} has keys or values of shape {tuple(part.shape)}, but by its "
+                    f"header they are those of tokens {first} to {tokens}."
+                )
+        return LayerKeys(keys, values, tokens)
+
+    def reading(self, keys: Mapping[int, LayerKeys]) -> Reading:
+        """The reading, with these keys and values."""
+        header = self.header
+        parts = STATE_PARTS if "layers.0.window" in self._file.keys() else STATE_PARTS[:2]
+        state = tuple(layer_state(self.tensor(i, part) for part in parts) for i in range(header.layers))
+        decays = tuple(Decay(self.tensor(i, "decay"), matrix) for i, matrix in enumerate(header.matrices))
+        rows = {tensor.shape[:1] for layer in state for tensor in layer}
+        rows |= {layer.keys.shape[:1] for layer in keys.values()}
+        if len(rows) > 1:
+            raise ValueError(f"{self.name} has parts with different numbers of rows: {sorted(map(tuple, rows))}.")
+        return Reading(
+            state, header.position, header.prefix, header.origin, header.attention, keys, decays, header.metadata
+        )
+
+
+def _check_format(name: str, fields: Mapping[str, str]) -> None:
+    kind = fields.get("format")
+    if kind != FORMAT:
+        advice = " It is a state alone: load_state reads it." if kind == "recurrent_state" else ""
+        raise ValueError(f"{name} holds no reading: its format is {kind!r}.{advice}")
+    major, _, minor = fields.get("format_version", "").partition(".")
+    if not (major.isdecimal() and minor.isdecimal()) or int(major) > MAJOR:
+        raise ValueError(
+            f"{name} has version {fields.get('format_version')!r} of the format, this code reads {MAJOR}.x: update "
+            "hf_recurrent_lengthgen."
+        )
+
+
+def _parsed(fields: Mapping[str, str]) -> Header:
+    """The fields of a file; errors of any kind for damaged ones."""
+    position, layers = _number(fields["position"]), _number(fields["num_layers"])
+    keys = {_number(k): (_number(a), _number(b)) for k, (a, b) in json.loads(fields["key_layers"]).items()}
+    attention = fields["attention"]
+    if attention not in ("kept", "none", "omitted") or (keys and attention != "kept"):
+        raise ValueError(f"attention {attention!r} with keys of layers {sorted(keys)}")
+    if any(not first <= tokens == position or layer >= layers for layer, (first, tokens) in keys.items()):
+        raise ValueError(f"position {position}, but keys {keys}")
+    if _number(fields["next_position"]) != (position if attention == "kept" else 0):
+        raise ValueError(f"position {position}, but the next one {fields['next_position']}")
+    continues, continued = None, frozenset[int]()
+    if "continues" in fields:
+        before = json.loads(fields["continues"])
+        continues = Continued(_number(before["position"]), _hash(before["prefix"]))
+        continued = frozenset(_number(layer) for layer in before["layers"])
+        if not continues.position < position or any(keys[layer][0] != continues.position for layer in continued):
+            raise ValueError(f"it continues {before}, but holds the keys {keys}")
+    matrices = tuple(bool(matrix) for matrix in json.loads(fields["decays"]))
+    if len(matrices) not in (0, layers):
+        raise ValueError(f"{len(matrices)} decays of {layers} layers")
+    origin = None
+    if "weights_fingerprint" in fields:
+        name, revision, dtype, config, weights, tokenizer = (fields[key] for key in _ORIGIN)
+        attends = json.loads(fields["model_attends"])
+        origin = Origin(name, revision, dtype, dict(json.loads(config)), _hash(weights), tokenizer, bool(attends))
+    metadata = {name: value for name, value in fields.items() if name not in _KNOWN}
+    prefix = fields["prefix_sha256"] and _hash(fields["prefix_sha256"])
+    return Header(layers, position, prefix, attention, origin, metadata, keys, continues, continued, matrices)
+
+
+def _number(value: str | int) -> int:
+    number = int(value)
+    if isinstance(value, bool) or not 0 <= number < 2**62:
+        raise ValueError(f"{value!r} is no number of tokens or layers")
+    return number
+
+
+def _hash(text: str) -> str:
+    if len(bytes.fromhex(text)) != 32:
+        raise ValueError(f"{text!r} is no SHA-256")
+    return text
+
+
+def read_earlier(path: str | os.PathLike[str]) -> Reading | None:
+    """The reading in a file of the format "hybrid_state", which was written before readings; None for other files."""
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            kind = (file.metadata() or {}).get("format")
+    except SafetensorError:
+        return None  # `ReadingFile` tells why
+    if kind != "hybrid_state":
+        return None
+    header, tensors = read_state_file(path, "cpu", "hybrid_state", 1)
+    try:
+        lengths = {_number(k): _number(n) for k, n in json.loads(header["lengths"]).items()}
+        metadata = {str(k): str(v) for k, v in json.loads(header["metadata"]).items()}
+        parts = STATE_PARTS if "layers.0.window" in tensors else STATE_PARTS[:2]
+        layers = range(min(_number(header["num_layers"]), len(tensors)))
+        state = tuple(layer_state(tensors[f"layers.{i}.{part}"] for part in parts) for i in layers)
+        keys = {
+            i: LayerKeys(tensors[f"layers.{i}.keys"], tensors[f"layers.{i}.values"], tokens)
+            for i, tokens in lengths.items()
+        }
+        if not state or len(state) * len(parts) + 2 * len(keys) != len(tensors):
+            raise ValueError(f"tensors {sorted(tensors)} of {len(state)} layers")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} has a damaged header ({error!r:.200}): write it again.") from error
+    position = max(lengths.values(), default=0)
+    return Reading(state, position, "", None, "kept" if keys else "none", keys, (), metadata)

@@ -1,0 +1,203 @@
+"""Readings in files and folders: save one, read a text while saving every n tokens, load at a position.
+
+A folder holds the readings of one text at several positions, one file each. The state of each is whole, but keys and
+values of attention layers stand in it once: each file has those of the tokens since the file before.
+"""
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens
+from hf_recurrent_lengthgen.readings.files import Continued, ReadingFile, read_earlier, write_file
+from hf_recurrent_lengthgen.readings.fitting import fitted
+from hf_recurrent_lengthgen.readings.origin import prefix_hash
+from hf_recurrent_lengthgen.readings.reading import LayerKeys, Reading, check_rows, readings_of
+
+_NAME = re.compile(r"position-(\d{12,18})\.safetensors")
+
+
+def file_at(folder: str | os.PathLike[str], position: int) -> Path:
+    """The file of the reading at a position."""
+    return Path(folder) / f"position-{position:012}.safetensors"
+
+
+def positions_in(folder: str | os.PathLike[str]) -> list[int]:
+    """The positions of the readings in a folder, ascending; [] without any or without a folder."""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def save_reading(path: str | os.PathLike[str], reading: Reading) -> None:
+    """Write a reading as one file that needs no other; an existing file is replaced when the new one is complete.
+
+    Raises:
+        ValueError: for NaN and infinite values.
+    """
+    write_file(path, reading)
+
+
+def load_reading(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    tokenizer: Any = None,
+    *,
+    position: int | None = None,
+    tokens: Tokens | None = None,
+    allow: Collection[str] = (),
+) -> Reading:
+    """Read a file of `save_reading`, or a position of a folder of `read_into`.
+
+    Args:
+        path: File or folder.
+        model: The model that is to continue the text, on whose device the reading is put; None to look at the reading
+            or merge it, without a check against a model.
+        tokenizer: Its tokenizer; None not to compare it.
+        position: In a folder, the reading at this position or the nearest one before it; None for the last.
+        tokens: The text, (T,) or (B, T), of which the reading must have read the beginning; None not to compare it.
+        allow: What may differ between the model that read the text and this one: names of `OVERRIDES`.
+
+    Raises:
+        ValueError: if a file is cut, damaged, of a newer major version, or does not fit the model, its revision, the
+            tokenizer or the tokens; the message names what differs.
+    """
+    if os.path.isdir(path):
+        file = file_at(path, _nearest(path, position))
+    else:
+        file = Path(path)
+        if not file.is_file():
+            raise ValueError(f"{path} does not exist: give a file of a reading, or a folder of lengthgen state read.")
+    reading = _from_file(file)
+    if position is not None and reading.position > position:
+        raise ValueError(f"{path} has read {reading.position} tokens, and nothing in it has read {position} or fewer.")
+    if tokens is not None:
+        check_prefix(reading, tokens, str(path))
+    if model is None:
+        return reading
+    return fitted(reading, model, tokenizer, allow, str(path))
+
+
+def _nearest(folder: str | os.PathLike[str], position: int | None) -> int:
+    found = positions_in(folder)
+    before = [place for place in found if position is None or place <= position]
+    if not before:
+        what = f"none up to {position}, only at {found}" if found else "none at all"
+        raise ValueError(f"{folder} holds no such reading ({what}): read the text into it first.")
+    return before[-1]
+
+
+def _from_file(path: Path) -> Reading:
+    if (earlier := read_earlier(path)) is not None:
+        return earlier
+    with ReadingFile(path) as file:
+        named = _NAME.fullmatch(path.name)
+        if named and int(named[1]) != file.header.position:
+            raise ValueError(f"{path} has read {file.header.position} tokens, which is not what its name tells.")
+        return file.reading({index: _all_keys(path, file, index) for index in file.header.keys})
+
+
+def _all_keys(path: Path, file: ReadingFile, layer: int) -> LayerKeys:
+    """The keys of a layer, those in the files before included."""
+    last = file.layer_keys(layer)
+    parts: list[LayerKeys] = []
+    continues = file.header.continues if layer in file.header.continued else None
+    while continues is not None:
+        before_path = file_at(path.parent, continues.position)
+        if not before_path.is_file():
+            raise ValueError(f"{path} continues {before_path.name}, which is not in its folder: copy it there.")
+        with ReadingFile(before_path) as before:
+            header = before.header
+            if header.prefix != continues.prefix or header.position != continues.position or layer not in header.keys:
+                raise ValueError(
+                    f"{before_path} is not the file that {path.name} continues: it has read another text."
+                )
+            parts.insert(0, before.layer_keys(layer))
+            continues = header.continues if layer in header.continued else None
+    if not parts:
+        return last
+    keys, values = (_joined([part[i] for part in [*parts, last]], path) for i in (0, 1))
+    return LayerKeys(keys, values, last.tokens)
+
+
+def _joined(parts: list[Any], path: Path) -> Tensor:
+    if len({(part.shape[:2], part.shape[3], part.dtype) for part in parts}) > 1:
+        raise ValueError(f"{path} and the files that it continues hold keys or values of different shapes or dtypes.")
+    return torch.cat(parts, dim=2)
+
+
+def check_prefix(reading: Reading, tokens: Tokens, name: str) -> None:
+    """Raise a `ValueError` if a reading has not read the beginning of the tokens, or does not know what it read."""
+    rows = check_rows(tokens)
+    if not reading.prefix:
+        raise ValueError(f"{name} does not tell which tokens it has read: leave tokens out, or read the text again.")
+    if rows.shape[1] < reading.position:
+        raise ValueError(
+            f"{name} has read {reading.position} tokens, more than the {rows.shape[1]} of the text given."
+        )
+    if len(rows) != reading.rows or prefix_hash(rows[:, : reading.position]) != reading.prefix:
+        raise ValueError(
+            f"{name} has read {reading.position} tokens of another text, or of other rows: give that text, or read "
+            "this one into another file or folder."
+        )
+
+
+def read_into(
+    folder: str | os.PathLike[str],
+    model: Any,
+    tokens: Tokens,
+    every: int,
+    *,
+    tokenizer: Any = None,
+    chunk_length: int | None = None,
+    record_decays: bool = False,
+    allow: Collection[str] = (),
+) -> Iterator[Reading]:
+    """Read a text while saving every so many tokens, and at its end; goes on after the last file in the folder.
+
+    Memory does not grow with the text but for keys and values of attention layers.
+
+    Args:
+        folder: New folder, or one in which the same model has begun to read this text.
+        model, tokens, tokenizer, chunk_length, record_decays: As in `read_text`.
+        every: Tokens between two files.
+        allow: As in `load_reading`, for the files that are there.
+
+    Yields:
+        The last reading in the folder if there is one, and each reading after it has been written.
+
+    Raises:
+        ValueError: as `load_reading` and `read_text`, and if the folder has read another text.
+    """
+    if every < 1:
+        raise ValueError(f"every must be a number of tokens of at least 1, got {every}.")
+    rows, done, before = check_rows(tokens), 0, None
+    if found := positions_in(folder):
+        if found[-1] > rows.shape[1]:
+            raise ValueError(
+                f"{folder} has read {found[-1]} tokens, more than the {rows.shape[1]} of the text: give a new folder, "
+                "or use what is there."
+            )
+        before = load_reading(folder, model, tokenizer, tokens=rows, allow=allow)
+        done = before.position
+        yield before
+    stops = [*range((done // every + 1) * every, rows.shape[1], every), rows.shape[1]]
+    if done == rows.shape[1]:
+        return
+    continues = None if before is None else Continued(before.position, before.prefix)
+    options = {"tokenizer": tokenizer, "chunk_length": chunk_length, "record_decays": record_decays}
+    for reading in readings_of(model, rows[:, done:], [stop - done for stop in stops], before, **options):
+        write_file(file_at(folder, reading.position), reading, continues)
+        continues = Continued(reading.position, reading.prefix)
+        yield reading
+
+
+def crop_reading(path: str | os.PathLike[str], position: int, output: str | os.PathLike[str]) -> Reading:
+    """Write the reading at a position of a folder, or the nearest one before it, as one file that needs no other."""
+    reading = load_reading(path, position=position)
+    save_reading(output, reading)
+    return reading

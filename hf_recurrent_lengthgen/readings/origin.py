@@ -1,0 +1,200 @@
+"""What a reading belongs to: a model, its tokenizer, and the tokens that it has read.
+
+A reading fits the weights that made it, whatever their folder is called. So weights are known by a fingerprint, a
+config by its fields, a tokenizer by its vocabulary and by the ids of a text, and tokens by a chain of hashes.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.private_text import portable
+
+SAMPLED = 256
+"""Values of each tensor in the fingerprint of weights, at even distances."""
+NO_TOKENS = "0" * 64
+"""The hash of a text before its first token."""
+OVERRIDES = {
+    "config": "fields of the config",
+    "dtype": "the dtype of the weights",
+    "revision": "the revision of the model on the Hub",
+    "tokenizer": "the tokenizer",
+    "weights": "the weights",
+}
+"""What may differ between a reading and a model if the caller allows it."""
+_NOT_OF_STATES = {
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "code_format_version",
+    "dtype",
+    "eos_token_id",
+    "interventions",
+    "pad_token_id",
+    "return_dict",
+    "scan",
+    "scan_backend",
+    "task",
+    "tokenizer_class",
+    "torch_dtype",
+    "training_length",
+    "transformers_version",
+    "use_cache",
+}
+"""Fields of a config on which no state depends."""
+_PROBE = "Größe 東京 don't  stop\n\tdef f(x1, y_2=0.5):\r\n🙂 THE END"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model and tokenizer of a reading.
+
+    Attributes:
+        name: Name on the Hub, or the last part of a folder's name; only for people.
+        revision: Commit on the Hub; empty if unknown.
+        dtype: Dtype of the weights, such as "float32".
+        config: The fields of the config that results depend on.
+        weights: `weights_fingerprint`.
+        tokenizer: `tokenizer_hash`; empty if unknown.
+        attends: Whether the model has attention layers beside its recurrent ones.
+    """
+
+    name: str
+    revision: str
+    dtype: str
+    config: Mapping[str, Any]
+    weights: str
+    tokenizer: str
+    attends: bool
+
+
+def origin_of(model: Any, tokenizer: Any = None) -> Origin:
+    """The origin of what a model reads."""
+    model = unwrapped(model)
+    return Origin(
+        name=portable(str(getattr(model.config, "_name_or_path", "") or type(model).__name__)),
+        revision=str(getattr(model.config, "_commit_hash", None) or ""),
+        dtype=str(model.dtype).removeprefix("torch."),
+        config=_fields(model.config),
+        weights=weights_fingerprint(model),
+        tokenizer="" if tokenizer is None else tokenizer_hash(tokenizer),
+        attends=bool(getattr(model, "attends", False)),
+    )
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """SHA-256 of names, dtypes and shapes of all weights, and of at most 256 values of each.
+
+    It costs milliseconds where a hash of all bytes costs as long as loading. A change of single values may escape it;
+    a training, an adapter or other weights do not.
+    """
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        if not isinstance(value, Tensor) or value.is_meta:
+            continue
+        flat = value.detach().reshape(-1)
+        places = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), SAMPLED), dtype=torch.float64).long()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(flat[places.to(flat.device)].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 of a tokenizer's vocabulary and of the ids of a text with spaces, accents, kanji and emoji."""
+    ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    return _hash_of([sorted(tokenizer.get_vocab().items()), list(ids)])
+
+
+def prefix_hash(tokens: Tensor | np.ndarray, before: str = NO_TOKENS) -> str:
+    """The hash of a text after `tokens` (B, n), from the hash `before` them.
+
+    h_t = SHA-256(h_{t-1} + the ids of the B rows at t as little-endian int64), so a text can be continued without its
+    earlier tokens, and the pieces in which it is read do not matter.
+    """
+    ids = np.asarray(tokens.numpy(force=True) if isinstance(tokens, Tensor) else tokens)
+    data, width = np.ascontiguousarray(ids.T, dtype="<i8").tobytes(), 8 * len(ids)
+    digest = bytes.fromhex(before)
+    for start in range(0, len(data), width):
+        digest = hashlib.sha256(digest + data[start : start + width]).digest()
+    return digest.hex()
+
+
+def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[str], name: str) -> None:
+    """Raise a `ValueError` that names what differs between the origin of a reading and a model.
+
+    Args:
+        found: The origin of the reading.
+        model: The model that is to continue.
+        tokenizer: Its tokenizer; None to compare none.
+        allow: Names of `OVERRIDES` that may differ.
+        name: Name of the reading in errors.
+    """
+    if unknown := sorted(set(allow) - set(OVERRIDES)):
+        raise ValueError(f"allow must hold names among {', '.join(OVERRIDES)}, got {', '.join(map(str, unknown))}.")
+    here = origin_of(model, tokenizer)
+    differing = {}
+    if fields := differing_fields(found.config, unwrapped(model).config):
+        differing["config"] = f"the config ({', '.join(fields)})"
+    if found.dtype != here.dtype:
+        differing["dtype"] = f"the dtype of the weights ({found.dtype}, here {here.dtype})"
+    elif found.weights != here.weights:
+        differing["weights"] = "the weights"
+    if found.revision and here.revision and found.revision != here.revision:
+        differing["revision"] = f"the revision ({found.revision[:12]}, here {here.revision[:12]})"
+    if found.tokenizer and here.tokenizer and found.tokenizer != here.tokenizer:
+        differing["tokenizer"] = "the tokenizer"
+    refused = {key: text for key, text in differing.items() if key not in allow}
+    if not refused:
+        return
+    same = [] if "weights" in differing or "dtype" in differing else ["weights"]
+    same += [] if "config" in differing else ["config"]
+    kept = f" (the same: {' and '.join(same)})" if same else ""
+    raise ValueError(
+        f"{name} was read with {found.name}, which differs from the model given, {here.name}, in "
+        f"{' and '.join(refused.values())}{kept}. Give the model that read it, or read the text again. If you know "
+        f"that the difference does no harm, allow it: allow={sorted(refused)}."
+    )
+
+
+def differing_fields(stored: Mapping[str, Any], config: Any) -> list[str]:
+    """Names of the fields in which a stored config differs from another one.
+
+    A field that only one of both has, as after an update of Transformers, counts if it is not the default.
+    """
+    here = _fields(config)
+    if stored.get("model_type") != here.get("model_type"):
+        return ["model_type"]
+    if stored == here:
+        return []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps({key: value for key, value in stored.items() if key in here}))
+            stored = {**stored, **_fields(type(config).from_json_file(path))}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        pass  # fields that this class of config does not take: they are compared as they are
+    return sorted(key for key in {*stored, *here} if stored.get(key) != here.get(key))
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside a PEFT model; others as they are."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """The fields of a config, as JSON gives them back."""
+    fields = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in fields.items() if key not in _NOT_OF_STATES}
+
+
+def _hash_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

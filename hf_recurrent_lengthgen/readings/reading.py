@@ -1,0 +1,247 @@
+"""A reading: all that a model keeps of a text that it has read up to a position.
+
+A reading is a value: nothing here changes one that it is given, so many questions can be asked from one.
+
+Shapes: B rows, T tokens, H heads of keys, D size of a key or value.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, chunk_borders, reading_plan
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    RecurrentState,
+    check_finite_state,
+    map_state,
+    state_batch_size,
+)
+from hf_recurrent_lengthgen.readings.decays import Decay, recorded_decays, then
+from hf_recurrent_lengthgen.readings.origin import NO_TOKENS, Origin, check_origin, origin_of, prefix_hash, unwrapped
+
+Attention = Literal["kept", "none", "omitted"]
+"""Whether the keys of the attention layers are kept, the model has no such layers, or they are left out: then these
+layers see only new tokens, at positions from 0."""
+
+
+class LayerKeys(NamedTuple):
+    """Keys and values of an attention layer, (B, H, n, D) each, and how many tokens it has read; n is less with a
+    sliding window."""
+
+    keys: Tensor
+    values: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What a model keeps of a text.
+
+    Attributes:
+        state: The state after the text.
+        position: Number of tokens read.
+        prefix: `prefix_hash` of the tokens; empty if unknown.
+        origin: The model and tokenizer; None in files of earlier versions.
+        attention: Whether `keys` are kept, there are none, or they are left out.
+        keys: Keys and values, by layer.
+        decays: What the text leaves of an earlier state, by layer, which `compose` needs; () if not recorded.
+        metadata: Further fields of its file, also those that this version does not know.
+    """
+
+    state: RecurrentState
+    position: int
+    prefix: str
+    origin: Origin | None
+    attention: Attention = "none"
+    keys: Mapping[int, LayerKeys] = field(default_factory=dict)
+    decays: tuple[Decay, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return state_batch_size(self.state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = [part for layer in self.state for part in layer]
+        tensors += [part for layer in self.keys.values() for part in layer[:2]]
+        return sum(part.nbytes for part in [*tensors, *(decay.factor for decay in self.decays)])
+
+
+def start_of(model: Any, reading: Reading) -> dict[str, Any]:
+    """The arguments `initial_state` and, for attention layers, `attention_cache` of a call or `generate` of a model.
+
+    They can be used once by a call, which appends to the cache, and any number of times by `generate`.
+    """
+    if reading.attention == "none":
+        return {"initial_state": reading.state}
+    cache = unwrapped(model).new_attention_cache()
+    for index, layer in reading.keys.items():
+        cache.layers[index].update(layer.keys, layer.values)
+        if hasattr(cache.layers[index], "cumulative_length"):
+            cache.layers[index].cumulative_length = layer.tokens
+    return {"initial_state": reading.state, "attention_cache": cache}
+
+
+def branch(reading: Reading, rows: int) -> Reading:
+    """The reading of one row, repeated for so many questions or continuations."""
+    if reading.rows != 1 or rows < 1:
+        raise ValueError(
+            f"branch repeats the one row of a reading at least once, got {reading.rows} rows, {rows} times."
+        )
+
+    def repeated(part: Tensor) -> Tensor:
+        return part.repeat_interleave(rows, dim=0)
+
+    keys = {index: LayerKeys(repeated(k), repeated(v), tokens) for index, (k, v, tokens) in reading.keys.items()}
+    decays = tuple(decay._replace(factor=repeated(decay.factor)) for decay in reading.decays)
+    return replace(reading, state=map_state(repeated, reading.state), prefix="", keys=keys, decays=decays)
+
+
+def without_attention(reading: Reading) -> Reading:
+    """The reading without its keys and values: of one size for all texts, but attention layers see new tokens only."""
+    return reading if reading.attention == "none" else replace(reading, attention="omitted", keys={})
+
+
+def read_text(
+    model: Any,
+    tokens: Tokens,
+    reading: Reading | None = None,
+    *,
+    tokenizer: Any = None,
+    chunk_length: int | None = None,
+    record_decays: bool = False,
+) -> Reading:
+    """Read a text, or the continuation of one, in pieces, so that memory does not grow with it.
+
+    Keys and values of attention layers do grow.
+
+    Args:
+        model: A model of this package or from `stateful`, also in PEFT.
+        tokens: Token ids, (T,) or (B, T); a memory map is read piece by piece.
+        reading: What the text continues; None for a new text.
+        tokenizer: The tokenizer that made the tokens, to be known to files; None if unknown.
+        chunk_length: Tokens in a forward pass; None to choose by memory.
+        record_decays: Whether to record what the text leaves of an earlier state, for `compose`.
+
+    Raises:
+        ValueError: for a model without states, token ids outside the vocabulary, a reading of another model or with
+            other rows, and states that become NaN.
+    """
+    stops = [check_rows(tokens).shape[1]]
+    *_, last = readings_of(
+        model, tokens, stops, reading, tokenizer=tokenizer, chunk_length=chunk_length, record_decays=record_decays
+    )
+    return last
+
+
+def check_rows(tokens: Tokens | Sequence[int]) -> np.ndarray:
+    """Token ids as an array (B, T) without a copy; one row for (T,)."""
+    array = tokens.numpy(force=True) if isinstance(tokens, Tensor) else np.asarray(tokens)
+    array = array[None] if array.ndim == 1 else array
+    if array.ndim != 2 or array.size == 0:
+        raise ValueError(f"tokens must be ids of shape (T,) or (B, T), at least one, got shape {array.shape}.")
+    return array
+
+
+@torch.no_grad()
+def readings_of(
+    model: Any,
+    tokens: Tokens,
+    stops: Sequence[int],
+    reading: Reading | None = None,
+    *,
+    tokenizer: Any = None,
+    chunk_length: int | None = None,
+    record_decays: bool = False,
+) -> Iterator[Reading]:
+    """The readings after each number of `tokens` in `stops`, ascending; arguments as in `read_text`."""
+    reader, rows = reader_of(model), check_rows(tokens)
+    if not hasattr(reader.model, "state_shapes"):
+        raise ValueError(reader.refusal("keeping what it has read"))
+    rows = check_tokens(rows, reader.vocabulary, shortest=0)
+    origin = origin_of(model, tokenizer)
+    attends = origin.attends
+    if reading is None:
+        empty: Attention = "kept" if attends else "none"
+        reading = Reading(reader.model.zero_state(len(rows)), 0, NO_TOKENS, origin, empty)
+    elif reading.origin is not None:
+        check_origin(reading.origin, model, tokenizer, (), "The reading")
+    if reading.rows != len(rows):
+        raise ValueError(f"The reading has {reading.rows} rows, the tokens {len(rows)}: use branch, or other tokens.")
+    origin = origin if tokenizer is not None or reading.origin is None else reading.origin
+    start = start_of(model, reading)
+    cache: Any = (start["initial_state"], start.get("attention_cache"))
+    if attends and cache[1] is None:
+        cache = (cache[0], reader.model.new_attention_cache())
+    _, chunk = reading_plan(reader, len(rows), rows.shape[1], len(rows), chunk_length)
+    prefix, begin, decays = reading.prefix, 0, reading.decays
+    if reading.position and record_decays and not decays:
+        raise ValueError("The decays of the text before were not recorded: read it again with record_decays=True.")
+    record_decays = record_decays or bool(decays)
+    with evaluation_mode(reader.model):
+        for stop in stops:
+            for first, last in chunk_borders(stop, chunk, (), begin):
+                ids = torch.from_numpy(rows[:, first:last].astype(np.int64)).to(reader.device)
+                if record_decays:
+                    with recorded_decays(reader.model) as recorded:
+                        _, cache = reader.read(ids, cache, 1)
+                    decays = then(decays, recorded())
+                else:
+                    _, cache = reader.read(ids, cache, 1)
+                if prefix:
+                    prefix = prefix_hash(rows[:, first:last], prefix)
+                check_finite_state(cache[0], f"The state after token {reading.position + last}")
+            begin = stop
+            keys = keys_of(cache[1]) if reading.attention == "kept" else {}
+            yield replace(
+                reading,
+                state=cache[0],
+                position=reading.position + stop,
+                prefix=prefix,
+                origin=origin,
+                keys=keys,
+                decays=decays,
+            )
+
+
+def keys_of(cache: Any) -> dict[int, LayerKeys]:
+    """The keys and values in an attention cache, which replaces them when it grows, so that nothing is copied."""
+    layers: list[Any] = [] if cache is None else cache.layers
+    return {
+        index: LayerKeys(layer.keys, layer.values, int(layer.get_seq_length()))
+        for index, layer in enumerate(layers)
+        if getattr(layer, "keys", None) is not None and layer.keys.numel()
+    }
+
+
+@torch.no_grad()
+def ask(model: Any, reading: Reading, prompts: Tensor, **generation: Any) -> Tensor:
+    """Continue a prompt after a text that was read.
+
+    Args:
+        model: The model of the reading.
+        reading: One row for each prompt; it can be asked again.
+        prompts: Token ids, (B, T), without padding.
+        generation: Arguments of `generate`.
+
+    Returns:
+        Prompt and continuation, as from `generate`.
+    """
+    if prompts.ndim != 2 or prompts.shape[1] == 0:
+        raise ValueError(f"prompts must be token ids of shape (B, T) with T at least 1, got {tuple(prompts.shape)}.")
+    if reading.attention == "omitted":
+        reading = replace(
+            reading, attention="kept"
+        )  # from here on, so that the last token sees the rest of the prompt
+    if prompts.shape[1] > 1:
+        reading = read_text(model, prompts[:, :-1], replace(reading, prefix="", decays=()))
+    answers: Tensor = model.generate(prompts[:, -1:].to(model.device), **start_of(model, reading), **generation)
+    return torch.cat([prompts[:, :-1].to(answers.device), answers], dim=1)

@@ -1,0 +1,80 @@
+"""`lengthgen state`: read, show, ask, crop, compare, merge."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.readings import load_reading, positions_in
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert main(["state", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def answer(checkpoint: Path, text: str, prompt: str) -> str:
+    ids = byte_tokenizer()(text + prompt, add_special_tokens=False, return_tensors="pt").input_ids
+    output = load_model(str(checkpoint)).generate(ids, max_new_tokens=7, do_sample=False)
+    return repr(byte_tokenizer().decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_a_text_is_read_once_and_asked(
+    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book, text = tmp_path / "book", text_file.read_text()
+    command = ("read", checkpoint, "--data", text_file, "--every", "1000", "--output", book)
+    assert "Read 1,500 tokens. 2 readings in" in shown(capsys, *command, "--length", "1500")
+    told = shown(capsys, *command)
+    assert "Goes on after 1,500 tokens" in told
+    assert f"Read {len(text):,} tokens" in told
+    positions = positions_in(book)
+    assert positions == [1000, 1500, *range(2000, len(text), 1000), len(text)]
+    told = shown(capsys, "show", book)
+    assert f"position       {len(text):,} tokens" in told
+    assert "model          checkpoint (stateful_mamba2, float32)" in told
+    prompts = ("--prompt", "9 times", "--prompt", " is", "--max-new-tokens", "7")
+    told = shown(capsys, "ask", book, checkpoint, *prompts)
+    assert told.splitlines() == [f"{prompt!r}: {answer(checkpoint, text, prompt)}" for prompt in ("9 times", " is")]
+    half = tmp_path / "half.safetensors"
+    assert "after 2,000 tokens" in shown(capsys, "crop", book, "--position", "2999", "--output", half)
+    expected = answer(checkpoint, text[:2000], "9 times")
+    assert shown(capsys, "ask", half, checkpoint, *prompts).startswith(f"'9 times': {expected}\n")
+    told = shown(capsys, "ask", book, checkpoint, *prompts, "--position", "2500")
+    assert told.startswith(f"'9 times': {expected}\n")
+
+
+def test_readings_are_compared_and_merged(
+    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two, both = (tmp_path / name for name in ("one", "two", "both.safetensors"))
+    for folder, length in ((one, "500"), (two, "700")):
+        shown(capsys, "read", checkpoint, "--data", text_file, "--length", length, "--decays", "--output", folder)
+    _, *layers, note = shown(capsys, "compare", one, one).splitlines()
+    assert [layer.split() for layer in layers] == [["0", "0", "0"], ["1", "0", "0"]]
+    assert note.endswith(f"divided by that of {one}.")
+    assert "2 texts, 1,200 tokens" in shown(capsys, "merge", one, two, "--how", "order", "--output", both)
+    merged = load_reading(both)
+    expected = load_reading(two).decays[0].of(load_reading(one).state[0].recurrent)
+    torch.testing.assert_close(merged.state[0].recurrent, expected + load_reading(two).state[0].recurrent)
+    assert "merged     order" in shown(capsys, "show", both)
+
+
+def test_mistakes_are_told(
+    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = tmp_path / "book"
+    shown(capsys, "read", checkpoint, "--data", text_file, "--length", "50", "--output", book)
+    other = tmp_path / "other.txt"
+    other.write_text("another text " * 20)
+    for arguments, complaint in (
+        (("read", checkpoint, "--data", other, "--output", book), "50 tokens of another text"),
+        (("crop", book, "--position", "49", "--output", tmp_path / "x"), "none up to 49, only at [50]"),
+        (("show", tmp_path / "nothing"), "does not exist"),
+        (("merge", book, book, "--how", "cyclic", "--output", tmp_path / "x"), "lengthgen state read --decays"),
+    ):
+        assert main(["state", *map(str, arguments)]) == 1
+        assert complaint in capsys.readouterr().err

@@ -1,0 +1,42 @@
+"""Continuous batching of Transformers, which keeps no recurrent states: refused, where it would be silently wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import GenerationMixin
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from tests.hybrids.tiny_models import tiny_model
+from tests.versions import needs_hybrids
+
+from .families import MAMBA2, RWKV6, Family, build
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12]]
+
+
+def assert_refused(model: Any) -> None:
+    for ask in (lambda: model.generate_batch(inputs=PROMPTS, max_new_tokens=4), model.init_continuous_batching):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} cannot be batched continuously.*no recurrent"):
+            ask()
+
+
+@pytest.mark.parametrize("family", [MAMBA2, RWKV6], ids=lambda family: family.name)
+def test_models_of_this_package_refuse_it(family: Family) -> None:
+    assert_refused(build(family).eval())
+
+
+@needs_hybrids
+@pytest.mark.parametrize("model_type", ["falcon_h1", "rwkv", "xlstm"])
+def test_wrapped_models_refuse_it(model_type: str) -> None:
+    assert_refused(stateful(tiny_model(model_type)).eval())
+
+
+@needs_hybrids
+def test_a_stock_model_without_layer_types_answers_wrongly() -> None:
+    """Why a refusal is needed: the stock RWKV-4 starts every token from a zero state."""
+    model = tiny_model("rwkv").eval()
+    assert isinstance(model, GenerationMixin)
+    expected = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, do_sample=False, eos_token_id=None)[0, 3:]
+    [output] = model.generate_batch(inputs=PROMPTS[:1], max_new_tokens=4).values()
+    assert output.generated_tokens != expected.tolist()

@@ -1,0 +1,365 @@
+"""Files that are cut, forged or damaged, or of another model, revision, tokenizer or text, are refused by name."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_recurrent_lengthgen import load_state, save_state
+from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.readings import (
+    Reading,
+    load_reading,
+    read_into,
+    read_text,
+    save_reading,
+    without_attention,
+)
+from hf_recurrent_lengthgen.readings.origin import NO_TOKENS, prefix_hash, weights_fingerprint
+from tests.hybrids.tiny_models import tiny_model
+from tests.models.families import GLA, MAMBA2, build, random_tokens
+from tests.readings.test_reading import assert_same, hybrid, text
+from tests.versions import needs_hybrids
+
+Tensors = dict[str, Tensor]
+Fields = dict[str, str]
+
+
+def contents(path: Path) -> tuple[Tensors, Fields]:
+    with safe_open(path, framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()
+
+
+@pytest.fixture(scope="module")
+def own() -> tuple[Any, Reading]:
+    model = build(MAMBA2).eval()
+    return model, read_text(model, random_tokens(1, 9), record_decays=True)
+
+
+def changed(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors, Fields], None]:
+    def apply(tensors: Tensors, fields: Fields) -> None:
+        tensors[part] = change(tensors[part]).contiguous()
+
+    return apply
+
+
+def header(**values: str | None) -> Callable[[Tensors, Fields], None]:
+    def apply(tensors: Tensors, fields: Fields) -> None:
+        fields.update({name: value for name, value in values.items() if value is not None})
+        for name in [name for name, value in values.items() if value is None]:
+            del fields[name]
+
+    return apply
+
+
+def without(part: str) -> Callable[[Tensors, Fields], None]:
+    def apply(tensors: Tensors, fields: Fields) -> None:
+        del tensors[part]
+
+    return apply
+
+
+DAMAGED: dict[str, tuple[Callable[[Tensors, Fields], None], str]] = {
+    "NaN": (changed("layers.0.recurrent", lambda x: x * float("nan")), "layer 0, part 'recurrent' has NaN"),
+    "NaN in conv": (changed("layers.1.conv", lambda x: x * float("inf")), "layer 1, part 'conv' has NaN"),
+    "shape": (changed("layers.0.recurrent", lambda x: x[..., :-1]), "layer 0, part 'recurrent' has shape"),
+    "dimensions": (changed("layers.0.recurrent", lambda x: x.flatten()), "different numbers of rows"),
+    "rows": (changed("layers.0.conv", lambda x: x.repeat(2, 1, 1)), "different numbers of rows"),
+    "half precision": (changed("layers.0.recurrent", lambda x: x.half()), "as torch.float16, but it must be float32"),
+    "double precision": (changed("layers.0.recurrent", lambda x: x.double()), "torch.float64, expected torch.float32"),
+    "integers": (changed("layers.0.conv", lambda x: x.int()), "as torch.int32"),
+    "missing part": (without("layers.1.conv"), r"missing \['layers.1.conv'\]"),
+    "missing decay": (without("layers.1.decay"), r"missing \['layers.1.decay'\]"),
+    "keys without a header": (
+        lambda tensors, fields: tensors.update({"layers.0.keys": torch.ones(1)}),
+        r"unexpected \['layers.0.keys'\]",
+    ),
+    "more layers": (header(num_layers="3", decays="[]"), r"3 layers that its header tells"),
+    "no layers": (header(num_layers="0", decays="[]"), "0 layers that its header tells"),
+    "many layers": (header(num_layers=str(10**12), decays="[]"), "missing"),
+    "negative position": (header(position="-1"), "damaged header"),
+    "no number": (header(position="nine"), "damaged header"),
+    "position of attention": (header(next_position="9"), "damaged header"),
+    "another attention": (header(attention="kept"), "damaged header"),
+    "an unknown attention": (header(attention="all"), "damaged header"),
+    "no position": (header(position=None), "damaged header.*position"),
+    "no JSON": (header(key_layers="{"), "damaged header"),
+    "a list": (header(key_layers="[1]"), "damaged header"),
+    "deep JSON": (header(key_layers="[" * 100_000), "damaged header"),
+    "a layer beyond": (header(key_layers='{"7": [0, 9]}', attention="kept"), "damaged header"),
+    "no hash": (header(prefix_sha256="abc"), "damaged header"),
+    "no hash of weights": (header(weights_fingerprint="zz"), "damaged header"),
+    "decays": (header(decays="[true]"), "damaged header.*1 decays of 2 layers"),
+    "config": (header(model_config="3"), "damaged header"),
+    "itself": (header(continues=json.dumps({"position": 9, "prefix": NO_TOKENS, "layers": []})), "damaged header"),
+    "newer major version": (header(format_version="2.0"), "version '2.0' of the format, this code reads 1.x"),
+    "no version": (header(format_version="new"), "version 'new'"),
+    "another format": (header(format="pt"), "holds no reading: its format is 'pt'"),
+    "no fields": (lambda tensors, fields: fields.clear(), "holds no reading: its format is None"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_or_forged_file_is_refused(name: str, own: tuple[Any, Reading], tmp_path: Path) -> None:
+    model, reading = own
+    path = tmp_path / "reading"
+    save_reading(path, reading)
+    tensors, fields = contents(path)
+    change, complaint = DAMAGED[name]
+    change(tensors, fields)
+    save_file(tensors, path, fields or None)
+    with pytest.raises(ValueError, match=complaint) as raised:
+        load_reading(path, model)
+    assert str(path) in str(raised.value)
+
+
+def test_a_cut_file_is_refused(own: tuple[Any, Reading], tmp_path: Path) -> None:
+    model, reading = own
+    path = tmp_path / "reading"
+    save_reading(path, reading)
+    whole = path.read_bytes()
+    for length in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="may be cut"):
+            load_reading(path, model)
+    with pytest.raises(ValueError, match="does not exist"):
+        load_reading(tmp_path / "nothing", model)
+    with pytest.raises(ValueError, match="holds no such reading"):
+        load_reading(tmp_path, model)
+
+
+def test_what_a_newer_minor_version_adds_is_kept(own: tuple[Any, Reading], tmp_path: Path) -> None:
+    model, reading = own
+    path = tmp_path / "reading"
+    save_reading(path, replace(reading, metadata={"title": "of the user"}))
+    tensors, fields = contents(path)
+    tensors["layers.0.sketch"] = torch.zeros(3, dtype=torch.int8)
+    save_file(tensors, path, fields | {"format_version": "1.7", "licence": "new"})
+    loaded = load_reading(path, model)
+    assert_same(loaded, reading)
+    assert loaded.metadata == {"title": "of the user", "licence": "new"}
+    save_reading(path, loaded)
+    assert load_reading(path, model).metadata == loaded.metadata
+    with pytest.raises(ValueError, match="under names other than"):
+        save_reading(path, replace(reading, metadata={"position": "3"}))
+
+
+def test_values_that_are_not_finite_are_not_written(own: tuple[Any, Reading], tmp_path: Path) -> None:
+    _, reading = own
+    state = tuple(layer._replace(recurrent=layer.recurrent / 0) for layer in reading.state)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        save_reading(tmp_path / "reading", replace(reading, state=state))
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_model_is_refused_by_what_differs(own: tuple[Any, Reading], tmp_path: Path) -> None:
+    _, reading = own
+    path = tmp_path / "reading"
+    save_reading(path, reading)
+    with pytest.raises(ValueError, match=r"in the weights \(the same: config\)"):
+        load_reading(path, build(MAMBA2, seed=1))
+    load_reading(path, build(MAMBA2, seed=1), allow=["weights"])
+    other = build(MAMBA2, time_step_limit=(0.0, 0.1))
+    with pytest.raises(ValueError, match=r"in the config \(time_step_limit\) \(the same: weights\)"):
+        load_reading(path, other)
+    load_reading(path, other, allow=["config"])
+    with pytest.raises(ValueError, match=r"the config \(.*state_size.*\) and the weights"):
+        load_reading(path, build(MAMBA2, state_size=6))
+    with pytest.raises(ValueError, match="part 'recurrent' has shape"):  # which nothing can allow
+        load_reading(path, build(MAMBA2, state_size=6), allow=["config", "weights"])
+    with pytest.raises(ValueError, match=r"in the config \(model_type\)"):
+        load_reading(path, build(GLA))
+    with pytest.raises(ValueError, match=r"dtype of the weights \(float32, here float64\)"):
+        load_reading(path, build(MAMBA2, torch.float64))
+    wide = load_reading(path, build(MAMBA2, torch.float64), allow=["dtype"])
+    assert wide.state[0].recurrent.dtype == torch.float64
+    with pytest.raises(ValueError, match="allow must hold names among config, dtype, revision, tokenizer, weights"):
+        load_reading(path, build(MAMBA2), allow=["everything"])
+
+
+def test_a_moved_folder_is_the_same_model_and_another_revision_is_not(tmp_path: Path) -> None:
+    model = build(MAMBA2)
+    model.config._name_or_path, model.config._commit_hash = "owner/name", "a" * 40
+    path = tmp_path / "reading"
+    save_reading(path, read_text(model, random_tokens(1, 9)))
+    model.config._name_or_path, model.config._commit_hash = "/home/somebody/copy", None
+    load_reading(path, model)
+    model.config._commit_hash = "b" * 40
+    complaint = (
+        r"owner/name, .* copy, in the revision \(aaaaaaaaaaaa, here bbbbbbbbbbbb\) \(the same: weights and config\)"
+    )
+    with pytest.raises(ValueError, match=complaint):
+        load_reading(path, model)
+    load_reading(path, model, allow=["revision"])
+
+
+def test_fields_on_which_no_state_depends_may_differ(own: tuple[Any, Reading], tmp_path: Path) -> None:
+    _, reading = own
+    path = tmp_path / "reading"
+    save_reading(path, reading)
+    load_reading(path, build(MAMBA2, training_length=99, use_cache=False, interventions=["state_passing"]))
+    tensors, fields = contents(path)
+    config = json.loads(fields["model_config"])
+    # as an earlier version of Transformers writes it, without a field that is new and has its default
+    del config["num_hidden_layers" if "hidden_act" not in config else "hidden_act"]
+    save_file(tensors, path, fields | {"model_config": json.dumps(config)})
+    load_reading(path, build(MAMBA2))
+    config["new_field"] = 3
+    save_file(tensors, path, fields | {"model_config": json.dumps(config)})
+    with pytest.raises(ValueError, match=r"the config \(new_field\)"):
+        load_reading(path, build(MAMBA2))
+
+
+def test_one_trained_step_changes_the_fingerprint() -> None:
+    model = build(MAMBA2)
+    before = weights_fingerprint(model)
+    assert before == weights_fingerprint(build(MAMBA2)) != weights_fingerprint(build(MAMBA2, seed=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model(random_tokens(1, 9), labels=random_tokens(1, 9)).loss.backward()
+    optimizer.step()
+    assert weights_fingerprint(model) != before
+
+
+def test_another_tokenizer_or_text_is_refused(tmp_path: Path) -> None:
+    model, tokenizer = build(MAMBA2), byte_tokenizer()
+    tokens, path = random_tokens(1, 9), tmp_path / "reading"
+    save_reading(path, read_text(model, tokens, tokenizer=tokenizer))
+    longer = torch.cat([tokens, tokens], dim=1)
+    load_reading(path, model, tokenizer, tokens=longer)
+    load_reading(path, model, tokens=longer[0].numpy())
+    other = byte_tokenizer()
+    other.add_tokens(["def"])
+    with pytest.raises(ValueError, match="in the tokenizer"):
+        load_reading(path, model, other)
+    load_reading(path, model, other, allow=["tokenizer"])
+    for wrong, complaint in (
+        (longer + (torch.arange(18) == 8), "9 tokens of another text"),
+        (longer.repeat(2, 1), "or of other rows"),
+        (tokens[:, :8], "more than the 8"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            load_reading(path, model, tokens=wrong)
+    assert load_reading(path).position == 9  # without a model
+
+
+def test_the_hash_of_tokens_is_a_chain() -> None:
+    import hashlib
+
+    expected = bytes(32)
+    for token in (5, 70_000):
+        expected = hashlib.sha256(expected + token.to_bytes(8, "little")).digest()
+    tokens = torch.tensor([[5, 70_000]], dtype=torch.int32)
+    assert prefix_hash(tokens) == expected.hex() == prefix_hash(tokens[:, 1:], prefix_hash(tokens[:, :1]))
+
+
+def test_a_file_that_belongs_elsewhere_is_refused(tmp_path: Path) -> None:
+    model = build(MAMBA2)
+    list(read_into(tmp_path / "a", model, random_tokens(1, 20), 10))
+    first, second = sorted((tmp_path / "a").iterdir())
+    first.rename(tmp_path / "a" / "position-000000000015.safetensors")
+    with pytest.raises(ValueError, match="has read 10 tokens, which is not what its name tells"):
+        load_reading(tmp_path / "a", position=16)
+    with pytest.raises(ValueError, match="nothing in it has read 5 or fewer"):
+        load_reading(second, position=5)
+    with pytest.raises(ValueError, match=r"none up to 5, only at \[15, 20\]"):
+        load_reading(tmp_path / "a", position=5)
+
+
+KEYS: dict[str, tuple[Callable[[Tensors, Fields], None], str]] = {
+    "NaN": (changed("layers.1.keys", lambda x: x * float("nan")), "layer 1, part 'keys' has NaN"),
+    "rows": (changed("layers.1.keys", lambda x: x.repeat(2, 1, 1, 1)), "keys or values of shape"),
+    "heads": (changed("layers.1.keys", lambda x: x.repeat(1, 2, 1, 1)), "keys or values of shape"),
+    "size": (changed("layers.1.keys", lambda x: x[..., :-1]), "layer 1 has keys or values of shape"),
+    "tokens": (changed("layers.1.values", lambda x: x[:, :, :-1]), "by its header they are those of tokens 0 to 9"),
+    "dtype": (changed("layers.1.values", lambda x: x.bfloat16()), "torch.bfloat16, expected"),
+    "integers": (changed("layers.1.values", lambda x: x.int()), "as torch.int32"),
+    "other length": (header(position="8", next_position="8"), "damaged header"),
+    "another layer": (header(key_layers='{"0": [0, 9]}'), "missing"),
+    "part of the tokens": (header(key_layers='{"1": [1, 9]}'), "those of tokens 1 to 9"),
+}
+
+
+@needs_hybrids
+@pytest.mark.parametrize("name", KEYS)
+def test_damaged_keys_are_refused(name: str, tmp_path: Path) -> None:
+    model, path = hybrid("jamba"), tmp_path / "reading"
+    save_reading(path, read_text(model, text(9)))
+    tensors, fields = contents(path)
+    change, complaint = KEYS[name]
+    change(tensors, fields)
+    save_file(tensors, path, fields)
+    with pytest.raises(ValueError, match=complaint):
+        load_reading(path, model)
+
+
+@needs_hybrids
+def test_a_file_whose_predecessor_is_missing_or_another_is_refused(tmp_path: Path) -> None:
+    model = hybrid("jamba")
+    list(read_into(tmp_path / "a", model, text(20), 10))
+    list(read_into(tmp_path / "b", model, text(10, seed=4), 10))
+    first = tmp_path / "a" / "position-000000000010.safetensors"
+    first.write_bytes((tmp_path / "b" / first.name).read_bytes())
+    with pytest.raises(ValueError, match=r"not the file that position-000000000020\.safetensors continues"):
+        load_reading(tmp_path / "a", model)
+    first.unlink()
+    with pytest.raises(ValueError, match=r"continues position-000000000010\.safetensors, which is not in its folder"):
+        load_reading(tmp_path / "a", model)
+
+
+@needs_hybrids
+def test_the_attention_of_a_reading_must_be_that_of_the_model(tmp_path: Path) -> None:
+    model, path = hybrid("jamba"), tmp_path / "reading"
+    reading = read_text(model, text(9))
+    save_reading(path, without_attention(reading))
+    assert load_reading(path, model).attention == "omitted"
+    save_reading(path, replace(without_attention(reading), attention="none"))
+    with pytest.raises(ValueError, match="which has attention layers: its attention is 'none'"):
+        load_reading(path, model)
+    with pytest.raises(ValueError, match="takes no states"):
+        load_reading(path, tiny_model("jamba"))
+
+
+def test_a_state_alone_is_told_from_a_reading(own: tuple[Any, Reading], tmp_path: Path) -> None:
+    model, reading = own
+    save_state(tmp_path / "state", reading.state)
+    with pytest.raises(ValueError, match="a state alone: load_state reads it"):
+        load_reading(tmp_path / "state", model)
+    save_reading(tmp_path / "reading", reading)
+    with pytest.raises(ValueError, match=r"load_reading of hf_recurrent_lengthgen\.readings"):
+        load_state(tmp_path / "reading")
+
+
+def earlier_file(path: Path, model: Any, tokens: Tensor, **fields: str) -> None:
+    """A file as `save_hybrid_state` wrote it in versions before readings."""
+    reading = read_text(model, tokens)
+    tensors = {f"layers.{i}.{k}": x for i, layer in enumerate(reading.state) for k, x in layer._asdict().items()}
+    for index, layer in reading.keys.items():
+        tensors |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
+    header = {"format": "hybrid_state", "format_version": "1", "num_layers": str(len(reading.state))}
+    header |= {"lengths": json.dumps({i: layer.tokens for i, layer in reading.keys.items()}), "metadata": '{"a": "b"}'}
+    save_file({key: x.contiguous() for key, x in tensors.items()}, path, header | fields)
+
+
+@needs_hybrids
+def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    model, path, tokens = hybrid("jamba"), tmp_path / "old", text(9)
+    earlier_file(path, model, tokens)
+    loaded = load_reading(path, model)
+    expected = read_text(model, tokens)
+    assert_same(loaded, replace(expected, prefix=""))
+    assert (loaded.metadata, loaded.origin) == ({"a": "b"}, None)
+    assert_same(read_text(model, text(4), loaded), replace(read_text(model, text(4), expected), prefix=""))
+    with pytest.raises(ValueError, match="part 'recurrent' has shape"):
+        load_reading(path, stateful(tiny_model("jamba", mamba_d_state=5)))
+    for damage in ({"lengths": "{"}, {"lengths": "{}"}, {"format_version": "2"}, {"num_layers": "x"}):
+        earlier_file(path, model, tokens, **damage)
+        with pytest.raises(ValueError, match=str(path)):
+            load_reading(path, model)

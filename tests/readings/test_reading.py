@@ -1,0 +1,179 @@
+"""Reading in pieces, going on and asking, against the model that reads the whole text at once."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from hf_recurrent_lengthgen.readings import (
+    Reading,
+    ask,
+    branch,
+    crop_reading,
+    load_reading,
+    positions_in,
+    read_into,
+    read_text,
+    start_of,
+    without_attention,
+)
+from hf_recurrent_lengthgen.readings.origin import prefix_hash
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.models.families import FAMILIES, GLA, MAMBA2, Family, build, random_tokens
+from tests.versions import needs_hybrids
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+HYBRIDS = ("falcon_h1", "qwen3_next", "jamba", "lfm2")
+
+
+def hybrid(name: str) -> Any:
+    return stateful(tiny_model(name)).eval()
+
+
+MODELS = {
+    "mamba2": lambda: build(MAMBA2).eval(),
+    "gla": lambda: build(GLA).eval(),
+    **{name: lambda name=name: hybrid(name) for name in HYBRIDS},
+}
+CASES = [pytest.param(name, marks=[needs_hybrids] if name in HYBRIDS else []) for name in MODELS]
+
+
+def text(length: int, seed: int = 3) -> Tensor:
+    return torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(one: Reading, other: Reading, tolerance: float = 1e-5) -> None:
+    assert (one.position, one.prefix, one.attention) == (other.position, other.prefix, other.attention)
+    torch.testing.assert_close(one.state, other.state, rtol=tolerance, atol=tolerance)
+    assert one.keys.keys() == other.keys.keys()
+    for mine, theirs in zip(one.keys.values(), other.keys.values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_folders_and_whole_texts_give_the_same_reading_and_answers(name: str, tmp_path: Path) -> None:
+    model, tokens, question = MODELS[name](), text(37), text(5, seed=4)
+    whole = read_text(model, tokens)
+    assert whole.prefix == prefix_hash(tokens)
+    assert_same(read_text(model, tokens[:, 11:], read_text(model, tokens[:, :11]), chunk_length=4), whole)
+    steps = [reading.position for reading in read_into(tmp_path, model, tokens, 10, chunk_length=7)]
+    assert steps == positions_in(tmp_path) == [10, 20, 30, 37]
+    loaded = load_reading(tmp_path, model, tokens=tokens)
+    assert_same(loaded, whole)
+    expected = model.generate(torch.cat([tokens, question], dim=1), **GREEDY)[:, 37:]
+    for _ in range(2):  # a reading is not changed by asking
+        assert torch.equal(ask(model, loaded, question, **GREEDY), expected)
+    crop_reading(tmp_path, 29, tmp_path / "alone.safetensors")
+    alone = load_reading(tmp_path / "alone.safetensors", model)
+    assert_same(alone, read_text(model, tokens[:, :20]))
+    expected = model.generate(torch.cat([tokens[:, :20], question], dim=1), **GREEDY)[:, 20:]
+    assert torch.equal(ask(model, alone, question, **GREEDY), expected)
+    assert torch.equal(ask(model, branch(alone, 2), question.repeat(2, 1), **GREEDY), expected.repeat(2, 1))
+
+
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_family_reads_on_from_a_file(family: Family, tmp_path: Path) -> None:
+    model, tokens = build(family, torch.float64).eval(), random_tokens(2, 23)
+    for last in read_into(tmp_path, model, tokens[:, :17], 8):
+        continued = read_text(model, tokens[:, last.position :], load_reading(tmp_path, model))
+        assert_same(continued, read_text(model, tokens), 1e-9)
+        logits = model(tokens[:, last.position :], **start_of(model, last)).logits
+        torch.testing.assert_close(logits, model(tokens).logits[:, last.position :], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["mamba2", pytest.param("falcon_h1", marks=needs_hybrids)])
+def test_reading_goes_on_after_the_last_file(name: str, tmp_path: Path) -> None:
+    model, tokens = MODELS[name](), text(50)
+    steps = read_into(tmp_path / "a", model, tokens, 10)
+    assert [next(steps).position for _ in range(2)] == [10, 20]
+    steps.close()  # interrupted
+    assert [step.position for step in read_into(tmp_path / "a", model, tokens, 15)] == [20, 30, 45, 50]
+    assert [step.position for step in read_into(tmp_path / "a", model, tokens, 15)] == [50]
+    assert_same(load_reading(tmp_path / "a", model), read_text(model, tokens))
+    assert_same(load_reading(tmp_path / "a", model, position=29), read_text(model, tokens[:, :20]))
+    with pytest.raises(ValueError, match="50 tokens of another text"):
+        list(read_into(tmp_path / "a", model, torch.cat([tokens[:, :49], text(9)], dim=1), 10))
+    with pytest.raises(ValueError, match="more than the 40 of the text: give a new folder"):
+        list(read_into(tmp_path / "a", model, tokens[:, :40], 10))
+    with pytest.raises(ValueError, match="every must be a number"):
+        list(read_into(tmp_path / "a", model, tokens, 0))
+
+
+@needs_hybrids
+def test_files_hold_the_keys_of_each_token_once(tmp_path: Path) -> None:
+    model, tokens = hybrid("falcon_h1"), text(400)
+    read = list(read_into(tmp_path, model, tokens, 100))
+    sizes = [file.stat().st_size for file in sorted(tmp_path.iterdir())]
+    assert max(sizes) - min(sizes) < 200
+    crop_reading(tmp_path, 400, tmp_path / "alone")
+    keys = sum(part.nbytes for layer in read[0].keys.values() for part in layer[:2])
+    assert (tmp_path / "alone").stat().st_size == pytest.approx(sizes[0] + 3 * keys, abs=200)
+
+
+@needs_hybrids
+def test_a_sliding_window_is_kept_whole(tmp_path: Path) -> None:
+    model, tokens = hybrid("lfm3"), text(23)
+    for every in (3, 7, 10):  # shorter steps than the 7 tokens that a window keeps, equal and longer ones
+        for last in read_into(tmp_path / str(every), model, tokens, every):
+            assert_same(load_reading(tmp_path / str(every), model), read_text(model, tokens[:, : last.position]))
+    loaded = load_reading(tmp_path / "3", model, position=20)
+    assert {index: layer.keys.shape[2] for index, layer in loaded.keys.items()} == {1: 18, 2: 7}
+    found = model(tokens[:, 18:], **start_of(model, load_reading(tmp_path / "3", model, position=18))).logits
+    torch.testing.assert_close(found, model(tokens).logits[:, 18:], rtol=1e-4, atol=1e-5)
+
+
+@needs_hybrids
+def test_attention_that_is_left_out_sees_new_tokens_from_position_0(tmp_path: Path) -> None:
+    model, tokens, question = hybrid("falcon_h1"), text(30), text(4, seed=4)
+    reading = without_attention(read_text(model, tokens))
+    assert (reading.attention, reading.keys) == ("omitted", {})
+    expected = model.generate(question, initial_state=reading.state, **GREEDY)
+    assert torch.equal(ask(model, reading, question, **GREEDY), expected)
+    logits = model(question, **start_of(model, reading)).logits
+    torch.testing.assert_close(logits, model(question, initial_state=reading.state).logits)
+    assert read_text(model, question, reading).attention == "omitted"
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    model = build(MAMBA2).eval()
+    reading = read_text(model, random_tokens(2, 9))
+    with pytest.raises(ValueError, match="2 rows, the tokens 1"):
+        read_text(model, random_tokens(1, 3), reading)
+    with pytest.raises(ValueError, match="from 0 to"):
+        read_text(model, torch.tensor([5, 10_000]))
+    with pytest.raises(ValueError, match="at least one, got shape"):
+        read_text(model, torch.empty(1, 0, dtype=torch.long))
+    with pytest.raises(ValueError, match="one row of a reading"):
+        branch(reading, 2)
+    with pytest.raises(ValueError, match="T at least 1"):
+        ask(model, reading, torch.empty(2, 0, dtype=torch.long))
+    with pytest.raises(ValueError, match="not recorded"):
+        read_text(model, random_tokens(2, 3), reading, record_decays=True)
+    with pytest.raises(ValueError, match="in the weights"):
+        read_text(build(MAMBA2, seed=1), random_tokens(2, 3), reading)
+    broken = replace(reading, state=map_state(lambda part: part * float("nan"), reading.state))
+    with pytest.raises(ValueError, match="NaN"):
+        read_text(model, random_tokens(2, 3), broken)
+
+
+@needs_hybrids
+def test_models_without_states_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"does not carry a recurrent state.*stateful\(model\)"):
+        read_text(tiny_model("falcon_h1"), text(3))
+
+
+def test_an_adapter_is_part_of_the_model(tmp_path: Path) -> None:
+    model = get_peft_model(build(MAMBA2), LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)).eval()
+    tokens, question = random_tokens(1, 12), random_tokens(1, 3, seed=5)
+    list(read_into(tmp_path, model, tokens, 5))
+    found = ask(model, load_reading(tmp_path, model), question, **GREEDY)
+    assert torch.equal(found, model.generate(input_ids=torch.cat([tokens, question], dim=1), **GREEDY)[:, 12:])
+    with pytest.raises(ValueError, match="the weights"):
+        load_reading(tmp_path, build(MAMBA2))
