@@ -10,7 +10,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.learned_states import recorded
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
@@ -87,6 +89,26 @@ def check_forgetting_in_cache(model: HybridModel, rule: Forgetting) -> None:
             "Mamba-1 step cannot be replaced: call the model with states, or on Mamba-2 set retention and insertion "
             "only."
         )
+
+
+def starts_learned(model: HybridModel, cache: Any) -> bool:
+    """Whether a call without a state starts from the learned state that is active, given its stock cache or None.
+
+    Raises:
+        ValueError: for a stock cache that has read nothing, from which the call would start at zero.
+    """
+    if recorded(model.config)["active"] is None:
+        return False
+    if cache is None or isinstance(cache, StateCache) or not hasattr(cache, "layers"):
+        return cache is None
+    flags = ("is_recurrent_states_initialized", "is_conv_states_initialized")
+    read = any(any(getattr(layer, flag, {}).values()) for layer in cache.layers for flag in flags)
+    if not read and not getattr(cache, "linear_cache", None):
+        raise ValueError(
+            "A new cache starts from zero, not from the active learned state: leave the cache out and call generate, or "
+            "give cache_from_state(model.first_state(rows))."
+        )
+    return False
 
 
 def refuse_padding(mask: Any) -> None:

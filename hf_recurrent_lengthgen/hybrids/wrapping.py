@@ -27,6 +27,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_forgetting_in_cache,
     checkpointing,
     refuse_padding,
+    starts_learned,
     targets_of_piece,
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
@@ -37,6 +38,7 @@ from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import close, verify_stateful
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.learned_states import LearnedStatesMixin, learned_row
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
     RecurrentState,
@@ -57,7 +59,7 @@ class _Layout(NamedTuple):
     attending: dict[int, list[tuple[int, int]]]  # heads and size of keys and values of the layers with attention
 
 
-class StatefulMixin:
+class StatefulMixin(LearnedStatesMixin):
     """The methods that `stateful` adds to a stock class."""
 
     _layout: _Layout
@@ -149,10 +151,12 @@ class StatefulMixin:
             arguments = targets_of_piece(arguments, attention_cache)
             output_final_state = True if output_final_state is None else output_final_state
         elif initial_state is None and not output_final_state and attention_cache is None:
-            inside = isinstance(arguments.get(adapter.argument), StateCache)  # the backbone of a model that does so
-            if rule == Forgetting() or inside:
+            cache = arguments.get(adapter.argument)
+            inside = isinstance(cache, StateCache)  # the backbone of a model that does so
+            learned = starts_learned(self, cache)
+            if (rule == Forgetting() or inside) and not learned:
                 return super().forward(**arguments)  # type: ignore[misc]
-            if arguments.get("use_cache") or arguments.get(adapter.argument) is not None:
+            if not learned and (arguments.get("use_cache") or cache is not None):
                 check_forgetting_in_cache(self, rule)
                 with forgetting_scans(self, rule):
                     return super().forward(**arguments)  # type: ignore[misc]
@@ -162,7 +166,7 @@ class StatefulMixin:
         if attention_cache is not None:
             check_attention_cache(self, attention_cache, initial_state, batch_size)
         if initial_state is None:
-            initial_state = self.zero_state(batch_size)
+            initial_state = self.first_state(batch_size)
         else:
             initial_state = self._check_state(initial_state, batch_size)
         if group is None:
@@ -204,7 +208,8 @@ class StatefulMixin:
 
         Args:
             inputs: Prompt, (B, T), or by keyword as in Transformers.
-            initial_state: State of B rows after the text before the prompt; it is not modified.
+            initial_state: State of B rows after the text before the prompt; it is not modified. None for the active
+                learned state, or zero.
             attention_cache: The keys and values of that text; not modified either. Without it, attention layers see
                 only the prompt and the generated tokens, at positions from 0.
 
@@ -215,23 +220,24 @@ class StatefulMixin:
         if (rule := Forgetting.of(self.config)) != Forgetting():
             check_forgetting(self)
             check_forgetting_in_cache(self, rule)
-        if initial_state is None:
-            if attention_cache is not None:
-                raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         adapter = cache_adapter_of(self)
+        if initial_state is None and attention_cache is not None:
+            raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
+        learned = initial_state is None and starts_learned(self, kwargs.get(adapter.argument))
+        if initial_state is None and not learned:
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get(adapter.argument) is not None:
             raise ValueError(f"Give initial_state or {adapter.argument}, not both: each is a state to start from.")
         config, _ = self._prepare_generation_config(kwargs.get("generation_config"), **kwargs)
         if config.use_cache is False:
-            raise ValueError("generate(initial_state=...) keeps the state in the cache: leave use_cache on.")
+            raise ValueError("generate keeps the initial state in the cache: leave use_cache on.")
         prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         prompt = next((x for x in prompts if x is not None), None)
         if prompt is None:
-            raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
+            raise ValueError("generate from an initial state needs a prompt of at least one token.")
         refuse_padding(kwargs.get("attention_mask"))
         rows, length = prompt.shape[:2]
-        self._check_state(initial_state, rows)
+        initial_state = self._check_state(self.first_state(rows) if learned else initial_state, rows)
         if length > 1 and not adapter.reads_prompts:
             raise ValueError(
                 f"generate of {type(self).__name__} drops the state when it reads more than one token, got {length}: "
@@ -389,4 +395,5 @@ def stateful(model: PreTrainedModel, scan: str | None = None) -> Any:
         backbone._layout = wrapped._layout
     set_scan(wrapped, scan)
     check_forgetting(wrapped)
+    learned_row(wrapped)  # the stock class does not load learned states
     return wrapped
