@@ -227,6 +227,8 @@ def _load(
             model.get_base_model().load_learned_state(name)
         return model.merge_and_unload(safe_merge=True) if merge else model
     if holds_learned_state(name):
+        if (Path(name) / "config.json").exists():
+            raise ValueError(f"{name} holds a checkpoint and a learned state: move the files of one of them.")
         base = base_of_learned_state(name) if base is None else base
         model = _load(base, trust_remote_code, dtype, stateless, merge)
         base_model = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -27,7 +27,8 @@ class LearnedStateConfig(InitialStateConfig):
     adapter_name: str = field(
         default="default",
         metadata={
-            "help": "Name of the state in model.learned_states; one that is there is trained further. Default: default."
+            "help": "Name of the state in model.learned_states; one that is there is trained further. "
+            "Default: default."
         },
     )
 

@@ -61,6 +61,11 @@ class LearnedStateTrainer(InitialStateTrainer):
         check_model(model)
         if not args.train_model:
             model.requires_grad_(False)
+            if os.path.exists(os.path.join(str(args.output_dir), "config.json")):
+                raise ValueError(
+                    f"{args.output_dir} holds a checkpoint, which the learned state would be confused with: give "
+                    "another output_dir."
+                )
         base = base_of(model)
         if not hasattr(base, "add_learned_state"):
             raise ValueError(

@@ -105,8 +105,8 @@ def starts_learned(model: HybridModel, cache: Any) -> bool:
     read = any(any(getattr(layer, flag, {}).values()) for layer in cache.layers for flag in flags)
     if not read and not getattr(cache, "linear_cache", None):
         raise ValueError(
-            "A new cache starts from zero, not from the active learned state: leave the cache out and call generate, or "
-            "give cache_from_state(model.first_state(rows))."
+            "A new cache starts from zero, not from the active learned state: leave the cache out and call generate, "
+            "or give cache_from_state(model.first_state(rows))."
         )
     return False
 

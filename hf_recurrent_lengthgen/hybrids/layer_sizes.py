@@ -1,11 +1,10 @@
-"""Models of Transformers whose configurations say more than their stock classes read, and the classes that load them.
+"""Models of Transformers whose configurations say more than stock classes read, and the classes that load them.
 
-Sizes: the sizes of single layers stand where Transformers keeps settings of single layers, in `per_layer_config` of the
-configuration: `{"0": {"mamba_d_state": 64}}`. The stock classes of hybrids do not read them for their mixers and refuse
+Sizes of single layers stand where Transformers keeps settings of single layers, in `per_layer_config` of the
+configuration: `{"0": {"mamba_d_state": 64}}`. Stock classes of hybrids do not read them for their mixers and refuse
 such a configuration (`AmbiguousGlobalPerLayerAttributeError`), so no checkpoint is loaded wrong without this package.
 
-Learned states: they are further weights, which the stock classes leave out with a warning; `stateful` then refuses the
-model.
+Learned states are further weights, which stock classes leave out with a warning; `stateful` then refuses the model.
 """
 
 import functools
@@ -14,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
-from hf_recurrent_lengthgen.models.learned_states import SUBMODULE, LearnedStates, recorded
+from hf_recurrent_lengthgen.models.learned_states import SUBMODULE, LearnedStates, LearnedStatesMixin, recorded
 
 
 def sizes_of_layers(config: Any) -> dict[int, dict[str, Any]]:
@@ -76,10 +75,10 @@ def new_model(stock: Any, config: Any) -> Any:
 def stock_class(model: Any) -> Any:
     """The class of a model without what `stateful` adds to it."""
     classes = type(model).__mro__
-    return classes[classes.index(StatefulMixin) + 1] if StatefulMixin in classes else classes[0]
+    return classes[classes.index(LearnedStatesMixin) + 1] if StatefulMixin in classes else classes[0]
 
 
 def loading_class(model: Any) -> Any:
     """The class with which a checkpoint of the model is loaded."""
-    special = isinstance(model, StatefulMixin) and says_more(model.config)
+    special = StatefulMixin in type(model).__mro__ and says_more(model.config)
     return described_class(stock_class(model)) if special else type(model)

@@ -258,7 +258,7 @@ class StatefulMixin(LearnedStatesMixin):
     def __reduce_ex__(self, protocol: Any) -> Any:
         classes = type(self).__mro__
         # attributes separately, because hooks may refer to the model
-        return _empty, (classes[classes.index(StatefulMixin) + 1],), self.__dict__
+        return _empty, (classes[classes.index(LearnedStatesMixin) + 1],), self.__dict__
 
 
 def _empty(stock: type) -> Any:

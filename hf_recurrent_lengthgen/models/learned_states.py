@@ -118,7 +118,7 @@ class LearnedStates(nn.Module):
         if adapter_name not in self._modules:
             raise ValueError(f"There is no learned state {adapter_name!r}: give one of {self.names}.")
         found: Any = self._modules[adapter_name]
-        return found  # type: ignore[no-any-return]
+        return found
 
     def state(self) -> RecurrentState | None:
         """The active state, one row with gradients; None if none is active."""
@@ -215,7 +215,7 @@ def recorded(config: Any) -> dict[str, Any]:
         right = False
     if not right:
         raise ValueError(
-            f"learned_states in the config must have names, one of them or None as active, and the shapes of two parts "
+            "learned_states in the config must have names, one of them or None as active, and the shapes of two parts "
             f"of each layer; got {record!r:.200}."
         )
     return dict(record)
@@ -234,8 +234,8 @@ def learned_row(model: Any) -> RecurrentState | None:
     if states is None or set(states.names) != set(record["names"]):
         raise ValueError(
             f"The config of this {type(model).__name__} names the learned states {record['names']}, but the model has "
-            f"{[] if states is None else states.names}: load the checkpoint with hf_recurrent_lengthgen.load_model, or "
-            "set model.config.learned_states = None to start from zero."
+            f"{[] if states is None else states.names}: load the checkpoint with hf_recurrent_lengthgen.load_model, "
+            "or set model.config.learned_states = None to start from zero."
         )
     state: RecurrentState = map_state(lambda part: part.to(state_dtype(model.dtype)), states.state())
     return check_state(
@@ -249,13 +249,13 @@ class LearnedStatesMixin:
     @property
     def learned_states(self: Any) -> LearnedStates | None:
         """The learned states of the model; None if it never had any."""
-        return self.base_model._modules.get(SUBMODULE)  # type: ignore[no-any-return]
+        return self.base_model._modules.get(SUBMODULE)
 
     def first_state(self: Any, batch_size: int) -> RecurrentState:
         """The state before any token: the active learned state, or zero; rows share memory."""
         row = learned_row(self)
         if row is None:
-            return self.zero_state(batch_size)  # type: ignore[no-any-return]
+            return self.zero_state(batch_size)
         return map_state(lambda part: part.expand(batch_size, *part.shape[1:]), row)
 
     def add_learned_state(
@@ -302,11 +302,7 @@ class LearnedStatesMixin:
         Raises:
             ValueError: for missing, damaged and newer files, and for a state of another base.
         """
-        paths = [_file(folder, name, revision) for name in (CONFIG_FILE, STATE_FILE)]
-        about = read_about(paths[0])
-        if hashlib.sha256(paths[1].read_bytes()).hexdigest() != about["state_sha256"]:
-            raise ValueError(f"{paths[1]} is not the state that {CONFIG_FILE} describes: copy or download both again.")
-        state, _ = load_state(paths[1], self.device)
+        about, state = read_folder(folder, revision)
         base, name = about["base_model_name_or_path"], getattr(self.config, "_name_or_path", "")
         if about["base_fingerprint"] != fingerprint(self):
             raise ValueError(
@@ -316,7 +312,8 @@ class LearnedStatesMixin:
                 "for any model of the same sizes.)"
             )
         dtype = state_dtype(self.dtype)
-        states: LearnedStates = self.add_learned_state(adapter_name, map_state(lambda part: part.to(dtype), state))
+        state = map_state(lambda part: part.to(self.device, dtype), state)
+        states: LearnedStates = self.add_learned_state(adapter_name, state)
         if is_trainable:
             states[adapter_name].learn(about["learn_conv_state"])
         return states
@@ -335,9 +332,14 @@ class LearnedStatesMixin:
         state = tuple(LayerState(*(part.detach() for part in layer)) for layer in learned())
         name = str(getattr(self.config, "_name_or_path", "") or "")
         name = os.path.abspath(name) if os.path.isdir(name) else name
-        os.makedirs(folder, exist_ok=True)
         path = Path(folder)
-        save_state(path / STATE_FILE, state, {"model": name})
+        if (path / "config.json").exists():
+            raise ValueError(
+                f"{path} holds a checkpoint, which the learned state would be confused with: give a folder of its own, "
+                "or save_pretrained the model, whose checkpoint has the state."
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        save_state(path / STATE_FILE, state)
         about = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -374,6 +376,15 @@ def fingerprint(model: Any) -> str:
         samples.append(flat[places].to(torch.bfloat16).cpu())
     digest.update(torch.cat(samples).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def read_folder(folder: str | os.PathLike[str], revision: str | None = None) -> tuple[dict[str, Any], RecurrentState]:
+    """What describes a learned state in a folder or on the Hub, and the state."""
+    about_file, state_file = (_file(folder, name, revision) for name in (CONFIG_FILE, STATE_FILE))
+    about = read_about(about_file)
+    if hashlib.sha256(state_file.read_bytes()).hexdigest() != about["state_sha256"]:
+        raise ValueError(f"{state_file} is not what {CONFIG_FILE} describes: copy or download both again.")
+    return about, load_state(state_file)[0]
 
 
 def _file(folder: str | os.PathLike[str], name: str, revision: str | None) -> Path:

@@ -69,7 +69,7 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _is_stateful = True
-    _keep_in_fp32_modules_strict: ClassVar[Any] = {"learned_states"}
+    _keep_in_fp32_modules_strict = {"learned_states"}  # noqa: RUF012
     _input_embed_layer = "embeddings"
 
     def __init__(self, config: Any) -> None:
@@ -189,10 +189,10 @@ class StatefulBackbone(StatefulPreTrainedModel):
         output_hidden_states: Whether to return `hidden_states`.
         return_dict: False for a plain tuple of the entries that are not None.
         position_ids: (B, T) or (1, T). A recurrent model ignores positions that count up. Where they restart, at 0
-            or at the first position of the row, a new sequence begins from zero, or from the active learned state, so
-            that packed sequences give exactly what each gives alone. The first sequence of a row starts from the initial
-            state, and `final_state` is that of the last one. Under torch.compile, reading positions breaks the
-            graph.
+            or at the first position of the row, a new sequence begins from zero, or from the active learned state,
+            so that packed sequences give exactly what each gives alone. The first sequence of a row starts from the
+            initial state, and `final_state` is that of the last one. Under torch.compile, reading positions breaks
+            the graph.
         token_type_ids: (B, T), all 0, as tokenizers return them.
         sequence_group: Processes that share the rows, each with a piece of them, in the order of time
             (sequence_pieces.py). All give the same `initial_state`, that before the whole rows, and get the same
