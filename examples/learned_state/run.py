@@ -37,9 +37,10 @@ from hf_recurrent_lengthgen.trainers import (
     ZeroStateTrainer,
 )
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from readme_tables import fill
+
+HERE = Path(__file__).resolve().parent
 
 BASE = HERE.parents[1] / "model_cards" / "mamba2-base"
 STYLES = {"comments": "every line is a comment", "upper case": "all letters are upper case"}

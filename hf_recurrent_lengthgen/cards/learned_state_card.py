@@ -104,8 +104,8 @@ def _render(checkpoint: Checkpoint, about: dict[str, Any], settings: CardSetting
         "## How it was made",
         making_section(checkpoint, license),
         "## Limits",
-        "- A state gives a manner: format, style, task. Facts that are not in the weights of the base are learned badly."
-        "\n- What it starts decays as a text goes on, as fast as the layers forget.\n- This card has no measurements.",
+        "- A state suits a format, style or task. It holds few facts that are not in the weights of the base.\n"
+        "- What it starts decays as a text goes on, as fast as the layers forget.\n- This card has no measurements.",
         "## Citation",
         citation_section(checkpoint, installed_versions()[PACKAGE]),
     ]

@@ -335,8 +335,8 @@ class LearnedStatesMixin:
         path = Path(folder)
         if (path / "config.json").exists():
             raise ValueError(
-                f"{path} holds a checkpoint, which the learned state would be confused with: give a folder of its own, "
-                "or save_pretrained the model, whose checkpoint has the state."
+                f"{path} holds a checkpoint, which the learned state would be confused with: give a folder of its "
+                "own, or save_pretrained the model, whose checkpoint has the state."
             )
         path.mkdir(parents=True, exist_ok=True)
         save_state(path / STATE_FILE, state)
