@@ -13,6 +13,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     detach_state,
     load_state,
 )
+from hf_recurrent_lengthgen.papers import LEARNED_STATE
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import base_of, check_model
 from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
@@ -40,6 +41,8 @@ class LearnedStateTrainer(InitialStateTrainer):
         "learned",
         "a learned initial state",
         "All texts start from one state that is trained, too",
+        "learned-state",
+        LEARNED_STATE,
     )
     learns_state = True
     is_mixable = False

@@ -68,6 +68,7 @@ def _render(checkpoint: Checkpoint, about: dict[str, Any], settings: CardSetting
     name, base = (settings.repo_id or checkpoint.name).rpartition("/")[2], about["base_model_name_or_path"]
     on_hub = base.count("/") == 1 and not os.path.isabs(base) and not os.path.isdir(base)
     language = list(settings.language)
+    further: dict[str, Any] = {"base_model_relation": "adapter"} if on_hub else {}
     data = ModelCardData(
         license=license,
         language=(language or None) if len(language) != 1 else language[0],
@@ -76,7 +77,7 @@ def _render(checkpoint: Checkpoint, about: dict[str, Any], settings: CardSetting
         tags=["recurrent", "learned-state", PACKAGE],
         base_model=base if on_hub else None,
         datasets=list(settings.datasets) or None,
-        **({"base_model_relation": "adapter"} if on_hub else {}),
+        **further,
     )
     shown = (
         link(escape(base), f"https://huggingface.co/{base}") if on_hub else f"the checkpoint {code(portable(base))}"
