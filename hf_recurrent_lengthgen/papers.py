@@ -91,6 +91,7 @@ PAPERS = {
     paper.arxiv: paper
     for paper in (
         UNEXPLORED_STATES,
+        LEARNED_STATE,
         MIMETIC,
         ALIGNMENT,
         STUFFED_MAMBA,

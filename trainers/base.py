@@ -313,10 +313,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             self._checks.ask_initial_state(is_broken, micro_batch.where, type(self.initial_states).__name__)
             self.run_record.given = self.run_record.given + place.rows * (1 - from_zero.double())
             self._logs.add(zero_states=from_zero)
-            inputs |= {
-                "initial_state": layout.scatter(state, self.initial_states.new_state),
-                "output_final_state": True,
-            }
+            inputs |= {"initial_state": layout.scatter(state), "output_final_state": True}
         if self._shared.group is not None:
             inputs["sequence_group"] = self._shared.group
         if crop_loss is not None:

@@ -259,7 +259,8 @@ def check_trainable(model: nn.Module, learns_state: bool) -> None:
             f"The learned state {states.active_adapter!r} is active, which only LearnedStateTrainer trains with: call "
             "model.learned_states.set_adapter(None) to start from zero."
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not [name for name in trained if learns_state or "learned_states." not in name]:
         raise ValueError(
             "The model has no trainable parameters: all of them are frozen, perhaps by LearnedStateTrainer. Call "
             "model.requires_grad_(True)."

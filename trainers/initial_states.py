@@ -87,10 +87,6 @@ class InitialStateSource(ABC):
         """Initial states for the rows of an evaluation batch; by default None, the zero state."""
         return None
 
-    def new_state(self, rows: int) -> RecurrentState | None:
-        """State of sequences that begin inside rows; by default None, the zero state."""
-        return None
-
     def observe(  # noqa: B027
         self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None
     ) -> None:

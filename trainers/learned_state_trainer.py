@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from hf_recurrent_lengthgen.methods import Method
-from hf_recurrent_lengthgen.models.learned_states import STATE_FILE
+from hf_recurrent_lengthgen.models.learned_state_files import STATE_FILE
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     clone_state,

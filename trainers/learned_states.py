@@ -20,15 +20,11 @@ class LearnedStateSource(InitialStateSource):
 
     def initial_state(self, place: BatchPlace) -> RecurrentState:
         """The learned state for every row; gradients flow into it."""
-        return self.new_state(place.rows)
+        return map_state(lambda part: part.expand(place.rows, *part.shape[1:]), self._learned())
 
     def evaluation_state(self, place: BatchPlace) -> RecurrentState:
         """The learned state for every row."""
-        return self.new_state(place.rows)
-
-    def new_state(self, rows: int) -> RecurrentState:
-        """The learned state for every row."""
-        return map_state(lambda part: part.expand(rows, *part.shape[1:]), self._learned())
+        return self.initial_state(place)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: value.cpu() for name, value in self._learned.state_dict().items()}

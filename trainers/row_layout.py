@@ -4,7 +4,6 @@ Truncated backpropagation resets states at given tokens; the alignment loss runs
 change the rows of the model, so a source of initial states still sees one state per row of the batch.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from transformers import DataCollatorWithPadding, default_data_collator
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     concatenate_rows,
-    layer_state,
     map_state,
     take_rows,
 )
@@ -39,25 +37,17 @@ class RowLayout:
     crops: int = 1
     later_from_zero: bool = False
 
-    def scatter(
-        self, state: RecurrentState | None, new_state: Callable[[int], RecurrentState | None] = lambda rows: None
-    ) -> RecurrentState | None:
-        """Initial states for the R rows of the model from those of the B rows of the batch.
-
-        `new_state` gives that of sequences that begin inside rows; None is the zero state.
-        """
+    def scatter(self, state: RecurrentState | None) -> RecurrentState | None:
+        """Initial states for the R rows of the model from those of the B rows of the batch."""
         if state is None:
             return None
         if self.first is not None:
-            first, new = self.first, new_state(self.rows)
-            if new is None:
-                new = map_state(lambda part: part.new_zeros(self.rows, *part.shape[1:]), state)
-            state = tuple(
-                layer_state(
-                    other.index_copy(0, first.to(part.device), part) for other, part in zip(*layers, strict=True)
-                )
-                for layers in zip(new, state, strict=True)
-            )
+            first = self.first
+
+            def place_rows(part: Tensor) -> Tensor:
+                return part.new_zeros(self.rows, *part.shape[1:]).index_copy(0, first.to(part.device), part)
+
+            state = map_state(place_rows, state)
         later = map_state(torch.zeros_like, state) if self.later_from_zero else state
         return concatenate_rows([state, *[later] * (self.crops - 1)]) if self.crops > 1 else state
 

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
-from hf_recurrent_lengthgen.models.learned_states import SUBMODULE, LearnedStates, LearnedStatesMixin, recorded
+from hf_recurrent_lengthgen.models.learned_state_files import SUBMODULE
+from hf_recurrent_lengthgen.models.learned_states import LearnedStates, LearnedStatesMixin, recorded
 
 
 def sizes_of_layers(config: Any) -> dict[int, dict[str, Any]]:

@@ -10,39 +10,28 @@ folders, like those of PEFT, whose names of methods are used here: `learned_stat
 a fingerprint of its weights, `learned_state.safetensors` holds the state.
 """
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.utils import cached_file
 
-from .atomic_files import replacing
+from .learned_state_files import SUBMODULE, fingerprint, read_folder, write_folder
 from .recurrent_state import (
     LayerShape,
     LayerState,
     RecurrentState,
     check_finite_state,
     check_state,
-    load_state,
+    detach_state,
     map_state,
-    save_state,
     state_dtype,
     zero_state,
 )
-
-CONFIG_FILE, STATE_FILE = "learned_state_config.json", "learned_state.safetensors"
-FORMAT, FORMAT_VERSION = "learned_state", 1
-SUBMODULE = "learned_states"
-SAMPLES = 64
-"""Values of each parameter that a fingerprint reads."""
 
 
 class LearnedState(nn.Module):
@@ -145,7 +134,7 @@ class LearnedStates(nn.Module):
         if adapter_name in self._modules or hasattr(self, adapter_name) or not re.fullmatch(r"[\w-]+", adapter_name):
             raise ValueError(
                 f"A learned state cannot be named {adapter_name!r}: give a new name of letters, digits, - and _, "
-                f"other than {self.names} and the names of methods."
+                f"other than {self.names} and those of methods of modules, such as half, float and train."
             )
         self.add_module(adapter_name, state)
         shapes = [[list(part.shape[1:]) for part in layer] for layer in state()]
@@ -329,107 +318,5 @@ class LearnedStatesMixin:
         if states is None or adapter_name is None:
             raise ValueError("There is no active learned state: name one of model.learned_states.names.")
         learned = states[adapter_name]
-        state = tuple(LayerState(*(part.detach() for part in layer)) for layer in learned())
-        name = str(getattr(self.config, "_name_or_path", "") or "")
-        name = os.path.abspath(name) if os.path.isdir(name) else name
-        path = Path(folder)
-        if (path / "config.json").exists():
-            raise ValueError(
-                f"{path} holds a checkpoint, which the learned state would be confused with: give a folder of its "
-                "own, or save_pretrained the model, whose checkpoint has the state."
-            )
-        path.mkdir(parents=True, exist_ok=True)
-        save_state(path / STATE_FILE, state)
-        about = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "base_model_name_or_path": name,
-            "base_model_revision": getattr(self.config, "_commit_hash", None),
-            "base_model_class": type(self).__name__,
-            "base_fingerprint": fingerprint(self),
-            "layers": [index for index, layer in enumerate(state) if any(bool(part.any()) for part in layer)],
-            "learn_conv_state": any(bool(layer.conv.any()) for layer in state) or _learns(learned.conv),
-            "state_sha256": hashlib.sha256((path / STATE_FILE).read_bytes()).hexdigest(),
-        }
-        with replacing(path / CONFIG_FILE) as temporary:
-            Path(temporary).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-
-
-def _learns(parameters: nn.ParameterList) -> bool:
-    return any(parameter.requires_grad for parameter in parameters)
-
-
-def fingerprint(model: Any) -> str:
-    """SHA-256 of the names, shapes and some values of the parameters of a backbone, without learned states.
-
-    Values are rounded to bfloat16, so that it is the same for weights that were loaded in bfloat16 and in float32.
-    """
-    digest, samples = hashlib.sha256(), []
-    for name, parameter in model.base_model.named_parameters():
-        if name.startswith(f"{SUBMODULE}."):
-            continue
-        if parameter.is_meta:
-            raise ValueError(f"{name} holds no values (meta device): load the weights first.")
-        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
-        flat, count = parameter.detach().flatten(), min(parameter.numel(), SAMPLES)
-        places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
-        samples.append(flat[places].to(torch.bfloat16).cpu())
-    digest.update(torch.cat(samples).view(torch.int16).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def read_folder(folder: str | os.PathLike[str], revision: str | None = None) -> tuple[dict[str, Any], RecurrentState]:
-    """What describes a learned state in a folder or on the Hub, and the state."""
-    about_file, state_file = (_file(folder, name, revision) for name in (CONFIG_FILE, STATE_FILE))
-    about = read_about(about_file)
-    if hashlib.sha256(state_file.read_bytes()).hexdigest() != about["state_sha256"]:
-        raise ValueError(f"{state_file} is not what {CONFIG_FILE} describes: copy or download both again.")
-    return about, load_state(state_file)[0]
-
-
-def _file(folder: str | os.PathLike[str], name: str, revision: str | None) -> Path:
-    """A file of a folder, or of a repository on the Hub."""
-    path = Path(folder)
-    if path.is_dir():
-        if not (path / name).is_file():
-            raise ValueError(
-                f"{path} holds no {name}, so it is no learned state: give a folder that save_learned_state or "
-                "LearnedStateTrainer wrote."
-            )
-        return path / name
-    try:
-        return Path(str(cached_file(os.fspath(folder), name, revision=revision)))
-    except OSError as error:
-        raise ValueError(f"{folder} is no folder here, and no learned state on the Hub: {error}") from error
-
-
-_TYPES = {
-    "base_model_name_or_path": str,
-    "base_model_class": str,
-    "base_fingerprint": str,
-    "learn_conv_state": bool,
-    "state_sha256": str,
-}
-
-
-def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a `learned_state_config.json`.
-
-    Raises:
-        ValueError: if it is damaged, of another kind, or of a newer version.
-    """
-    try:
-        about = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): copy or download it again.") from error
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(f"{path} describes no learned state: its format must be {FORMAT!r}.")
-    version = about.get("format_version")
-    if type(version) is not int or version > FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format version {version!r}, this code reads up to {FORMAT_VERSION}: update "
-            "hf_recurrent_lengthgen."
-        )
-    if wrong := [key for key, kind in _TYPES.items() if not isinstance(about.get(key), kind)]:
-        raise ValueError(f"{path} is damaged: it lacks {', '.join(wrong)}. Copy or download it again.")
-    return about
+        learn_conv = any(parameter.requires_grad or bool(parameter.any()) for parameter in learned.conv)
+        write_folder(folder, self, detach_state(learned()), learn_conv)

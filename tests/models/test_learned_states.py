@@ -13,7 +13,7 @@ from transformers.pipelines import TextGenerationPipeline
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.loading import load_model
-from hf_recurrent_lengthgen.models.learned_states import CONFIG_FILE, STATE_FILE, fingerprint
+from hf_recurrent_lengthgen.models.learned_state_files import CONFIG_FILE, STATE_FILE, fingerprint
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, load_state, map_state
 from tests.without_package import clean_process
 
@@ -215,7 +215,7 @@ def test_damaged_and_foreign_files_are_refused(change: Any, message: str, tmp_pa
 def test_what_cannot_be_meant_is_refused() -> None:
     model = build(MAMBA2)
     state = learned(model)
-    for name in ("default", "state", "a.b", "names", ""):
+    for name in ("default", "state", "a.b", "names", "half", ""):
         with pytest.raises(ValueError, match="cannot be named"):
             model.add_learned_state(name)
     with pytest.raises(ValueError, match=r"no learned state 'other': give one of \['default'\]"):
