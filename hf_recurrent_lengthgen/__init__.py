@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .loading import load_model
     from .models.forgetting import Forgetting
     from .models.forgetting_switch import forgetting
+    from .models.learned_states import LearnedStates
     from .models.recurrent_state import (
         LayerState,
         RecurrentState,
@@ -33,6 +34,7 @@ __version__ = _versions.version_of("hf_recurrent_lengthgen")
 __all__ = [
     "Forgetting",
     "LayerState",
+    "LearnedStates",
     "RecurrentState",
     "__version__",
     "clone_state",
@@ -51,6 +53,7 @@ __all__ = [
 _PACKAGES = ("data", "evaluation", "models", "readings", "surgery", "trainers")
 _NOT_OF_STATES = {
     "Forgetting": "models.forgetting",
+    "LearnedStates": "models.learned_states",
     "forgetting": "models.forgetting_switch",
     "load_model": "loading",
     "stateful": "hybrids",

@@ -1,4 +1,4 @@
-"""Adapters (PEFT): a folder with weights that belong to a base model, which it names.
+"""Adapters (PEFT) and learned states: a folder with weights that belong to a base model, which it names.
 
 An adapter belongs to exactly the weights it was trained on, and its training sets fields of their config. PEFT stores
 neither, so `adapter_base.json` does.
@@ -21,6 +21,8 @@ from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import document
+from hf_recurrent_lengthgen.models.learned_state_files import CONFIG_FILE as LEARNED_STATE_CONFIG
+from hf_recurrent_lengthgen.models.learned_state_files import read_about
 from hf_recurrent_lengthgen.records import Adapter, carded, verified_files
 
 CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_base.json"
@@ -49,9 +51,36 @@ def to_merge(folder: str | os.PathLike[str]) -> str:
 
 
 def refuse_adapter(folder: str | os.PathLike[str]) -> None:
-    """Raise a `ValueError` for a folder with an adapter."""
+    """Raise a `ValueError` for a folder with an adapter or a learned state alone."""
     if holds_adapter(folder):
         raise ValueError(f"{to_merge(folder)}, and give FOLDER.")
+    if holds_learned_state(folder):
+        raise ValueError(
+            f"{folder} holds a learned state, which belongs to {base_of_learned_state(folder)}: give that checkpoint, "
+            "or save both in one, load_model(...).save_pretrained(FOLDER), and give FOLDER."
+        )
+
+
+def holds_learned_state(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a learned state as files of its own."""
+    return (Path(folder) / LEARNED_STATE_CONFIG).is_file()
+
+
+def base_of_learned_state(folder: str | os.PathLike[str]) -> str:
+    """Folder or name on the Hub of the checkpoint that a learned state belongs to.
+
+    Raises:
+        ValueError: for a damaged file, and a base that is not named or does not exist.
+    """
+    path = Path(folder) / LEARNED_STATE_CONFIG
+    return _existing_base(read_about(path)["base_model_name_or_path"], path, "the learned state")
+
+
+def base_of_part(folder: str | os.PathLike[str]) -> str | None:
+    """The base of a folder that holds an adapter or a learned state; None for other folders."""
+    if holds_adapter(folder):
+        return base_of_adapter(folder)
+    return base_of_learned_state(folder) if holds_learned_state(folder) else None
 
 
 def base_of_adapter(folder: str | os.PathLike[str]) -> str:
@@ -71,14 +100,19 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
         raise ValueError(f"{path} holds an adapter of the kind {kind!r}: only LORA is supported, which can be merged.")
     if not (path / WEIGHTS_FILE).is_file():
         raise ValueError(f"{path} holds no {WEIGHTS_FILE}: save the adapter as safetensors, pickles are not read.")
-    base = config.get("base_model_name_or_path")
+    return _existing_base(config.get("base_model_name_or_path"), path / CONFIG_FILE, "the adapter")
+
+
+def _existing_base(base: Any, config: Path, what: str) -> str:
+    """The base that a config names; a `ValueError` if it names none, or one that does not exist."""
     if not isinstance(base, str) or not base:
-        raise ValueError(f"{path / CONFIG_FILE} names no base: set base_model_name_or_path to its folder or Hub name.")
+        raise ValueError(f"{config} names no base: set base_model_name_or_path to its folder or Hub name.")
     place = Path(base)
     if not place.is_dir() and (place.is_absolute() or len(place.parts) != 2 or place.parent.is_dir()):
+        also = ", or --base of lengthgen merge" if config.name == CONFIG_FILE else ""
         raise ValueError(
-            f"The base of the adapter {path} does not exist any more: {base}. Put it back, or give its new place: "
-            f"base_model_name_or_path in {CONFIG_FILE}, or --base of lengthgen merge."
+            f"The base of {what} {config.parent} does not exist any more: {base}. Put it back, or give its new place: "
+            f"base_model_name_or_path in {config.name}{also}."
         )
     return base
 

@@ -8,7 +8,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter
+from hf_recurrent_lengthgen.adapters import base_of_part
 from hf_recurrent_lengthgen.conversion.sources import license_of
 from hf_recurrent_lengthgen.evaluation.results import TrainingRecord
 from hf_recurrent_lengthgen.models import family_config
@@ -32,16 +32,16 @@ def lineage_of(model: str) -> Lineage:
     """The lineage of a checkpoint or adapter folder, a Hub name, or a config.json that a command starts from.
 
     A checkpoint without a lineage is itself the source of a new one. A config.json stands for random weights, so it
-    has no source. An adapter without a lineage has that of its base.
+    has no source. An adapter or learned state without a lineage has that of its base.
 
     Raises:
         ValueError: for a damaged lineage, and a name that does not exist.
     """
     if model.endswith(".json"):
         return Lineage()
-    if holds_adapter(model):
+    if (base := base_of_part(model)) is not None:
         own = read_lineage(model)
-        return lineage_of(base_of_adapter(model)) if own is None else own
+        return lineage_of(base) if own is None else own
     on_hub = not Path(model).is_dir()
     try:
         values, _ = PreTrainedConfig.get_config_dict(model)

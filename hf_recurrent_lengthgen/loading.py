@@ -24,9 +24,17 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.adapters import base_of_adapter, holds_adapter, refuse_adapter, with_adapter
+from hf_recurrent_lengthgen.adapters import (
+    base_of_adapter,
+    base_of_learned_state,
+    base_of_part,
+    holds_adapter,
+    holds_learned_state,
+    refuse_adapter,
+    with_adapter,
+)
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.layer_sizes import sized_class, sizes_of_layers
+from hf_recurrent_lengthgen.hybrids.layer_sizes import described_class, says_more
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
 from hf_recurrent_lengthgen.json_files import read_json_object
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES, register_family
@@ -143,7 +151,8 @@ def load_model(
 
     Checkpoints of this package load with their class, those of Transformers and fla into our class with the same
     parameter names. Hybrids and other recurrent models of Transformers are wrapped by `stateful`. The folder of an
-    adapter (LoRA of PEFT) loads as a `PeftModel` on its base, in evaluation mode; a trainer continues to train it.
+    adapter (LoRA of PEFT) loads as a `PeftModel` on its base, in evaluation mode; a trainer continues to train it. The
+    folder of a learned state loads as its base, with the state active.
 
     Args:
         name: Checkpoint folder, adapter folder, or a name on the Hub.
@@ -151,7 +160,7 @@ def load_model(
         dtype: Dtype of the weights. The small steps of post-training vanish in bfloat16 weights; use autocast instead
             (`bf16=True` of the trainers).
         merge: Merge an adapter into its base, and return the model without PEFT.
-        base: The base of an adapter, if it is not the one in adapter_config.json.
+        base: The base of an adapter or learned state, if it is not the one that its config names.
 
     Raises:
         ValueError: for a folder without a checkpoint, an architecture that cannot take states, damaged weights, and
@@ -182,8 +191,8 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     # the error of Transformers for a folder without tokenizer is long
     patterns = ("*token*", "*vocab*", "*.model", "merges.txt")
     nothing = Path(name).is_dir() and not any(file for pattern in patterns for file in Path(name).glob(pattern))
-    if nothing and holds_adapter(name):
-        return load_tokenizer(base_of_adapter(name), trust_remote_code)
+    if nothing and (base := base_of_part(name)) is not None:
+        return load_tokenizer(base, trust_remote_code)
     advice = "give one with --tokenizer (lengthgen harness: tokenizer=FOLDER)."
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -214,7 +223,19 @@ def _load(
         base = base_of_adapter(name) if base is None else base
         refuse_adapter(base)
         model = with_adapter(_load(base, trust_remote_code, dtype, stateless), name, base)
+        if holds_learned_state(name):  # trained beside the adapter
+            model.get_base_model().load_learned_state(name)
         return model.merge_and_unload(safe_merge=True) if merge else model
+    if holds_learned_state(name):
+        if (Path(name) / "config.json").exists():
+            raise ValueError(f"{name} holds a checkpoint and a learned state: move the files of one of them.")
+        base = base_of_learned_state(name) if base is None else base
+        model = _load(base, trust_remote_code, dtype, stateless, merge)
+        base_model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not hasattr(base_model, "load_learned_state"):
+            raise ValueError(f"{base} is a {type(base_model).__name__}, which takes no states: give another base.")
+        base_model.load_learned_state(name)
+        return model
     if base is not None:
         raise ValueError(f"{name} holds no adapter, so it has no base: leave {base} out.")
     _check_place(name)
@@ -236,8 +257,8 @@ def _load(
                 f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
             )
         loading["trust_remote_code"] = trust_remote_code
-    elif sizes_of_layers(config):
-        loader = sized_class(loader._model_mapping[type(config)])
+    elif says_more(config):
+        loader = described_class(loader._model_mapping[type(config)])
     with reading_files(name):
         if (kept := Path(name, "generation_config.json")).is_file():
             GenerationConfig.from_dict(read_json_object(kept))  # Transformers ignores a damaged one

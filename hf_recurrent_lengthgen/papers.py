@@ -56,6 +56,12 @@ UNEXPLORED_STATES = Paper(
     2025,
     "Understanding and Improving Length Generalization in Recurrent Models",
 )
+LEARNED_STATE = Paper(
+    "2604.01168",
+    "Young, Jack",
+    2026,
+    "{S0} Tuning: Zero-Overhead Adaptation of Hybrid Recurrent-Attention Models",
+)
 MIMETIC = Paper(
     "2410.11135",
     "Trockman, Asher and Harutyunyan, Hrayr and Kolter, J. Zico and Kumar, Sanjiv and Bhojanapalli, Srinadh",
@@ -85,6 +91,7 @@ PAPERS = {
     paper.arxiv: paper
     for paper in (
         UNEXPLORED_STATES,
+        LEARNED_STATE,
         MIMETIC,
         ALIGNMENT,
         STUFFED_MAMBA,

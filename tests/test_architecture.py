@@ -17,7 +17,7 @@ LEAVES = ("json_files", "papers", "private_text", "versions")
 MAY_IMPORT = {
     "models": (),
     "hybrids": ("models",),
-    "adapters": ("evaluation.json_schema", "evaluation.files", "records"),
+    "adapters": ("models", "evaluation.json_schema", "evaluation.files", "records"),
     "loading": ("models", "hybrids", "adapters"),
     "methods": (),
     "records": ("evaluation.json_schema", "evaluation.files", "evaluation.results", "methods"),

@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateCon
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource, PassedStates, ZeroStates
 from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.learned_state_trainer import LearnedStateTrainer
-from hf_recurrent_lengthgen.trainers.learned_states import LearnedState, LearnedStates
+from hf_recurrent_lengthgen.trainers.learned_states import LearnedStateSource
 from hf_recurrent_lengthgen.trainers.metric_callbacks import (
     Metric,
     MetricCallback,
@@ -44,10 +44,9 @@ __all__ = [
     "InitialStateConfig",
     "InitialStateSource",
     "InitialStateTrainer",
-    "LearnedState",
     "LearnedStateConfig",
+    "LearnedStateSource",
     "LearnedStateTrainer",
-    "LearnedStates",
     "Metric",
     "MetricCallback",
     "MixedStates",

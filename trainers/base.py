@@ -54,7 +54,7 @@ MICRO_BATCH = "micro_batch_facts"
 """The key of a `MicroBatch` in the inputs, between `get_batch_samples` and `compute_loss`."""
 UPDATE_IN_BACKWARD = {OptimizerNames.LOMO, OptimizerNames.ADALOMO}
 """Optimizers that change the weights in the backward pass of each micro-batch."""
-_NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_state\.)")
+_NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.)")
 
 
 @dataclass

@@ -25,6 +25,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.hybrids.layer_sizes import loading_class
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.records import file_digest
 
@@ -238,9 +239,9 @@ def load_converted_weights(model: nn.Module, checkpoint: str | os.PathLike[str])
         return False
     dtype = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
     loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
-    load: Any = type(model).from_pretrained
+    load: Any = loading_class(model).from_pretrained
     loaded, found = load(checkpoint, config=copy.deepcopy(model.config), **loading)
     if found["missing_keys"] or found["unexpected_keys"] or found["mismatched_keys"]:
         raise ValueError(f"The weights in {checkpoint} do not fit this {type(model).__name__}: {found}.")
-    model.load_state_dict(loaded.state_dict(), strict=False)  # a learned state has a file of its own
+    model.load_state_dict(loaded.state_dict())
     return True

@@ -252,13 +252,15 @@ def without_wrong_ids(
 
 
 def check_trainable(model: nn.Module, learns_state: bool) -> None:
-    """Raise a `ValueError` for a model without trainable parameters, and for one with a leftover learned state."""
-    if hasattr(model, "learned_state") and not learns_state:
+    """Raise a `ValueError` for a model without trainable parameters, and for one with an active learned state."""
+    states = getattr(base_of(model), "learned_states", None)
+    if states is not None and states.active_adapter is not None and not learns_state:
         raise ValueError(
-            "The model still has the learned state of a LearnedStateTrainer, which this trainer would not use: save "
-            "it with save_state(path, trainer.learned_state()), then del model.learned_state."
+            f"The learned state {states.active_adapter!r} is active, which only LearnedStateTrainer trains with: call "
+            "model.learned_states.set_adapter(None) to start from zero."
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not [name for name in trained if learns_state or "learned_states." not in name]:
         raise ValueError(
             "The model has no trainable parameters: all of them are frozen, perhaps by LearnedStateTrainer. Call "
             "model.requires_grad_(True)."

@@ -24,6 +24,14 @@ class LearnedStateConfig(InitialStateConfig):
         },
     )
 
+    adapter_name: str = field(
+        default="default",
+        metadata={
+            "help": "Name of the state in model.learned_states; one that is there is trained further. "
+            "Default: default."
+        },
+    )
+
     def check(self) -> None:
         if self.load_best_model_at_end and not self.train_model:
             raise ValueError(

@@ -6,29 +6,31 @@ from typing import Any
 from torch import nn
 
 from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.models.learned_state_files import STATE_FILE
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     clone_state,
     detach_state,
     load_state,
-    save_state,
-    state_dtype,
 )
+from hf_recurrent_lengthgen.papers import LEARNED_STATE
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import base_of, check_model
 from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
-from hf_recurrent_lengthgen.trainers.learned_states import LearnedState, LearnedStates
-
-LEARNED_STATE_FILE = "learned_state.safetensors"
+from hf_recurrent_lengthgen.trainers.learned_states import LearnedStateSource
 
 
 class LearnedStateTrainer(InitialStateTrainer):
     """`Trainer` that learns one initial state for all sequences, by default with the model's weights frozen.
 
-    `save_model` writes `learned_state.safetensors`, a state with one row for `load_state`:
+    The state is a part of the model, `model.learned_states["default"]`: one of this name is trained further, otherwise
+    a new one of zeros. It is the active one, also afterwards. `save_model` writes a folder that loads onto the same
+    base:
 
-        state, _ = load_state("out/learned_state.safetensors")
-        model.generate(**prompt, initial_state=state)
+        model.load_learned_state("out")  # or load_model("out"), which loads the base, too
+        model.generate(**prompt)
+
+    With `train_model`, the state is a part of the checkpoint, or lies beside an adapter of PEFT.
 
     Raises:
         ValueError: with `model_init` or under FSDP, and as in `InitialStateTrainer`.
@@ -39,6 +41,8 @@ class LearnedStateTrainer(InitialStateTrainer):
         "learned",
         "a learned initial state",
         "All texts start from one state that is trained, too",
+        "learned-state",
+        LEARNED_STATE,
     )
     learns_state = True
     is_mixable = False
@@ -60,16 +64,28 @@ class LearnedStateTrainer(InitialStateTrainer):
         check_model(model)
         if not args.train_model:
             model.requires_grad_(False)
+            if os.path.exists(os.path.join(str(args.output_dir), "config.json")):
+                raise ValueError(
+                    f"{args.output_dir} holds a checkpoint, which the learned state would be confused with: give "
+                    "another output_dir."
+                )
         base = base_of(model)
-        learned = LearnedState(base.state_shapes(), state_dtype(base.dtype), args.learn_conv_state).to(base.device)
-        self._learned = model.learned_state = learned
-        names = {f"learned_state.{name}" for name in learned.state_dict()}
-        base._keys_to_ignore_on_save = set(getattr(base, "_keys_to_ignore_on_save", None) or ()) | names
+        if not hasattr(base, "add_learned_state"):
+            raise ValueError(
+                f"The code of {type(base).__name__} knows no learned states: load it with load_model, whose code does."
+            )
+        states = base.learned_states
+        if states is None or args.adapter_name not in states.names:
+            states = base.add_learned_state(args.adapter_name)
+        states.set_adapter(args.adapter_name)
+        states.requires_grad_(False)
+        self._learned = states[args.adapter_name]
+        self._learned.learn(args.learn_conv_state)
         return model
 
     @staticmethod
-    def initial_state_source(args: LearnedStateConfig, trainer: Any) -> LearnedStates:
-        return LearnedStates(trainer._learned)
+    def initial_state_source(args: LearnedStateConfig, trainer: Any) -> LearnedStateSource:
+        return LearnedStateSource(trainer._learned)
 
     def learned_state(self) -> RecurrentState:
         """The current state, one row without gradients."""
@@ -79,16 +95,16 @@ class LearnedStateTrainer(InitialStateTrainer):
         folder = str(self.args.output_dir) if output_dir is None else output_dir
         if self.args.train_model:
             super()._save(output_dir, state_dict)
-        os.makedirs(folder, exist_ok=True)
-        model = str(getattr(getattr(self.model, "config", None), "name_or_path", ""))
-        save_state(os.path.join(folder, LEARNED_STATE_FILE), self.learned_state(), {"model": model})
+        if not self.args.train_model or hasattr(self.model, "peft_config"):
+            base_of(self.model).save_learned_state(folder)
         if not self.args.train_model and self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()
-        best, _ = load_state(os.path.join(str(self.state.best_model_checkpoint), LEARNED_STATE_FILE))
-        self._learned.set(best)
+        beside = os.path.join(str(self.state.best_model_checkpoint), STATE_FILE)
+        if os.path.isfile(beside):
+            self._learned.set(load_state(beside)[0])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if self.args.train_model:  # the learned state comes back with the initial states

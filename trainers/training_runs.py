@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.adapters import adapter_of, holds_adapter
+from hf_recurrent_lengthgen.adapters import adapter_of, holds_adapter, holds_learned_state
 from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, from_plain, to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
@@ -60,12 +60,9 @@ class RunFacts:
 def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: str | os.PathLike[str]) -> None:
     """Write the lineage of a model that a trainer trained and saved.
 
-    Nothing is written for learned states alone, or if neither `trainer.facts` nor the model names the checkpoint that
-    the model was loaded from.
+    Nothing is written if neither `trainer.facts` nor the model names the checkpoint that the model was loaded from.
     """
-    if not getattr(trainer.args, "train_model", True):  # the weights in the folder were not trained
-        return
-    if not (holds_adapter(folder) or (Path(folder) / "config.json").is_file()):
+    if not (holds_adapter(folder) or holds_learned_state(folder) or (Path(folder) / "config.json").is_file()):
         return
     try:
         facts = trainer.facts or _facts_of(trainer)

@@ -1,5 +1,6 @@
 """Model cards: what was done to a checkpoint, what it can do, how to load it - from records and results only."""
 
 from hf_recurrent_lengthgen.cards.card import CardSettings, build_card, write_card
+from hf_recurrent_lengthgen.cards.learned_state_card import write_learned_state_card
 
-__all__ = ["CardSettings", "build_card", "write_card"]
+__all__ = ["CardSettings", "build_card", "write_card", "write_learned_state_card"]

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from hf_recurrent_lengthgen.cards import CardSettings, write_card
+from hf_recurrent_lengthgen.adapters import holds_learned_state
+from hf_recurrent_lengthgen.cards import CardSettings, write_card, write_learned_state_card
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 
 DESCRIPTION = """\
@@ -23,7 +24,7 @@ lengthgen card demo-output/cured --results evaluation/result.json retrieval/retr
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen card", DESCRIPTION, EXAMPLES, method="card")
-    parser.model.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder")
+    parser.model.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint or a learned state")
     parser.data.add_argument(
         "--results",
         nargs="+",
@@ -43,14 +44,15 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    card = write_card(
-        options.checkpoint,
-        options.results,
-        CardSettings(
-            options.repo, options.license, tuple(options.language), tuple(options.datasets), tuple(options.authors)
-        ),
-        options.overwrite,
+    settings = CardSettings(
+        options.repo, options.license, tuple(options.language), tuple(options.datasets), tuple(options.authors)
     )
+    if not holds_learned_state(options.checkpoint):
+        card = write_card(options.checkpoint, options.results, settings, options.overwrite)
+    elif options.results:
+        raise ValueError("The card of a learned state holds no numbers: leave --results out, or use its own words.")
+    else:
+        card = write_learned_state_card(options.checkpoint, settings, options.overwrite)
     print(f"Written: {card.path}")
     if card.kept is not None:
         print(f"The previous README.md is kept as {card.kept}")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_recurrent_lengthgen.adapters import base_of_learned_state, holds_learned_state
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.hub.pull import pull_checkpoint
@@ -39,6 +40,9 @@ def run(arguments: Sequence[str]) -> int:
     commit = pull_checkpoint(options.repo_id, options.revision, output)
     files = [path for path in output.rglob("*") if path.is_file()]
     print(f"{options.repo_id} at commit {commit}: {len(files)} files in {output}")
+    if holds_learned_state(output):
+        print(f"A learned state of {base_of_learned_state(output)}: load_model({str(output)!r}) loads both.")
+        return 0
     problem = unverified(output)
     advice = f"Not verified: {problem}. Next: lengthgen verify {output}"
     print(advice if problem else "Verified: its verification.json belongs to these files.")

@@ -1,6 +1,5 @@
 """`lengthgen train`: train or post-train a model with any intervention."""
 
-import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +29,6 @@ from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
-from hf_recurrent_lengthgen.trainers.learned_state_trainer import LEARNED_STATE_FILE
 from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
 
 SEQUENCES = 32  # of lengthgen evaluate
@@ -293,8 +291,6 @@ def _next_step(
     `length_before` is the training length of the model before, and `text` are options of `lengthgen evaluate`.
     """
     output = str(training.output_dir)
-    if _state_alone(training):
-        return _use_of_state(os.path.join(output, LEARNED_STATE_FILE), settings.model)
     command = ["lengthgen", "accuracy" if settings.of_symbols else "evaluate"]
     if settings.of_symbols or settings.from_scratch:
         command.append(output)
@@ -307,19 +303,16 @@ def _next_step(
     command += text
     if settings.trust_remote_code:
         command.append("--trust-remote-code")
-    then = ["verify", output] if not holds_adapter(output) else ["merge", output, "--output", f"{output}-merged"]
-    saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', *then])}, then {shlex.join(command)}"
+    if _state_alone(training):
+        saved = f"""\
+Saved the learned state to {output}. Next: {shlex.join(command)}
+In Python, load_model({output!r}) loads it with its base, {settings.model}."""
+    else:
+        then = ["verify", output] if not holds_adapter(output) else ["merge", output, "--output", f"{output}-merged"]
+        saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', *then])}, then {shlex.join(command)}"
     if settings.task != "passkey":
         return saved
     retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * settings.length)]
     if settings.task_style is not None:
         retrieve += ["--task-style", settings.task_style]
     return f"{saved} for losses on text, and for passkeys {shlex.join(retrieve)}"
-
-
-def _use_of_state(file: str, model: str) -> str:
-    return f"""\
-Saved {file}. Next, in Python:
-  from hf_recurrent_lengthgen import load_model, load_state
-  state, _ = load_state({file!r})
-  load_model({model!r}).generate(**prompt, initial_state=state)"""

@@ -8,6 +8,7 @@ from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Set
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.learned_states import recorded
 
 NOT_ARCHITECTURE = {
     *("_attn_implementation", "_name_or_path", "architectures", "auto_map", "code_format_version", "dtype"),
@@ -100,6 +101,11 @@ def check_exportable(format: Format, config: Any) -> None:
             f"This model forgets (forgetting: {config.forgetting}), which no other layout can hold: export the "
             "checkpoint it was made from."
         )
+    if names := recorded(config)["names"]:
+        raise ValueError(
+            f"This model has the learned states {names}, which no other layout can hold: delete them first "
+            "(model.learned_states.delete_adapter), or publish it as a checkpoint of this package."
+        )
     uniform(config)
     if getattr(config, "attention_layers", None):
         raise ValueError(
@@ -110,7 +116,7 @@ def check_exportable(format: Format, config: Any) -> None:
 
 def _check_same(format: Format, config: Any, again: Any) -> None:
     """Raise a `ValueError` if the config changes on the way there and back."""
-    ignored = NOT_ARCHITECTURE | {"forgetting", SOURCE_CONFIG, *format.from_shapes}
+    ignored = NOT_ARCHITECTURE | {"forgetting", "learned_states", SOURCE_CONFIG, *format.from_shapes}
     ignored |= WITHOUT_EFFECT.get(config.model_type, set())
     names = [name for name in type(config)().to_dict() if name not in ignored]
     different = [

@@ -102,7 +102,7 @@ def attention_apart(
 
         for begin in range(0, len(array), batch):
             rows = slice(begin, min(begin + batch, len(array)))
-            state, keys = reader.begin(reader.model.zero_state(rows.stop - rows.start))
+            state, keys = reader.begin(reader.model.first_state(rows.stop - rows.start))
             zero, start = state, 0
             for number, border in enumerate(places):
                 for piece in chunk_borders(border, chunk, (), start):

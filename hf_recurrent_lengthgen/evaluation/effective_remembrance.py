@@ -37,6 +37,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     state_elements,
 )
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+from hf_recurrent_lengthgen.models.learned_states import recorded
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
 
 START_POINTS = 64
@@ -196,8 +197,10 @@ def final_predictions(
 
 def add_rows(reader: Reader, cache: Any, count: int) -> Any:
     """The cache with `count` more rows at the end that have read nothing."""
-    shaped = reader.take_rows(cache, torch.zeros(count, dtype=torch.long))
-    return reader.join_rows([cache, reader.begin(map_state(torch.zeros_like, reader.state(shaped)))])
+    shaped = reader.state(reader.take_rows(cache, torch.zeros(count, dtype=torch.long)))
+    learned = recorded(reader.model.config)["active"] is not None
+    first = reader.model.first_state(count) if learned else map_state(torch.zeros_like, shaped)
+    return reader.join_rows([cache, reader.begin(first)])
 
 
 def check_logits(logits: Tensor, rows: Sequence[Row], stop: int) -> None:

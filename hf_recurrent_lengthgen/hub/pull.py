@@ -15,6 +15,9 @@ from hf_recurrent_lengthgen.hub.names import unsafe_names
 from hf_recurrent_lengthgen.hub.remote import hub_api, telling
 from hf_recurrent_lengthgen.json_files import read_json_object
 
+CONFIGS = ("config.json", "learned_state_config.json")
+"""One of these describes what a repository holds."""
+
 
 def pull_checkpoint(
     repo_id: str, revision: str | None, output: str | os.PathLike[str], *, token: str | None = None
@@ -46,7 +49,7 @@ def pull_checkpoint(
     patterns = [glob.escape(name) for name in chosen]
     with telling(f"Downloading {repo_id} (files that are complete are kept)"):
         cache = Path(snapshot_download(repo_id, revision=info.sha, allow_patterns=patterns, token=token or False))
-    read_json_object(cache / "config.json")
+    read_json_object(cache / next(name for name in CONFIGS if name in chosen))
     with new_folder(output) as folder:
         for name in chosen:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -58,8 +61,8 @@ def _checkpoint_files(repo_id: str, names: Sequence[str]) -> list[str]:
     chosen = [name for name in names if matches(name, PUSHED) and not matches(name, TRAINER_FILES)]
     if unsafe := unsafe_names(chosen):
         raise ValueError(f"Nothing is pulled from {repo_id}, because of names of its files: {'; '.join(unsafe)}.")
-    if "config.json" not in chosen:
-        raise ValueError(f"{repo_id} holds no config.json, so it is no checkpoint.")
+    if not {*CONFIGS} & {*chosen}:
+        raise ValueError(f"{repo_id} holds no {' or '.join(CONFIGS)}, so it is no checkpoint or learned state.")
     if not any(name.endswith(".safetensors") and "/" not in name for name in chosen):
         pickles = [name for name in names if name.endswith(PICKLES)]
         advice = f", only {', '.join(pickles)}: lengthgen convert {repo_id} reads such files" if pickles else ""

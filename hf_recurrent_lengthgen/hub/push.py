@@ -1,4 +1,4 @@
-"""Push a checkpoint folder to the Hub as one commit, completely or not at all."""
+"""Push a checkpoint, or a learned state, to the Hub as one commit, completely or not at all."""
 
 import os
 from dataclasses import dataclass, replace
@@ -9,6 +9,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from hf_recurrent_lengthgen.adapters import holds_learned_state
 from hf_recurrent_lengthgen.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
 from hf_recurrent_lengthgen.hub.remote import HubError, hub_api, telling
 from hf_recurrent_lengthgen.json_files import read_json_object
@@ -102,7 +103,9 @@ def look_through(folder: Path, token: str | None = None) -> tuple[list[str], dic
     refusals = refusals_of_files(folder, names, token)
     now = verified_files(folder)
     refusals += _card_refusals(folder, now) + _unreadable(folder, names)
-    if problem := unverified(folder, now):  # then its loaded files have changed, too
+    if not holds_learned_state(folder) and (
+        problem := unverified(folder, now)
+    ):  # then its loaded files have changed, too
         refusals.append(f"{problem}: run lengthgen verify {folder}")
     return names, left_out, refusals
 

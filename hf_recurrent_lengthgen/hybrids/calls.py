@@ -13,7 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.rows import Rows, check_positions, reads_tokens, rows_of
+from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.learned_states import recorded
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
@@ -127,6 +129,26 @@ def set_positions(
     # given, because Bamba does not ask the cache
     if start and "position_ids" in inspect.signature(model.forward).parameters:
         arguments["position_ids"] = torch.arange(start, start + length, device=model.device)[None]
+
+
+def starts_learned(model: HybridModel, cache: Any) -> bool:
+    """Whether a call without a state starts from the learned state that is active, given its stock cache or None.
+
+    Raises:
+        ValueError: for a stock cache that has read nothing, from which the call would start at zero.
+    """
+    if recorded(model.config)["active"] is None:
+        return False
+    if cache is None or isinstance(cache, StateCache) or not hasattr(cache, "layers"):
+        return cache is None
+    flags = ("is_recurrent_states_initialized", "is_conv_states_initialized")
+    read = any(any(getattr(layer, flag, {}).values()) for layer in cache.layers for flag in flags)
+    if not read and not getattr(cache, "linear_cache", None):
+        raise ValueError(
+            "A new cache starts from zero, not from the active learned state: leave the cache out and call generate, "
+            "or give cache_from_state(model.first_state(rows))."
+        )
+    return False
 
 
 @contextmanager

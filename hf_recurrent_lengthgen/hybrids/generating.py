@@ -21,12 +21,14 @@ from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_st
 def generation_arguments(
     model: Any,
     inputs: Tensor | None,
-    initial_state: RecurrentState,
+    initial_state: RecurrentState | None,
     attention_cache: Cache | None,
     positional: tuple[Any, ...],
     given: dict[str, Any],
 ) -> dict[str, Any]:
     """Further arguments for the stock `generate`; arguments as in `StatefulMixin.generate`, with the other ones.
+
+    Without a state, it starts from the active learned one.
 
     Raises:
         ValueError: as there.
@@ -38,15 +40,15 @@ def generation_arguments(
     config = positional[0] if positional else given.get("generation_config")
     config, _ = model._prepare_generation_config(config, **others)
     if config.use_cache is False:
-        raise ValueError("generate(initial_state=...) keeps the state in the cache: leave use_cache on.")
+        raise ValueError("generate keeps the initial state in the cache: leave use_cache on.")
     prompts = (inputs, given.get("input_ids"), given.get("inputs_embeds"))
     prompt = next((x for x in prompts if x is not None), None)
     if prompt is None:
-        raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
+        raise ValueError("generate from an initial state needs a prompt of at least one token.")
     rows, length = prompt.shape[:2]
     seen = attention_cache.get_seq_length() if isinstance(attention_cache, Cache) else 0
     real = real_of(given.get("attention_mask"), (rows, length), seen)
-    model._check_state(initial_state, rows)
+    initial_state = model._check_state(model.first_state(rows) if initial_state is None else initial_state, rows)
     read_here = real is not None or (length > 1 and not adapter.reads_prompts)
     if read_here:
         _check_prompt(model, real, attention_cache, config)
@@ -93,7 +95,7 @@ def read_prompt(model: Any, state: RecurrentState, arguments: dict[str, Any]) ->
     """The stock output for a prompt after a state; its cache is that after the prompt, with keys at padding, too."""
     adapter, rows = cache_adapter_of(model), rows_of(arguments)
     batch, length = (state[0][0].shape[0], _length(arguments)) if rows is None else (rows.rows, rows.length)
-    before = state if rows is None else rows.starting(state)
+    before = state if rows is None else rows.starting(state, None)
     state_cache: Any = adapter.state_cache(before, length == 1, None, None if rows is None else rows.lengths)
     kept = state_cache.keys = {}
     set_positions(model, state_cache, arguments, rows, length)

@@ -1,14 +1,20 @@
-"""Models of Transformers whose recurrent layers have states of different sizes.
+"""Models of Transformers whose configurations say more than stock classes read, and the classes that load them.
 
-The sizes stand where Transformers keeps settings of single layers, in `per_layer_config` of the configuration:
-`{"0": {"mamba_d_state": 64}}`. The stock classes of hybrids do not read them for their mixers and refuse such a
-configuration (`AmbiguousGlobalPerLayerAttributeError`), so no checkpoint is loaded wrong without this package.
+Sizes of single layers stand where Transformers keeps settings of single layers, in `per_layer_config` of the
+configuration: `{"0": {"mamba_d_state": 64}}`. Stock classes of hybrids do not read them for their mixers and refuse
+such a configuration (`AmbiguousGlobalPerLayerAttributeError`), so no checkpoint is loaded wrong without this package.
+
+Learned states are further weights, which stock classes leave out with a warning; `stateful` then refuses the model.
 """
 
 import functools
 from typing import Any
 
 from transformers import PreTrainedConfig
+
+from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
+from hf_recurrent_lengthgen.models.learned_state_files import SUBMODULE
+from hf_recurrent_lengthgen.models.learned_states import LearnedStates, LearnedStatesMixin, recorded
 
 
 def sizes_of_layers(config: Any) -> dict[int, dict[str, Any]]:
@@ -33,19 +39,29 @@ def with_size(config: Any, field: str, sizes: dict[int, int]) -> None:
     config.per_layer_config = given | {layer: given.get(layer, {}) | {field: size} for layer, size in sizes.items()}
 
 
+def says_more(config: Any) -> bool:
+    """Whether a configuration has sizes of single layers or learned states."""
+    return bool(sizes_of_layers(config) or recorded(config)["names"])
+
+
 @functools.cache
-def sized_class(stock: Any) -> Any:
-    """A class that makes models of a stock class whose mixers have the sizes of their layers."""
+def described_class(stock: Any) -> Any:
+    """A class that makes models of a stock class with all that their configuration says."""
 
     def __init__(self: Any, config: Any, *positional: Any, **keyword: Any) -> None:
         sizes = sizes_of_layers(config)
-        config.per_layer_config = None  # for all that is the same in all layers
+        if sizes:
+            config.per_layer_config = None  # for all that is the same in all layers
         stock.__init__(self, config, *positional, **keyword)
-        config.per_layer_config = sizes
+        if sizes:
+            config.per_layer_config = sizes
         for name, mixer in list(self.named_modules()):
             layer = getattr(mixer, "layer_idx", None)
             if layer in sizes and hasattr(mixer, "A_log"):
                 self.set_submodule(name, type(mixer)(config.per_layer_config[layer], layer_idx=layer))
+        if recorded(config)["names"]:
+            setattr(self.base_model, SUBMODULE, LearnedStates(config))
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), SUBMODULE}
         self.__class__ = stock
 
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
@@ -53,5 +69,17 @@ def sized_class(stock: Any) -> Any:
 
 
 def new_model(stock: Any, config: Any) -> Any:
-    """A model of a stock class, also with layers of different sizes."""
-    return sized_class(stock)(config) if sizes_of_layers(config) else stock(config)
+    """A model of a stock class, with all that its configuration says."""
+    return described_class(stock)(config) if says_more(config) else stock(config)
+
+
+def stock_class(model: Any) -> Any:
+    """The class of a model without what `stateful` adds to it."""
+    classes = type(model).__mro__
+    return classes[classes.index(LearnedStatesMixin) + 1] if StatefulMixin in classes else classes[0]
+
+
+def loading_class(model: Any) -> Any:
+    """The class with which a checkpoint of the model is loaded."""
+    special = StatefulMixin in type(model).__mro__ and says_more(model.config)
+    return described_class(stock_class(model)) if special else type(model)

@@ -77,9 +77,13 @@ class Rows:
         moved: Tensor = self._latest[1]
         return moved
 
-    def starting(self, state: RecurrentState) -> RecurrentState:
-        """The states of the N sequences: that of its row for the first one of a row, zero for others."""
-        return tuple(self._packing.starting_states(layer)[0] for layer in state)
+    def starting(self, state: RecurrentState, new: RecurrentState | None) -> RecurrentState:
+        """The states of the N sequences: that of its row for the first one of a row, `new` for others.
+
+        `new` has one row; None is zero.
+        """
+        news = (None,) * len(state) if new is None else new
+        return tuple(self._packing.starting_states(*layers)[0] for layers in zip(state, news, strict=True))
 
     def final(self, before: RecurrentState, after: RecurrentState) -> RecurrentState:
         """The states after the last sequence of each row, from those before and after the N sequences."""

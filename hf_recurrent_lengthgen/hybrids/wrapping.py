@@ -29,6 +29,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_stopped,
     checkpointing,
     set_positions,
+    starts_learned,
     targets_of_piece,
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
@@ -41,6 +42,7 @@ from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import close, verify_stateful
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.learned_states import LearnedStatesMixin, learned_row
 from hf_recurrent_lengthgen.models.recurrent_generation import refuse_continuous_batching
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
@@ -62,7 +64,7 @@ class _Layout(NamedTuple):
     attending: dict[int, list[tuple[int, int]]]  # heads and size of keys and values of the layers with attention
 
 
-class StatefulMixin:
+class StatefulMixin(LearnedStatesMixin):
     """The methods that `stateful` adds to a stock class."""
 
     _layout: _Layout
@@ -156,8 +158,10 @@ class StatefulMixin:
             arguments = targets_of_piece(arguments, attention_cache)
             output_final_state = True if output_final_state is None else output_final_state
         elif initial_state is None and not output_final_state and attention_cache is None:
-            inside = isinstance(arguments.get(adapter.argument), StateCache)  # the backbone of a model that does so
-            if rule == Forgetting() or inside:
+            cache = arguments.get(adapter.argument)
+            inside = isinstance(cache, StateCache)  # the backbone of a model that does so
+            learned = starts_learned(self, cache)
+            if (rule == Forgetting() or inside) and not learned:
                 rows = None if inside else plain_rows(self, adapter.argument, arguments)
                 if rows is None:
                     return super().forward(**arguments)  # type: ignore[misc]
@@ -165,7 +169,7 @@ class StatefulMixin:
                 output = rows.read(super().forward, called, self.config)  # type: ignore[misc]
                 output = type(output)(**rows.output(output))
                 return output if self._wants_dict(arguments) else output.to_tuple()
-            if arguments.get("use_cache") or arguments.get(adapter.argument) is not None:
+            if not learned and (arguments.get("use_cache") or cache is not None):
                 check_forgetting_in_cache(self, rule)
                 with forgetting_scans(self, rule):
                     return super().forward(**arguments)  # type: ignore[misc]
@@ -178,12 +182,12 @@ class StatefulMixin:
         if attention_cache is not None:
             check_attention_cache(self, attention_cache, initial_state, batch_size)
         if initial_state is None:
-            initial_state = self.zero_state(batch_size)
+            initial_state = self.first_state(batch_size)
         else:
             initial_state = self._check_state(initial_state, batch_size)
         before, lengths = initial_state, None
         if rows is not None:
-            before, batch_size, length = rows.starting(initial_state), rows.rows, rows.length
+            before, batch_size, length = rows.starting(initial_state, learned_row(self)), rows.rows, rows.length
             lengths = rows.lengths if length > 1 else None
         if group is None:
             state_cache: Any = adapter.state_cache(before, length == 1, attention_cache, lengths)
@@ -238,7 +242,8 @@ class StatefulMixin:
 
         Args:
             inputs: Prompt, (B, T), or by keyword as in Transformers.
-            initial_state: State of B rows after the text before the prompt; it is not modified.
+            initial_state: State of B rows after the text before the prompt; it is not modified. None for the active
+                learned state, or zero.
             attention_cache: The keys and values of that text; not modified either. Without it, attention layers see
                 only the prompt and the generated tokens, at positions from 0.
 
@@ -252,7 +257,8 @@ class StatefulMixin:
         if initial_state is None:
             if attention_cache is not None:
                 raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            if not starts_learned(self, kwargs.get(cache_adapter_of(self).argument)):
+                return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
@@ -263,7 +269,7 @@ class StatefulMixin:
     def __reduce_ex__(self, protocol: Any) -> Any:
         classes = type(self).__mro__
         # attributes separately, because hooks may refer to the model
-        return _empty, (classes[classes.index(StatefulMixin) + 1],), self.__dict__
+        return _empty, (classes[classes.index(LearnedStatesMixin) + 1],), self.__dict__
 
 
 def _empty(stock: type) -> Any:
@@ -400,4 +406,5 @@ def stateful(model: PreTrainedModel, scan: str | None = None) -> Any:
         backbone._layout = wrapped._layout
     set_scan(wrapped, scan)
     check_forgetting(wrapped)
+    learned_row(wrapped)  # the stock class does not load learned states
     return wrapped

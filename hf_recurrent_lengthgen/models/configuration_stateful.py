@@ -44,6 +44,8 @@ class StatefulConfigMixin:
         forgetting: What the model forgets at inference beyond what it has learned to forget, a mapping with some of
             the fields of `Forgetting`; None for nothing more.
         interventions: What was done to the model after its first training, in order, in words.
+        learned_states: Names, shapes and the active one of the learned initial states that the checkpoint holds
+            (learned_states.py); None for none.
         expanded_layers: The layers whose states were expanded (StateX), by number, each with its last initialization.
         code_format_version: Version of the checkpoint's code format. A checkpoint of a newer version than
             this code is refused.
@@ -65,6 +67,7 @@ class StatefulConfigMixin:
     training_length: int | None = None
     interventions: tuple[str, ...] | list[str] = ()
     forgetting: dict[str, Any] | None = None
+    learned_states: dict[str, Any] | None = None
     expanded_layers: dict[str, str] | None = None
     code_format_version: int = CODE_FORMAT_VERSION
 

@@ -3,7 +3,8 @@
 A family supplies its blocks (each takes and returns a `LayerState`), its initialization and its names;
 this file supplies the contract:
 
-- `initial_state` in, `final_state` out, gradients through both; no state given is the zero state, exactly.
+- `initial_state` in, `final_state` out, gradients through both; no state given is the zero state, exactly, or the
+  active learned state, if there is one.
 - Padding never touches the state; the output at a padding position is that of the last real token before it.
 - Packed rows: each sequence of a row, told apart by positions, runs from its own state.
 
@@ -24,6 +25,7 @@ from transformers import initialization as init
 from transformers.utils import ModelOutput
 
 from .forgetting import Forgetting
+from .learned_states import LearnedStates, LearnedStatesMixin, learned_row, recorded
 from .packed_rows import Packing
 from .padding import Padding
 from .recurrent_cache import RecurrentCache
@@ -34,6 +36,7 @@ from .recurrent_state import (
     check_state,
     own_state,
     state_dtype,
+    state_to,
     zero_state,
 )
 from .scan_mixer import MixerLayer
@@ -60,12 +63,13 @@ class StatefulModelOutput(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
 
 
-class StatefulPreTrainedModel(PreTrainedModel):
+class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
     """What the backbone and the language model of every family share."""
 
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _is_stateful = True
+    _keep_in_fp32_modules_strict = {"learned_states"}  # noqa: RUF012
     _input_embed_layer = "embeddings"
 
     def __init__(self, config: Any) -> None:
@@ -175,7 +179,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
         attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row; with a cache also
             (B, `past_key_values.tokens_seen` + T).
-        initial_state: State before the first token; None is the zero state.
+        initial_state: State before the first token; None is the active learned state (learned_states.py), or zero.
         output_final_state: Whether to return `final_state`.
         inputs_embeds: (B, T, D).
         past_key_values: Generation cache. It holds a state, so it excludes `initial_state`. The first token
@@ -185,10 +189,10 @@ class StatefulBackbone(StatefulPreTrainedModel):
         output_hidden_states: Whether to return `hidden_states`.
         return_dict: False for a plain tuple of the entries that are not None.
         position_ids: (B, T) or (1, T). A recurrent model ignores positions that count up. Where they restart, at 0
-            or at the first position of the row, a new sequence begins from the zero state, so that packed
-            sequences give exactly what each gives alone. The first sequence of a row starts from the initial
-            state, and `final_state` is that of the last one. Under torch.compile, reading positions breaks the
-            graph.
+            or at the first position of the row, a new sequence begins from zero, or from the active learned state,
+            so that packed sequences give exactly what each gives alone. The first sequence of a row starts from the
+            initial state, and `final_state` is that of the last one. Under torch.compile, reading positions breaks
+            the graph.
         token_type_ids: (B, T), all 0, as tokenizers return them.
         sequence_group: Processes that share the rows, each with a piece of them, in the order of time
             (sequence_pieces.py). All give the same `initial_state`, that before the whole rows, and get the same
@@ -208,6 +212,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         setattr(self, self.layers_name, self.make_layers(config))
         setattr(self, self.norm_name, self.make_norm(config))
+        if recorded(config)["names"]:
+            self.learned_states = LearnedStates(config)  # type: ignore[misc]
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -294,6 +300,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         """The hidden states before each layer, if all are kept, and after the final norm; and the state after."""
         all_hidden_states, states = [], []
         shared: tuple[Any, ...] = ()
+        first: Any = (learned_row(self) if isinstance(layout, Packing) else None) or [None] * len(state)
         rows: Any = hidden_states if layout is None else layout.to_front(hidden_states)
         lengths: Any = None if layout is None else layout.lengths
         if group is not None:
@@ -301,11 +308,11 @@ class StatefulBackbone(StatefulPreTrainedModel):
                 lengths = Piece(group, lengths[0], layout.ended), *lengths[1:]
             else:
                 lengths = Piece(group, lengths)
-        for block, layer_state, inputs in zip(self.layers, state, self.layer_inputs(), strict=True):
+        for block, layer_state, new, inputs in zip(self.layers, state, first, self.layer_inputs(), strict=True):
             if keep_all:
                 all_hidden_states.append(hidden_states)
             if isinstance(layout, Packing):
-                starting = layout.starting_states(layer_state)
+                starting = layout.starting_states(layer_state, new)
                 rows, after, *further = block(rows, starting, lengths, *inputs, *shared)
                 states.append(layout.final_states(after))
             else:
@@ -336,7 +343,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             return initial_state
         if cache is not None and (state := cache.state_for(batch_size)) is not None:
             return check_state(state, shapes, batch_size, device, dtype, "past_key_values.state")
-        return zero_state(shapes, batch_size, device, dtype)
+        return state_to(self.first_state(batch_size), device)
 
 
 def _layout(starts: Tensor | None, real: Tensor | None, pieces: bool) -> Padding | Packing | None:

@@ -1,4 +1,4 @@
-"""Packed rows: where each sequence of a row begins, and a zero state there.
+"""Packed rows: where each sequence of a row begins, and a new state there.
 
 The sequences of packed rows become rows of their own, padded on the right. Rows of similar length (within a factor of
 2) form a group, so that padding is less than half of a group however unequal the sequences are. A layer runs one group
@@ -106,9 +106,13 @@ class Packing(NamedTuple):
         """Inverse of `to_front`; a padding position repeats the last real token before it."""
         return torch.cat([x.flatten(0, 1) for x in groups])[self.source]
 
-    def starting_states(self, state: LayerState) -> tuple[LayerState, ...]:
-        """For each group the state of its sequences: that of the row for the first one of a row, zero for others."""
-        padded = [torch.cat([part, part.new_zeros(1, *part.shape[1:])]) for part in state]
+    def starting_states(self, state: LayerState, new: LayerState | None = None) -> tuple[LayerState, ...]:
+        """For each group the state of its sequences: that of the row for the first one of a row, `new` for others.
+
+        `new` has one row; None is zero.
+        """
+        new = layer_state(part.new_zeros(1, *part.shape[1:]) for part in state) if new is None else new
+        padded = [torch.cat([part, other]) for part, other in zip(state, new, strict=True)]
         found = [layer_state(part[owner] for part in padded) for owner in self.owners]
         return tuple(found if self.ended is None else [state, *found[1:]])
 

@@ -30,7 +30,10 @@ class StatefulModel(Protocol):
         """Shapes of the state of every layer, without the batch dimension."""
 
     def zero_state(self, batch_size: int) -> RecurrentState:
-        """The state before any token, on the device of the model."""
+        """The zero state, on the device of the model."""
+
+    def first_state(self, batch_size: int) -> RecurrentState:
+        """The state before any token: the active learned state, or zero."""
 
     def eval(self) -> Any: ...
 

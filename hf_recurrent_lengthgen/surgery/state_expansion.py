@@ -30,8 +30,9 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.layer_sizes import new_model
+from hf_recurrent_lengthgen.hybrids.layer_sizes import new_model, stock_class
 from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
+from hf_recurrent_lengthgen.models.learned_states import recorded
 from hf_recurrent_lengthgen.surgery.expanded_weights import EXPANSIONS, Weights, draw_as_mamba_ssm, expansion_of
 from hf_recurrent_lengthgen.surgery.expansion_plan import (
     Layers,
@@ -90,9 +91,7 @@ def expand_state(
         raise ValueError(f"initialization must be one of {get_args(Initialization)}, got {initialization!r}.")
     _check_plain(model)
     wrapped = isinstance(model, StatefulMixin)
-    model_class: Any = type(model)
-    if wrapped:
-        model_class = model_class.__mro__[model_class.__mro__.index(StatefulMixin) + 1]
+    model_class = stock_class(model)
     plan = expansion_plan(model.config, model_class, layers, count, factor, state_size, num_heads)
     with no_init_weights():
         new = new_model(model_class, plan.config)
@@ -232,6 +231,11 @@ def _check_plain(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"expand_state takes a model of Transformers or of this package, got {type(model).__name__}.")
     check_type(model.config)
+    if names := recorded(model.config)["names"]:
+        raise ValueError(
+            f"The model has the learned states {names}, whose sizes would change: delete them first "
+            "(model.learned_states.delete_adapter), and learn new ones afterwards."
+        )
     if getattr(model, "is_quantized", False) or any(not p.is_floating_point() for p in model.parameters()):
         raise ValueError("The model is quantized: expand it in full precision, and quantize the result.")
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}

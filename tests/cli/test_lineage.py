@@ -133,9 +133,15 @@ def test_training_from_scratch_has_no_source(config_file: Path, tmp_path: Path, 
     assert lineage.steps[0].training.initial_weights == InitialWeights({"c": 8.0, "offset": 0})
 
 
-def test_a_learned_state_alone_is_no_checkpoint(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
+def test_a_learned_state_alone_has_the_lineage_of_its_base_and_its_training(
+    checkpoint: Path, tmp_path: Path, text_file: Path
+) -> None:
     assert train(checkpoint, tmp_path / "out", text_file, "--intervention", "learned") == 0
-    assert not (tmp_path / "out" / "lineage.json").exists()
+    lineage = read_lineage(tmp_path / "out")
+    assert lineage is not None
+    assert lineage.source == lineage_of(str(checkpoint)).source
+    assert lineage.steps[-1].training is not None
+    assert [method.name for method in lineage.steps[-1].training.methods] == ["learned"]
 
 
 def test_the_source_is_told_by_its_config_and_card(stock_checkpoint: Path, tmp_path: Path) -> None:

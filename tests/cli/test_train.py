@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import _flags_of, command_parser, parse, read_options
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
+from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, StatePassingTrainer, ZeroStateTrainer
 
@@ -544,15 +544,24 @@ def test_a_learned_state_is_saved_alone(
 ) -> None:
     assert train(model=checkpoint, intervention="learned", learning_rate=0.1, warmup_steps=0) == 0
     assert not (tmp_path / "out" / "model.safetensors").exists()
-    state, metadata = load_state(tmp_path / "out" / "learned_state.safetensors")
+    out = tmp_path / "out"
+    state, _ = load_state(out / "learned_state.safetensors")
     assert all(bool(layer.recurrent.any()) for layer in state)
-    assert metadata["model"] == str(checkpoint)
-    saved, *lines = capsys.readouterr().out.partition("Saved ")[2].splitlines()
-    assert saved == f"{tmp_path / 'out' / 'learned_state.safetensors'}. Next, in Python:"
-    names: dict[str, Any] = {"prompt": {"input_ids": torch.tensor([[70, 71]]), "max_new_tokens": 4}}
-    exec(textwrap.dedent("\n".join(lines)).replace("load_model(", "text = load_model("), names)
+    saved, python = capsys.readouterr().out.partition("Saved ")[2].splitlines()
+    assert saved.startswith(
+        f"the learned state to {out}. Next: lengthgen evaluate {checkpoint} {out} --roles base,cured"
+    )
+    assert python == f"In Python, load_model({str(out)!r}) loads it with its base, {checkpoint}."
+    prompt = {"input_ids": torch.tensor([[70, 71]]), "max_new_tokens": 4}
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert torch.equal(names["text"], model.generate(**names["prompt"], initial_state=state))
+    expected = model.generate(**prompt, initial_state=state)
+    assert torch.equal(load_model(str(out)).generate(**prompt), expected)
+    measured = [str(tmp_path / "cache"), str(tmp_path / "evaluation")]
+    options = ["--length", "24", "--sequences", "2", "--cache", measured[0], "--output", measured[1]]
+    assert main([*shlex.split(saved.partition("Next: lengthgen ")[2]), *options]) == 0
+    base, learned = read_result(tmp_path / "evaluation" / "result.json", Comparison).models
+    assert base.evaluation.weights != learned.evaluation.weights
+    assert base.evaluation.in_window.loss != learned.evaluation.in_window.loss
 
 
 @pytest.mark.slow
@@ -602,15 +611,12 @@ def test_a_model_trained_with_its_learned_state_is_evaluated_next(
     assert f"verify {out}, then lengthgen evaluate {checkpoint} {out} --roles base,cured" in capsys.readouterr().out
 
 
-def test_a_state_learned_alone_leaves_the_lineage_of_the_checkpoint_in_its_folder(
-    train: Train, checkpoint: Path, tmp_path: Path
+def test_a_state_is_not_learned_into_the_folder_of_a_checkpoint(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(checkpoint, out)
-    (out / "lineage.json").write_text("of other weights")
-    assert train(model=checkpoint, intervention="learned", train_model=False) == 0
-    assert (out / "learned_state.safetensors").is_file()
-    assert (out / "lineage.json").read_text() == "of other weights"
+    shutil.copytree(checkpoint, tmp_path / "out")
+    assert train(model=checkpoint, intervention="learned", train_model=False) == 1
+    assert "holds a checkpoint, which the learned state would be confused with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

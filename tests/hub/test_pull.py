@@ -174,7 +174,7 @@ def test_a_full_disk_leaves_nothing(
         ("user/name", "nowhere", "Looking for revision nowhere of user/name failed: it does not exist"),
         ("user/name", "0" * 40, "Looking for revision 0{40} of user/name failed: it does not exist"),
         ("user/pickles", None, r"no weights as safetensors, only pytorch_model.bin: lengthgen convert user/pickles"),
-        ("user/texts", None, "user/texts holds no config.json, so it is no checkpoint"),
+        ("user/texts", None, "user/texts holds no config.json or learned_state_config.json, so it is no checkpoint"),
     ],
 )
 def test_what_cannot_be_pulled_is_told(

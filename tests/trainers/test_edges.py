@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.models.recurrent_state import load_state
+from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models.recurrent_state import detach_state
 from hf_recurrent_lengthgen.trainers import (
     AlignmentConfig,
     AlignmentTrainer,
@@ -101,21 +101,21 @@ def test_the_best_learned_state_comes_back_with_the_best_weights(
     trainer.train()
     folder = Path(str(trainer.state.best_model_checkpoint))
     assert folder.name != "checkpoint-4"
-    state, _ = load_state(folder / "learned_state.safetensors")
-    torch.testing.assert_close(trainer.learned_state(), state, rtol=0, atol=0)
-    assert load_file(folder / "model.safetensors").keys() == toys.tiny_model().state_dict().keys()
+    best_model = load_model(str(folder))
+    torch.testing.assert_close(trainer.learned_state(), detach_state(best_model.first_state(1)), rtol=0, atol=0)
+    toys.assert_same_weights(toys.weights(trainer.model), toys.weights(best_model))
 
 
 def test_what_a_learner_leaves_in_a_model_is_named(toys: ModuleType, settings: Settings) -> None:
     model, data = toys.tiny_model(), toys.sequences(8)
     with pytest.raises(ValueError, match="needs args of class LearnedStateConfig"):
         LearnedStateTrainer(model, settings(StatePassingConfig), train_dataset=data)
-    assert not hasattr(model, "learned_state")
+    assert model.learned_states is None
     assert all(parameter.requires_grad for parameter in model.parameters())
     LearnedStateTrainer(model, settings(LearnedStateConfig), train_dataset=data).train()
-    with pytest.raises(ValueError, match=r"del model\.learned_state"):
+    with pytest.raises(ValueError, match=r"call model\.learned_states\.set_adapter\(None\)"):
         ZeroStateTrainer(model, settings(InitialStateConfig), train_dataset=data)
-    del model.learned_state
+    model.learned_states.set_adapter(None)
     with pytest.raises(ValueError, match=r"Call model\.requires_grad_\(True\)"):
         ZeroStateTrainer(model, settings(InitialStateConfig), train_dataset=data)
 

@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import ByT5Tokenizer
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, load_state, map_state
+from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    LayerState,
+    RecurrentState,
+    detach_state,
+    load_state,
+    map_state,
+)
 from hf_recurrent_lengthgen.trainers import LearnedStateConfig, LearnedStateTrainer
 
 MakeLearner = Callable[..., LearnedStateTrainer]
@@ -119,7 +126,7 @@ def test_only_the_state_is_trained_and_all_of_it(toys: ModuleType, learner: Make
     toys.assert_same_weights({name: now[name] for name in start}, start)
     trained = {name for name, value in trainer.model.named_parameters() if value.requires_grad}
     parts = ("recurrent", "conv") if learn_conv else ("recurrent",)
-    assert trained == {f"learned_state.{part}.{layer}" for part in parts for layer in range(2)}
+    assert trained == {f"backbone.learned_states.default.{part}.{layer}" for part in parts for layer in range(2)}
     for layer in trainer.learned_state():
         assert bool(layer.recurrent.any())
         assert bool(layer.conv.any()) == learn_conv
@@ -132,8 +139,7 @@ def test_the_saved_file_is_the_state_alone_and_generates(
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     names = {path.name for path in (tmp_path / "saved").iterdir()}
-    assert "learned_state.safetensors" in names
-    assert "tokenizer_config.json" in names
+    assert {"learned_state.safetensors", "learned_state_config.json", "tokenizer_config.json"} <= names
     assert not any(name.startswith(("model", "config", "pytorch")) for name in names)
     state, _ = load_state(tmp_path / "saved" / "learned_state.safetensors")
     torch.testing.assert_close(state, trainer.learned_state(), rtol=0, atol=0)
@@ -149,6 +155,9 @@ def test_the_saved_file_is_the_state_alone_and_generates(
     assert given.tolist() == expected.tolist()
     plain = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert given.tolist() != plain.tolist()
+    model.load_learned_state(tmp_path / "saved")
+    loaded = model.generate(input_ids=prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert loaded.tolist() == given.tolist()
 
 
 def test_with_the_model_everything_is_trained_and_saved(
@@ -159,13 +168,10 @@ def test_with_the_model_everything_is_trained_and_saved(
     trainer.train()
     assert [name for name, value in toys.weights(trainer.model).items() if torch.equal(value, before[name])] == []
     trainer.save_model(str(tmp_path / "saved"))
-    assert not any("learned" in name for name in load_file(tmp_path / "saved" / "model.safetensors"))
-    loaded = type(trainer.model).from_pretrained(tmp_path / "saved")
-    now = toys.weights(trainer.model)
-    toys.assert_same_weights(toys.weights(loaded), {name: now[name] for name in toys.weights(loaded)})
-    state, metadata = load_state(tmp_path / "saved" / "learned_state.safetensors")
-    torch.testing.assert_close(state, trainer.learned_state(), rtol=0, atol=0)
-    assert "model" in metadata
+    assert not (tmp_path / "saved" / "learned_state_config.json").exists()
+    loaded = load_model(str(tmp_path / "saved"))
+    toys.assert_same_weights(toys.weights(loaded), toys.weights(trainer.model))
+    torch.testing.assert_close(detach_state(loaded.first_state(1)), trainer.learned_state(), rtol=0, atol=0)
 
 
 @pytest.mark.thinned(2)
@@ -178,15 +184,12 @@ def test_a_resumed_run_learns_the_same_state(
     whole.train()
     folder = tmp_path / "run" / "checkpoint-2"
     assert (folder / "model.safetensors").exists() == train_model
-    state, _ = load_state(folder / "learned_state.safetensors")
-    assert not torch.equal(state[0].recurrent, whole.learned_state()[0].recurrent)
+    assert (folder / "learned_state.safetensors").exists() != train_model
     resumed = learner(**fields)
     resumed.train(resume_from_checkpoint=str(folder))
     torch.testing.assert_close(resumed.learned_state(), whole.learned_state(), rtol=0, atol=0)
     toys.assert_same_weights(toys.weights(resumed.model), toys.weights(whole.model))
-    resumed.save_model(str(tmp_path / "saved"))
-    state, _ = load_state(tmp_path / "saved" / "learned_state.safetensors")
-    torch.testing.assert_close(state, whole.learned_state(), rtol=0, atol=0)
+    assert bool(whole.learned_state()[0].recurrent.any())
 
 
 def test_evaluation_starts_from_the_learned_state(toys: ModuleType, learner: MakeLearner) -> None:
@@ -198,7 +201,9 @@ def test_evaluation_starts_from_the_learned_state(toys: ModuleType, learner: Mak
     given = trainer.evaluate()["eval_loss"]
     with torch.no_grad():
         expected = trainer.model(ids, labels=labels, initial_state=rows_of(trainer.learned_state(), 8)).loss.item()
-        assert zero == pytest.approx(trainer.model(ids, labels=labels).loss.item(), rel=1e-5)
+        assert given == pytest.approx(trainer.model(ids, labels=labels).loss.item(), rel=1e-5)
+        with trainer.model.learned_states.disable_adapter():
+            assert zero == pytest.approx(trainer.model(ids, labels=labels).loss.item(), rel=1e-5)
     assert given == pytest.approx(expected, rel=1e-5)
     assert abs(given - zero) > 1e-2
 
@@ -208,7 +213,9 @@ def test_a_state_is_learned_with_or_instead_of_adapters(
     toys: ModuleType, learner: MakeLearner, tmp_path: Path, train_model: bool
 ) -> None:
     settings = LoraConfig(r=2, target_modules=["in_proj"], task_type="CAUSAL_LM")
-    trainer = learner(get_peft_model(strong(toys), settings), train_model=train_model)
+    strong(toys).save_pretrained(tmp_path / "base")
+    base = load_model(str(tmp_path / "base"))
+    trainer = learner(get_peft_model(base, settings), train_model=train_model)
     before = toys.weights(trainer.model)
     trainer.train()
     moved = {name for name, value in toys.weights(trainer.model).items() if not torch.equal(value, before[name])}
@@ -223,6 +230,9 @@ def test_a_state_is_learned_with_or_instead_of_adapters(
     if train_model:
         adapter = load_file(tmp_path / "saved" / "adapter_model.safetensors")
         assert not any("learned" in name for name in adapter)
+        ids = toys.sequences(1)[0]["input_ids"][None]
+        loaded = load_model(str(tmp_path / "saved"))
+        torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits, rtol=0, atol=1e-6)
 
 
 def test_weights_alone_or_model_init_are_refused(toys: ModuleType, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_two_processes_train_what_one_trains_with_twice_the_batch(toys: ModuleTy
     still = [name for name, value in one.items() if torch.equal(value, start.get(name, torch.zeros_like(value)))]
     assert still == []
     assert method == "learned state" or start.keys() <= one.keys() | {"lm_head.weight"}
-    assert ("layers.1.recurrent" in one) == method.startswith("learned state")
+    assert any("recurrent" in name for name in one) == method.startswith("learned state")
 
 
 @pytest.mark.slow

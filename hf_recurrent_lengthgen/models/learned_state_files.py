@@ -1,0 +1,130 @@
+"""The folder of a learned state: a JSON file that describes it and its base, and one safetensors file.
+
+The base is known by a fingerprint of its weights, which is cheap and independent of how they are stored.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import cached_file
+
+from .atomic_files import replacing
+from .recurrent_state import RecurrentState, load_state, save_state
+
+CONFIG_FILE, STATE_FILE = "learned_state_config.json", "learned_state.safetensors"
+FORMAT, FORMAT_VERSION = "learned_state", 1
+SUBMODULE = "learned_states"
+"""Name of the submodule of a backbone that holds its learned states."""
+SAMPLES = 64
+"""Values of each parameter that a fingerprint reads."""
+
+
+def write_folder(folder: str | os.PathLike[str], model: Any, state: RecurrentState, learn_conv: bool) -> None:
+    """Write a state of one row that belongs to the weights of a model, and whether its convolution part is learned.
+
+    Raises:
+        ValueError: for a folder that holds a checkpoint, and a state that is not finite.
+    """
+    name = str(getattr(model.config, "_name_or_path", "") or "")
+    name = os.path.abspath(name) if os.path.isdir(name) else name
+    path = Path(folder)
+    if (path / "config.json").exists():
+        raise ValueError(
+            f"{path} holds a checkpoint, which the learned state would be confused with: give a folder of its "
+            "own, or save_pretrained the model, whose checkpoint has the state."
+        )
+    path.mkdir(parents=True, exist_ok=True)
+    save_state(path / STATE_FILE, state)
+    about = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "base_model_name_or_path": name,
+        "base_model_revision": getattr(model.config, "_commit_hash", None),
+        "base_model_class": type(model).__name__,
+        "base_fingerprint": fingerprint(model),
+        "layers": [index for index, layer in enumerate(state) if any(bool(part.any()) for part in layer)],
+        "learn_conv_state": learn_conv,
+        "state_sha256": hashlib.sha256((path / STATE_FILE).read_bytes()).hexdigest(),
+    }
+    with replacing(path / CONFIG_FILE) as temporary:
+        Path(temporary).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def fingerprint(model: Any) -> str:
+    """SHA-256 of the names, shapes and some values of the parameters of a backbone, without learned states.
+
+    Values are rounded to bfloat16, so that it is the same for weights that were loaded in bfloat16 and in float32.
+    """
+    digest, samples = hashlib.sha256(), []
+    for name, parameter in model.base_model.named_parameters():
+        if name.startswith(f"{SUBMODULE}."):
+            continue
+        if parameter.is_meta:
+            raise ValueError(f"{name} holds no values (meta device): load the weights first.")
+        digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
+        flat, count = parameter.detach().flatten(), min(parameter.numel(), SAMPLES)
+        places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
+        samples.append(flat[places].to(torch.bfloat16).cpu())
+    digest.update(torch.cat(samples).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read_folder(folder: str | os.PathLike[str], revision: str | None = None) -> tuple[dict[str, Any], RecurrentState]:
+    """What describes a learned state in a folder or on the Hub, and the state."""
+    about_file, state_file = (_file(folder, name, revision) for name in (CONFIG_FILE, STATE_FILE))
+    about = read_about(about_file)
+    if hashlib.sha256(state_file.read_bytes()).hexdigest() != about["state_sha256"]:
+        raise ValueError(f"{state_file} is not what {CONFIG_FILE} describes: copy or download both again.")
+    return about, load_state(state_file)[0]
+
+
+def _file(folder: str | os.PathLike[str], name: str, revision: str | None) -> Path:
+    """A file of a folder, or of a repository on the Hub."""
+    path = Path(folder)
+    if path.is_dir():
+        if not (path / name).is_file():
+            raise ValueError(
+                f"{path} holds no {name}, so it is no learned state: give a folder that save_learned_state or "
+                "LearnedStateTrainer wrote."
+            )
+        return path / name
+    try:
+        return Path(str(cached_file(os.fspath(folder), name, revision=revision)))
+    except OSError as error:
+        raise ValueError(f"{folder} is no folder here, and no learned state on the Hub: {error}") from error
+
+
+_TYPES = {
+    "base_model_name_or_path": str,
+    "base_model_class": str,
+    "base_fingerprint": str,
+    "learn_conv_state": bool,
+    "state_sha256": str,
+}
+
+
+def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a `learned_state_config.json`.
+
+    Raises:
+        ValueError: if it is damaged, of another kind, or of a newer version.
+    """
+    try:
+        about = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): copy or download it again.") from error
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ValueError(f"{path} describes no learned state: its format must be {FORMAT!r}.")
+    version = about.get("format_version")
+    if type(version) is not int or version > FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format version {version!r}, this code reads up to {FORMAT_VERSION}: update "
+            "hf_recurrent_lengthgen."
+        )
+    if wrong := [key for key, kind in _TYPES.items() if not isinstance(about.get(key), kind)]:
+        raise ValueError(f"{path} is damaged: it lacks {', '.join(wrong)}. Copy or download it again.")
+    return about

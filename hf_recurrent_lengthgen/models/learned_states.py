@@ -1,0 +1,322 @@
+"""Learned initial states as adapters of a model: several by name, one of which may be active.
+
+A sequence that is given no state starts from the active learned state instead of the zero state: in training,
+evaluation and generation, with padding, and every sequence of packed rows. A state or cache that is given takes its
+place, because it is the state after earlier text. (State tuning of the RWKV community; "S0 Tuning", arXiv:2604.01168.)
+
+The parameters are a submodule `learned_states` of the backbone, and `config.learned_states` has names, shapes and the
+active one, so a checkpoint that is saved with learned states has them when it is loaded. By themselves they are
+folders, like those of PEFT, whose names of methods are used here: `learned_state_config.json` names the base and has
+a fingerprint of its weights, `learned_state.safetensors` holds the state.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .learned_state_files import SUBMODULE, fingerprint, read_folder, write_folder
+from .recurrent_state import (
+    LayerShape,
+    LayerState,
+    RecurrentState,
+    check_finite_state,
+    check_state,
+    detach_state,
+    map_state,
+    state_dtype,
+    zero_state,
+)
+
+
+class LearnedState(nn.Module):
+    """One row of a recurrent state as parameters, zero at first.
+
+    Args:
+        shapes: Shapes of the model's state.
+        dtype: Dtype of the state: float32, or float64 in a float64 model.
+        learn_conv: Whether the states of short convolutions and token shifts are learned, too, or stay as they are.
+    """
+
+    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, learn_conv: bool = True) -> None:
+        super().__init__()
+        zero = zero_state(shapes, 1, dtype=dtype)
+        self.recurrent = nn.ParameterList(layer.recurrent for layer in zero)
+        self.conv = nn.ParameterList(layer.conv for layer in zero)
+        self.learn(learn_conv)
+
+    def init_weights(self) -> None:
+        """Zero, if a checkpoint lacks the parameters."""
+        for parameter in self.parameters():
+            init.zeros_(parameter)
+
+    def learn(self, conv: bool, recurrent: bool = True) -> None:
+        """Which parts are trained; parts that a layer lacks never are."""
+        for parameters, trained in ((self.recurrent, recurrent), (self.conv, conv)):
+            for parameter in parameters:
+                parameter.requires_grad_(trained and parameter.numel() > 0)
+
+    def forward(self) -> RecurrentState:
+        """The state with one row."""
+        return tuple(LayerState(*parts) for parts in zip(self.recurrent, self.conv, strict=True))
+
+    @torch.no_grad()
+    def set(self, state: RecurrentState) -> None:
+        """Copy the values of a state with one row."""
+        for own, given in zip(self(), state, strict=True):
+            for parameter, value in zip(own, given, strict=True):
+                parameter.copy_(value)
+
+
+class LearnedStates(nn.Module):
+    """The learned states of a model by name; methods have the names that they have in PEFT.
+
+    Args:
+        config: Config of the model, whose `learned_states` names them: {"names": [...], "active": name or None,
+            "shapes": [[recurrent, conv] of each layer]}. It follows all changes.
+
+    Raises:
+        ValueError: for an entry of the config that is damaged.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self._config = config
+        record = recorded(config)
+        shapes = [LayerShape(*map(tuple, layer)) for layer in record["shapes"]]
+        for name in record["names"]:
+            self.add_module(name, LearnedState(shapes, state_dtype(torch.get_default_dtype())))
+
+    @property
+    def names(self) -> list[str]:
+        """The names, in the order in which they were added."""
+        return [name for name, _ in self.named_children()]
+
+    @property
+    def active_adapter(self) -> str | None:
+        """Name of the state that sequences start from; None for the zero state."""
+        active: str | None = recorded(self._config)["active"]
+        return active
+
+    def __getitem__(self, adapter_name: str) -> LearnedState:
+        if adapter_name not in self._modules:
+            raise ValueError(f"There is no learned state {adapter_name!r}: give one of {self.names}.")
+        found: Any = self._modules[adapter_name]
+        return found
+
+    def state(self) -> RecurrentState | None:
+        """The active state, one row with gradients; None if none is active."""
+        return None if self.active_adapter is None else self[self.active_adapter]()
+
+    def set_adapter(self, adapter_name: str | None) -> None:
+        """Let sequences start from this state, or from zero if it is None."""
+        if adapter_name is not None:
+            self[adapter_name]
+        self._config.learned_states = recorded(self._config) | {"active": adapter_name}
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Within the `with` block, sequences start from zero."""
+        active = self.active_adapter
+        self.set_adapter(None)
+        try:
+            yield
+        finally:
+            self.set_adapter(active)
+
+    def add(self, adapter_name: str, state: LearnedState) -> None:
+        """Add a state under a new name, and make it the active one."""
+        if adapter_name in self._modules or hasattr(self, adapter_name) or not re.fullmatch(r"[\w-]+", adapter_name):
+            raise ValueError(
+                f"A learned state cannot be named {adapter_name!r}: give a new name of letters, digits, - and _, "
+                f"other than {self.names} and those of methods of modules, such as half, float and train."
+            )
+        self.add_module(adapter_name, state)
+        shapes = [[list(part.shape[1:]) for part in layer] for layer in state()]
+        self._config.learned_states = {"names": self.names, "active": adapter_name, "shapes": shapes}
+
+    def add_weighted_adapter(
+        self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str
+    ) -> "LearnedStates":
+        """Add the weighted sum of states under a new name, and make it the active one.
+
+        Args:
+            adapters: Names of states.
+            weights: As many factors; 1 / n each for the average of n states.
+            adapter_name: The new name.
+
+        Raises:
+            ValueError: for unknown names, another number of weights, weights that are not finite, and a name that
+                exists.
+        """
+        if not adapters or len(adapters) != len(weights):
+            raise ValueError(f"Give one weight for each state, got {list(weights)} for {list(adapters)}.")
+        factors = [float(weight) for weight in weights]
+        if not all(abs(factor) < float("inf") for factor in factors):
+            raise ValueError(f"The weights must be finite numbers, got {factors}.")
+        states = [self[name]() for name in adapters]
+        total = tuple(
+            LayerState(*(_weighted(parts, factors) for parts in zip(*layers, strict=True)))
+            for layers in zip(*states, strict=True)
+        )
+        self.add(adapter_name, _frozen(total))
+        return self
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Delete a state; if it was active, sequences start from zero."""
+        self[adapter_name]
+        record = recorded(self._config)
+        delattr(self, adapter_name)
+        active = None if record["active"] == adapter_name else record["active"]
+        self._config.learned_states = record | {"names": self.names, "active": active} if self.names else None
+
+
+def _weighted(parts: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
+    total = parts[0].detach() * factors[0]
+    for part, factor in zip(parts[1:], factors[1:], strict=True):
+        total = total + part.detach() * factor
+    return total
+
+
+def _frozen(state: RecurrentState) -> LearnedState:
+    """A learned state with the values of a state of one row, which is not trained."""
+    shapes = [LayerShape(*(tuple(part.shape[1:]) for part in layer)) for layer in state]
+    learned = LearnedState(shapes, state[0].recurrent.dtype).to(state[0].recurrent.device)
+    learned.set(state)
+    return learned.requires_grad_(False)
+
+
+def recorded(config: Any) -> dict[str, Any]:
+    """The entry of a config, without states if it has none; a `ValueError` if it is damaged."""
+    record = getattr(config, SUBMODULE, None)
+    if record is None:
+        return {"names": [], "active": None, "shapes": []}
+    try:
+        names, active, shapes = (record[key] for key in ("names", "active", "shapes"))
+        right = all(isinstance(name, str) for name in names) and (active is None or active in names)
+        right = right and all(len(layer) == 2 and all(n >= 0 for part in layer for n in part) for layer in shapes)
+    except (KeyError, TypeError, ValueError):
+        right = False
+    if not right:
+        raise ValueError(
+            "learned_states in the config must have names, one of them or None as active, and the shapes of two parts "
+            f"of each layer; got {record!r:.200}."
+        )
+    return dict(record)
+
+
+def learned_row(model: Any) -> RecurrentState | None:
+    """One row of the state that sequences of a model start from, with gradients; None for the zero state.
+
+    Raises:
+        ValueError: if the config names learned states that the model lacks, or that have other shapes.
+    """
+    record = recorded(model.config)
+    if record["active"] is None:
+        return None
+    states = model.learned_states
+    if states is None or set(states.names) != set(record["names"]):
+        raise ValueError(
+            f"The config of this {type(model).__name__} names the learned states {record['names']}, but the model has "
+            f"{[] if states is None else states.names}: load the checkpoint with hf_recurrent_lengthgen.load_model, "
+            "or set model.config.learned_states = None to start from zero."
+        )
+    state: RecurrentState = map_state(lambda part: part.to(state_dtype(model.dtype)), states.state())
+    return check_state(
+        state, model.state_shapes(), 1, model.device, state_dtype(model.dtype), f"learned state {record['active']!r}"
+    )
+
+
+class LearnedStatesMixin:
+    """What models that take states know of learned ones."""
+
+    @property
+    def learned_states(self: Any) -> LearnedStates | None:
+        """The learned states of the model; None if it never had any."""
+        return self.base_model._modules.get(SUBMODULE)
+
+    def first_state(self: Any, batch_size: int) -> RecurrentState:
+        """The state before any token: the active learned state, or zero; rows share memory."""
+        row = learned_row(self)
+        if row is None:
+            return self.zero_state(batch_size)
+        return map_state(lambda part: part.expand(batch_size, *part.shape[1:]), row)
+
+    def add_learned_state(
+        self: Any, adapter_name: str = "default", state: RecurrentState | None = None
+    ) -> LearnedStates:
+        """Add a learned state, make it the active one, and return all.
+
+        Args:
+            adapter_name: A new name.
+            state: Its values, one row, which are not trained; None for a state of zeros that is trained.
+
+        Raises:
+            ValueError: for a name that exists, and a state that does not fit or is not finite.
+        """
+        getattr(self, "check_has_states", lambda: None)()
+        shapes, dtype = self.state_shapes(), state_dtype(self.dtype)
+        if state is not None:
+            state = check_state(state, shapes, 1, self.device, dtype, "state")
+            check_finite_state(state, "state")
+        learned = LearnedState(shapes, dtype).to(self.device) if state is None else _frozen(state)
+        states = self.learned_states
+        if states is None:
+            if recorded(self.config)["names"]:
+                learned_row(self)  # says what is wrong
+            states = self.base_model.learned_states = LearnedStates(self.config)
+        states.add(adapter_name, learned)
+        return states
+
+    def load_learned_state(
+        self: Any,
+        folder: str | os.PathLike[str],
+        adapter_name: str = "default",
+        revision: str | None = None,
+        is_trainable: bool = False,
+    ) -> LearnedStates:
+        """Load a learned state from a folder or the Hub, make it the active one, and return all.
+
+        Args:
+            folder: What `save_learned_state` or `LearnedStateTrainer` wrote, or its name on the Hub (owner/name).
+            adapter_name: A new name.
+            revision: Branch, tag or commit on the Hub.
+            is_trainable: Whether it is trained further; by default it is frozen.
+
+        Raises:
+            ValueError: for missing, damaged and newer files, and for a state of another base.
+        """
+        about, state = read_folder(folder, revision)
+        base, name = about["base_model_name_or_path"], getattr(self.config, "_name_or_path", "")
+        if about["base_fingerprint"] != fingerprint(self):
+            raise ValueError(
+                f"The learned state in {folder} belongs to {base or 'a base without a name'}"
+                f" ({about['base_model_class']}), whose weights are not those of this {type(self).__name__}"
+                f"{f' of {name}' if name else ''}: load the base that it was trained on. (load_state reads the file "
+                "for any model of the same sizes.)"
+            )
+        dtype = state_dtype(self.dtype)
+        state = map_state(lambda part: part.to(self.device, dtype), state)
+        states: LearnedStates = self.add_learned_state(adapter_name, state)
+        if is_trainable:
+            states[adapter_name].learn(about["learn_conv_state"])
+        return states
+
+    def save_learned_state(self: Any, folder: str | os.PathLike[str], adapter_name: str | None = None) -> None:
+        """Write a learned state, by default the active one, into a folder.
+
+        Raises:
+            ValueError: if there is no such state, none is active, or it is not finite.
+        """
+        states = self.learned_states
+        adapter_name = states.active_adapter if adapter_name is None and states is not None else adapter_name
+        if states is None or adapter_name is None:
+            raise ValueError("There is no active learned state: name one of model.learned_states.names.")
+        learned = states[adapter_name]
+        learn_conv = any(parameter.requires_grad or bool(parameter.any()) for parameter in learned.conv)
+        write_folder(folder, self, detach_state(learned()), learn_conv)

@@ -1,0 +1,144 @@
+"""Learned states of wrapped models: layers with a recurrent part, convolutions only, attention without states."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MambaForCausalLM
+
+from hf_recurrent_lengthgen.evaluation import stream_nll
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
+from tests.versions import needs_hybrids
+
+from .tiny_models import tiny_model
+
+pytestmark = needs_hybrids
+
+GENERATION = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+QUICK = ("granitemoehybrid", "lfm2", "qwen3_next")  # Mamba-2 and attention, convolutions only, the delta rule
+TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+OF_OTHER_KINDS = ("rwkv", "xlstm")
+"""Types whose parts are no memory alone: a random state has denominators that are negative."""
+
+
+def wrapped(model_type: str) -> Any:
+    return stateful(tiny_model(model_type)).eval()
+
+
+def tokens_of(model: Any, rows: int = 2, length: int = 9) -> torch.Tensor:
+    ids: torch.Tensor = torch.randint(3, model.config.vocab_size, (rows, length), generator=torch.manual_seed(0))
+    return ids
+
+
+def state_of(model: Any) -> RecurrentState:
+    """A random state of one row; for types of other kinds, that after some tokens."""
+    if model.config.model_type in OF_OTHER_KINDS:
+        with torch.no_grad():
+            return model(tokens_of(model, 1), output_final_state=True).final_state  # type: ignore[no-any-return]
+    generator = torch.Generator().manual_seed(1)
+    return map_state(lambda part: torch.randn(part.shape, generator=generator), model.zero_state(1))
+
+
+def rows_of(state: RecurrentState, rows: int) -> RecurrentState:
+    return map_state(lambda part: part.expand(rows, *part.shape[1:]), state)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_calls_training_generation_and_files_start_from_it(model_type: str, tmp_path: Path) -> None:
+    model = wrapped(model_type)
+    tokens, state = tokens_of(model), state_of(model)
+    zero, expected = model(tokens).logits, model(tokens, initial_state=rows_of(state, 2)).logits
+    model.add_learned_state("one", state)
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=0)
+    assert model(tokens).get("final_state") is None
+    with model.learned_states.disable_adapter():
+        torch.testing.assert_close(model(tokens).logits, zero, rtol=0, atol=0)
+    assert not torch.allclose(zero, expected)
+
+    model.save_learned_state(tmp_path / "state")
+    other = wrapped(model_type)
+    other.load_learned_state(tmp_path / "state")
+    torch.testing.assert_close(other.first_state(1), state, rtol=0, atol=0)
+    model.save_pretrained(tmp_path / "both")
+    loaded = load_model(str(tmp_path / "both")).eval()
+    torch.testing.assert_close(loaded.first_state(1), state, rtol=0, atol=0)
+    torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_its_gradient_is_that_of_a_parameter_given_as_the_initial_state(model_type: str) -> None:
+    model = wrapped(model_type).train()
+    tokens, state = tokens_of(model), state_of(model)
+    twin, learner = copy.deepcopy(model), model
+    learner.add_learned_state("one", state)["one"].learn(conv=True)
+    torch.manual_seed(0)
+    learner(tokens, labels=tokens).loss.backward()
+    own = tuple(LayerState(*(part.clone().requires_grad_() for part in layer)) for layer in state)
+    parts = [part for layer in own for part in layer if part.numel()]
+    torch.manual_seed(0)
+    loss = twin(tokens, labels=tokens, initial_state=rows_of(own, 2)).loss
+    expected = torch.autograd.grad(loss, parts, allow_unused=True)
+    given = [part.grad for layer in learner.learned_states["one"]() for part in layer if part.numel()]
+    assert len(given) == len(expected) > 0
+    for one, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "lfm2", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}], ids=str)
+def test_generation_starts_from_it(model_type: str, how: dict[str, Any]) -> None:
+    model = wrapped(model_type)
+    prompt, state = tokens_of(model, length=4), state_of(model)
+    model.add_learned_state("one", state)
+    expected = model.generate(prompt, initial_state=rows_of(state, 2), **GENERATION, **how)
+    assert model.generate(prompt, **GENERATION, **how).tolist() == expected.tolist()
+    text = prompt  # a slow loop that reads the whole text for each token
+    if not how:
+        for _ in range(4):
+            text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
+        assert expected.tolist() == text.tolist()
+
+
+def test_losses_of_long_texts_start_from_it() -> None:
+    model = wrapped("granitemoehybrid")
+    tokens, state = tokens_of(model, length=17), state_of(model)
+    with torch.no_grad():
+        logits = model(tokens[:, :-1], initial_state=rows_of(state, 2)).logits
+    expected = torch.nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
+    model.add_learned_state("one", state)
+    given = torch.as_tensor(stream_nll(model, tokens.numpy(), chunk_length=5).nll)
+    torch.testing.assert_close(given.float(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_would_start_from_zero_is_refused(tmp_path: Path) -> None:
+    model = wrapped("granitemoehybrid")
+    tokens = tokens_of(model)
+    model.add_learned_state("one", state_of(model))
+    with pytest.raises(ValueError, match="A new cache starts from zero, not from the active learned state"):
+        model(tokens, past_key_values=DynamicCache(config=model.config))
+    with pytest.raises(ValueError, match="use_cache and past_key_values cannot be used with states"):
+        model(tokens, use_cache=True)
+    with pytest.raises(ValueError, match="keeps the initial state in the cache: leave use_cache on"):
+        model.generate(tokens, use_cache=False, **GENERATION)
+    cache = model.cache_from_state(model.first_state(2))
+    torch.testing.assert_close(model(tokens, past_key_values=cache).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"names the learned states .*, but the model has .*: load the checkpoint with"
+    ):
+        stateful(AutoModelForCausalLM.from_pretrained(tmp_path))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    stock.config.learned_states = None
+    assert stateful(stock).learned_states is None
+
+
+def test_a_mixer_that_reads_single_tokens_only_says_so() -> None:
+    model = stateful(MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, state_size=4, num_hidden_layers=2)))
+    model.add_learned_state("one", state_of(model))
+    with pytest.raises(ValueError, match="drops the state when it reads more than one token"):
+        model.generate(tokens_of(model), **GENERATION)
