@@ -68,6 +68,11 @@ class StatefulMixin:
         return bool(self._layout.attending)
 
     @property
+    def key_elements(self) -> int:
+        """Elements of the keys and values that all attention layers together keep of a token, outside windows."""
+        return sum(heads * size for parts in self._layout.attending.values() for heads, size in parts)
+
+    @property
     def no_noise(self: Any) -> str | None:
         """Why the recurrent states cannot be noise; None if they can."""
         return stock_type_of(self).no_noise

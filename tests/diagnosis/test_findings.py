@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.diagnosis.constant_prompt import constant_prompt_tex
 from hf_recurrent_lengthgen.diagnosis.misalignment import correlation_text
 from hf_recurrent_lengthgen.diagnosis.page import diagnosis_summary, not_measured, verdicts
 from hf_recurrent_lengthgen.diagnosis.remembrance import remembrance_text
-from hf_recurrent_lengthgen.diagnosis.states import drift_text, retention_text
+from hf_recurrent_lengthgen.diagnosis.state_words import drift_text, retention_text
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
