@@ -92,18 +92,20 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
     patching = states.patching
     if patching is None:
         return ""
-    kept = f"the state after only the last {patching.kept:,} tokens"
+    hybrid = any(group.attention for group in patching.groups)
+    subject, those = ("the states, keys and values", "those") if hybrid else ("the state", "the state")
+    kept = f"{those} after only the last {patching.kept:,} tokens"
     if not patching.harmful:
         wide = patching.harm.high is None or patching.harm.high > HARM_WORTH_KNOWING
         return (
-            f"After {patching.position:,} tokens, the state is not shown to be worse than {kept}: "
-            f"{interval_text(patching.harm, sign=True)} nats per {unit}. "
+            f"After {patching.position:,} tokens, {subject} {'are' if hybrid else 'is'} not shown to be worse than "
+            f"{kept}: {interval_text(patching.harm, sign=True)} nats per {unit}. "
             + ("More texts would tell." if wide else "There is no harm to attribute to heads.")
         )
     together, others = drifting_group(states), _other_group(states)
     told = [
-        f"After {patching.position:,} tokens, the state does {interval_text(patching.harm)} nats per {unit} of harm, "
-        f"compared with {kept}."
+        f"After {patching.position:,} tokens, {subject} {'do' if hybrid else 'does'} {interval_text(patching.harm)} "
+        f"nats per {unit} of harm, compared with {kept}."
     ]
     if together is not None:
         heads = "the drifting head" if len(together.heads) == 1 else f"the {len(together.heads):,} drifting heads"
