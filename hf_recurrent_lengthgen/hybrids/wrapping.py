@@ -31,6 +31,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
+from hf_recurrent_lengthgen.hybrids.measuring import key_elements, watched_scans
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
@@ -61,16 +62,13 @@ class StatefulMixin:
     """The methods that `stateful` adds to a stock class."""
 
     _layout: _Layout
+    key_elements = property(key_elements)
+    watched_scans = watched_scans
 
     @property
     def attends(self) -> bool:
         """Whether the model has attention layers, whose keys and values no state carries."""
         return bool(self._layout.attending)
-
-    @property
-    def key_elements(self) -> int:
-        """Elements of the keys and values that all attention layers together keep of a token, outside windows."""
-        return sum(heads * size for parts in self._layout.attending.values() for heads, size in parts)
 
     @property
     def no_noise(self: Any) -> str | None:
