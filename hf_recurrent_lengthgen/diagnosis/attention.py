@@ -6,7 +6,7 @@ from hf_recurrent_lengthgen.diagnosis.part import Fact, PartRow, Picture
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.state_results import AttentionHarm, StateDiagnosis
 from hf_recurrent_lengthgen.plotting.attention_harm import attention_harm_figure
-from hf_recurrent_lengthgen.plotting.findings import interval_text, number_text
+from hf_recurrent_lengthgen.plotting.findings import HALF, interval_text, number_text
 from hf_recurrent_lengthgen.plotting.page_parts import cell
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -44,9 +44,14 @@ def attention_reason(states: StateDiagnosis) -> str:
     found = states.attention
     if found is None:
         return ""
-    alone = (number_text(values[-1].mean, "+.2f") for values in (found.recurrent, found.attention))
-    recurrent, attention = alone
-    return f"long states alone do {recurrent} nats of harm, long attention alone {attention}"
+    recurrent, attention = (number_text(values[-1].mean, "+.2f") for values in (found.recurrent, found.attention))
+    told = f"long states alone do {recurrent} nats of harm, long attention alone {attention}"
+    patching = states.patching
+    keys = next((group for group in patching.groups if group.attention), None) if patching is not None else None
+    share = None if keys is None or patching is None else patching.share(keys.restored)
+    if keys is None or share is None or share < HALF or keys.restored.low is None or keys.restored.low <= 0:
+        return told
+    return f"{told}; replacing its keys and values by those of a short context removes {share:.0%} of the harm"
 
 
 def attention_facts(states: StateDiagnosis) -> Sequence[Fact]:

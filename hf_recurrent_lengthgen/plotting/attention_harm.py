@@ -25,7 +25,7 @@ def attention_harm_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str = "
     figure, panels = panels_of(
         shown,
         f"Harm of a long context (nats per {unit})",
-        "Orange: only the recurrent states are long. Blue: only attention is.\nGrey: both are",
+        "Orange: only the recurrent states are long. Blue: only attention is.\nGray: both are",
     )
     found = [each.attention for each in shown.values() if each.attention is not None]
     values = [

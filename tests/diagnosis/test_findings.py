@@ -237,6 +237,13 @@ def test_a_hybrid_is_told_what_states_and_attention_do_apart() -> None:
     assert reason(model).endswith(
         "removes 97% of the harm; long states alone do +1.20 nats of harm, long attention alone +0.02."
     )
+    found = hybrid()
+    assert found.patching is not None
+    keys = replace(found.patching.groups[-1], restored=Estimate(0.9, 0.8, 1.0))
+    attention = replace(found, patching=replace(found.patching, groups=(*found.patching.groups[:-1], keys)))
+    assert reason(diagnosed("base", "hybrid", 1.4, attention)).endswith(
+        "attention alone +0.02; replacing its keys and values by those of a short context removes 90% of the harm."
+    )
     assert attention_text(hybrid(), "byte") == (
         "After 512 tokens, the long states alone do +1.200 (+1.190 to +1.210) nats per byte of harm, the long "
         "attention alone +0.020 (+0.010 to +0.030), and both together +1.300 (+1.290 to +1.310). Harm is shown of "
