@@ -204,7 +204,13 @@ def _pairs(parts: Sequence[str]) -> str:
 
 def _rows(diagnosis: Diagnosis) -> list[Row[DiagnosedModel]]:
     unit = diagnosis.models[0].evaluation.data.token_unit
-    return [_row(part, row, unit) for part in PARTS.values() if any(_results(diagnosis, part)) for row in part.rows]
+    return [
+        _row(part, row, unit)
+        for part in PARTS.values()
+        if (found := _results(diagnosis, part))
+        for row in part.rows
+        if not row.some or any(map(row.html, found))
+    ]
 
 
 def _row(part: Part[Any], row: PartRow, unit: str) -> Row[DiagnosedModel]:

@@ -3,20 +3,33 @@
 A share of the harm counts as shown if the lower bound of its interval is above zero.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from html import escape
 
+from hf_recurrent_lengthgen.diagnosis.attention import (
+    ATTENTION_DEFINITION,
+    ATTENTION_PICTURE,
+    ATTENTION_ROWS,
+    attention_facts,
+    attention_reason,
+    attention_text,
+)
 from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings, Fact, Part, PartRow, Picture
+from hf_recurrent_lengthgen.diagnosis.state_words import (
+    counted,
+    distance_text,
+    drift_text,
+    left_text,
+    retention_text,
+    with_number,
+)
 from hf_recurrent_lengthgen.evaluation.evaluate import Measurement
 from hf_recurrent_lengthgen.evaluation.readers import StateReader
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.state_diagnosis import describe_states, with_patching
+from hf_recurrent_lengthgen.evaluation.state_diagnosis import describe_states, with_attention, with_patching
 from hf_recurrent_lengthgen.evaluation.state_results import (
     HeadPatching,
-    HeadStates,
-    LayerStates,
     PatchedHeads,
     StateDiagnosis,
     head_name,
@@ -35,17 +48,12 @@ from hf_recurrent_lengthgen.plotting.states import (
     whole_std_figure,
 )
 
-SETTLED = 0.1
-"""Octaves of spread per doubling of the position above which a head's spread is said to grow."""
-LISTED_HEADS = 12
-"""Maximum number of heads listed in a sentence."""
 HARM_WORTH_KNOWING = 0.05
 """Nats per token; harm is not ruled out if its interval reaches above this."""
-Pair = tuple[LayerStates, HeadStates]
 
 
 def _compute(task: Measurement) -> StateDiagnosis:
-    """The states in the stream of the evaluation; cached before and after heads are exchanged."""
+    """The states in the stream of the evaluation; cached before and after what follows it."""
     settings = task.settings
     assert isinstance(settings, DiagnosisSettings)
     if reason := _no_states(task):
@@ -57,11 +65,14 @@ def _compute(task: Measurement) -> StateDiagnosis:
         confidence = settings.confidence
         return describe_states(task.model, observer.trajectory(), task.training_length, confidence)
 
-    found = task.kept("states", StateDiagnosis, describe)
+    found, apart = task.kept("states", StateDiagnosis, describe), {}
+    if getattr(task.model, "attends", False):
+        separate = partial(with_attention, task.model, task.tokens, found, settings)
+        found, apart = task.kept("states and attention", StateDiagnosis, separate), {"attention": "exchanged"}
     if not (heads := settings.patched_heads):
         return found
     patch = partial(with_patching, task.model, task.tokens, found, heads, settings)
-    return task.kept("patched states", StateDiagnosis, patch, patched_heads=heads)
+    return task.kept("patched states", StateDiagnosis, patch, patched_heads=heads, **apart)
 
 
 def _no_states(task: Measurement) -> str:
@@ -76,74 +87,34 @@ def _no_states(task: Measurement) -> str:
     return ""
 
 
-def drift_text(states: StateDiagnosis) -> str:
-    ranking, drifting = states.ranking, states.drifting
-    if not ranking:
-        return "It has no heads whose states could drift."
-    layer, head = ranking[0]
-    distance = f"{distance_text(head)} standard deviations"
-    if not states.names_heads:
-        return (
-            f"{states.sequences} texts are too few to say which heads drift. The furthest, {head_name(layer, head)}, "
-            f"is {distance} from the states of training over the last octave of positions."
-        )
-    if not drifting:
-        return (
-            f"None of {_counted(ranking)} drifts. The furthest, {head_name(layer, head)}, is {distance} from the "
-            "states of training over the last octave of positions."
-        )
-    leaves = "" if head.leaves_at is None else f" It leaves them at {head.leaves_at:,} tokens."
-    growth = 2**head.growth - 1
-    still = f"grows by {growth:.0%} with each doubling of the position" if head.growth > SETTLED else "no longer grows"
-    return (
-        f"{len(drifting):,} of {_counted(ranking)} {_verb(drifting, 'drift')}: {_listed(drifting)}. The furthest, "
-        f"{head_name(layer, head)}, is {distance} from the states of training over the last octave of "
-        f"positions.{leaves} Its spread {still}."
-    )
-
-
-def distance_text(head: HeadStates) -> str:
-    """The distance of a head over the last octave, in standard deviations: "47.3"."""
-    return f"{head.late_distance:.3g}" if head.late_distance < 1000 else f"{head.late_distance:,.0f}"
-
-
-def retention_text(states: StateDiagnosis) -> str:
-    known = [(pair, pair[1].inputs.log_retention) for pair in states.ranking if pair[1].inputs is not None]
-    inside = [place for place, position in enumerate(states.positions) if position <= states.training_length]
-    if not known or not inside:
-        return ""
-    pair, most = max(known, key=lambda found: found[1][inside[-1]])
-    at, end = states.positions[inside[-1]], states.positions[-1]
-    whom = "no head holds" if len(known) == len(states.ranking) else f"none of the {len(known)} measured heads holds"
-    return (
-        f"At {at:,} tokens, {head_name(*pair)} still holds {math.exp(most[inside[-1]]):.0%} of what the first token "
-        f"wrote ({whom} more), and {math.exp(most[-1]):.0%} at {end:,} tokens."
-    )
-
-
 def patching_text(states: StateDiagnosis, unit: str) -> str:
     """The share of the harm that drifting heads do, or that exchanging heads shows nothing."""
     patching = states.patching
     if patching is None:
         return ""
-    kept = f"the state after only the last {patching.kept:,} tokens"
+    hybrid = any(group.attention for group in patching.groups)
+    subject, those = ("the states, keys and values", "those") if hybrid else ("the state", "the state")
+    kept = f"{those} after only the last {patching.kept:,} tokens"
     if not patching.harmful:
         wide = patching.harm.high is None or patching.harm.high > HARM_WORTH_KNOWING
         return (
-            f"After {patching.position:,} tokens, the state is not shown to be worse than {kept}: "
-            f"{interval_text(patching.harm, sign=True)} nats per {unit}. "
+            f"After {patching.position:,} tokens, {subject} {'are' if hybrid else 'is'} not shown to be worse than "
+            f"{kept}: {interval_text(patching.harm, sign=True)} nats per {unit}. "
             + ("More texts would tell." if wide else "There is no harm to attribute to heads.")
         )
     together, others = drifting_group(states), _other_group(states)
     told = [
-        f"After {patching.position:,} tokens, the state does {interval_text(patching.harm)} nats per {unit} of harm, "
-        f"compared with {kept}."
+        f"After {patching.position:,} tokens, {subject} {'do' if hybrid else 'does'} {interval_text(patching.harm)} "
+        f"nats per {unit} of harm, compared with {kept}."
     ]
     if together is not None:
         heads = "the drifting head" if len(together.heads) == 1 else f"the {len(together.heads):,} drifting heads"
         told.append(f"With states of the short context in {heads}, {_goes_away(patching, together.restored)}.")
         if others is not None:
             told.append(f"With such states in all other heads, {_goes_away(patching, others.restored)}.")
+    for group in patching.groups:
+        if group.attention:
+            told.append(f"With keys and values of the short context, {_goes_away(patching, group.restored)}.")
     alone = [group for group in patching.groups if len(group.heads) == 1]
     worst = max(alone, key=lambda group: group.broken.mean, default=None)
     if worst is not None and _shown(worst.broken):
@@ -164,7 +135,7 @@ def _facts(states: StateDiagnosis) -> Sequence[Fact]:
     told = [Fact("Heads that drift", furthest if drifting else none)]
     if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
         told.append(Fact("Their share of the harm", harm_share_text(states.patching, group.restored)))
-    return told
+    return [*told, *attention_facts(states)]
 
 
 def harm_share_text(patching: HeadPatching, estimate: Estimate) -> str:
@@ -189,13 +160,19 @@ def _reason(states: StateDiagnosis, status: Status) -> str:
     """The explanation of a verdict by the states, in clauses."""
     if not states.ranking:
         return ""
+    return "; ".join(clause for clause in (_drift_reason(states, status), attention_reason(states)) if clause)
+
+
+def _drift_reason(states: StateDiagnosis, status: Status) -> str:
     drifting, patching, group = states.drifting, states.patching, drifting_group(states)
     if not states.names_heads:
         return f"{states.sequences} texts are too few to say which heads drift"
     if not drifting:
-        return f"none of its {_counted(states.ranking)} drifts"
-    furthest = f", {head_name(*drifting[0])} the furthest" if len(drifting) > 1 else f": {head_name(*drifting[0])}"
-    told = f"{len(drifting):,} of its {_counted(states.ranking)} {_verb(drifting, 'drift')}{furthest}"
+        return f"none of its {counted(states.ranking)} drifts"
+    told = f"{len(drifting):,} of its {counted(states.ranking)} {with_number(drifting, 'drift')}"
+    named = f"{head_name(*drifting[0])}{' the furthest' * (len(drifting) > 1)}"
+    left = left_text(states)
+    told = f"{left} ({told}, {named})" if left else f"{told}{', ' if len(drifting) > 1 else ': '}{named}"
     if status == "holds":
         return f"{told}, without harm"
     if patching is None or group is None or not patching.harmful:
@@ -209,26 +186,6 @@ def _reason(states: StateDiagnosis, status: Status) -> str:
         if share >= HALF
         else (f"{told}; but {exchange} removes only {share:.0%} of the harm")
     )
-
-
-def _counted(pairs: tuple[Pair, ...]) -> str:
-    units = sorted({layer.unit for layer, _ in pairs})
-    return f"{len(pairs):,} " + " and ".join(f"{unit}s" if len(pairs) > 1 else unit for unit in units)
-
-
-def _verb(pairs: tuple[Pair, ...], verb: str) -> str:
-    return f"{verb}s" if len(pairs) == 1 else verb
-
-
-def _listed(pairs: tuple[Pair, ...]) -> str:
-    """The furthest heads by layer: "layer 0, heads 2, 3; layer 1, head 5"."""
-    shown, more = pairs[:LISTED_HEADS], len(pairs) - LISTED_HEADS
-    named = []
-    for index in sorted({layer.layer for layer, _ in shown}):
-        own = [(layer.unit, head.head) for layer, head in shown if layer.layer == index]
-        unit = own[0][0] + "s" * (len(own) > 1)
-        named.append(f"layer {index}, {unit} {', '.join(str(head) for head in sorted(head for _, head in own))}")
-    return "; ".join(named) + (f"; and {more:,} less far" if more > 0 else "")
 
 
 def _goes_away(patching: HeadPatching, restored: Estimate) -> str:
@@ -285,6 +242,8 @@ def _definitions(found: Sequence[StateDiagnosis]) -> list[str]:
             "the former state minus the loss from the latter. If several heads fail at once, replacing one may help "
             "little, so shares need not add up to 100%."
         )
+    if any(states.attention is not None for states in found):
+        told.append(ATTENTION_DEFINITION)
     return told
 
 
@@ -295,18 +254,24 @@ def _has_heads(states: StateDiagnosis) -> bool:
 STATES = Part(
     name="states",
     title="States",
-    summary="which heads' states leave the range of training, and how much of the harm these heads do",
+    summary="which heads' states leave the range of training, and their harm, in hybrids apart from attention's",
     result=StateDiagnosis,
     compute=_compute,
     section="Why: the states",
     texts=lambda found, unit: [
-        words for words in (drift_text(found), retention_text(found), patching_text(found, unit)) if words
+        words
+        for words in (
+            *(drift_text(found), retention_text(found), patching_text(found, unit)),
+            attention_text(found, unit),
+        )
+        if words
     ],
     facts=_facts,
     rows=(
         PartRow("Heads that drift", "of all; the furthest, in standard deviations of training", _drift_cell),
         PartRow("Harm of a long context's state", "compared with a short one's, nats per {unit}", _harm_cell),
         PartRow("Removed", "with states of a short context in the heads that drift", _removed_cell),
+        *ATTENTION_ROWS,
     ),
     pictures={
         "state_distance": Picture(
@@ -320,6 +285,7 @@ STATES = Part(
             "away. Thin lines: intervals.",
             lambda found: found.patching is not None,
         ),
+        "attention_harm": ATTENTION_PICTURE,
         "state_std": Picture(
             lambda found, *_: state_std_figure(found), "A state that has settled has a flat line.", _has_heads
         ),

@@ -12,9 +12,8 @@ harm (`context_harm.py`), so
 The two need not add up to the harm of both: keys of the text were computed from its states, too.
 """
 
-import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +21,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.context_harm import check_training_length, last_octave
+from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, EvaluationSettings, estimate
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.state_results import AttentionHarm
+from hf_recurrent_lengthgen.evaluation.state_trajectory import sample_positions
 from hf_recurrent_lengthgen.evaluation.streaming import (
     Tokens,
     check_tokens,
@@ -37,7 +40,8 @@ class AttentionApart(NamedTuple):
     """NLL in nats per token after each of P `borders` of S sequences, (S, P), each over T // 2 tokens.
 
     What goes on from the text: `both` recurrent states and keys, only the states (`recurrent`), only the keys
-    (`attention`), or `neither`.
+    (`attention`), or `neither`. `cache_bytes` are the bytes of the keys and values of a text after the last border,
+    by layer.
     """
 
     borders: tuple[int, ...]
@@ -45,6 +49,7 @@ class AttentionApart(NamedTuple):
     recurrent: np.ndarray
     attention: np.ndarray
     neither: np.ndarray
+    cache_bytes: dict[int, int]
 
 
 @torch.inference_mode()
@@ -112,8 +117,7 @@ def attention_apart(
                     [(state, keys), (state, None), (zero, keys), (zero, None)]
                 ):
                     _, none = reader.begin()
-                    # reading changes the keys, and never the state
-                    cache = kept_state, none if kept_keys is None else copy.deepcopy(kept_keys)
+                    cache = reader.fork((kept_state, kept_keys or none))
                     scored = training_length // 2
                     logits, _ = reader.read(ids(rows, border, border + training_length), cache, scored)
                     end = border + training_length + 1
@@ -125,4 +129,46 @@ def attention_apart(
             f"The NLL is NaN or infinite within {training_length} tokens after a border of {places}: the model "
             "overflows there or has broken weights. Evaluate in float32, or shorter texts."
         )
-    return AttentionApart(tuple(places), *found)
+    both, recurrent, attention, neither = found
+    return AttentionApart(tuple(places), both, recurrent, attention, neither, _bytes_of(keys))
+
+
+def _bytes_of(keys: Any) -> dict[int, int]:
+    """Bytes per row of the keys and values of each layer of an attention cache that has some."""
+    held = {
+        index: [part for part in (getattr(layer, "keys", None), getattr(layer, "values", None)) if part is not None]
+        for index, layer in enumerate(keys.layers)
+    }
+    return {index: sum(part[0].nbytes for part in parts) for index, parts in held.items() if parts}
+
+
+def attention_harm(
+    model: nn.Module, tokens: Tokens, training_length: int, settings: EvaluationSettings = DEFAULTS
+) -> AttentionHarm:
+    """The harm of long states and of long attention alone, by length: two borders per doubling beyond T.
+
+    Args:
+        model, tokens, training_length: As in `attention_apart`.
+        settings: Confidence, rows per forward pass, progress.
+
+    Raises:
+        ValueError: as in `attention_apart`.
+    """
+    last = int(tokens.shape[1]) - 1 - training_length
+    borders = [place for place in sample_positions(max(last, 1), training_length) if place >= training_length]
+    found = attention_apart(
+        model,
+        tokens,
+        training_length,
+        borders=borders or [last],
+        batch_size=settings.batch_size,
+        progress=settings.progress,
+    )
+
+    def harm(case: np.ndarray) -> tuple[Estimate, ...]:
+        return tuple(estimate(values[:, None], settings.confidence) for values in (case - found.neither).T)
+
+    cases = {name: harm(getattr(found, name)) for name in ("both", "recurrent", "attention")}
+    return AttentionHarm(
+        found.borders, **cases, layers=tuple(found.cache_bytes), cache_bytes=sum(found.cache_bytes.values())
+    )

@@ -108,6 +108,12 @@ class Reader:
         logits, cache = self.read(ids[:, :-1], cache)
         return nll_of(logits, ids[:, 1:]), cache
 
+    def fork(self, cache: Any) -> Any:
+        """A cache to read from that leaves the given one as it is, without a copy of what it holds."""
+        if not self.carried_by_row:
+            raise ValueError(self.refusal("reading twice from one cache"))
+        return cache
+
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
         raise ValueError(self.refusal("taking rows of its cache"))
 
@@ -179,6 +185,13 @@ class StateReader(Reader):
         output = self.model(input_ids=input_ids, initial_state=state, output_final_state=True, **arguments)
         logits = output.logits
         return logits[:, -logits_to_keep:] if logits_to_keep else logits, (output.final_state, attention_cache)
+
+    def fork(self, cache: Any) -> Any:
+        state, keys = cache
+        if keys is not None:  # its layers put longer tensors in the place of theirs
+            keys = copy.copy(keys)
+            keys.layers = [copy.copy(layer) for layer in keys.layers]
+        return state, keys
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
         state, attention_cache = cache

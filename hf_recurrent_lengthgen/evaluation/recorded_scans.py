@@ -27,7 +27,15 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 @contextmanager
 def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]]) -> Iterator[None]:
-    """Call `readers[name](layer, *arguments)` before a layer runs its scan of that name."""
+    """Call `readers[name](layer, *arguments)` before a layer runs its scan of that name.
+
+    Wrapped models of Transformers know their own scans.
+    """
+    wrapped: Any = model
+    if hasattr(model, "watched_scans"):
+        with wrapped.watched_scans(readers):
+            yield
+        return
     before: list[tuple[Any, Any]] = []  # mixers, and the scans that enclosing blocks have put in place
 
     def recording(layer: int, function: Any, read: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from hf_recurrent_lengthgen.evaluation.attention_apart import attention_harm
 from hf_recurrent_lengthgen.evaluation.context_harm import check_training_length
 from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, EvaluationSettings, estimate
 from hf_recurrent_lengthgen.evaluation.results import Estimate
@@ -20,7 +21,7 @@ from hf_recurrent_lengthgen.evaluation.state_distance import (
     pooled_std,
     state_drift,
 )
-from hf_recurrent_lengthgen.evaluation.state_patching import Heads, Patching, patch_heads
+from hf_recurrent_lengthgen.evaluation.state_patching import Head, Heads, Patching, heads_of, patch_heads
 from hf_recurrent_lengthgen.evaluation.state_results import (
     FEWEST_SEQUENCES,
     ConvStates,
@@ -84,6 +85,7 @@ def diagnose_states(
     with observer:
         stream_nll(model, tokens, observer=observer, **settings.reading)
     described = describe_states(model, observer.trajectory(), training_length, settings.confidence)
+    described = with_attention(model, tokens, described, settings)
     return with_patching(model, tokens, described, patched_heads, settings)
 
 
@@ -133,14 +135,28 @@ def with_patching(
         return states
     order = [(layer.layer, head.head) for layer, head in states.ranking]
     groups = patched_groups(order, len(states.drifting), patched_heads)
+    if getattr(model, "attends", False):
+        groups["attention"] = ["attention"]
     try:
-        if getattr(model, "attends", False):
-            raise ValueError("the keys and values of attention layers cannot be exchanged.")
         reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
         found = patch_heads(model, tokens, states.training_length, list(groups.values()), **reading)
     except ValueError as error:
         return dataclasses.replace(states, left_out=(*states.left_out, f"Heads were not patched: {error}"))
     return dataclasses.replace(states, patching=_patching(found, groups, states.confidence))
+
+
+def with_attention(
+    model: nn.Module, tokens: Tokens, states: StateDiagnosis, settings: EvaluationSettings = DEFAULTS
+) -> StateDiagnosis:
+    """The diagnosis with the harm of long states and of long attention apart, if the model has attention layers."""
+    if not getattr(model, "attends", False):
+        return states
+    try:
+        found = attention_harm(model, tokens, states.training_length, settings)
+    except ValueError as error:
+        told = f"The harm of long states was not measured apart from that of long attention: {error}"
+        return dataclasses.replace(states, left_out=(*states.left_out, told))
+    return dataclasses.replace(states, attention=found)
 
 
 def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
@@ -154,7 +170,7 @@ def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
     return [(layer, head) for _, _, layer, head in sorted(keys)]
 
 
-def patched_groups(order: Sequence[tuple[int, int]], drift: int, alone: int) -> dict[str, Heads]:
+def patched_groups(order: Sequence[Head], drift: int, alone: int) -> dict[str, Heads]:
     """The groups of heads (layer, head) to exchange.
 
     They are the first `drift` together, which drift, all others together, and the first `alone` one by one.
@@ -173,8 +189,8 @@ def _patching(found: Patching, groups: dict[str, Heads], confidence: float) -> H
         return estimate(values[:, None], confidence)
 
     patched = tuple(
-        PatchedHeads(name, tuple(heads), mean(restored), mean(broken))
-        for (name, heads), restored, broken in zip(groups.items(), found.restored, found.broken, strict=True)
+        PatchedHeads(name, tuple(heads_of(group)), mean(restored), mean(broken), "attention" in group)
+        for (name, group), restored, broken in zip(groups.items(), found.restored, found.broken, strict=True)
     )
     full, short, harm = map(mean, (found.full, found.short, found.harm))
     return HeadPatching(found.position, found.kept, found.width, full, short, harm, patched)

@@ -8,17 +8,21 @@ T. Harm is the NLL from h minus the NLL from h'. Then, for some heads at a time:
     broken   = NLL from h' with these heads taken from h, minus NLL from h'    (the harm that they do alone)
 
 If several heads fail at once, restoring one may change little, while breaking one shows its effect. So shares of the
-harm need not add up to 1. Only the recurrent part is exchanged head by head. Models with attention are refused.
+harm need not add up to 1. Only the recurrent part is exchanged head by head.
+
+In a hybrid, h and h' also hold the keys and values of the attention layers after the same tokens. All of them together
+are one more thing that can be exchanged, which also moves the positions: "attention" in place of a head.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import Reader, StateReader, reader_of
 from hf_recurrent_lengthgen.evaluation.state_trajectory import as_units
 from hf_recurrent_lengthgen.evaluation.streaming import (
     Tokens,
@@ -28,10 +32,12 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     stream_chunks,
 )
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 
-Heads = Sequence[tuple[int, int]]
-"""(layer, unit) of some heads; see `state_trajectory.as_units` for layers without heads."""
+Head = tuple[int, int]
+"""(layer, unit); see `state_trajectory.as_units` for layers without heads."""
+Heads = Sequence[Head | Literal["attention"]]
+"""Some heads, and "attention" for the keys and values of all attention layers."""
 
 
 class Patching(NamedTuple):
@@ -68,7 +74,7 @@ def patch_heads(
     """Exchange groups of heads at a position of long texts and measure the NLL of the tokens after it.
 
     Args:
-        model: A model whose state is a value.
+        model: A model whose state is a value; a hybrid is wrapped by `stateful`.
         tokens: Token ids (S, L + 1).
         training_length: Tokens per training sequence, T.
         groups: Groups of heads that are exchanged together; each group is one measurement.
@@ -78,11 +84,11 @@ def patch_heads(
         batch_size, progress: As in `stream_nll`.
 
     Raises:
-        ValueError: for models without a state that is a value, heads that do not exist, a width not below T (so also
-            for T = 1), and texts or positions that are too short.
+        ValueError: for models without a state that is a value, heads that do not exist, attention that does not exist,
+            a width not below T (so also for T = 1), and texts or positions that are too short.
     """
     reader = reader_of(model)
-    if not reader.carried_by_row:
+    if not isinstance(reader, StateReader):
         raise ValueError(reader.refusal("an exchange of heads"))
     array = check_tokens(tokens, reader.vocabulary, training_length + 1)
     length = array.shape[1] - 1
@@ -96,26 +102,38 @@ def patch_heads(
             f"position must be from the training length {training_length} to {length - width}, which leaves {width} "
             f"tokens to score; got {position}."
         )
-    _check_groups(groups, reader.model.zero_state(1))
+    _check_groups(groups, reader)
     after = array[:, position : position + width + 1]
-    variants = 2 + 2 * len(groups)
-    total = len(array) * (position + kept + variants * width)
+    nll = np.empty((2 + 2 * len(groups), len(array)))
+    total = len(array) * (position + kept + len(nll) * width)
+    together = len(array)
+    if not reader.carried_by_row:  # then no more rows than can carry their keys at once
+        together, _ = reading_plan(reader, len(array), position, batch_size, None)
+        batch_size = together
     with evaluation_mode(reader.model), progress_bar(total, "patching", progress) as bar:
-        full = _state_after(reader, array[:, : position + 1], batch_size, bar)
-        short = _state_after(reader, array[:, position - kept : position + 1], batch_size, bar)
-        nll = np.empty((variants, len(array)))
-        for index in range(variants):
-            if index < 2:
-                state = (full, short)[index]
-            else:
-                group = groups[(index - 2) // 2]
-                state = exchange(full, short, group) if index % 2 == 0 else exchange(short, full, group)
-            nll[index] = _nll_from(reader, state, after, batch_size, bar)
+        for first in range(0, len(array), together):
+            rows = slice(first, min(first + together, len(array)))
+            full = _cache_after(reader, array[rows, : position + 1], batch_size, bar, first)
+            short = _cache_after(reader, array[rows, position - kept : position + 1], batch_size, bar, first)
+            pairs = [(full, short), (short, full)]
+            mixed = (_exchanged(*pair, group) for group in groups for pair in pairs)
+            for index, cache in enumerate(chain((full, short), mixed)):
+                nll[index, rows] = _nll_from(reader, cache, after[rows], batch_size, bar)
     return Patching(position, kept, width, nll[0], nll[1], nll[0] - nll[2::2], nll[3::2] - nll[1])
 
 
+def _exchanged(cache: Any, other: Any, group: Heads) -> Any:
+    """A cache (state, keys) with some heads, or the keys, taken from another one."""
+    return exchange(cache[0], other[0], heads_of(group)), (other if "attention" in group else cache)[1]
+
+
+def heads_of(group: Heads) -> list[Head]:
+    """The heads of a group, without attention."""
+    return [place for place in group if not isinstance(place, str)]
+
+
 @torch.no_grad()
-def exchange(state: RecurrentState, other: RecurrentState, heads: Heads) -> RecurrentState:
+def exchange(state: RecurrentState, other: RecurrentState, heads: Sequence[Head]) -> RecurrentState:
     """`state` with the recurrent part of some heads taken from `other`; a new value."""
     layers = list(state)
     for layer in {layer for layer, _ in heads}:
@@ -126,41 +144,48 @@ def exchange(state: RecurrentState, other: RecurrentState, heads: Heads) -> Recu
     return tuple(layers)
 
 
-def _check_groups(groups: Sequence[Heads], state: RecurrentState) -> None:
+def _check_groups(groups: Sequence[Heads], reader: Reader) -> None:
+    state = reader.model.zero_state(1)
     units = [as_units(layer.recurrent).shape[1] if layer.recurrent[0].numel() else 0 for layer in state]
-    for layer, unit in (head for group in groups for head in group):
+    for layer, unit in (head for group in groups for head in heads_of(group)):
         if not 0 <= layer < len(units) or not 0 <= unit < units[layer]:
             raise ValueError(
                 f"There is no head {unit} in layer {layer}: layers 0 to {len(units) - 1} have {units} heads or "
                 "channel groups."
             )
+    others = {place for group in groups for place in group if isinstance(place, str)}
+    if others - {"attention"} or (others and reader.carried_by_row):
+        raise ValueError(
+            f'A group holds heads (layer, head), and "attention" in models with attention layers; got '
+            f"{', '.join(map(repr, sorted(others)))} for {reader.name}."
+        )
     if not groups or not all(groups):
         raise ValueError("groups must hold at least one group, and each group at least one head (layer, head).")
 
 
-def _state_after(reader: Reader, rows: np.ndarray, batch_size: int | None, bar: object) -> RecurrentState:
-    """The state after all tokens but the last of rows (S, n + 1)."""
-    states = []
+def _cache_after(reader: Reader, rows: np.ndarray, batch_size: int | None, bar: Any, sequence: int) -> Any:
+    """The cache after all tokens but the last of rows (S, n + 1), the first of which is a sequence of the texts."""
+    caches = []
     batch, chunk = reading_plan(reader, len(rows), rows.shape[1] - 1, batch_size, None)
     for first in range(0, len(rows), batch):
-        origins = [(row, 0) for row in range(first, min(first + batch, len(rows)))]
-        for piece in stream_chunks(reader, rows[first : first + batch], chunk, None, origins):
-            bar.update(piece.nll.numel())  # type: ignore[attr-defined]
-        states.append(piece.state)
-    return concatenate_rows(states)
+        part = rows[first : first + batch]
+        origins = [(sequence + first + row, 0) for row in range(len(part))]
+        for piece in stream_chunks(reader, part, chunk, None, origins):
+            bar.update(piece.nll.numel())
+        caches.append(piece.cache)
+    return caches[0] if len(caches) == 1 else reader.join_rows(caches)
 
 
-def _nll_from(
-    reader: Reader, state: RecurrentState, rows: np.ndarray, batch_size: int | None, bar: object
-) -> np.ndarray:
-    """Mean NLL of each row (S, W + 1), read from a state, (S,)."""
+def _nll_from(reader: Reader, cache: Any, rows: np.ndarray, batch_size: int | None, bar: Any) -> np.ndarray:
+    """Mean NLL of each row (S, W + 1), read from a cache, (S,)."""
     batch, chunk = reading_plan(reader, len(rows), rows.shape[1] - 1, batch_size, None)
     found = []
     for first in range(0, len(rows), batch):
         part = slice(first, min(first + batch, len(rows)))
+        before = reader.fork(cache) if part == slice(0, len(rows)) else reader.take_rows(cache, part)
         pieces = []
-        for piece in stream_chunks(reader, rows[part], chunk, take_rows(state, part)):
+        for piece in stream_chunks(reader, rows[part], chunk, cache=before):
             pieces.append(piece.nll)
-            bar.update(piece.nll.numel())  # type: ignore[attr-defined]
+            bar.update(piece.nll.numel())
         found.append(torch.cat(pieces, 1).double().mean(1).cpu().numpy())
     return np.concatenate(found)

@@ -82,10 +82,20 @@ class LayerStates:
     heads: tuple[HeadStates, ...]
     conv: tuple[ConvStates, ...]
 
+    @property
+    def drifts(self) -> bool:
+        """Whether one of its heads drifts."""
+        return any(head.drifts for head in self.heads)
+
+    @property
+    def leaves_at(self) -> int | None:
+        """Where the first of its heads leaves training, see `state_distance.Drift`; None if none is known to."""
+        return min((head.leaves_at for head in self.heads if head.leaves_at is not None), default=None)
+
 
 @dataclass(frozen=True)
 class PatchedHeads:
-    """An exchange of some heads, given as (layer, head).
+    """An exchange of some heads, given as (layer, head), or of the keys and values of all attention layers.
 
     `restored` is the decrease of the NLL if only they are taken from the short context, `broken` the increase if only
     they are taken from the long one.
@@ -95,6 +105,7 @@ class PatchedHeads:
     heads: tuple[tuple[int, int], ...]
     restored: Estimate
     broken: Estimate
+    attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +133,36 @@ class HeadPatching:
         return estimate.mean / self.harm.mean if self.harmful else None
 
 
-@document("state_diagnosis", version=2)
+@document("attention_harm")
+@dataclass(frozen=True)
+class AttentionHarm:
+    """Harm of long recurrent states and of long attention, each alone, in nats per token (`attention_apart.py`).
+
+    Entry i is measured after `borders[i]` tokens, compared with the same tokens read from neither; `both` is the harm
+    of both together.
+
+    Attributes:
+        layers: The layers with attention.
+        cache_bytes: Size of their keys and values of one text after the last border.
+    """
+
+    borders: tuple[int, ...]
+    both: tuple[Estimate, ...]
+    recurrent: tuple[Estimate, ...]
+    attention: tuple[Estimate, ...]
+    layers: tuple[int, ...]
+    cache_bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("both", "recurrent", "attention"):
+            if not self.borders or len(getattr(self, name)) != len(self.borders):
+                raise ValueError(
+                    f"'{name}' must have one value per border, at least one, got {len(getattr(self, name))} for "
+                    f"{len(self.borders)}."
+                )
+
+
+@document("state_diagnosis", version=3)
 @dataclass(frozen=True)
 class StateDiagnosis(PartResult):
     """The states of one model on one set of sequences, after the numbers of tokens in `positions`.
@@ -132,6 +172,7 @@ class StateDiagnosis(PartResult):
         std: Standard deviation of the whole recurrent state, all layers together.
         layers: Layers that have a state.
         patching: None if heads were not patched.
+        attention: In hybrids, what long states and long attention do each alone.
     """
 
     training_length: int
@@ -143,6 +184,7 @@ class StateDiagnosis(PartResult):
     layers: tuple[LayerStates, ...]
     patching: HeadPatching | None
     left_out: tuple[str, ...] = ()
+    attention: AttentionHarm | None = None
 
     def __post_init__(self) -> None:
         positions = self.positions

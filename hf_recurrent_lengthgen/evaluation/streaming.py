@@ -34,7 +34,7 @@ on a CPU, whose caches they leave."""
 LOGITS_PER_FORWARD = 2**25
 """Default limit of logits in one forward pass (rows x chunk x vocabulary): 128 MiB."""
 STATES_PER_FORWARD = 2**28
-"""Default limit of elements in the states of one forward pass (rows x state): 1 GiB."""
+"""Default limit of elements in the states, keys and values that the rows of a forward pass carry: 1 GiB."""
 LOGITS_AT_ONCE = 2**29
 """Limit of logits in one forward pass of a model that must read a text at once: 2 GiB."""
 SHORTEST_CHUNK = 256
@@ -59,11 +59,15 @@ class StreamNll(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Positions [start, start + C) of some rows: their NLL (B, C) float32 and the state after them."""
+    """Positions [start, start + C) of some rows: their NLL (B, C) float32, and the state and cache after them.
+
+    Reading on may change the cache, see `Reader.fork`.
+    """
 
     start: int
     nll: Tensor
     state: RecurrentState
+    cache: Any = None
 
 
 def check_tokens(tokens: Tokens, vocabulary: int, shortest: int = 1) -> np.ndarray:
@@ -99,6 +103,11 @@ def state_elements(model: Any) -> int:
     return sum(math.prod(part) for shape in shapes for part in shape)
 
 
+def kept_elements(model: Any, length: int) -> int:
+    """Elements that a row carries after `length` tokens: its state, and the keys and values of attention layers."""
+    return state_elements(model) + length * getattr(model, "key_elements", 0)
+
+
 def forward_plan(
     rows: int,
     length: int,
@@ -111,7 +120,7 @@ def forward_plan(
 ) -> tuple[int, int]:
     """Rows and tokens of one forward pass: as given, or the most within the three limits of this module.
 
-    `state` is the `state_elements` of a row. Rows are split into batches before a chunk gets shorter than `shortest`.
+    `state` is the `kept_elements` of a row. Rows are split into batches before a chunk gets shorter than `shortest`.
     `most` is the limit of tokens.
     """
     check_pieces(batch_size, chunk_length)
@@ -132,6 +141,7 @@ def stream_chunks(
     origins: Sequence[tuple[int, int]] | None = None,
     stops: Sequence[int] = (),
     start: int = 0,
+    cache: Any = None,
 ) -> Iterator[Chunk]:
     """Run checked rows (B, L + 1) chunk by chunk, in the current mode of the model, with one chunk's logits in memory.
 
@@ -143,20 +153,21 @@ def stream_chunks(
         origins: The sequence of each row and its start position in it, named in errors.
         stops: Numbers of tokens after which a chunk also ends, so that the state there can be seen.
         start: Position to continue from, at the end of a chunk; `initial_state` is then the state there.
+        cache: The reader's cache after the tokens before the first, in place of a state.
 
     Raises:
         ValueError: at the first NaN or infinite NLL or state, with position and sequence.
     """
     length = rows.shape[1] - 1
     origins = origins or [(row, 0) for row in range(len(rows))]
-    cache = reader.begin(initial_state)
+    cache = reader.begin(initial_state) if cache is None else cache
     for begin, stop in chunk_borders(length, chunk_length if reader.carries else length, stops, start):
         # One token more than the model reads: the last target of a chunk is the first input of the next.
         ids = torch.from_numpy(rows[:, begin : stop + 1].astype(np.int64)).to(reader.device)
         nll, cache = reader.nll(ids, cache)
         state = reader.state(cache)
         _check_finite(nll, state, begin, stop, origins)
-        yield Chunk(begin, nll, state)
+        yield Chunk(begin, nll, state, cache)
 
 
 def chunk_borders(
@@ -211,7 +222,7 @@ def reading_plan(
     """
     most = TOKENS_PER_FORWARD_ON_CPU if reader.device.type == "cpu" else TOKENS_PER_FORWARD
     if reader.carries:
-        state = state_elements(reader.model)
+        state = kept_elements(reader.model, length)
         return forward_plan(rows, length, reader.vocabulary, batch_size, chunk_length, state, shortest, most)
     if length * reader.vocabulary > LOGITS_AT_ONCE:
         raise ValueError(

@@ -24,7 +24,7 @@ from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 
-def _mixers(model: HybridModel) -> dict[int, Any]:
+def mamba_mixers(model: HybridModel) -> dict[int, Any]:
     """The Mamba mixers of a model by their layer."""
     modules: Iterator[Any] = model.modules()
     return {module.layer_idx: module for module in modules if hasattr(module, "ssm_state_size")}
@@ -32,7 +32,9 @@ def _mixers(model: HybridModel) -> dict[int, Any]:
 
 def window_shapes(model: HybridModel, window: int) -> tuple[LayerShape, ...]:
     """Shapes of the state of every layer; only layers with a Mamba mixer have a window."""
-    kinds = {i: SelectiveRecurrence if mixer.A_log.ndim > 1 else SSDRecurrence for i, mixer in _mixers(model).items()}
+    kinds = {
+        i: SelectiveRecurrence if mixer.A_log.ndim > 1 else SSDRecurrence for i, mixer in mamba_mixers(model).items()
+    }
     empty: Any = WindowedLayerShape
     return tuple(
         kinds[layer].window_shape(window, shape) if layer in kinds else empty(*shape, (0,))
@@ -45,7 +47,7 @@ def check_forgetting(model: HybridModel) -> None:
     rule = Forgetting.of(model.config)
     if rule == Forgetting():
         return
-    mixers = _mixers(model)
+    mixers = mamba_mixers(model)
     other = [i for i, shape in enumerate(model._layout.shapes) if shape.recurrent != (0,) and i not in mixers]
     files = [sys.modules[type(mixer).__module__] for mixer in mixers.values()]
     if other or not mixers or not all(hasattr(file, SCAN) or hasattr(file, CHUNKS) for file in files):
@@ -63,7 +65,7 @@ def check_forgetting(model: HybridModel) -> None:
 @contextmanager
 def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCache | None = None) -> Iterator[None]:
     """Let the Mamba-2 mixers of a model forget, with a state cache (which windows need) or a stock cache."""
-    mixers = _mixers(model)
+    mixers = mamba_mixers(model)
     files = {sys.modules[type(mixer).__module__] for mixer in mixers.values()}
     files = {file for file in files if hasattr(file, CHUNKS)}
     scan = _scan_of(rule, state_cache)
@@ -95,41 +97,47 @@ def _scan_of(rule: Forgetting, state_cache: StateCache | None) -> Callable[..., 
 
 
 def _step_of(scan: Callable[..., Any], mixers: dict[int, Any]) -> Callable[..., Tensor]:
-    """`mamba2_selective_state_update` of Transformers as a scan of one token.
+    """`mamba2_selective_state_update` of Transformers as a scan of one token."""
 
-    Its arguments dt, dt_bias and D are repeated over the head dimension, A also over the state dimension.
-    """
-
-    def step(
-        state: Tensor,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        **kwargs: Any,
-    ) -> Tensor:
+    def step(state: Tensor, x: Tensor, *args: Any, z: Tensor | None = None, **kwargs: Any) -> Tensor:
         limit = (0.0, float("inf"))
         if isinstance(state, Overwritten):
             limit = getattr(mixers[state.layer_idx], "time_step_limit", limit)
-        y, final = scan(
-            x[:, None],
-            dt[:, None, :, 0],
-            A[:, 0, 0],
-            B[:, None],
-            C[:, None],
-            D=None if D is None else D[:, 0],
-            dt_bias=None if dt_bias is None else dt_bias[:, 0],
-            initial_states=state,
-            dt_softplus=dt_softplus,
-            dt_limit=limit,
-            return_final_states=True,
-        )
+        y, final = as_scan_of_one(scan, state, x, *args, **kwargs | {"limit": limit})
         state.copy_(final.to(state.dtype))
         return (y[:, 0] if z is None else y[:, 0] * F.silu(z)).to(x.dtype)
 
     return step
+
+
+def as_scan_of_one(
+    scan: Callable[..., Any],
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Any:
+    """Outputs and state of `mamba2_chunk_scan` of Transformers for the arguments of the step for one token.
+
+    Of these, dt, dt_bias and D are repeated over the head dimension, A also over the state dimension.
+    """
+    return scan(
+        x[:, None],
+        dt[:, None, :, 0],
+        A[:, 0, 0],
+        B[:, None],
+        C[:, None],
+        D=None if D is None else D[:, 0],
+        dt_bias=None if dt_bias is None else dt_bias[:, 0],
+        initial_states=state,
+        dt_softplus=dt_softplus,
+        dt_limit=limit,
+        return_final_states=True,
+    )

@@ -40,7 +40,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TITLE, BOTTOM, GAP = 4.8, 1.75, 0.55, 1.05, 0.8, 0.5
 def whole_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
     """Standard deviation of the whole recurrent state and of each layer's, relative to that at the training length, by
     position (Buitrago Ruiz and Gu, 2025, Figure 4, show absolute values of the whole state)."""
-    figure, panels = _panels(
+    figure, panels = panels_of(
         diagnoses,
         "Spread of the whole state",
         "Standard deviation relative to that at the training length.\nBlack: all layers together. Blue: each layer",
@@ -132,7 +132,7 @@ def retention_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
 def conv_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
     """Standard deviation of the parts of each layer's convolution state, relative to that at the training length, on
     the scale of `state_std_figure` (Chen et al., 2024, Figure 17, show absolute values)."""
-    figure, panels = _panels(
+    figure, panels = panels_of(
         diagnoses, "Spread of the convolution states", "Standard deviation relative to that at the training length"
     )
     curves = [
@@ -156,7 +156,7 @@ def distance_map_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
     """
     ranked = [diagnosis.ranking[:MAP_ROWS] for diagnosis in diagnoses.values()]
     heights = [max(0.8, 0.19 * len(rows)) for rows in ranked]
-    figure, panels = _panels(
+    figure, panels = panels_of(
         diagnoses,
         "How far each head's states are from those in training",
         "Wasserstein distance, in standard deviations of training.\nDashed: training length (L0 H5: layer 0, head 5)",
@@ -198,7 +198,7 @@ def patching_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str = "token"
     """Harm removed and added if the states of some heads are exchanged, with intervals over texts."""
     found = [diagnosis.patching for diagnosis in diagnoses.values() if diagnosis.patching is not None]
     heights = [0.27 * len(patching.groups) for patching in found]
-    figure, panels = _panels(
+    figure, panels = panels_of(
         diagnoses,
         f"Harm that heads do beyond training (nats per {unit})",
         "Orange: added when only these heads get a long context\nBlue: removed when only these get a short one",
@@ -265,7 +265,7 @@ def _head_figure(
             shown[name + quantity] = diagnosis
             curves.append(lines)
     explained = f"{explanation}.\nOrange: heads that drift (L0 H5: layer 0, head 5)"
-    figure, panels = _panels(shown, title, explained, [height] * len(shown))
+    figure, panels = panels_of(shown, title, explained, [height] * len(shown))
     if logarithmic:
         _ratio_axes(panels, shown, [values for lines in curves for _, _, values in lines])
     else:
@@ -287,7 +287,7 @@ def _head_figure(
     return figure
 
 
-def _panels(
+def panels_of(
     diagnoses: Mapping[str, StateDiagnosis],
     title: str,
     explanation: str,

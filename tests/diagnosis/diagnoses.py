@@ -13,6 +13,7 @@ from hf_recurrent_lengthgen.evaluation.diagnosis_results import (
 )
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate, PartResult, Role
 from hf_recurrent_lengthgen.evaluation.state_results import (
+    AttentionHarm,
     ConvStates,
     Extremes,
     HeadPatching,
@@ -88,6 +89,18 @@ def states(
         groups.append(PatchedHeads("alone", (place,), near(0.0), near(share * harm)))
     patching = HeadPatching(1016, 8, 8, near(2 + harm), near(2.0), near(harm), tuple(groups))
     return StateDiagnosis(16, POSITIONS, 32, 0.95, 1.0, (1.0,) * len(POSITIONS), found, patching)
+
+
+def hybrid() -> StateDiagnosis:
+    """Head 2 of layer 1 drifts and does most of the harm, attention in layers 1 and 4 little."""
+    found = states({(1, 2): 47.3})
+    assert found.patching is not None
+    keys = PatchedHeads("attention", (), near(0.1), near(0.1), attention=True)
+    borders = (16, 64, 512)
+    recurrent, attention = (tuple(map(near, values)) for values in ((0.0, 0.5, 1.2), (0.3, 0.0, 0.02)))
+    apart = AttentionHarm(borders, tuple(map(near, (0.1, 0.6, 1.3))), recurrent, attention, (1, 4), 3 * 2**19)
+    patching = replace(found.patching, groups=(*found.patching.groups, keys))
+    return replace(found, patching=patching, attention=apart)
 
 
 def remembrance(beyond: float, length: int = 64) -> Remembrance:

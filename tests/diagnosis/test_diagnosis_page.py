@@ -8,7 +8,16 @@ import pytest
 from hf_recurrent_lengthgen.diagnosis.page import diagnosis_figures, diagnosis_page, diagnosis_summary
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
 from hf_recurrent_lengthgen.evaluation.results import DataSource
-from tests.diagnosis.diagnoses import correlation, diagnosed, expected, remembrance, states, with_part, without_parts
+from tests.diagnosis.diagnoses import (
+    correlation,
+    diagnosed,
+    expected,
+    hybrid,
+    remembrance,
+    states,
+    with_part,
+    without_parts,
+)
 from tests.plotting.test_page import Reader
 
 STATE_FIGURES = {"state_distance", "state_patching", "state_std", "state_retention", "conv_std"}
@@ -174,6 +183,21 @@ def test_eight_models_are_told() -> None:
     assert page.count('class="card"') == 8
     assert "Over the models Over 5 models, misalignment and loss have a rank correlation of 0.90" in text
     assert "3 of its 8 heads drift" in text
+
+
+def test_a_hybrid_has_attention_apart_and_other_models_no_empty_rows(page: str) -> None:
+    assert "long states" not in Reader(page).text
+    assert "attention_harm" not in diagnosis_figures(expected())
+    model = diagnosed("base", "bamba", 1.4, hybrid())
+    text = Reader(diagnosis_page(Diagnosis("t", (model, expected().models[1]), None))).text
+    for words in (
+        "Bamba breaks beyond 64 tokens. The states of layer 1 left training at 32 tokens (1 of its 8 heads drifts",
+        "Harm of long states alone +1.200 nats",
+        "nats per byte +1.200 +1.190 to +1.210 not measured",
+        "In a hybrid, a text is read to some position",
+        "Orange: only the recurrent states are long",
+    ):
+        assert words in text, words
 
 
 def test_everything_given_is_escaped() -> None:

@@ -1,24 +1,28 @@
 """What is said of diagnoses made by hand."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from hf_recurrent_lengthgen.diagnosis import page
 from hf_recurrent_lengthgen.diagnosis import states as states_part
+from hf_recurrent_lengthgen.diagnosis.attention import attention_text
 from hf_recurrent_lengthgen.diagnosis.constant_prompt import constant_prompt_text
 from hf_recurrent_lengthgen.diagnosis.misalignment import correlation_text
 from hf_recurrent_lengthgen.diagnosis.page import diagnosis_summary, not_measured, verdicts
 from hf_recurrent_lengthgen.diagnosis.remembrance import remembrance_text
-from hf_recurrent_lengthgen.diagnosis.states import drift_text, retention_text
+from hf_recurrent_lengthgen.diagnosis.state_words import drift_text, left_text, retention_text
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
+from hf_recurrent_lengthgen.plotting.findings import sentence
 from tests.diagnosis.diagnoses import (
     constant_prompt,
     correlation,
     diagnosed,
     expected,
+    hybrid,
     remembrance,
     states,
     states_of,
@@ -43,8 +47,8 @@ def test_the_expected_pair_is_told_in_two_lines() -> None:
     base, cured = verdicts(expected())
     assert base == (
         "Base breaks beyond 64 tokens.",
-        "3 of its 8 heads drift, layer 1, head 2 the furthest; replacing the states of these heads by those of a "
-        "short context removes 97% of the harm.",
+        "The states of layers 0 and 1 left training at 32 tokens (3 of its 8 heads drift, layer 1, head 2 the "
+        "furthest); replacing the states of these heads by those of a short context removes 97% of the harm.",
     )
     assert cured == ("Sp cures it: holds to 1,024 tokens.", "None of its 8 heads drifts.")
     assert diagnosis_summary(expected()) == f"{base.headline} {base.reason} {cured.headline} {cured.reason}"
@@ -88,8 +92,8 @@ def test_one_head_and_channel_groups_are_told_in_their_words() -> None:
     assert "2 of 8 channel groups drift: layer 0, channel groups 1, 2. " in drift_text(groups)
     assert "layer 0, channel group 1, is 1,234 standard deviations" in drift_text(groups)
     assert reason(diagnosed("base", "b", 1.4, states({(0, 1): 3.0}))) == (
-        "1 of its 8 heads drifts: layer 0, head 1; replacing the states of this head by those of a short context "
-        "removes 97% of the harm."
+        "The states of layer 0 left training at 32 tokens (1 of its 8 heads drifts, layer 0, head 1); replacing the "
+        "states of this head by those of a short context removes 97% of the harm."
     )
 
 
@@ -177,23 +181,91 @@ def test_harm_without_drift_is_told_as_it_is() -> None:
 )
 def test_drifting_heads_that_do_little_harm_are_not_blamed(restored: float, told: str) -> None:
     found = states({(1, 2): 9.0, (0, 0): 8.0}, restored=restored)
-    assert reason(diagnosed("base", "b", 1.4, found)) == f"2 of its 8 heads drift, layer 1, head 2 the furthest{told}"
+    drift = "2 of its 8 heads drift, layer 1, head 2 the furthest"
+    left = f"The states of layers 0 and 1 left training at 32 tokens ({drift})"
+    assert reason(diagnosed("base", "b", 1.4, found)) == left + told
     share = (facts(diagnosed("base", "b", 1.4, found)))["Their share of the harm"]
     assert share == ("none shown" if restored == 0 else f"{restored:.0%}")
 
 
 def test_drift_that_does_no_harm_is_told() -> None:
     holding = diagnosed("cured", "sp", 0.0, states({(1, 2): 9.0}, harm=0.0))
-    assert reason(holding) == "1 of its 8 heads drifts: layer 1, head 2, without harm."
+    left = "The states of layer 1 left training at 32 tokens (1 of its 8 heads drifts, layer 1, head 2)"
+    assert reason(holding) == f"{left}, without harm."
     unpatched = diagnosed("base", "b", 1.4, replace(states({(1, 2): 9.0}), patching=None))
-    assert reason(unpatched) == "1 of its 8 heads drifts: layer 1, head 2."
+    assert reason(unpatched) == f"{left}."
+
+
+def leaving(places: Mapping[int, int | None]) -> StateDiagnosis:
+    """Head 0 of each of these layers drifts, from these positions on."""
+    found = states(dict.fromkeys(((layer, 0) for layer in places), 9.0), layers=10)
+    layers = [
+        replace(layer, heads=(replace(layer.heads[0], leaves_at=places.get(layer.layer)), *layer.heads[1:]))
+        for layer in found.layers
+    ]
+    return replace(found, layers=tuple(layers))
+
+
+@pytest.mark.parametrize(
+    ("places", "told"),
+    [
+        ({}, ""),
+        ({3: None}, ""),
+        ({2: 98304, 7: 98304}, "the states of layers 2 and 7 left training at 98,304 tokens"),
+        (
+            {7: 256, 3: 256, 1: 64, 4: 512},
+            "the states of layer 1 left training at 64, of layers 3 and 7 at 256, of layer 4 at 512 tokens",
+        ),
+        (
+            dict.fromkeys(range(1, 8), 512) | {8: 64, 9: 64},
+            "the states of 9 of 10 layers left training, first layers 8 and 9 at 64 tokens",
+        ),
+    ],
+)
+def test_the_layers_that_left_training_are_told_with_their_positions(
+    places: Mapping[int, int | None], told: str
+) -> None:
+    found = leaving(places)
+    assert left_text(found) == told
+    assert reason(diagnosed("base", "b", 1.4, found)).startswith(sentence(told)[:-1] if told else "")
+    if places == {3: None}:
+        assert reason(diagnosed("base", "b", 1.4, found)).startswith("1 of its 40 heads drifts: layer 3, head 0; ")
+
+
+def test_a_hybrid_is_told_what_states_and_attention_do_apart() -> None:
+    model = diagnosed("base", "hybrid", 1.4, hybrid())
+    assert reason(model).endswith(
+        "removes 97% of the harm; long states alone do +1.20 nats of harm, long attention alone +0.02."
+    )
+    found = hybrid()
+    assert found.patching is not None
+    keys = replace(found.patching.groups[-1], restored=Estimate(0.9, 0.8, 1.0))
+    attention = replace(found, patching=replace(found.patching, groups=(*found.patching.groups[:-1], keys)))
+    assert reason(diagnosed("base", "hybrid", 1.4, attention)).endswith(
+        "attention alone +0.02; replacing its keys and values by those of a short context removes 90% of the harm."
+    )
+    assert attention_text(hybrid(), "byte") == (
+        "After 512 tokens, the long states alone do +1.200 (+1.190 to +1.210) nats per byte of harm, the long "
+        "attention alone +0.020 (+0.010 to +0.030), and both together +1.300 (+1.290 to +1.310). Harm is shown of "
+        "long states from 64 tokens on and long attention from 512 tokens on. The keys and values of layers 1 and 4 "
+        "then took 1.5 MiB per text; what else is carried has the same size at every length."
+    )
+    assert patching_text(hybrid()).startswith(
+        "After 1,016 tokens, the states, keys and values do 1.000 (0.990 to 1.010) nats per byte of harm, compared "
+        "with those after only the last 8 tokens. With states of the short context in the drifting head, 97% of the "
+        "harm goes away."
+    )
+    assert "With keys and values of the short context, 10% of the harm goes away." in patching_text(hybrid())
+    assert facts(model)["Harm of long states alone"] == "+1.200 nats"
+    assert facts(model)["Harm of long attention alone"] == "+0.020 nats"
+    assert attention_text(states({}), "byte") == ""
 
 
 def test_a_cure_that_does_not_work_is_told() -> None:
     models = expected().models[0], diagnosed("cured", "sp", 1.3, states({(0, 2): 7.0}, restored=0.8))
     verdict = verdicts(Diagnosis("", models, None))[1]
     assert verdict.headline == "Sp does not cure it."
-    assert verdict.reason.startswith("1 of its 8 heads drifts: layer 0, head 2; replacing")
+    assert verdict.reason.startswith("The states of layer 0 left training at 32 tokens (1 of its 8 heads drifts")
     assert "80% of the harm" in verdict.reason
 
 

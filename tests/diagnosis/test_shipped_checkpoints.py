@@ -9,7 +9,6 @@ from hf_recurrent_lengthgen.cli.inputs import load_stream
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.diagnosis.diagnose import diagnose_model
 from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings
-from hf_recurrent_lengthgen.evaluation import attention_apart
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
 from hf_recurrent_lengthgen.loading import load_language_model
 from tests.cards.test_model_cards import MODEL_CARDS, NAMES
@@ -29,10 +28,8 @@ def diagnosed(name: str, texts: np.ndarray) -> tuple[float, StateDiagnosis]:
     found = diagnose_model(model, texts, model.config.training_length, settings=settings)
     states, harm = found.found(StateDiagnosis), found.evaluation.harm.last
     assert states is not None, found.refused
-    if getattr(model, "attends", False):
-        apart = attention_apart(model, texts, model.config.training_length, progress=False)
-        assert states.patching is None
-        return float((apart.recurrent - apart.neither).mean()), states
+    if states.attention is not None:
+        return states.attention.recurrent[-1].mean, states
     if name.endswith("-base"):
         assert harm.low is not None
         assert harm.low > 0
@@ -45,10 +42,15 @@ def test_a_base_fails_by_the_heads_that_drift_and_its_cured_model_does_not(famil
     (base, states), (cured, _) = (diagnosed(f"{family}-{name}", texts) for name in ("base", "cured"))
     assert cured < base / 3
     assert states.drifting
-    if states.patching is not None:
-        drifting = {(layer.layer, head.head) for layer, head in states.drifting}
-        (patched,) = (group for group in states.patching.groups if {*group.heads} == drifting)
-        share = states.patching.share(patched.restored)
-        assert share is not None
-        # in KDA, whose harm is small, patching the heads that do not drift removes a quarter of it, too
-        assert share > (0.7 if family == "kda-short" else 0.8)
+    assert states.patching is not None
+    drifting = {(layer.layer, head.head) for layer, head in states.drifting}
+    (patched,) = (group for group in states.patching.groups if {*group.heads} == drifting)
+    share = states.patching.share(patched.restored)
+    assert share is not None
+    if states.attention is not None:  # attention fails, too, so less goes away with the states than they do alone
+        assert patched.broken.mean > 0.8 * base
+        (keys,) = (group for group in states.patching.groups if group.attention)
+        assert keys.broken.mean > 0.8 * states.attention.attention[-1].mean > 0.2
+        return
+    # in KDA, whose harm is small, patching the heads that do not drift removes a quarter of it, too
+    assert share > (0.7 if family == "kda-short" else 0.8)

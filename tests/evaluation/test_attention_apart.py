@@ -1,15 +1,27 @@
 """Harm of recurrent states and of attention apart, against plain calls and against the functions for both together."""
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hf_recurrent_lengthgen.evaluation import attention_apart, stream_nll, window_nll
+from hf_recurrent_lengthgen.evaluation import (
+    EvaluationSettings,
+    attention_apart,
+    read_result,
+    stream_nll,
+    window_nll,
+    write_result,
+)
+from hf_recurrent_lengthgen.evaluation.attention_apart import attention_harm
+from hf_recurrent_lengthgen.evaluation.state_results import AttentionHarm
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.families import MAMBA2, build, random_tokens
@@ -71,6 +83,28 @@ def test_both_and_neither_are_the_two_sides_of_context_harm() -> None:
 
 def test_texts_of_two_training_lengths_have_one_border() -> None:
     assert attention_apart(hybrid("bamba"), text(2 * T), T, progress=False).borders == (T,)
+
+
+def test_harm_by_length_is_that_of_plain_differences_and_the_cache_is_told() -> None:
+    model, tokens = hybrid("bamba"), text(8 * T, rows=5)
+    found = attention_harm(model, tokens, T, EvaluationSettings(progress=False, confidence=0.8))
+    assert found.borders == (8, 11, 16, 23, 32, 45, 56)  # two per doubling, and the last that leaves T tokens
+    apart = attention_apart(model, tokens, T, borders=found.borders, progress=False)
+    for name in ("both", "recurrent", "attention"):
+        harm = getattr(apart, name) - apart.neither
+        half = scipy.stats.t.ppf(0.9, 4) * harm.std(0, ddof=1) / 5**0.5
+        for estimate, mean, width in zip(getattr(found, name), harm.mean(0), half, strict=True):
+            assert (estimate.mean, estimate.low) == pytest.approx((mean, mean - width), abs=1e-9)
+    # 56 keys and values of 2 heads of 8 float32 numbers, in layer 1
+    assert (found.layers, found.cache_bytes) == ((1,), 56 * 2 * 2 * 8 * 4)
+
+
+def test_results_by_length_are_read_as_written_and_checked(tmp_path: Path) -> None:
+    found = attention_harm(hybrid("bamba"), text(3 * T), T, EvaluationSettings(progress=False))
+    write_result(tmp_path / "harm.json", found)
+    assert read_result(tmp_path / "harm.json", AttentionHarm) == found
+    with pytest.raises(ValueError, match="'recurrent' must have one value per border, at least one, got 1 for 3"):
+        replace(found, recurrent=found.recurrent[:1])
 
 
 @pytest.mark.parametrize("borders", [[0], [24], [], [5, 40]])

@@ -1,5 +1,6 @@
 """Reading with any causal language model: pieces give what one forward pass gives, or are refused with the reason."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,11 +28,15 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from hf_recurrent_lengthgen.evaluation import streaming
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, StateReader, reader_of
-from hf_recurrent_lengthgen.evaluation.streaming import Chunk, chunk_borders, stream_nll
+from hf_recurrent_lengthgen.evaluation.streaming import Chunk, chunk_borders, reading_plan, state_elements, stream_nll
+from hf_recurrent_lengthgen.hybrids import stateful
 from tests.evaluation.test_stateful_models import plain_nll
+from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import MAMBA2, build
+from tests.versions import needs_hybrids
 
 SIZES = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -116,6 +121,48 @@ def test_rows_of_a_cache_are_copies_in_any_order(tokens: np.ndarray) -> None:
         logits, _ = reader.read(ids[[2, 0, 2], 20:25], chosen)
         again, _ = reader.read(ids[:, 20:25], carry)
     torch.testing.assert_close(logits, again[[2, 0, 2]], atol=1e-5, rtol=1e-5)
+
+
+@needs_hybrids
+@pytest.mark.parametrize("model_type", ["bamba", "lfm3"])
+def test_a_fork_of_a_hybrids_cache_leaves_it_as_it_is(model_type: str, tokens: np.ndarray) -> None:
+    """Without a copy of the keys; LFM3 has a sliding window, too."""
+    reader = reader_of(stateful(tiny_model(model_type)))
+    ids = torch.from_numpy(tokens)
+    with torch.no_grad():
+        _, carry = reader.read(ids[:, :20])
+        before = copy.deepcopy(carry)
+        fork = reader.fork(carry)
+        shared = [
+            (one.keys, other.keys)
+            for one, other in zip(fork[1].layers, carry[1].layers, strict=True)
+            if hasattr(one, "keys")
+        ]
+        assert shared
+        assert all(one is other for one, other in shared)
+        first, _ = reader.read(ids[:, 20:40], fork)
+        assert carry[1].get_seq_length() == 20
+        again, _ = reader.read(ids[:, 20:40], carry)
+        expected, _ = reader.read(ids[:, 20:40], before)
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(again, expected)
+
+
+def test_caches_that_reading_changes_cannot_be_forked() -> None:
+    reader = reader_of(llama().eval())
+    with pytest.raises(ValueError, match=r"Llama.*which reading twice from one cache needs"):
+        reader.fork(reader.begin())
+
+
+@needs_hybrids
+def test_rows_of_a_hybrid_are_as_many_as_can_carry_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = reader_of(stateful(tiny_model("bamba")))
+    assert reader.model.key_elements == 2 * 2 * 8  # keys and values of 2 heads in one layer
+    state = state_elements(reader.model)
+    monkeypatch.setattr(streaming, "STATES_PER_FORWARD", 3 * (state + 1000 * 32) + 5)
+    assert reading_plan(reader, 8, 1000, None, None)[0] == 3
+    assert reading_plan(reader, 8, 4000, None, None)[0] == 1
+    assert reading_plan(reader, 8, 4000, 2, None)[0] == 2
 
 
 def test_states_are_values_that_reading_on_does_not_change(tokens: np.ndarray) -> None:

@@ -1,5 +1,6 @@
 """The diagnosis as a whole: on a model of which one head is made to keep too much, as a document, and in pictures."""
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states, patched_groups
 from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
+from hf_recurrent_lengthgen.hybrids import stateful
+from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (
     DELTA_FAMILIES,
     LINEAR_ATTENTION,
@@ -26,6 +29,7 @@ from tests.models.families import (
     random_tokens,
     variant_id,
 )
+from tests.versions import needs_hybrids
 
 QUIET = EvaluationSettings(progress=False)
 T, LENGTH, SEQUENCES = 16, 512, 4
@@ -41,6 +45,41 @@ def one_head_keeps_all() -> Any:
             if layer == 1:
                 block.mixer.A_log[2] = -12.0
     return model
+
+
+@needs_hybrids
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
+def test_a_head_of_a_hybrid_that_keeps_everything_is_named_and_patched(model_type: str) -> None:
+    """Random weights; `tests/test_examples_planted_fault.py` has trained models, of other mixers, too."""
+    stock = tiny_model(model_type)
+    mixers = [module for module in stock.modules() if hasattr(module, "A_log")]
+    with torch.no_grad():
+        for mixer in mixers:
+            mixer.A_log.fill_(1.0)
+    sound = copy.deepcopy(stock)
+    with torch.no_grad():
+        mixers[-1].A_log[1] = -12.0
+    found = diagnosed(stateful(stock), patched_heads=1)
+    place = (mixers[-1].layer_idx, 1)
+    assert [(layer.layer, head.head) for layer, head in found.drifting] == [place]
+    (layer,) = (layer for layer in found.layers if layer.drifts)
+    assert layer.leaves_at == found.ranking[0][1].leaves_at is not None
+    assert found.patching is not None
+    assert [group.heads for group in found.patching.groups[:1] + found.patching.groups[2:3]] == [(place,), (place,)]
+    keys = found.patching.groups[-1]
+    assert (keys.name, keys.heads, keys.attention) == ("attention", (), True)
+    assert not any(group.attention for group in found.patching.groups[:-1])
+    assert found.attention is not None
+    assert found.attention.borders[-1] == LENGTH - T
+    assert not diagnosed(stateful(sound), patched_heads=0).drifting
+
+
+@needs_hybrids
+def test_attention_that_cannot_be_set_apart_is_said_and_the_rest_kept() -> None:
+    found = diagnose_states(stateful(tiny_model("bamba")), random_tokens(4, T + 9), T, QUIET, patched_heads=1)
+    assert found.attention is None
+    assert "not measured apart from that of long attention: tokens of shape (4, 25) are too few" in found.left_out[-1]
+    assert found.patching is not None
 
 
 def diagnosed(model: Any, **options: Any) -> StateDiagnosis:

@@ -1,5 +1,6 @@
 """Exchanges of heads, on a model of which one head is broken, and against plain forward passes."""
 
+import copy
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hf_recurrent_lengthgen.evaluation.state_patching import exchange, patch_heads
+from hf_recurrent_lengthgen.evaluation.state_patching import Heads, exchange, patch_heads
+from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, Family, build, random_state, random_tokens, variant_id
+from tests.versions import needs_hybrids
 
 T, VOCABULARY = 16, 7
 
@@ -79,6 +83,55 @@ def test_each_exchange_equals_plain_forward_passes(family: Family) -> None:
         np.testing.assert_allclose(found.restored[0], nll(full) - nll(mixed(full, short)), atol=1e-6)
         np.testing.assert_allclose(found.broken[0], nll(mixed(short, full)) - nll(short), atol=1e-6)
     assert np.abs(found.restored).max() > 1e-4
+
+
+@needs_hybrids
+@pytest.mark.parametrize("model_type", ["bamba", "olmo_hybrid", "zamba"])
+def test_each_exchange_in_a_hybrid_equals_plain_forward_passes(model_type: str) -> None:
+    """Heads, keys and both, with batches of rows that carry their keys."""
+    model = stateful(tiny_model(model_type).double())
+    tokens = random_tokens(3, 41)
+    layer = next(index for index, part in enumerate(model.state_shapes()) if index and part.recurrent != (0,))
+    groups: list[Heads] = [[(layer, 1)], ["attention"], [(layer, 1), "attention"]]
+    with torch.no_grad():
+
+        def read(start: int, keys: Any) -> RecurrentState:
+            state: RecurrentState = model(tokens[:, start:30], attention_cache=keys).final_state
+            return state
+
+        keys, short_keys = model.new_attention_cache(), model.new_attention_cache()
+        full, short = read(0, keys), read(28, short_keys)
+
+        def nll(state: RecurrentState, cache: Any) -> np.ndarray:
+            logits = model(tokens[:, 30:34], initial_state=state, attention_cache=copy.deepcopy(cache)).logits
+            return np.asarray(cross_entropy(logits.mT, tokens[:, 31:35], reduction="none").mean(1))
+
+        def mixed(state: RecurrentState, other: RecurrentState) -> RecurrentState:
+            part = state[layer].recurrent.clone()
+            rows = slice(1, 2) if part.ndim == 4 else slice(part.shape[1] // 16, part.shape[1] // 8)  # 16 groups
+            part[:, rows] = other[layer].recurrent[:, rows]
+            return (*state[:layer], state[layer]._replace(recurrent=part), *state[layer + 1 :])
+
+        found = patch_heads(model, tokens, 6, groups, position=30, width=4, batch_size=2, progress=False)
+        with_short, with_full = mixed(full, short), mixed(short, full)
+        expected_full, expected_short = nll(full, keys), nll(short, short_keys)
+        np.testing.assert_allclose(found.full, expected_full, atol=1e-6)
+        np.testing.assert_allclose(found.short, expected_short, atol=1e-6)
+        restored = [nll(with_short, keys), nll(full, short_keys), nll(with_short, short_keys)]
+        broken = [nll(with_full, short_keys), nll(short, keys), nll(with_full, keys)]
+    np.testing.assert_allclose(found.restored, expected_full - restored, atol=1e-6)
+    np.testing.assert_allclose(found.broken, np.array(broken) - expected_short, atol=1e-6)
+    assert np.abs(found.restored).max(1).min() > 1e-5
+
+
+@needs_hybrids
+def test_only_models_with_attention_exchange_it() -> None:
+    with pytest.raises(ValueError, match=r'"attention" in models with attention layers; got .attention. for Stateful'):
+        patch_heads(build(MAMBA2), random_tokens(2, 41), 16, [["attention"]])
+    with pytest.raises(ValueError, match=r"got 'attention', 'keys' for Bamba"):
+        patch_heads(stateful(tiny_model("bamba")), random_tokens(2, 41), 16, [["attention", "keys"]])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"no head 0 in layer 1: layers 0 to 2 have \[8, 0, 8\] heads"):
+        patch_heads(stateful(tiny_model("bamba")), random_tokens(2, 41), 16, [["attention", (1, 0)]])
 
 
 def test_channels_are_exchanged_in_groups_and_nothing_given_changes() -> None:

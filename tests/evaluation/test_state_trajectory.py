@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
-from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Mamba2Config, MambaConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from hf_recurrent_lengthgen import forgetting
+from hf_recurrent_lengthgen import forgetting, load_model
 from hf_recurrent_lengthgen.evaluation.state_trajectory import (
     LayerTrajectory,
     StateObserver,
@@ -20,6 +20,7 @@ from hf_recurrent_lengthgen.evaluation.state_trajectory import (
 )
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
+from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (
     DECAYING,
     FAMILIES,
@@ -286,22 +287,40 @@ def test_the_sketch_holds_means_of_neighbours_among_the_sorted_elements() -> Non
         start += count
 
 
+STOCK: dict[str, Any] = {
+    "mamba2": (Mamba2Config, {"num_heads": 4, "head_dim": 8, "n_groups": 2, "time_step_limit": (0.2, 0.7)}),
+    "mamba": (MambaConfig, {"time_step_rank": 3}),
+}
+
+
 @needs_hybrids
-def test_wrapped_models_of_transformers_have_states_but_no_known_scans() -> None:
+@pytest.mark.parametrize("model_type", STOCK)
+def test_wrapped_models_of_transformers_have_the_inputs_of_our_classes(model_type: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = Mamba2Config(
-        vocab_size=29, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=5, n_groups=1
-    )
-    model = stateful(Mamba2ForCausalLM(config).eval())
-    tokens = random_tokens(2, 9)
-    trajectory = observed(model, tokens, (1, 4, 8))
-    state = model(tokens[:, :4], output_final_state=True).final_state
-    for layer, expected in zip(trajectory.layers, state, strict=True):
-        assert layer.inputs is None
+    config_class, sizes = STOCK[model_type]
+    config = config_class(vocab_size=29, hidden_size=16, num_hidden_layers=2, state_size=5, **sizes)
+    stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    stock.save_pretrained(tmp_path)
+    tokens = random_tokens(2, 21)
+    found, expected = observed(stateful(stock), tokens), observed(load_model(str(tmp_path)), tokens)
+    for layer, ours in zip(found.layers, expected.layers, strict=True):
         assert layer.recurrent is not None
-        np.testing.assert_allclose(
-            layer.recurrent.mean[1], expected.recurrent.detach().mean((2, 3)).numpy(), atol=1e-6
-        )
+        assert ours.recurrent is not None
+        np.testing.assert_allclose(layer.recurrent.mean, ours.recurrent.mean, atol=1e-6)
+        assert layer.inputs is not None
+        assert ours.inputs is not None
+        for values, ours_values in zip(layer.inputs, ours.inputs, strict=True):
+            np.testing.assert_allclose(values, ours_values, rtol=1e-4)
+    assert not any(module._forward_pre_hooks for module in stock.modules())
+
+
+@needs_hybrids
+@pytest.mark.parametrize(
+    ("model_type", "known"), [("bamba", [0, 2]), ("jamba", [0, 2]), ("zamba", []), ("qwen3_next", [])]
+)
+def test_hybrids_have_inputs_in_their_mamba_layers(model_type: str, known: list[int]) -> None:
+    layers = observed(stateful(tiny_model(model_type)), random_tokens(2, 9), (1, 4, 8)).layers
+    assert [index for index, layer in enumerate(layers) if layer.inputs is not None] == known
 
 
 def test_the_code_of_a_checkpoint_is_read_like_ours(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""A head that keeps everything, planted into trained hybrids of three kinds, is named and found guilty."""
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences, standard_library_corpus, token_stream
+from hf_recurrent_lengthgen.diagnosis.diagnose import compared, diagnose_model
+from hf_recurrent_lengthgen.diagnosis.page import verdicts
+from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
+from hf_recurrent_lengthgen.hybrids import stateful
+from tests.versions import needs_hybrids
+
+EXAMPLE = Path(__file__).parents[1] / "examples/planted_fault.py"
+T, LENGTH = 32, 1024
+pytestmark = [needs_hybrids, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def texts() -> np.ndarray:
+    stream = token_stream(standard_library_corpus().texts("validation"), byte_tokenizer())
+    return evaluation_sequences(stream, 16, LENGTH + 1).numpy()
+
+
+def states_of(model: DiagnosedModel) -> StateDiagnosis:
+    states = model.found(StateDiagnosis)
+    assert states is not None, model.refused
+    return states
+
+
+@pytest.mark.parametrize(("model_type", "steps"), [("bamba", 100), ("qwen3_next", 200), ("zamba", 100)])
+def test_the_planted_head_is_named_and_its_short_state_removes_the_harm(
+    model_type: str, steps: int, texts: np.ndarray
+) -> None:
+    """Mixers of Mamba-2, the delta rule, and Mamba-1."""
+    example: Any = runpy.run_path(str(EXAMPLE))
+    sound = example["train"](example["new_hybrid"](model_type, T), steps)
+    planted = example["planted"](sound)
+    settings = DiagnosisSettings(command="test", progress=False, parts=("states",))
+    broken, whole = (
+        diagnose_model(stateful(model), texts, T, name, settings=settings)
+        for name, model in (("planted", planted), ("sound", sound))
+    )
+    place, states = (example["LAYER"], example["HEAD"]), states_of(broken)
+    worst_layer, worst_head = states.ranking[0]
+    assert (worst_layer.layer, worst_head.head) == place
+    assert worst_head.drifts
+    assert worst_head.leaves_at == worst_layer.leaves_at
+    assert states.patching is not None
+    assert states.patching.harmful
+    (alone,) = (group for group in states.patching.groups[2:] if group.heads == (place,))
+    share = states.patching.share(alone.restored)
+    assert share is not None
+    assert share > 0.8
+    assert alone.restored.low is not None
+    assert alone.restored.low > 0
+    (keys,) = (group for group in states.patching.groups if group.attention)
+    assert keys.restored.mean < 0.2 * states.patching.harm.mean
+    assert states.attention is not None
+    assert states.attention.recurrent[-1].mean > 5 * abs(states.attention.attention[-1].mean)
+    told, silent = verdicts(compared("t", [broken, whole]))
+    assert told.headline.startswith("Planted breaks beyond")
+    assert told.reason.startswith("The states of layer")
+    assert f"left training at {worst_head.leaves_at}" in told.reason
+    assert f"layer {place[0]}, head {place[1]}" in told.reason
+    assert "% of the harm" in told.reason
+    assert place not in {(layer.layer, head.head) for layer, head in states_of(whole).drifting}
+    assert f"layer {place[0]}, head {place[1]}" not in silent.reason
+    assert "breaks" not in silent.headline
+
+
+@pytest.mark.usefixtures("small_corpus")
+def test_the_example_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--type", "bamba", "--training-length", "16", "--length", "64", "--sequences", "4", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", ["planted_fault.py", *options, "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert stopped.value.code == 0
+    found = read_result(tmp_path / "diagnosis/result.json", Diagnosis)
+    assert [model.evaluation.model for model in found.models] == ["planted", "sound"]
+    assert states_of(found.models[0]).attention is not None
+    assert (tmp_path / "diagnosis/attention_harm.png").exists()
