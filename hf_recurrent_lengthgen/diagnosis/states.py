@@ -12,7 +12,7 @@ from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings, Fact, Part,
 from hf_recurrent_lengthgen.evaluation.evaluate import Measurement
 from hf_recurrent_lengthgen.evaluation.readers import StateReader
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.state_diagnosis import describe_states, with_patching
+from hf_recurrent_lengthgen.evaluation.state_diagnosis import describe_states, state_keeper, with_patching
 from hf_recurrent_lengthgen.evaluation.state_results import (
     HeadPatching,
     HeadStates,
@@ -50,17 +50,19 @@ def _compute(task: Measurement) -> StateDiagnosis:
     assert isinstance(settings, DiagnosisSettings)
     if reason := _no_states(task):
         raise ValueError(reason)
+    heads = settings.patched_heads
     observer = StateObserver(task.model, len(task.tokens), sample_positions(task.length, task.training_length))
+    keeper = state_keeper(observer, task.model, task.tokens, task.training_length, heads)
 
     def describe() -> StateDiagnosis:
-        task.evaluate(observer)
+        task.evaluate(keeper)
         confidence = settings.confidence
         return describe_states(task.model, observer.trajectory(), task.training_length, confidence)
 
     found = task.kept("states", StateDiagnosis, describe)
-    if not (heads := settings.patched_heads):
+    if not heads:
         return found
-    patch = partial(with_patching, task.model, task.tokens, found, heads, settings)
+    patch = partial(with_patching, task.model, task.tokens, found, heads, settings, keeper.state())
     return task.kept("patched states", StateDiagnosis, patch, patched_heads=heads)
 
 
