@@ -269,10 +269,11 @@ class StatefulBackbone(StatefulPreTrainedModel):
         layout = _layout(inputs.starts, inputs.real, sequence_group is not None)
         if past_key_values is not None and past_key_values.may_overwrite and layout is None:
             state = own_state(state)
+        caches = use_cache or past_key_values is not None
         all_hidden_states, final_state = self._through_layers(
-            hidden_states, state, layout, bool(output_hidden_states), sequence_group
+            hidden_states, state, layout, bool(output_hidden_states), caches or output_final_state, sequence_group
         )
-        if use_cache or past_key_values is not None:
+        if caches:
             past_key_values = RecurrentCache() if past_key_values is None else past_key_values
             past_key_values.advance(final_state, length)
         output = StatefulModelOutput(
@@ -289,9 +290,10 @@ class StatefulBackbone(StatefulPreTrainedModel):
         state: RecurrentState,
         layout: Padding | Packing | None,
         keep_all: bool,
+        keep_states: bool,
         group: ProcessGroup | None,
     ) -> tuple[list[Tensor], RecurrentState]:
-        """The hidden states before each layer, if all are kept, and after the final norm; and the state after."""
+        """Hidden states before each layer, if all are kept, and after the final norm; and the state after, or ()."""
         all_hidden_states, states = [], []
         shared: tuple[Any, ...] = ()
         rows: Any = hidden_states if layout is None else layout.to_front(hidden_states)
@@ -307,10 +309,12 @@ class StatefulBackbone(StatefulPreTrainedModel):
             if isinstance(layout, Packing):
                 starting = layout.starting_states(layer_state)
                 rows, after, *further = block(rows, starting, lengths, *inputs, *shared)
-                states.append(layout.final_states(after))
+                after = layout.final_states(after)
             else:
                 rows, after, *further = block(rows, layer_state, lengths, *inputs, *shared)
+            if keep_states:
                 states.append(after)
+            del after  # else it would be there while the next layer runs
             shared = (*shared, *further)
             if keep_all and layout is not None:
                 # what is returned is what the next layer reads, so that gradients reach it
@@ -336,7 +340,9 @@ class StatefulBackbone(StatefulPreTrainedModel):
             return initial_state
         if cache is not None and (state := cache.state_for(batch_size)) is not None:
             return check_state(state, shapes, batch_size, device, dtype, "past_key_values.state")
-        return zero_state(shapes, batch_size, device, dtype)
+        # layers of one shape share their zeros, which activation checkpointing keeps for each of them
+        zeros = {shape: zero_state((shape,), batch_size, device, dtype)[0] for shape in set(shapes)}
+        return tuple(zeros[shape] for shape in shapes)
 
 
 def _layout(starts: Tensor | None, real: Tensor | None, pieces: bool) -> Padding | Packing | None:
