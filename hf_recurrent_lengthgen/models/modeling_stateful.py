@@ -259,7 +259,9 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and output_final_state and sequence_group is None
             use_cache = use_cache and not (self.training or self.stateless_layers)
-        if not (initial_state is None and past_key_values is None and sequence_group is None) or use_cache:
+        own = past_key_values is not None and past_key_values.may_overwrite  # so this model has made its state
+        stateless = initial_state is None and past_key_values is None and sequence_group is None and not use_cache
+        if not (own or stateless):
             self.check_has_states()
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -267,7 +269,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         check_token_types(token_type_ids, inputs.real)
         state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
         layout = _layout(inputs.starts, inputs.real, sequence_group is not None)
-        if past_key_values is not None and past_key_values.may_overwrite and layout is None:
+        if own and layout is None:
             state = own_state(state)
         caches = use_cache or past_key_values is not None
         all_hidden_states, final_state = self._through_layers(
@@ -333,6 +335,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
         batch_size: int,
         device: torch.device,
     ) -> RecurrentState:
+        if cache is not None and cache.may_overwrite and (state := cache.state_for(batch_size)) is not None:
+            return state
         shapes, dtype = self.state_shapes(), state_dtype(self.dtype)
         if initial_state is not None:
             initial_state = check_state(initial_state, shapes, batch_size, device, dtype)
