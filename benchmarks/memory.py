@@ -18,16 +18,26 @@ from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 
-# half a billion parameters, so that it fits beside other work
+# Mamba-2 1.3b
 BIG: dict[str, Any] = {
-    "hidden_size": 1536,
-    "num_heads": 48,
+    "hidden_size": 2048,
+    "num_heads": 64,
     "head_dim": 64,
     "state_size": 128,
-    "num_hidden_layers": 24,
+    "num_hidden_layers": 48,
 }
 TINY: dict[str, Any] = {"hidden_size": 64, "num_heads": 2, "head_dim": 64, "state_size": 16, "num_hidden_layers": 2}
-WHAT = ("load_model", "from_pretrained", "evaluate", "train")
+WHAT = ("load_model", "load_in_float32", "from_pretrained", "evaluate", "train")
+# many narrow layers, so that states are most of the memory
+DEEP: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "num_heads": 8,
+    "head_dim": 64,
+    "state_size": 128,
+    "n_groups": 1,
+    "num_hidden_layers": 48,
+}
 
 
 class Watch(threading.Thread):
@@ -68,7 +78,7 @@ def peak_of_use(argument: str) -> dict[str, float]:
     if what == "from_pretrained":
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     else:
-        model: Any = load_model(folder, dtype=torch.bfloat16)
+        model: Any = load_model(folder, dtype=torch.float32 if what == "load_in_float32" else torch.bfloat16)
     if what == "evaluate":
         tokens = np.random.default_rng(0).integers(0, 50_288, (1, 129))
         evaluate_model(model, tokens, 32, settings=EvaluationSettings(progress=False))
@@ -97,9 +107,37 @@ def train_one_step(model: Any) -> None:
         StatePassingTrainer(model, arguments, train_dataset=data).train()
 
 
+def peak_of_deep(argument: str) -> dict[str, float]:
+    """Growth of memory in a training pass of `DEEP`, 8 rows of 64 tokens, bfloat16, activation checkpointing.
+
+    The argument says whether final states are asked for ("1", "0").
+    """
+    torch.manual_seed(0)
+    model: Any = StatefulMamba2ForCausalLM(StatefulMamba2Config(**DEEP)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    state = sum(part.nbytes for layer in model.zero_state(8) for part in layer)
+    ids = torch.arange(8 * 64).view(8, 64)
+
+    def step(rows: slice) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(ids[rows], labels=ids[rows], output_final_state=argument == "1")
+        output.loss.backward()
+
+    step(slice(1))  # makes the gradients
+    watch, before = Watch(), status_mib("RssAnon")
+    watch.start()
+    step(slice(8))
+    watch.go_on = False
+    return {"mib": watch.anonymous - before, "states_mib": state / 2**20}
+
+
 def bench_memory(rounds: int) -> dict[str, float]:
-    """Peaks with a checkpoint of half a billion parameters above those with a tiny one, in its sizes, once."""
+    """Peaks with 1.3 billion parameters above those with a tiny checkpoint, in sizes of it, once; and of `DEEP`."""
     result: dict[str, float] = {}
+    for asked in ("0", "1"):
+        found = in_own_process("peak_of_deep", asked)
+        result[f"deep_{'with' if asked == '1' else 'without'}_final_states_mib"] = found["mib"]
+        result["deep_states_mib"] = found["states_mib"]
     with tempfile.TemporaryDirectory() as folder:
         made = {size: in_own_process("make_checkpoint", f"{folder}/{size}") for size in ("tiny", "big")}
         size = made["big"]["mib"] - made["tiny"]["mib"]

@@ -26,7 +26,7 @@ from forgetting import bench_window, peak_of_window
 from hybrids import bench_delta, bench_hybrid
 from mamba2 import bench_model, bench_scan, peak_of_pass
 from measure import in_own_process, peak_mib
-from memory import bench_memory, make_checkpoint, peak_of_use
+from memory import bench_memory, make_checkpoint, peak_of_deep, peak_of_use
 from reading import bench_reading
 from retrieval import bench_retrieval
 from states import bench_states, peak_of_states
@@ -99,6 +99,7 @@ CALLS = {
     "stream_of": stream_of,
     "make_checkpoint": make_checkpoint,
     "peak_of_use": peak_of_use,
+    "peak_of_deep": peak_of_deep,
     "peak_of_alignment": peak_of_alignment,
     "peak_of_chunks": peak_of_chunks,
     "peak_of_mamba1": peak_of_mamba1,

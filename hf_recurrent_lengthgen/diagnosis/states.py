@@ -27,7 +27,12 @@ from hf_recurrent_lengthgen.diagnosis.state_words import (
 from hf_recurrent_lengthgen.evaluation.evaluate import Measurement
 from hf_recurrent_lengthgen.evaluation.readers import StateReader
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.state_diagnosis import describe_states, with_attention, with_patching
+from hf_recurrent_lengthgen.evaluation.state_diagnosis import (
+    describe_states,
+    state_keeper,
+    with_attention,
+    with_patching,
+)
 from hf_recurrent_lengthgen.evaluation.state_results import (
     HeadPatching,
     PatchedHeads,
@@ -58,10 +63,12 @@ def _compute(task: Measurement) -> StateDiagnosis:
     assert isinstance(settings, DiagnosisSettings)
     if reason := _no_states(task):
         raise ValueError(reason)
+    heads = settings.patched_heads
     observer = StateObserver(task.model, len(task.tokens), sample_positions(task.length, task.training_length))
+    keeper = state_keeper(observer, task.model, task.tokens, task.training_length, heads)
 
     def describe() -> StateDiagnosis:
-        task.evaluate(observer)
+        task.evaluate(keeper)
         confidence = settings.confidence
         return describe_states(task.model, observer.trajectory(), task.training_length, confidence)
 
@@ -69,9 +76,9 @@ def _compute(task: Measurement) -> StateDiagnosis:
     if getattr(task.model, "attends", False):
         separate = partial(with_attention, task.model, task.tokens, found, settings)
         found, apart = task.kept("states and attention", StateDiagnosis, separate), {"attention": "exchanged"}
-    if not (heads := settings.patched_heads):
+    if not heads:
         return found
-    patch = partial(with_patching, task.model, task.tokens, found, heads, settings)
+    patch = partial(with_patching, task.model, task.tokens, found, heads, settings, keeper.state())
     return task.kept("patched states", StateDiagnosis, patch, patched_heads=heads, **apart)
 
 

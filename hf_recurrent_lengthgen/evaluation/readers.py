@@ -8,6 +8,7 @@ A short text tests once whether a model uses its cache correctly. Transformers' 
 cache and drop the recurrent state in it.
 """
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

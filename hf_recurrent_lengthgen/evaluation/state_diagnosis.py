@@ -21,7 +21,15 @@ from hf_recurrent_lengthgen.evaluation.state_distance import (
     pooled_std,
     state_drift,
 )
-from hf_recurrent_lengthgen.evaluation.state_patching import Head, Heads, Patching, heads_of, patch_heads
+from hf_recurrent_lengthgen.evaluation.state_patching import (
+    Head,
+    Heads,
+    Patching,
+    StateKeeper,
+    heads_of,
+    patch_heads,
+    patched_place,
+)
 from hf_recurrent_lengthgen.evaluation.state_results import (
     FEWEST_SEQUENCES,
     ConvStates,
@@ -44,6 +52,7 @@ from hf_recurrent_lengthgen.evaluation.state_trajectory import (
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 
 PATCHED_HEADS = 8
 """Default number of heads that are exchanged one by one."""
@@ -62,7 +71,7 @@ def diagnose_states(
     positions: Sequence[int] | None = None,
     patched_heads: int = PATCHED_HEADS,
 ) -> StateDiagnosis:
-    """Statistics, distances, inputs and patching of the states of a model; about two forward passes per token.
+    """Statistics, distances, inputs and patching of the states of a model; a forward pass per token, and patching.
 
     Args:
         model: A recurrent model of this package, loaded with or without its remote code, or wrapped by `stateful`.
@@ -82,11 +91,19 @@ def diagnose_states(
         raise ValueError(f"patched_heads must be at least 0, got {patched_heads}.")
     chosen = tuple(positions or sample_positions(int(tokens.shape[1]) - 1, training_length))
     observer = StateObserver(model, len(tokens), chosen)
-    with observer:
-        stream_nll(model, tokens, observer=observer, **settings.reading)
+    with state_keeper(observer, model, tokens, training_length, patched_heads) as keeper:
+        stream_nll(model, tokens, observer=keeper, **settings.reading)
     described = describe_states(model, observer.trajectory(), training_length, settings.confidence)
     described = with_attention(model, tokens, described, settings)
-    return with_patching(model, tokens, described, patched_heads, settings)
+    return with_patching(model, tokens, described, patched_heads, settings, keeper.state())
+
+
+def state_keeper(
+    observer: StateObserver, model: nn.Module, tokens: Tokens, training_length: int, patched_heads: int
+) -> StateKeeper:
+    """The observer, which on its way also keeps the states that `with_patching` exchanges, without attention."""
+    keeps = patched_heads and not getattr(model, "attends", False)
+    return StateKeeper(observer, patched_place(int(tokens.shape[1]) - 1, training_length)[0] if keeps else None)
 
 
 def describe_states(
@@ -129,8 +146,12 @@ def with_patching(
     states: StateDiagnosis,
     patched_heads: int = PATCHED_HEADS,
     settings: EvaluationSettings = DEFAULTS,
+    state_there: RecurrentState | None = None,
 ) -> StateDiagnosis:
-    """The diagnosis of `describe_states` with patching, or the reason why heads could not be patched."""
+    """The diagnosis of `describe_states` with patching, or the reason why heads could not be patched.
+
+    `state_there` is that of `state_keeper`, if it has seen the texts.
+    """
     if not patched_heads:
         return states
     order = [(layer.layer, head.head) for layer, head in states.ranking]
@@ -138,7 +159,7 @@ def with_patching(
     if getattr(model, "attends", False):
         groups["attention"] = ["attention"]
     try:
-        reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
+        reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress, "state_there": state_there}
         found = patch_heads(model, tokens, states.training_length, list(groups.values()), **reading)
     except ValueError as error:
         return dataclasses.replace(states, left_out=(*states.left_out, f"Heads were not patched: {error}"))

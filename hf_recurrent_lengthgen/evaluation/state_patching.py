@@ -16,6 +16,7 @@ are one more thing that can be exchanged, which also moves the positions: "atten
 
 from collections.abc import Sequence
 from itertools import chain
+from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,16 +24,24 @@ import torch
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.readers import Reader, StateReader, reader_of
-from hf_recurrent_lengthgen.evaluation.state_trajectory import as_units
+from hf_recurrent_lengthgen.evaluation.state_trajectory import StateObserver, as_units
 from hf_recurrent_lengthgen.evaluation.streaming import (
+    Chunk,
     Tokens,
     check_tokens,
     progress_bar,
     reading_plan,
+    state_arrays,
+    state_from,
     stream_chunks,
 )
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    RecurrentState,
+    concatenate_rows,
+    state_batch_size,
+    state_to,
+)
 
 Head = tuple[int, int]
 """(layer, unit); see `state_trajectory.as_units` for layers without heads."""
@@ -60,6 +69,53 @@ class Patching(NamedTuple):
         return np.asarray(self.full - self.short)
 
 
+def patched_place(length: int, training_length: int) -> tuple[int, int]:
+    """Default position and width of `patch_heads` for texts of `length` positions."""
+    width = max(1, min(training_length // 2, length - training_length))
+    return length - width, width
+
+
+class StateKeeper:
+    """Keeps the states after `position` tokens, for `patch_heads`, of texts that are read for an observer.
+
+    A stream takes it in place of the observer. With None it keeps nothing.
+    """
+
+    def __init__(self, observer: StateObserver, position: int | None) -> None:
+        self._observer, self._position = observer, position
+        self.positions = tuple(sorted({*observer.positions, *(() if position is None else (position,))}))
+        self._states: list[RecurrentState] = []
+
+    def __enter__(self) -> "StateKeeper":
+        self._observer.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._observer.__exit__(kind, error, trace)
+
+    def see(self, first_sequence: int, chunk: Chunk) -> None:
+        self._observer.see(first_sequence, chunk)
+        if chunk.start + chunk.nll.shape[1] == self._position:
+            self._states.append(state_to(chunk.state, "cpu"))  # other texts follow before it is needed
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        kept = {"groups": np.array(len(self._states))} if self._states else {}
+        for group, state in enumerate(self._states):
+            kept |= state_arrays(state, f"group.{group}.")
+        return self._observer.arrays() | {f"keeper.{name}": array for name, array in kept.items()}
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        self._observer.restore(arrays)
+        groups = int(arrays.get("keeper.groups", 0))
+        self._states = [state_from(arrays, f"keeper.group.{group}.", torch.device("cpu")) for group in range(groups)]
+
+    def state(self) -> RecurrentState | None:
+        """The state of all texts that were read, None without any."""
+        return concatenate_rows(self._states) if self._states else None
+
+
 def patch_heads(
     model: nn.Module,
     tokens: Tokens,
@@ -68,6 +124,7 @@ def patch_heads(
     *,
     position: int | None = None,
     width: int | None = None,
+    state_there: RecurrentState | None = None,
     batch_size: int | None = None,
     progress: bool = True,
 ) -> Patching:
@@ -81,18 +138,20 @@ def patch_heads(
         position: Tokens read before the exchange; by default all but the last `width`.
         width: Tokens that are scored; by default half the training length, or the length of the texts beyond it if
             that is less. h' has read the T - `width` tokens before them.
+        state_there: The states h, S rows, if they are known; None to read the texts up to `position`.
         batch_size, progress: As in `stream_nll`.
 
     Raises:
         ValueError: for models without a state that is a value, heads that do not exist, attention that does not exist,
-            a width not below T (so also for T = 1), and texts or positions that are too short.
+            a width not below T (so also for T = 1), texts or positions that are too short, and given states of another
+            number of texts, or without the keys of attention layers.
     """
     reader = reader_of(model)
     if not isinstance(reader, StateReader):
         raise ValueError(reader.refusal("an exchange of heads"))
     array = check_tokens(tokens, reader.vocabulary, training_length + 1)
     length = array.shape[1] - 1
-    width = max(1, min(training_length // 2, length - training_length)) if width is None else width
+    width = patched_place(length, training_length)[1] if width is None else width
     if not 1 <= width < training_length:
         raise ValueError(f"width must be at least 1 and below the training length {training_length}, got {width}.")
     kept = training_length - width
@@ -103,9 +162,13 @@ def patch_heads(
             f"tokens to score; got {position}."
         )
     _check_groups(groups, reader)
+    if state_there is not None and not reader.carried_by_row:
+        raise ValueError("state_there has no keys of attention layers: leave it out.")
+    if state_there is not None and state_batch_size(state_there) != len(array):
+        raise ValueError(f"state_there must have a row per text, {len(array)}, got {state_batch_size(state_there)}.")
     after = array[:, position : position + width + 1]
     nll = np.empty((2 + 2 * len(groups), len(array)))
-    total = len(array) * (position + kept + len(nll) * width)
+    total = len(array) * (position * (state_there is None) + kept + len(nll) * width)
     together = len(array)
     if not reader.carried_by_row:  # then no more rows than can carry their keys at once
         together, _ = reading_plan(reader, len(array), position, batch_size, None)
@@ -113,7 +176,10 @@ def patch_heads(
     with evaluation_mode(reader.model), progress_bar(total, "patching", progress) as bar:
         for first in range(0, len(array), together):
             rows = slice(first, min(first + together, len(array)))
-            full = _cache_after(reader, array[rows, : position + 1], batch_size, bar, first)
+            if state_there is None:
+                full = _cache_after(reader, array[rows, : position + 1], batch_size, bar, first)
+            else:  # of all rows
+                full = reader.begin(state_to(state_there, reader.device))
             short = _cache_after(reader, array[rows, position - kept : position + 1], batch_size, bar, first)
             pairs = [(full, short), (short, full)]
             mixed = (_exchanged(*pair, group) for group in groups for pair in pairs)

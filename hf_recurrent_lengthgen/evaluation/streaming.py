@@ -329,7 +329,7 @@ class _Done:
             return
         self.row, self.position, groups = kept["place"].tolist()
         nll[:] = kept["nll"]
-        states = [_state_from(kept, f"state.{group}.", device) for group in range(groups)]
+        states = [state_from(kept, f"state.{group}.", device) for group in range(groups)]
         self.final_states = states[:-1] if self.position else states
         self.state = states[-1] if self.position else None
         if observer is not None:
@@ -347,11 +347,7 @@ class _Done:
         seen = {} if self.observer is None else self.observer.arrays()
         arrays = {"place": np.array([row, position, len(states)]), "nll": self.nll}
         for group, layers in enumerate(states):
-            arrays |= {
-                f"state.{group}.{layer}.{part}": tensor.cpu().numpy()
-                for layer, parts in enumerate(layers)
-                for part, tensor in enumerate(parts)
-            }
+            arrays |= state_arrays(layers, f"state.{group}.")
         self.partial.save(arrays | {f"observer.{name}": array for name, array in seen.items()})
 
 
@@ -359,7 +355,17 @@ def _without_prefix(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _state_from(arrays: dict[str, np.ndarray], prefix: str, device: torch.device) -> RecurrentState:
+def state_arrays(state: RecurrentState, prefix: str) -> dict[str, np.ndarray]:
+    """The parts of a state by name."""
+    return {
+        f"{prefix}{layer}.{part}": tensor.cpu().numpy()
+        for layer, parts in enumerate(state)
+        for part, tensor in enumerate(parts)
+    }
+
+
+def state_from(arrays: dict[str, np.ndarray], prefix: str, device: torch.device) -> RecurrentState:
+    """Inverse of `state_arrays`, among other arrays."""
     parts = {
         tuple(map(int, name.split("."))): torch.from_numpy(array).to(device)
         for name, array in _without_prefix(arrays, prefix).items()

@@ -33,7 +33,7 @@ class Forgetting(NamedTuple):
         """The rule in the `forgetting` of a configuration; one that changes nothing if it has none."""
         given = getattr(config, "forgetting", None)
         if given is None:
-            return cls()
+            return NO_FORGETTING
         if not isinstance(given, Mapping) or not set(given) <= set(cls._fields):
             raise ValueError(f"forgetting must be None or a mapping with some of {list(cls._fields)}, got {given!r}.")
         rule = cls(**given)
@@ -53,3 +53,6 @@ class Forgetting(NamedTuple):
     def in_recurrence(self) -> bool:
         """Whether the recurrence itself changes, and not only the step sizes."""
         return (self.retention, self.insertion, self.window) != (1.0, 1.0, None)
+
+
+NO_FORGETTING = Forgetting()

@@ -69,6 +69,8 @@ class SelectiveRecurrence(SteppedRecurrence):
         exponents = torch.mul(sums[..., :-1][..., channels], self._log2_A[:, channels], out=out)
         if self.retention < 1:
             exponents.sub_(sums[..., -1:] * LOG2_E)
+        if not torch.is_grad_enabled():  # as small as a normal number can be, since exp2 is slow where it underflows
+            exponents.clamp_(min=math.log2(torch.finfo(exponents.dtype).tiny))
         return exponents.exp2_()
 
     def _written(

@@ -265,7 +265,9 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and output_final_state and sequence_group is None
             use_cache = use_cache and not (self.training or self.stateless_layers)
-        if not (initial_state is None and past_key_values is None and sequence_group is None) or use_cache:
+        own = past_key_values is not None and past_key_values.may_overwrite  # so this model has made its state
+        stateless = initial_state is None and past_key_values is None and sequence_group is None and not use_cache
+        if not (own or stateless):
             self.check_has_states()
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -273,12 +275,13 @@ class StatefulBackbone(StatefulPreTrainedModel):
         check_token_types(token_type_ids, inputs.real)
         state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
         layout = _layout(inputs.starts, inputs.real, sequence_group is not None)
-        if past_key_values is not None and past_key_values.may_overwrite and layout is None:
+        if own and layout is None:
             state = own_state(state)
+        caches = use_cache or past_key_values is not None
         all_hidden_states, final_state = self._through_layers(
-            hidden_states, state, layout, bool(output_hidden_states), sequence_group
+            hidden_states, state, layout, bool(output_hidden_states), caches or output_final_state, sequence_group
         )
-        if use_cache or past_key_values is not None:
+        if caches:
             past_key_values = RecurrentCache() if past_key_values is None else past_key_values
             past_key_values.advance(final_state, length)
         output = StatefulModelOutput(
@@ -295,9 +298,10 @@ class StatefulBackbone(StatefulPreTrainedModel):
         state: RecurrentState,
         layout: Padding | Packing | None,
         keep_all: bool,
+        keep_states: bool,
         group: ProcessGroup | None,
     ) -> tuple[list[Tensor], RecurrentState]:
-        """The hidden states before each layer, if all are kept, and after the final norm; and the state after."""
+        """Hidden states before each layer, if all are kept, and after the final norm; and the state after, or ()."""
         all_hidden_states, states = [], []
         shared: tuple[Any, ...] = ()
         first: Any = (learned_row(self) if isinstance(layout, Packing) else None) or [None] * len(state)
@@ -314,10 +318,12 @@ class StatefulBackbone(StatefulPreTrainedModel):
             if isinstance(layout, Packing):
                 starting = layout.starting_states(layer_state, new)
                 rows, after, *further = block(rows, starting, lengths, *inputs, *shared)
-                states.append(layout.final_states(after))
+                after = layout.final_states(after)
             else:
                 rows, after, *further = block(rows, layer_state, lengths, *inputs, *shared)
+            if keep_states:
                 states.append(after)
+            del after  # else it would be there while the next layer runs
             shared = (*shared, *further)
             if keep_all and layout is not None:
                 # what is returned is what the next layer reads, so that gradients reach it
@@ -336,6 +342,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
         batch_size: int,
         device: torch.device,
     ) -> RecurrentState:
+        if cache is not None and cache.may_overwrite and (state := cache.state_for(batch_size)) is not None:
+            return state
         shapes, dtype = self.state_shapes(), state_dtype(self.dtype)
         if initial_state is not None:
             initial_state = check_state(initial_state, shapes, batch_size, device, dtype)
@@ -343,7 +351,11 @@ class StatefulBackbone(StatefulPreTrainedModel):
             return initial_state
         if cache is not None and (state := cache.state_for(batch_size)) is not None:
             return check_state(state, shapes, batch_size, device, dtype, "past_key_values.state")
-        return state_to(self.first_state(batch_size), device)
+        if learned_row(self) is not None:
+            return state_to(self.first_state(batch_size), device)
+        # layers of one shape share their zeros, which activation checkpointing keeps for each of them
+        zeros = {shape: zero_state((shape,), batch_size, device, dtype)[0] for shape in set(shapes)}
+        return tuple(zeros[shape] for shape in shapes)
 
 
 def _layout(starts: Tensor | None, real: Tensor | None, pieces: bool) -> Padding | Packing | None:

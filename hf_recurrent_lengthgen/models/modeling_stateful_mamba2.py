@@ -7,6 +7,7 @@ Different from `transformers.models.mamba2`: the mixer takes and returns a `Laye
 rows by their lengths, and computes convolution and recurrence in full precision (the kernels in their own).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from .scan_ssd import mamba_chunk_scan_combined, piece_ssd, scan_ssd
 from .sequence_classification import StatefulForSequenceClassification
 from .sequence_pieces import Lengths
 
+NO_LIMIT = (0.0, math.inf)  # of step sizes, which softplus makes positive
 KERNEL_AVAILABLE = mamba_chunk_scan_combined is not None and causal_conv1d_fn is not None
 
 
@@ -83,10 +85,13 @@ class StatefulMamba2Mixer(ScanMixer):
         x, B, C = conv_output.split([self.inner_size, *[self.n_groups * self.state_size] * 2], -1)
 
         wide = state.recurrent.dtype
-        dt = softplus(dt.to(wide) + self.dt_bias.to(wide)).clamp(*self.config.time_step_limit)
+        dt = softplus(dt.to(wide) + self.dt_bias.to(wide))
+        if (limit := tuple(self.config.time_step_limit)) != NO_LIMIT:
+            dt = dt.clamp(*limit)
         dt = zero_past_end(dt, lengths)
-        x = x.unflatten(-1, (self.num_heads, self.head_dim))
-        B, C = (part.unflatten(-1, (self.n_groups, self.state_size)) for part in (B, C))
+        tokens = x.shape[:2]
+        x = x.view(*tokens, self.num_heads, self.head_dim)
+        B, C = (part.view(*tokens, self.n_groups, self.state_size) for part in (B, C))
         A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
         options: dict[str, Any] = {"chunk_size": self.config.chunk_size} if backend == "kernel" else {}
         y, state = self.advance(x, dt, A, B, C, D, state=state, lengths=lengths, backend=backend, **options)

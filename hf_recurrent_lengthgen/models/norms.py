@@ -4,14 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from .recurrent_state import state_dtype
+from torch.nn.functional import rms_norm
 
 
 def rms_normalize(x: Tensor, eps: float) -> Tensor:
     """`x / rms(x)` over the last dimension."""
-    wide = x.to(state_dtype(x.dtype))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return rms_norm(x, x.shape[-1:], None, eps)
 
 
 class RMSNorm(nn.Module):

@@ -57,7 +57,7 @@ class RecurrentCache(Cache):
             self.state = take_rows(self.state, beam_idx)
 
     def reset(self) -> None:
-        self.state = None
+        self.state, self._is_own = None, False
         self.tokens_seen = 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:

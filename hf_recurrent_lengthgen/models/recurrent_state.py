@@ -95,7 +95,7 @@ class LayerStatistics(NamedTuple):
 
 def state_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """The dtype of the states of a model: float32, or float64 for a float64 model."""
-    return torch.promote_types(model_dtype, torch.float32)
+    return torch.float64 if model_dtype == torch.float64 else torch.float32
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: RecurrentState) -> RecurrentState:

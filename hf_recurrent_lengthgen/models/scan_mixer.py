@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .forgetting import Forgetting
+from .forgetting import NO_FORGETTING, Forgetting
 from .forgetting_scans import Recurrence
 from .recurrent_state import LayerShape, LayerState, OwnLayerState
 from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
@@ -79,13 +79,13 @@ class ScanMixer(nn.Module):
 
     def backend_for(self, x: Tensor) -> ScanBackend:
         """The backend for inputs like x."""
-        for name, module in self.named_children():
-            if name.endswith("conv1d") and hasattr(module, "base_layer"):
+        for name, module in self._modules.items():
+            if name.endswith("conv1d") and module is not None and "base_layer" in module._modules:
                 raise ValueError(
                     f"An adapter on {name} has no effect, since it takes no state: leave {name} out of its "
                     "target_modules, or train the whole module (modules_to_save)."
                 )
-        limit = self.kernel_limit(x.dtype)
+        limit = self.kernel_limit(x.dtype) if self.kernel_available and x.device.type == "cuda" else ""
         return resolve_backend(self.config.scan_backend, x.device.type, self.kernel_available, limit)
 
     def forgetful(self) -> type[Recurrence]:
@@ -107,12 +107,12 @@ class ScanMixer(nn.Module):
         """
         rule = Forgetting.of(self.config)
         if isinstance(lengths, Piece):
-            if self.piece is None or rule != Forgetting():
+            if self.piece is None or rule != NO_FORGETTING:
                 why = "names no `piece`" if self.piece is None else f"is made to forget ({rule})"
                 raise ValueError(f"Processes cannot share a sequence of a model whose {type(self).__name__} {why}.")
             y, recurrent = lengths.scan(self.scan, self.piece, inputs, state.recurrent, options)
             return y, LayerState(recurrent, state.conv)
-        if rule != Forgetting():
+        if rule != NO_FORGETTING:
             return self.forgetful().with_forgetting(rule, self.scan, inputs, state, lengths, **options)
         if isinstance(state, OwnLayerState):
             options["in_place"] = True

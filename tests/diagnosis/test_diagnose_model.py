@@ -211,6 +211,11 @@ def test_states_are_seen_in_the_stream_of_the_evaluation(
     with_states: Any = {"parts": ("states",), "patched_heads": 0}
     diagnosed(model, tokens, **with_states)
     assert read[0] == evaluation
+    read[0] = 0
+    diagnosed(model, tokens, parts=("states",), patched_heads=2)
+    # 8 tokens of the short context, and 8 that are scored: from both states, and from both exchanges of 3 or 4 groups
+    assert (read[0] - evaluation) % (3 * 8) == 0
+    assert read[0] - evaluation in (3 * 8 * (1 + 2 + 2 * groups) for groups in (3, 4))
     cache = ResultCache(tmp_path)
     evaluate_model(model, tokens, T, settings=QUIET_EVALUATION, cache=cache)
     read[0] = 0

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hf_recurrent_lengthgen.evaluation.state_patching import Heads, exchange, patch_heads
+from hf_recurrent_lengthgen.evaluation.state_patching import Heads, StateKeeper, exchange, patch_heads, patched_place
+from hf_recurrent_lengthgen.evaluation.state_trajectory import StateObserver
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 from tests.hybrids.tiny_models import tiny_model
@@ -132,6 +134,47 @@ def test_only_models_with_attention_exchange_it() -> None:
         patch_heads(stateful(tiny_model("bamba")), random_tokens(2, 41), 16, [["attention", "keys"]])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"no head 0 in layer 1: layers 0 to 2 have \[8, 0, 8\] heads"):
         patch_heads(stateful(tiny_model("bamba")), random_tokens(2, 41), 16, [["attention", (1, 0)]])
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize("family", [MAMBA2, GLA, MAMBA, RWKV6], ids=variant_id)
+@pytest.mark.parametrize("length", [40, 19, 17])
+def test_states_that_were_kept_on_the_way_give_the_same_numbers(family: Family, length: int) -> None:
+    """Texts are read in two groups, and the observer is put aside after the first."""
+    model, tokens = build(family, torch.float64), random_tokens(3, length + 1)
+    position, _ = patched_place(length, T)
+    states = []
+    kept: dict[str, np.ndarray] = {}
+    for rows in (slice(0, 2), slice(2, 3)):
+        observer = StateObserver(model, 3, (2, length))
+        keeper = StateKeeper(observer, position)
+        assert keeper.positions == tuple(sorted({2, position, length}))
+        if kept:
+            keeper.restore(kept)
+        see = keeper.see
+        keeper.see = lambda first, chunk, see=see, rows=rows: see(first + rows.start, chunk)  # type: ignore[method-assign,misc]
+        with keeper:
+            stream_nll(model, tokens[rows], observer=keeper, chunk_length=5, progress=False)
+        kept = keeper.arrays()
+        states.append(keeper.state())
+    observer.trajectory()  # it has seen all
+    groups = [[(1, 1)], [(0, 0), (1, 0)]]
+    expected = patch_heads(model, tokens, T, groups, progress=False)
+    assert expected.position == position
+    found = patch_heads(model, tokens, T, groups, state_there=states[-1], progress=False)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-9)
+    assert np.abs(expected.harm).max() > 1e-6
+    with pytest.raises(ValueError, match="state_there must have a row per text, 3, got 2"):
+        patch_heads(model, tokens, T, groups, state_there=states[0], progress=False)
+
+
+def test_nothing_is_kept_without_a_position() -> None:
+    model, tokens = build(MAMBA2), random_tokens(2, 9)
+    keeper = StateKeeper(StateObserver(model, 2, (4, 8)), None)
+    stream_nll(model, tokens, observer=keeper, progress=False)
+    assert (keeper.positions, keeper.state()) == ((4, 8), None)
+    assert not any(name.startswith("keeper") for name in keeper.arrays())
 
 
 def test_channels_are_exchanged_in_groups_and_nothing_given_changes() -> None:
