@@ -1,0 +1,151 @@
+"""What wrapped models of each type can be used for: an error against the stock model, or the reason of a refusal.
+
+`python -m tests.hybrids.support` puts the table beside that of the state contract.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.evaluation import patch_heads
+from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
+from hf_recurrent_lengthgen.hybrids.wrapping import stateful
+from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
+from hf_recurrent_lengthgen.readings import load_reading, read_text, save_reading, start_of
+from hf_recurrent_lengthgen.surgery import expand_state
+from tests.harness.support import measured as in_the_harness
+from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+
+TRAINING_LENGTH = 20
+
+
+def tokens_of(rows: int, length: int) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(6))
+
+
+def pair(model_type: str) -> tuple[Any, Any]:
+    """A stock model and a wrapped one with the same weights."""
+    stock = tiny_model(model_type).eval()
+    return stock, stateful(copy.deepcopy(stock)).eval()
+
+
+@torch.no_grad()
+def diagnosis(model_type: str) -> float:
+    """NLL after a long and after a short context, as `lengthgen diagnose` reads them to exchange states."""
+    stock, model = pair(model_type)
+    tokens = tokens_of(2, 3 * TRAINING_LENGTH + 1)
+    layer = next((i for i, shape in enumerate(model.state_shapes()) if shape.recurrent != (0,)), 0)
+    found = patch_heads(
+        model, tokens, TRAINING_LENGTH, [["attention"] if model.attends else [(layer, 0)]], progress=False
+    )
+
+    def nll(ids: Tensor) -> Tensor:
+        logits = stock(input_ids=ids[:, :-1]).logits[:, -found.width :]
+        return torch.nn.functional.cross_entropy(logits.mT, ids[:, -found.width :], reduction="none").mean(1)
+
+    expected = [nll(tokens), nll(tokens[:, -TRAINING_LENGTH - 1 :])]
+    return relative_error([torch.from_numpy(found.full), torch.from_numpy(found.short)], expected)
+
+
+def harness(model_type: str) -> float:
+    """Log-likelihoods with shared prefixes; greedy texts must be equal."""
+    error, texts = in_the_harness(model_type)
+    if texts != "same":
+        raise ValueError((texts or error).removeprefix("no: "))
+    return float(error)
+
+
+@torch.no_grad()
+def larger_states(model_type: str, layers: Any) -> float:
+    """StateX: the same logits before training, in pieces, and loaded from a checkpoint."""
+    stock, model = pair(model_type)
+    new: Any = expand_state(model, layers=layers, initialization="inherit")
+    tokens = tokens_of(2, 33)
+    with tempfile.TemporaryDirectory() as folder:
+        new.save_pretrained(folder)
+        loaded: Any = load_model(folder).eval()
+    logits = [new(input_ids=tokens).logits, read_in_pieces(new, tokens, (3, 1, 29))[0], loaded(input_ids=tokens).logits]
+    return relative_error(logits, [stock(input_ids=tokens).logits] * 3)
+
+
+def learned_state(model_type: str) -> float:
+    """Logits and gradients from an active learned state against a given one; loaded from its folder the same logits."""
+    stock, model = pair(model_type)
+    tokens, values = tokens_of(2, 21), map_state(Tensor.detach, random_state(model, 1))
+    given = map_state(lambda part: part.clone().requires_grad_(), values)
+    rows: RecurrentState = map_state(lambda part: part.expand(2, *part.shape[1:]), given)
+    expected = model(input_ids=tokens, initial_state=rows).logits
+    learned = model.add_learned_state("tried")["tried"]
+    learned.set(values)
+    logits = model(input_ids=tokens).logits
+    other = stateful(copy.deepcopy(stock))
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        model.save_learned_state(folder)
+        other.load_learned_state(folder)
+        loaded = other(input_ids=tokens).logits
+    return relative_error(
+        [logits, loaded, *gradients(weighted_sum([logits]), parts(learned()))],
+        [expected, expected, *gradients(weighted_sum([expected]), parts(given))],
+    )
+
+
+@torch.no_grad()
+def state_file(model_type: str) -> float:
+    """The last logits and the state after a text whose beginning comes from a file."""
+    stock, model = pair(model_type)
+    tokens = tokens_of(1, 65)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "read.safetensors"
+        save_reading(path, read_text(model, tokens[:, :40]))
+        reading = read_text(model, tokens[:, 40:64], load_reading(path, model))
+    actual = model(input_ids=tokens[:, 64:], **start_of(model, reading), output_final_state=True)
+    state = read_in_pieces(model, tokens, (65,))[1]
+    return relative_error(
+        [actual.logits[:, -1], *parts(actual.final_state)], [stock(input_ids=tokens).logits[:, -1], *parts(state)]
+    )
+
+
+USES: dict[str, Callable[[str], float]] = {
+    "diagnosis": diagnosis,
+    "harness": harness,
+    "StateX, one layer": lambda model_type: larger_states(model_type, [0]),
+    "StateX, all layers": lambda model_type: larger_states(model_type, "all"),
+    "learned state": learned_state,
+    "state file": state_file,
+}
+
+
+def measure_uses(model_type: str) -> list[float | str]:
+    """For each use the error, or the reason of its refusal."""
+    found: list[float | str] = []
+    for use in USES.values():
+        try:
+            found.append(use(model_type))
+        except ValueError as refusal:
+            found.append(str(refusal).split(". ")[0].split(": ")[0])
+    return found
+
+
+def table_of_uses(rows: dict[str, Sequence[float | str]]) -> str:
+    """The Markdown table of measured uses, and the reasons below it."""
+    reasons = {cell: 0 for cells in rows.values() for cell in cells if isinstance(cell, str)}
+    numbers = {reason: number for number, reason in enumerate(reasons, 1)}
+
+    def lines() -> Iterator[str]:
+        yield "| `model_type` | " + " | ".join(USES) + " |"
+        yield "|---" * (1 + len(USES)) + "|"
+        for model_type, cells in rows.items():
+            texts = (f"no ({numbers[cell]})" if isinstance(cell, str) else f"{cell:.0e}" for cell in cells)
+            yield f"| `{model_type}` | {' | '.join(texts)} |"
+        if numbers:
+            yield ""
+        yield from (f"{number}. {reason}." for reason, number in numbers.items())
+
+    return "\n".join(lines())
