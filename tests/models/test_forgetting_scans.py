@@ -190,6 +190,22 @@ def test_single_precision_is_enough_for_weak_and_strong_decays(name: str, streng
         assert float((state.recurrent - states[:, -1]).norm()) < 1e-5 * float(states[:, -1].norm()) + 1e-30
 
 
+@pytest.mark.thinned(3)
+@every_case
+@pytest.mark.parametrize("strength", [1e-6, 0.3, 3.0, 1e4])
+@pytest.mark.parametrize("retention", [1.0, 0.5])
+def test_without_gradients_the_same_is_computed(name: str, strength: float, retention: float) -> None:
+    """Memory is shared there, and exponents end at that of the smallest normal number."""
+    rule = Forgetting(window=32, retention=retention)
+    case = CASES[name](2, 150, rule, torch.float32, strength)
+    for cuts in ([], [1, 2, 50, 97]):
+        y, state = in_pieces(case, rule, cuts)
+        with torch.no_grad():
+            same, same_state = in_pieces(case, rule, cuts)
+        assert error(same, y) < 1e-6
+        assert float((same_state.recurrent - state.recurrent).norm()) < 1e-6 * float(state.recurrent.norm()) + 1e-30
+
+
 @pytest.mark.thinned(4)
 @every_case
 @pytest.mark.parametrize("cuts", [[], list(range(1, 200)), list(range(7, 200, 7))], ids=["whole", "tokens", "sevens"])
