@@ -1,7 +1,7 @@
 """Measure on tiny random models which recurrent model types of Transformers keep the state contract.
 
-    python -m tests.hybrids.support            print the table
-    python -m tests.hybrids.support --write    put it into docs/hybrids.md
+    python -m tests.hybrids.support            print the tables, this one and that of uses.py
+    python -m tests.hybrids.support --write    put them into docs/hybrids.md
 
 Every number compares with the stock model reading 65 tokens at once, except where it says otherwise, and is relative
 to the largest entry of what it is compared with.
@@ -27,9 +27,11 @@ from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_st
 from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
 from tests.hybrids.padded_rows import measure_rows
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.uses import measure_uses, table_of_uses
 
 PAGE = Path(__file__).parents[2] / "docs" / "hybrids.md"
-BEGIN, END = "<!-- begin of the generated table -->", "<!-- end of the generated table -->"
+BORDERS = "<!-- begin of the generated table -->", "<!-- end of the generated table -->"
+BORDERS_OF_USES = "<!-- begin of the generated table of uses -->", "<!-- end of the generated table of uses -->"
 PIECES = (3, 1, 59, 2)
 TOLERANCE = 1e-3
 
@@ -190,25 +192,37 @@ def table(rows: list[Row]) -> str:
 
 def verdicts(text: str) -> dict[str, str]:
     """Model type and its first three columns, without the measured numbers, of the table in a text."""
-    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `") and "model_type" not in line]
+    lines = between(text, BORDERS).splitlines()
+    rows = [line.split("|")[1:4] for line in lines if line.startswith("| `") and "model_type" not in line]
     return {cells[0].strip(): " ".join(cell.strip() for cell in cells[1:]) for cells in rows}
 
 
+def between(text: str, borders: tuple[str, str]) -> str:
+    """What stands between two borders; the whole text without them."""
+    return text.partition(borders[0])[2].partition(borders[1])[0] or text
+
+
 def main() -> None:
-    """Print the table or write it."""
+    """Print the tables or write them."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.hybrids.support",
         description="Test the state contract on a tiny random model of every recurrent model type of Transformers.",
     )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/hybrids.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/hybrids.md")
     options = parser.parse_args()
     with quiet_transformers():
-        text = table([measure(model_type) for model_type in sorted({*SUPPORTED, *REFUSED})])
-    if options.write:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-    else:
-        print(f"Transformers {transformers.__version__}\n\n{text}")
+        tables = {
+            BORDERS: table([measure(model_type) for model_type in sorted({*SUPPORTED, *REFUSED})]),
+            BORDERS_OF_USES: table_of_uses({model_type: measure_uses(model_type) for model_type in sorted(SUPPORTED)}),
+        }
+    if not options.write:
+        found = (f"{begin}\n{text}\n{end}" for (begin, end), text in tables.items())
+        print("\n\n".join([f"Transformers {transformers.__version__}", *found]))
+        return
+    page = PAGE.read_text(encoding="utf-8")
+    for borders, text in tables.items():
+        page = page.replace(f"{borders[0]}{between(page, borders)}{borders[1]}", f"{borders[0]}\n{text}\n{borders[1]}")
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

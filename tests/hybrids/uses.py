@@ -71,12 +71,16 @@ def larger_states(model_type: str, layers: Any) -> float:
     with tempfile.TemporaryDirectory() as folder:
         new.save_pretrained(folder)
         loaded: Any = load_model(folder).eval()
-    logits = [new(input_ids=tokens).logits, read_in_pieces(new, tokens, (3, 1, 29))[0], loaded(input_ids=tokens).logits]
+    logits = [
+        new(input_ids=tokens).logits,
+        read_in_pieces(new, tokens, (3, 1, 29))[0],
+        loaded(input_ids=tokens).logits,
+    ]
     return relative_error(logits, [stock(input_ids=tokens).logits] * 3)
 
 
 def learned_state(model_type: str) -> float:
-    """Logits and gradients from an active learned state against a given one; loaded from its folder the same logits."""
+    """Logits and gradients from an active learned state against a given one; also loaded from its folder."""
     stock, model = pair(model_type)
     tokens, values = tokens_of(2, 21), map_state(Tensor.detach, random_state(model, 1))
     given = map_state(lambda part: part.clone().requires_grad_(), values)
@@ -129,7 +133,7 @@ def measure_uses(model_type: str) -> list[float | str]:
         try:
             found.append(use(model_type))
         except ValueError as refusal:
-            found.append(str(refusal).split(". ")[0].split(": ")[0])
+            found.append(str(refusal).split(". ")[0].removesuffix(".").replace(model_type, "this type"))
     return found
 
 
