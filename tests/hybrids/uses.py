@@ -4,6 +4,7 @@
 """
 
 import copy
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -133,7 +134,8 @@ def measure_uses(model_type: str) -> list[float | str]:
         try:
             found.append(use(model_type))
         except ValueError as refusal:
-            found.append(str(refusal).split(". ")[0].removesuffix(".").replace(model_type, "this type"))
+            reason = str(refusal).split(". ")[0].removesuffix(".")
+            found.append(re.sub(rf"'?\b{model_type}\b'?", "this type", reason))
     return found
 
 
