@@ -34,6 +34,7 @@ def configs(width: int, head: int, state: int) -> dict[str, tuple[str, dict[str,
     heads = {"num_heads": width // head}
     return {
         "mamba2": ("mamba2", {"num_heads": 2 * width // head, "head_dim": head, "state_size": state, "n_groups": 1}),
+        "mamba3": ("mamba3", {"head_dim": head, "state_size": state}),
         "mamba": ("mamba", {"state_size": 16}),
         "falcon_mamba": ("mamba", {"state_size": 16, "mixer_rms_eps": 1e-6}),
         "gla": ("gla", heads),

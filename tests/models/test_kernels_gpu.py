@@ -32,6 +32,7 @@ HEAD_DIM = DELTA | {"head_dim": 16, "expand_v": 2.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2", {**MAMBA2, "n_groups": 1}),
     "mamba2 with groups": ("mamba2", {**MAMBA2, "n_groups": 2}),
+    "mamba3": ("mamba3", {"hidden_size": 32, "head_dim": 32, "state_size": 16, "n_groups": 1}),
     "mamba": ("mamba", MAMBA),
     "falcon_mamba": ("falcon_mamba", MAMBA),
     "gla": ("gla", {"hidden_size": 64}),

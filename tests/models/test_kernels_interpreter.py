@@ -23,6 +23,7 @@ NEEDS = {
     "ssd": "mamba_ssm",
     "mamba2_model": "mamba_ssm",
     "selective": "mamba_ssm",
+    "trapezoid": "fla",
     "gla": "fla",
     "gla_model": "fla",
     "rwkv6": "fla",
@@ -167,6 +168,28 @@ def compare_gla() -> None:
     from hf_recurrent_lengthgen.models import scan_gla as module
 
     compare_gated(module.scan_gla, module.scan_gla_reference, "qkg")
+
+
+def compare_trapezoid() -> None:
+    """Without steps and decays, padding leaves the state as it is."""
+    from hf_recurrent_lengthgen.models import scan_trapezoid as module
+
+    def compare(length: int, padding: int = 0) -> None:
+        def make(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+            dt, g = F.softplus(leaves["dt"]), F.logsigmoid(leaves["g"])
+            steps = {"dt": ends_in_padding(padding, dt), "g": ends_in_padding(padding, g)}
+            return leaves | steps | {"share": leaves["share"].sigmoid()}
+
+        def with_kernel(**leaves: Tensor) -> tuple[Tensor, Tensor]:
+            return module.scan_trapezoid(**leaves, backend="kernel")
+
+        shapes = {name: (B, length, FLA_H) for name in ("dt", "g", "share")} | {"w": (B, length, FLA_N // 4)}
+        shapes |= {"x": (B, 1 + length, FLA_H, FLA_P), "B": (B, 1 + length, FLA_H, FLA_N)}
+        shapes |= {"C": (B, length, FLA_H, FLA_N), "D": (FLA_H,), "initial_state": (B, FLA_H, FLA_P, FLA_N)}
+        check(with_kernel, module.scan_trapezoid_reference, shapes, 1e-5, make)
+
+    compare(1)
+    compare(70, padding=5)
 
 
 def compare_rwkv6() -> None:

@@ -139,16 +139,15 @@ def test_a_piece_is_an_affine_map() -> None:
     assert_equal_up_to(1e-12, run(through_the_map, inputs), run(scan_trapezoid, inputs))
 
 
+@torch.no_grad()
 def test_angles_keep_their_precision_over_thousands_of_turns() -> None:
-    """A float32 sum of 20,000 angles of about 1 has lost three digits; decays are weak."""
-    inputs = make_inputs(20_000)
-    inputs |= {"g": 1e-3 * inputs["g"], "w": inputs["w"].abs() * 2}
-    exact = scan_trapezoid(**inputs)
+    """In float32, a sum of 2,000 angles of up to 30 has lost three digits; decays are weak."""
+    inputs = make_inputs(2_000)
+    inputs |= {"g": 1e-3 * inputs["g"], "w": inputs["w"].abs() * 20}
     rounded = {name: value.float() for name, value in inputs.items()}
-    again = {name: value.double() for name, value in rounded.items()}
-    for found, expected in zip(scan_trapezoid(**rounded), scan_trapezoid(**again), strict=True):
+    exact = scan_trapezoid_reference(**{name: value.double() for name, value in rounded.items()})
+    for found, expected in zip(scan_trapezoid(**rounded), exact, strict=True):
         assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
-    assert all(part.isfinite().all() for part in exact)
 
 
 @pytest.mark.parametrize("name", ["dt", "share", "x", "B", "C"])
