@@ -10,13 +10,17 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening
 
+from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.recurrent_state import map_state, take_rows
 from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StatePassingTrainer,
+    TbttConfig,
+    TbttTrainer,
     ZeroStateTrainer,
 )
+from hf_recurrent_lengthgen.trainers.checks import check_continued_data
 from tests.hybrids.padded_rows import joined, tokens_of
 from tests.hybrids.test_training import LEARNING_RATE, SETTINGS
 from tests.hybrids.tiny_models import tiny_model
@@ -101,6 +105,16 @@ def test_packed_texts_train_as_each_alone(tmp_path: Path) -> None:
     trainer.train()
     assert difference(model, trained_by_hand(start, seen[:STEPS], carry=False)) < 1e-5
     assert difference(model, start) > 1e-3
+
+
+def test_processes_cannot_share_rows_with_documents_that_begin_inside(tmp_path: Path) -> None:
+    stream = torch.tensor([5, 6, 2] * 9)
+    data = ContinuedChunks(stream, 8, None, reset_at_document=True, separator_id=2)
+    settings = {name: value for name, value in SETTINGS.items() if name != "state_drop_probability"}
+    trainer = TbttTrainer(stateful(tiny_model("mamba2")), TbttConfig(str(tmp_path), **settings), train_dataset=data)
+    trainer.args.context_parallel_size = 2
+    with pytest.raises(ValueError, match="which processes cannot share with Mamba2ForCausalLM"):
+        check_continued_data(trainer, data, None)
 
 
 @pytest.mark.parametrize("left", [False, True])

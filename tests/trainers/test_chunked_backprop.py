@@ -259,12 +259,16 @@ def test_layers_may_be_compiled_but_not_the_model() -> None:
 
 
 @needs_hybrids
-def test_wrapped_stock_models_go_in_chunks_unless_they_attend() -> None:
+@pytest.mark.parametrize("padding", [0, 7], ids=["whole rows", "padding"])
+def test_wrapped_stock_models_go_in_chunks_unless_they_attend(padding: int) -> None:
     model, ids = stateful(tiny_model("mamba2")).train(), random_tokens(2, LENGTH)
     state = leaves(random_state(model, 2, scale=0.1))
-    whole = model(input_ids=ids, labels=ids, initial_state=state)
+    mask = torch.ones_like(ids)
+    mask[0, :padding], mask[1, LENGTH - padding :] = 0, 0
+    given = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+    whole = model(**given, initial_state=state)
     with forward_in_chunks(model, CHUNK_LENGTH):
-        chunks = model(input_ids=ids, labels=ids, initial_state=state)
+        chunks = model(**given, initial_state=state)
     torch.testing.assert_close(chunks.loss, whole.loss)
     close(backward(model, chunks, state), backward(model, whole, state), torch.float32)
     with pytest.raises(
