@@ -46,6 +46,8 @@ def demo_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         torch.manual_seed(0)
         StatefulMamba2ForCausalLM(config).save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
+    for name in ("bamba-base", "bamba-cured"):
+        (tmp_path / "model_cards" / name).symlink_to(ROOT / "model_cards" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -122,7 +122,15 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
     for group in patching.groups:
         if group.attention:
             told.append(f"With keys and values of the short context, {_goes_away(patching, group.restored)}.")
-    alone = [group for group in patching.groups if len(group.heads) == 1]
+    layers = _layer_groups(states)
+    if len(layers) > 1:
+        index, most = max(layers.items(), key=lambda found: found[1].broken.mean)
+        if _shown(most.broken):
+            told.append(
+                f"Of {len(layers)} layers whose drifting heads were exchanged together, layer {index} does most harm: "
+                f"its states alone bring {_share(patching, most.broken)} of the harm into a short context."
+            )
+    alone = list({group.heads: group for group in patching.groups if len(group.heads) == 1}.values())
     worst = max(alone, key=lambda group: group.broken.mean, default=None)
     if worst is not None and _shown(worst.broken):
         names = {(layer.layer, head.head): head_name(layer, head) for layer, head in states.ranking}
@@ -156,6 +164,15 @@ def drifting_group(states: StateDiagnosis) -> PatchedHeads | None:
 
 def _other_group(states: StateDiagnosis) -> PatchedHeads | None:
     return _group_of(states, {(layer.layer, head.head) for layer, head in states.ranking if not head.drifts})
+
+
+def _layer_groups(states: StateDiagnosis) -> dict[int, PatchedHeads]:
+    """By layer, the exchange of all its heads that drift, as far as there was one."""
+    drifting = {
+        layer.layer: {(layer.layer, head.head) for head in layer.heads if head.drifts} for layer in states.layers
+    }
+    found = {layer: _group_of(states, heads) for layer, heads in drifting.items()}
+    return {index: group for index, group in found.items() if group is not None}
 
 
 def _group_of(states: StateDiagnosis, heads: set[tuple[int, int]]) -> PatchedHeads | None:

@@ -254,7 +254,7 @@ def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> dict[
 
     readers = {name: keeping(read) for name, read in _READERS.items()}
     with evaluation_mode(model), recorded_scans(model, readers):
-        model.base_model(tokens_1T.to(device), output_final_state=False)
+        model.base_model(tokens_1T.to(device), output_final_state=True)
     if unknown := [layer for layer in wanted if layer not in record]:
         raise ValueError(
             f"The layers {unknown} of {type(model).__name__} have no attention maps. Layers of Mamba, GLA, HGRN-2, "

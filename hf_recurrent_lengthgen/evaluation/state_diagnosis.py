@@ -194,7 +194,8 @@ def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
 def patched_groups(order: Sequence[Head], drift: int, alone: int) -> dict[str, Heads]:
     """The groups of heads (layer, head) to exchange.
 
-    They are the first `drift` together, which drift, all others together, and the first `alone` one by one.
+    They are the first `drift` together, which drift, all others together, those that drift in each of the first
+    `alone` layers (unless there is only one), and the first `alone` heads one by one.
     """
     drifting, others = order[:drift], order[drift:]
     groups: dict[str, Heads] = {}
@@ -202,6 +203,9 @@ def patched_groups(order: Sequence[Head], drift: int, alone: int) -> dict[str, H
         groups[f"the {len(drifting)} that drift" if len(drifting) > 1 else "the one that drifts"] = drifting
     if others:
         groups[f"the {len(others)} others" if drifting else f"all {len(others)}"] = others
+    layers = list(dict.fromkeys(layer for layer, _ in drifting))
+    if len(layers) > 1:
+        groups |= {f"layer {layer}": [place for place in drifting if place[0] == layer] for layer in layers[:alone]}
     return groups | {f"layer {layer}, head {head}": [(layer, head)] for layer, head in order[:alone]}
 
 

@@ -14,8 +14,7 @@ In a hybrid, h and h' also hold the keys and values of the attention layers afte
 are one more thing that can be exchanged, which also moves the positions: "attention" in place of a head.
 """
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -181,11 +180,18 @@ def patch_heads(
             else:  # of all rows
                 full = reader.begin(state_to(state_there, reader.device))
             short = _cache_after(reader, array[rows, position - kept : position + 1], batch_size, bar, first)
-            pairs = [(full, short), (short, full)]
-            mixed = (_exchanged(*pair, group) for group in groups for pair in pairs)
-            for index, cache in enumerate(chain((full, short), mixed)):
+            for index, cache in enumerate(_variants(full, short, groups)):
                 nll[index, rows] = _nll_from(reader, cache, after[rows], batch_size, bar)
+            del full, short, cache  # before the next rows fill theirs
     return Patching(position, kept, width, nll[0], nll[1], nll[0] - nll[2::2], nll[3::2] - nll[1])
+
+
+def _variants(full: Any, short: Any, groups: Sequence[Heads]) -> Iterator[Any]:
+    """The caches to read from: both, then both with each group taken from the other."""
+    yield from (full, short)
+    for group in groups:
+        yield _exchanged(full, short, group)
+        yield _exchanged(short, full, group)
 
 
 def _exchanged(cache: Any, other: Any, group: Heads) -> Any:

@@ -83,11 +83,6 @@ class LayerStates:
     conv: tuple[ConvStates, ...]
 
     @property
-    def drifts(self) -> bool:
-        """Whether one of its heads drifts."""
-        return any(head.drifts for head in self.heads)
-
-    @property
     def leaves_at(self) -> int | None:
         """Where the first of its heads leaves training, see `state_distance.Drift`; None if none is known to."""
         return min((head.leaves_at for head in self.heads if head.leaves_at is not None), default=None)

@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.diagnosis.remembrance import remembrance_text
 from hf_recurrent_lengthgen.diagnosis.state_words import drift_text, left_text, retention_text
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
+from hf_recurrent_lengthgen.evaluation.state_results import PatchedHeads, StateDiagnosis
 from hf_recurrent_lengthgen.plotting.findings import sentence
 from tests.diagnosis.diagnoses import (
     constant_prompt,
@@ -23,6 +23,7 @@ from tests.diagnosis.diagnoses import (
     diagnosed,
     expected,
     hybrid,
+    near,
     remembrance,
     states,
     states_of,
@@ -230,6 +231,22 @@ def test_the_layers_that_left_training_are_told_with_their_positions(
     assert reason(diagnosed("base", "b", 1.4, found)).startswith(sentence(told)[:-1] if told else "")
     if places == {3: None}:
         assert reason(diagnosed("base", "b", 1.4, found)).startswith("1 of its 40 heads drifts: layer 3, head 0; ")
+
+
+def test_the_layer_that_does_most_harm_is_told() -> None:
+    found = states({(0, 0): 9.0, (1, 2): 8.0, (1, 3): 7.0}, broken={(1, 2): 0.2})
+    assert found.patching is not None
+    assert "layers whose" not in patching_text(found)
+    layers = (
+        PatchedHeads("layer 0", ((0, 0),), near(0.0), near(0.1)),
+        PatchedHeads("layer 1", ((1, 2), (1, 3)), near(0.1), near(0.8)),
+    )
+    patching = replace(found.patching, groups=(*found.patching.groups, *layers))
+    assert patching_text(replace(found, patching=patching)).endswith(
+        "Of 2 layers whose drifting heads were exchanged together, layer 1 does most harm: its states alone bring 80% "
+        "of the harm into a short context. Of 2 heads exchanged one by one, layer 1, head 2 does most harm: its state "
+        "alone brings 20% of the harm into a short context."
+    )
 
 
 def test_a_hybrid_is_told_what_states_and_attention_do_apart() -> None:

@@ -62,7 +62,7 @@ def test_a_head_of_a_hybrid_that_keeps_everything_is_named_and_patched(model_typ
     found = diagnosed(stateful(stock), patched_heads=1)
     place = (mixers[-1].layer_idx, 1)
     assert [(layer.layer, head.head) for layer, head in found.drifting] == [place]
-    (layer,) = (layer for layer in found.layers if layer.drifts)
+    (layer,) = (layer for layer in found.layers if layer.leaves_at is not None)
     assert layer.leaves_at == found.ranking[0][1].leaves_at is not None
     assert found.patching is not None
     assert [group.heads for group in found.patching.groups[:1] + found.patching.groups[2:3]] == [(place,), (place,)]
@@ -200,7 +200,16 @@ def test_groups_to_patch() -> None:
     assert groups == {
         "the 2 that drift": [(0, 1), (1, 0)],
         "the 2 others": [(0, 0), (1, 1)],
+        "layer 0": [(0, 1)],
         "layer 0, head 1": [(0, 1)],
+    }
+    assert patched_groups(order, 3, 2) == {
+        "the 3 that drift": [(0, 1), (1, 0), (0, 0)],
+        "the 1 others": [(1, 1)],
+        "layer 0": [(0, 1), (0, 0)],
+        "layer 1": [(1, 0)],
+        "layer 0, head 1": [(0, 1)],
+        "layer 1, head 0": [(1, 0)],
     }
     assert list(patched_groups(order, 0, 2)) == ["all 4", "layer 0, head 1", "layer 1, head 0"]
     assert list(patched_groups(order, 4, 0)) == ["the 4 that drift"]

@@ -1,5 +1,6 @@
 """Statistics of states and of the inputs of recurrences, against a loop over tokens in float64."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ma
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_recurrent_lengthgen import forgetting, load_model
+from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
 from hf_recurrent_lengthgen.evaluation.state_trajectory import (
     LayerTrajectory,
     StateObserver,
@@ -312,6 +314,10 @@ def test_wrapped_models_of_transformers_have_the_inputs_of_our_classes(model_typ
         for values, ours_values in zip(layer.inputs, ours.inputs, strict=True):
             np.testing.assert_allclose(values, ours_values, rtol=1e-4)
     assert not any(module._forward_pre_hooks for module in stock.modules())
+    maps, our_maps = (attention_maps(model, tokens[0]) for model in (stock, load_model(str(tmp_path))))
+    for map_, our_map in zip(maps.layers, our_maps.layers, strict=True):
+        assert map_.kind == our_map.kind
+        np.testing.assert_allclose(map_.average, our_map.average, atol=1e-6)
 
 
 @needs_hybrids
@@ -319,8 +325,12 @@ def test_wrapped_models_of_transformers_have_the_inputs_of_our_classes(model_typ
     ("model_type", "known"), [("bamba", [0, 2]), ("jamba", [0, 2]), ("zamba", []), ("qwen3_next", [])]
 )
 def test_hybrids_have_inputs_in_their_mamba_layers(model_type: str, known: list[int]) -> None:
-    layers = observed(stateful(tiny_model(model_type)), random_tokens(2, 9), (1, 4, 8)).layers
+    model, tokens = stateful(tiny_model(model_type)), random_tokens(2, 9)
+    layers = observed(model, tokens, (1, 4, 8)).layers
     assert [index for index, layer in enumerate(layers) if layer.inputs is not None] == known
+    unknown = [index for index in range(len(layers)) if index not in known]
+    with pytest.raises(ValueError, match=rf"The layers {re.escape(str(unknown))} of .* have no attention maps"):
+        attention_maps(model, tokens[0])
 
 
 def test_the_code_of_a_checkpoint_is_read_like_ours(tmp_path: Path) -> None:
