@@ -25,10 +25,12 @@ from typing import Any
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.harness.lengths import LENGTHS, check_count, check_lengths, most_that_fit
+from hf_recurrent_lengthgen.harness.lengths import LENGTHS, check_count, check_lengths
 from hf_recurrent_lengthgen.harness.local_files import Splits, folder_of, task_lines
 from hf_recurrent_lengthgen.harness.tokenizers import metadata_tokenizer, number_of_tokens
 
+Turn = tuple[str, str, str]
+"""A form, a topic, and a text of this form about it."""
 CODE_LENGTH = 10
 ORDINALS = ("1st", "2nd", "3rd", "4th", "5th", "6th", "7th", "8th")
 TOPICS = ("tapirs", "rocks", "lanterns", "rivers", "clocks", "orchards", "trains", "herons", "bridges", "islands")
@@ -173,32 +175,41 @@ def conversation(
     last = f"Prepend {code} to the {ORDINALS[wanted]} (1 indexed) {form} about {topic}. "
     last += "Do not include any other text in your response."
     answer = code + asked[wanted][2]
-    others: list[tuple[str, str, str]] = []
 
-    def prompt(number: int) -> str:
-        while len(others) < number:
-            others.append(_other(form, topic, draw, seen))
-        turns = others[:number]
+    def prompt(others: list[Turn]) -> str:
+        turns = list(others)
         for place, turn in reversed(list(zip(places, asked, strict=True))):  # from the end, so that places stay
-            turns.insert(int(place * (number + 1)), turn)
-        messages = []
-        for kind, about, text in turns:
-            request = f"Write {'an' if kind[0] in 'aeiou' else 'a'} {kind} about {about}"
-            messages += [{"role": "user", "content": request}, {"role": "assistant", "content": text}]
-        return as_text([*messages, {"role": "user", "content": last}])
+            turns.insert(int(place * (len(others) + 1)), turn)
+        return as_text(
+            [*(message for turn in turns for message in _messages(turn)), {"role": "user", "content": last}]
+        )
 
-    room = length - number_of_tokens(tokenizer, answer)
-    number = most_that_fit(lambda number: number_of_tokens(tokenizer, prompt(number)), room)
-    if number < 0:
+    def size(text: str) -> int:
+        return number_of_tokens(tokenizer, text)
+
+    room = length - size(answer)
+    others, filled = list[Turn](), size(prompt([]))
+    while filled <= room:  # the tokens of parts add up to about those of the whole
+        others.append(_other(form, topic, draw, seen))
+        filled += size(as_text(_messages(others[-1]), end=""))
+    while others and size(prompt(others)) > room:
+        others.pop()
+    if size(prompt(others)) > room:
         raise ValueError(
             f"{length} tokens of this tokenizer do not hold {needles} requests: give longer max_seq_lengths."
         )
-    return {"prompt": prompt(number), "answer": answer, "code": code, "length": length}
+    return {"prompt": prompt(others), "answer": answer, "code": code, "length": length}
 
 
-def as_text(messages: list[dict[str, str]]) -> str:
+def _messages(turn: Turn) -> list[dict[str, str]]:
+    form, topic, text = turn
+    request = f"Write {'an' if form[0] in 'aeiou' else 'a'} {form} about {topic}"
+    return [{"role": "user", "content": request}, {"role": "assistant", "content": text}]
+
+
+def as_text(messages: list[dict[str, str]], end: str = "Assistant:") -> str:
     """A conversation as plain text, up to the beginning of the next answer."""
-    return "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages) + "Assistant:"
+    return "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in messages) + end
 
 
 def similarity(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
@@ -210,7 +221,7 @@ def similarity(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     return {str(doc["length"]): matcher.ratio()}
 
 
-def _other(form: str, topic: str, draw: random.Random, seen: set[str]) -> tuple[str, str, str]:
+def _other(form: str, topic: str, draw: random.Random, seen: set[str]) -> Turn:
     """A request that shares form or topic with the equal ones in one of two cases, and never both; and its answer."""
     while True:
         near = draw.random()

@@ -15,6 +15,7 @@ numbers, else 0 or 1.
 
 import ast
 import logging
+import math
 import random
 import re
 from datetime import datetime
@@ -23,7 +24,7 @@ from typing import Any
 import datasets
 import dateutil.parser  # type: ignore[import-untyped]
 
-from hf_recurrent_lengthgen.harness.lengths import LENGTHS, check_count, check_lengths, most_that_fit
+from hf_recurrent_lengthgen.harness.lengths import LENGTHS, check_count, check_lengths
 from hf_recurrent_lengthgen.harness.local_files import Splits, folder_of, task_lines
 from hf_recurrent_lengthgen.harness.oolong_questions import LABELS, Item, Question, items, questions_about
 from hf_recurrent_lengthgen.harness.tokenizers import metadata_tokenizer, number_of_tokens
@@ -32,6 +33,8 @@ PHRASES = ("more common", "less common", "same frequency")
 SHORT = 20
 """Answers of fewer characters are taken as they are."""
 ROOM_FOR_THE_ANSWER = 32
+SOME_LINES = 100
+"""Lines from which the tokens of a line are estimated."""
 COLUMNS = ("context_len", "context_window_text", "question", "answer", "answer_type", "task_group")
 
 logger = logging.getLogger(__name__)
@@ -61,21 +64,7 @@ def rows(
     for length in lengths:
         for context in range(contexts):
             key = f"oolong {seed} {length} {context}"
-
-            def drawn(number: int, key: str = key) -> tuple[str, list[Question]]:
-                draw = random.Random(key)
-                lines = items(number, draw)
-                return context_of(lines), questions_about(lines, questions, draw)
-
-            def size(number: int, drawn: Any = drawn) -> int:
-                text, asked = drawn(number)
-                questions = [prompt("", question.text) for question in asked]
-                return number_of_tokens(tokenizer, text) + max(number_of_tokens(tokenizer, one) for one in questions)
-
-            number = most_that_fit(lambda extra: size(extra + 2), length - ROOM_FOR_THE_ANSWER) + 2
-            if number < 2:
-                raise ValueError(f"{length} tokens of this tokenizer do not hold two lines: give longer lengths.")
-            text, asked = drawn(number)
+            number, text, asked = _filled(length - ROOM_FOR_THE_ANSWER, questions, tokenizer, key)
             if len(asked) < questions:
                 logger.warning(
                     "%d lines have %d questions with one right answer, not %d.", number, len(asked), questions
@@ -84,6 +73,23 @@ def rows(
                 values = (length, text, question.text, question.answer, question.answer_type, question.group)
                 found.append(_asked(dict(zip(COLUMNS, values, strict=True))))
     return {"test": datasets.Dataset.from_list(found)}
+
+
+def _filled(room: int, questions: int, tokenizer: Any, key: str) -> tuple[int, str, list[Question]]:
+    """About as many lines as fit into `room` tokens with any of their questions, and no more; their number first."""
+    empty, some = (number_of_tokens(tokenizer, context_of(items(n, random.Random(key)))) for n in (0, SOME_LINES))
+    per_line = (some - empty) / SOME_LINES
+    number = int((room - empty) / per_line)
+    while number >= 2:
+        draw = random.Random(key)
+        lines = items(number, draw)
+        text, asked = context_of(lines), questions_about(lines, questions, draw)
+        longest = max(number_of_tokens(tokenizer, prompt("", question.text)) for question in asked)
+        beyond = number_of_tokens(tokenizer, text) + longest - room
+        if beyond <= 0:
+            return number, text, asked
+        number -= math.ceil(beyond / per_line)
+    raise ValueError(f"{room + ROOM_FOR_THE_ANSWER} tokens of this tokenizer do not hold two lines: give more.")
 
 
 def published_rows(
