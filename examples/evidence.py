@@ -62,6 +62,12 @@ STUDIES = {
         "interventions/run.py --report",
         0.4,
     ),
+    "learned_state": Study(
+        "What can a learned initial state learn, beside LoRA?",
+        ["learned_state/run.py"],
+        "learned_state/run.py --report",
+        0.3,
+    ),
     "forgetting": Study(
         "Does forgetting at inference help, and how much?",
         [f"forgetting/run.py --seeds {seed}" for seed in SEEDS],

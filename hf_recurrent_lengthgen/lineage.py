@@ -8,7 +8,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.adapters import base_of_part
+from hf_recurrent_lengthgen.adapters import base_of_part, holds_adapter, holds_learned_state
 from hf_recurrent_lengthgen.conversion.sources import license_of
 from hf_recurrent_lengthgen.evaluation.results import TrainingRecord
 from hf_recurrent_lengthgen.models import family_config
@@ -39,9 +39,9 @@ def lineage_of(model: str) -> Lineage:
     """
     if model.endswith(".json"):
         return Lineage()
-    if (base := base_of_part(model)) is not None:
+    if holds_adapter(model) or holds_learned_state(model):
         own = read_lineage(model)
-        return lineage_of(base) if own is None else own
+        return lineage_of(str(base_of_part(model))) if own is None else own
     on_hub = not Path(model).is_dir()
     try:
         values, _ = PreTrainedConfig.get_config_dict(model)

@@ -62,7 +62,7 @@ def style_ids(style: str, split: str, rows: int) -> Tensor:
     """Token ids (rows, T + 1) of texts in a style."""
     texts = (in_style(text, style) for text in standard_library_corpus().texts(split))
     stream = token_stream(texts, byte_tokenizer())
-    return torch.from_numpy(np.array(evaluation_sequences(stream, rows, LENGTH + 1))).long()
+    return torch.as_tensor(evaluation_sequences(stream, rows, LENGTH + 1)).long()
 
 
 def facts_ids(number: int, seed: int) -> Tensor:

@@ -13,7 +13,8 @@ from hf_recurrent_lengthgen.records import unverified
 
 DESCRIPTION = """\
 Download a checkpoint from the Hugging Face Hub, at one commit, into a new folder: config, code, weights as
-safetensors, tokenizer, card, results and records, but no pickles. The folder is checked against its own verification.
+safetensors, tokenizer, card, results and records, but no pickles; or a learned state. The folder of a checkpoint is
+checked against its own verification.
 Code that differs from the installed package is named. Refused are files that Python would run by chance, or whose
 names some system cannot write.
 

@@ -19,7 +19,8 @@ missing. Files of the repository that the folder lacks stay there, but are refus
 
 Left out, and listed: what Trainer keeps for itself, pickles, and whatever is no part of a checkpoint. Refused:
 secrets, paths of your machine in texts, links that lead out of the folder, adapters that are not merged, and a
-checkpoint that `lengthgen verify` has not passed, or that has changed since.
+checkpoint that `lengthgen verify` has not passed, or that has changed since. A learned state is pushed from its own
+folder, without verification, if its base is on the Hub.
 """
 EXAMPLES = """\
 lengthgen verify my-checkpoint  # only a verified checkpoint is pushed
@@ -31,7 +32,7 @@ lengthgen push my-checkpoint owner/name
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen push", DESCRIPTION, EXAMPLES)
-    parser.model.add_argument("folder", metavar="FOLDER", help="checkpoint folder")
+    parser.model.add_argument("folder", metavar="FOLDER", help="folder of a checkpoint or a learned state")
     what = "repository on the Hub; a name without owner is one of your account"
     parser.model.add_argument("repo_id", metavar="OWNER/NAME", help=what)
     add = parser.run.add_argument
