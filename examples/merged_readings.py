@@ -59,9 +59,7 @@ readings = {
     "first text alone": alone[0],
     "one token": read_text(model, rows[0, :, options.length - 1 : options.length]),
 }
-print(
-    f"{options.model}: {options.texts} texts of {options.length} tokens, {options.groups} groups, mean ± standard error"
-)
+print(f"{options.model}: {options.texts} texts of {options.length} tokens, {options.groups} groups; ± standard error")
 print(f"{'':<24}{'loss, last':>18}{'loss, first':>18}{'first layer':>14}{'last layer':>14}")
 best = [losses(whole, text) for text in (-1, 0)]
 print(f"{'one after the other':<24}{estimate(best[0]):>18}{estimate(best[1]):>18}{'':>14}{'':>14}".rstrip())

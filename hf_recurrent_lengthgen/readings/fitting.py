@@ -23,8 +23,11 @@ def fitted(reading: Reading, model: Any, tokenizer: Any, allow: Collection[str],
         raise ValueError(
             f"{type(inner).__name__} takes no states: load it with load_model, or wrap it with stateful(model)."
         )
-    if reading.origin is not None:
-        check_origin(reading.origin, model, tokenizer, allow, name)
+    origin = reading.origin
+    if origin is not None:
+        here = check_origin(origin, model, tokenizer, allow, name)
+        # what was allowed need not be allowed again
+        origin = replace(here, tokenizer=here.tokenizer or origin.tokenizer) if allow else origin
     elif allow:
         raise ValueError(
             f"{name} does not tell which model has read it, so there is nothing to allow: leave allow out."
@@ -45,7 +48,7 @@ def fitted(reading: Reading, model: Any, tokenizer: Any, allow: Collection[str],
     state = check_state(state, inner.state_shapes(), reading.rows, inner.device, dtype, name)
     decays = tuple(decay._replace(factor=moved(decay.factor)) for decay in reading.decays)
     keys = _fitted_keys(reading, inner, "dtype" in allow, name) if reading.attention == "kept" else {}
-    return replace(reading, state=state, keys=keys, decays=decays)
+    return replace(reading, state=state, origin=origin, keys=keys, decays=decays)
 
 
 def _fitted_keys(reading: Reading, model: Any, cast: bool, name: str) -> dict[int, LayerKeys]:

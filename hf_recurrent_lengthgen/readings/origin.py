@@ -128,8 +128,8 @@ def prefix_hash(tokens: Tensor | np.ndarray, before: str = NO_TOKENS) -> str:
     return digest.hex()
 
 
-def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[str], name: str) -> None:
-    """Raise a `ValueError` that names what differs between the origin of a reading and a model.
+def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[str], name: str) -> Origin:
+    """The origin of a model, or a `ValueError` that names in what that of a reading differs.
 
     Args:
         found: The origin of the reading.
@@ -146,6 +146,7 @@ def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[st
         differing["config"] = f"the config ({', '.join(fields)})"
     if found.dtype != here.dtype:
         differing["dtype"] = f"the dtype of the weights ({found.dtype}, here {here.dtype})"
+        differing["weights"] = "the weights, which cannot be compared then"
     elif found.weights != here.weights:
         differing["weights"] = "the weights"
     if found.revision and here.revision and found.revision != here.revision:
@@ -154,9 +155,8 @@ def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[st
         differing["tokenizer"] = "the tokenizer"
     refused = {key: text for key, text in differing.items() if key not in allow}
     if not refused:
-        return
-    same = [] if "weights" in differing or "dtype" in differing else ["weights"]
-    same += [] if "config" in differing else ["config"]
+        return here
+    same = [what for what in ("weights", "config") if what not in differing]
     kept = f" (the same: {' and '.join(same)})" if same else ""
     raise ValueError(
         f"{name} was read with {found.name}, which differs from the model given, {here.name}, in "

@@ -167,16 +167,17 @@ def readings_of(
     if not hasattr(reader.model, "state_shapes"):
         raise ValueError(reader.refusal("keeping what it has read"))
     rows = check_tokens(rows, reader.vocabulary, shortest=0)
-    origin = origin_of(model, tokenizer)
-    attends = origin.attends
+    attends = bool(getattr(reader.model, "attends", False))
+    if reading is None or reading.origin is None:
+        origin = origin_of(model, tokenizer)
+    else:
+        here = check_origin(reading.origin, model, tokenizer, (), "The reading")
+        origin = here if tokenizer is not None else reading.origin
     if reading is None:
         empty: Attention = "kept" if attends else "none"
         reading = Reading(reader.model.zero_state(len(rows)), 0, NO_TOKENS, origin, empty)
-    elif reading.origin is not None:
-        check_origin(reading.origin, model, tokenizer, (), "The reading")
     if reading.rows != len(rows):
         raise ValueError(f"The reading has {reading.rows} rows, the tokens {len(rows)}: use branch, or other tokens.")
-    origin = origin if tokenizer is not None or reading.origin is None else reading.origin
     start = start_of(model, reading)
     cache: Any = (start["initial_state"], start.get("attention_cache"))
     if attends and cache[1] is None:

@@ -63,6 +63,23 @@ def test_readings_are_compared_and_merged(
     assert "merged     order" in shown(capsys, "show", both)
 
 
+def test_another_model_is_refused_unless_allowed(
+    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = load_model(str(checkpoint))
+    torch.nn.init.normal_(other.lm_head.weight)
+    other.save_pretrained(tmp_path / "other")
+    byte_tokenizer().save_pretrained(tmp_path / "other")
+    book = tmp_path / "book"
+    shown(capsys, "read", checkpoint, "--data", text_file, "--length", "300", "--output", book)
+    command = ("ask", book, tmp_path / "other", "--prompt", "9 times", "--max-new-tokens", "3")
+    assert main(["state", *map(str, command)]) == 1
+    assert "was read with checkpoint, which differs from the model given, other, in the weights" in (
+        capsys.readouterr().err
+    )
+    assert shown(capsys, *command, "--allow", "weights").startswith("'9 times': ")
+
+
 def test_mistakes_are_told(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

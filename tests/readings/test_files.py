@@ -177,10 +177,14 @@ def test_another_model_is_refused_by_what_differs(own: tuple[Any, Reading], tmp_
         load_reading(path, build(MAMBA2, state_size=6), allow=["config", "weights"])
     with pytest.raises(ValueError, match=r"in the config \(model_type\)"):
         load_reading(path, build(GLA))
-    with pytest.raises(ValueError, match=r"dtype of the weights \(float32, here float64\)"):
-        load_reading(path, build(MAMBA2, torch.float64))
-    wide = load_reading(path, build(MAMBA2, torch.float64), allow=["dtype"])
-    assert wide.state[0].recurrent.dtype == torch.float64
+    wide = build(MAMBA2, torch.float64)
+    with pytest.raises(ValueError, match=r"dtype of the weights \(float32, here float64\) and the weights, which"):
+        load_reading(path, wide)
+    with pytest.raises(ValueError, match="in the weights, which cannot be compared then"):
+        load_reading(path, wide, allow=["dtype"])
+    allowed = load_reading(path, wide, allow=["dtype", "weights"])
+    assert allowed.state[0].recurrent.dtype == torch.float64
+    assert read_text(wide, random_tokens(1, 3), allowed).position == 12  # and need not be allowed again
     with pytest.raises(ValueError, match="allow must hold names among config, dtype, revision, tokenizer, weights"):
         load_reading(path, build(MAMBA2), allow=["everything"])
 

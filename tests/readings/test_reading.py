@@ -106,6 +106,17 @@ def test_reading_goes_on_after_the_last_file(name: str, tmp_path: Path) -> None:
         list(read_into(tmp_path / "a", model, tokens, 0))
 
 
+@pytest.mark.parametrize("name", ["mamba2", pytest.param("falcon_h1", marks=needs_hybrids)])
+def test_models_in_half_precision_keep_states_in_float32(name: str, tmp_path: Path) -> None:
+    model, tokens = MODELS[name]().to(torch.bfloat16), text(20)
+    *_, last = read_into(tmp_path, model, tokens, 8)
+    loaded = load_reading(tmp_path, model)
+    assert_same(loaded, last, 0.0)
+    assert {part.dtype for layer in loaded.state for part in layer} == {torch.float32}
+    assert {part.dtype for layer in loaded.keys.values() for part in layer[:2]} <= {torch.bfloat16}
+    assert torch.equal(ask(model, loaded, text(4, seed=4), **GREEDY), ask(model, last, text(4, seed=4), **GREEDY))
+
+
 @needs_hybrids
 def test_files_hold_the_keys_of_each_token_once(tmp_path: Path) -> None:
     model, tokens = hybrid("falcon_h1"), text(400)
