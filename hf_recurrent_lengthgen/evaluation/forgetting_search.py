@@ -18,9 +18,9 @@ from torch import nn
 from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, NOT_SAID, EvaluationSettings, estimate
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_digest
-from hf_recurrent_lengthgen.evaluation.readers import vocabulary_size
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, ForgettingSearch, ForgettingTrial
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar, stream_nll
+from hf_recurrent_lengthgen.evaluation.text_configs import vocabulary_size
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.forgetting_switch import forgetting
 

@@ -26,6 +26,7 @@ from transformers import DynamicCache
 
 from hf_recurrent_lengthgen.data.pieces import piece_borders
 from hf_recurrent_lengthgen.evaluation import attention_caches
+from hf_recurrent_lengthgen.evaluation.text_configs import rope_types, text_config, vocabulary_size
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
 
@@ -156,7 +157,7 @@ class Reader:
         try:
             logits: Tensor = self.model(input_ids=input_ids, **arguments).logits
         except IndexError as error:  # positions beyond the learned position embeddings
-            positions = getattr(_text_config(self.model), "max_position_embeddings", None)
+            positions = getattr(text_config(self.model), "max_position_embeddings", None)
             raise ValueError(
                 f"{self.name} cannot read a text of this length ({error}): its config has {positions} positions. "
                 "Choose a shorter length."
@@ -346,7 +347,7 @@ def reader_of(model: Any) -> Reader:
             )
         model = model.get_base_model()
     parameters = inspect.signature(model.forward).parameters
-    config = _text_config(model)
+    config = text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder: give a causal language model.")
     if "initial_state" in parameters:
@@ -372,7 +373,7 @@ def reader_of(model: Any) -> Reader:
             raise ValueError(f"{whole.name} attends to later tokens: give a causal language model.")
         if "past_key_values" not in parameters or positions < 2:
             return whole
-        if changing := _rope_types(config) & LENGTH_DEPENDENT_ROPE:
+        if changing := rope_types(config) & LENGTH_DEPENDENT_ROPE:
             return Reader(model, f"its {changing.pop()} position encoding depends on the length of the text")
         begin = max(1, positions // 3 - 1)
         try:
@@ -384,27 +385,6 @@ def reader_of(model: Any) -> Reader:
         if not _equal(at_once, torch.cat([first, second], dim=1)):
             return Reader(model, "its predictions with a cache differ from those without")
         return reader
-
-
-def vocabulary_size(model: nn.Module) -> int:
-    return int(_text_config(model).vocab_size)
-
-
-def _text_config(model: Any) -> Any:
-    config = getattr(model, "config", None)
-    if config is None:
-        raise ValueError(f"{type(model).__name__} has no config: give a language model of Transformers.")
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _rope_types(config: Any) -> set[str]:
-    """The types of rotary position encoding in a config, for all layer types."""
-    found, waiting = set(), [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
-    while waiting:
-        if isinstance(settings := waiting.pop(), dict):
-            found |= {settings[key] for key in ("rope_type", "type") if isinstance(settings.get(key), str)}
-            waiting += settings.values()
-    return found
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

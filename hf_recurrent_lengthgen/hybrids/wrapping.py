@@ -11,9 +11,8 @@ Called without states, it behaves as the stock model. docs/hybrids.md explains s
 import dataclasses
 import functools
 import inspect
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -35,13 +34,13 @@ from hf_recurrent_lengthgen.hybrids.calls import (
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
 from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, read_prompt
+from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
 from hf_recurrent_lengthgen.hybrids.measuring import key_elements, watched_scans
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import DROPPED, Rows, loss_of, plain_rows
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
-from hf_recurrent_lengthgen.hybrids.verify import close, verify_stateful
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.learned_states import LearnedStatesMixin, learned_row
 from hf_recurrent_lengthgen.models.recurrent_generation import refuse_continuous_batching
@@ -57,18 +56,10 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
 )
 
 
-class _Layout(NamedTuple):
-    """What a forward pass of one token shows of the model's states."""
-
-    shapes: tuple[LayerShape, ...]  # of the state of every layer
-    dropped_columns: tuple[int, ...]  # of the stock convolution state of every layer, which are not part of ours
-    attending: dict[int, list[tuple[int, int]]]  # heads and size of keys and values of the layers with attention
-
-
 class StatefulMixin(LearnedStatesMixin):
     """The methods that `stateful` adds to a stock class."""
 
-    _layout: _Layout
+    _layout: Layout
     key_elements = property(key_elements)
     watched_scans = watched_scans
 
@@ -319,28 +310,6 @@ def _output_class(stock: Any) -> Any:
     return dataclasses.make_dataclass(f"Stateful{stock.__name__}", fields, bases=(stock,))
 
 
-def _layout_of(model: Any) -> _Layout:
-    """The layout of the model's states, from a forward pass of one token.
-
-    Raises:
-        ValueError: if there are no states, or if the state before the first token is not zero.
-    """
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    adapter, dtype = cache_adapter_of(model), state_dtype(model.dtype)
-    with torch.no_grad(), evaluation_mode(model):
-        state_cache = adapter.state_cache(None, True, None)
-        from_nothing = model._carry(state_cache, {"input_ids": token})
-        state = state_cache.final_state(1, model.device, dtype)
-        shapes = tuple(LayerShape(*(tuple(part.shape[1:]) for part in layer)) for layer in state)
-        if all(size == (0,) for shape in shapes for size in shape):
-            raise ValueError(f"{type(model).__name__} has no recurrent layers: there is no state to carry.")
-        zero = zero_state(shapes, 1, model.device, dtype)
-        from_zero = model._carry(adapter.state_cache(zero, True, None), {"input_ids": token})
-    if model.device.type != "meta" and not close(from_zero[0], from_nothing[0], model.dtype):
-        raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
-    return _Layout(shapes, tuple(state_cache.dropped_columns), dict(sorted(state_cache.attending.items())))
-
-
 def _check_stock(model: PreTrainedModel) -> None:
     """Refuse models that cannot be wrapped, whatever their states."""
     name = type(model).__name__
@@ -393,7 +362,7 @@ def stateful(model: PreTrainedModel, scan: str | None = None) -> Any:
     scan = checked_scan(wrapped, scan)
     wrapped.__class__ = _stateful_class(stock)
     try:
-        wrapped._layout = _layout_of(wrapped)
+        wrapped._layout = layout_of(wrapped)
         if model.config.model_type not in SUPPORTED:
             verify_stateful(wrapped)
     except Exception as error:

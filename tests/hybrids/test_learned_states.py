@@ -137,8 +137,14 @@ def test_what_would_start_from_zero_is_refused(tmp_path: Path) -> None:
     assert stateful(stock).learned_states is None
 
 
-def test_a_mixer_that_reads_single_tokens_only_says_so() -> None:
+def test_a_mixer_that_drops_states_over_prompts_starts_from_a_learned_one() -> None:
     model = stateful(MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, state_size=4, num_hidden_layers=2)))
     model.add_learned_state("one", state_of(model))
-    with pytest.raises(ValueError, match="drops the state when it reads more than one token"):
-        model.generate(tokens_of(model), **GENERATION)
+    text = prompt = tokens_of(model)
+    generated = model.generate(prompt, **GENERATION)
+    with torch.no_grad():
+        while text.shape[1] < generated.shape[1]:
+            text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(generated, text)
+    with model.learned_states.disable_adapter():
+        assert not torch.equal(generated, model.generate(prompt, **GENERATION))

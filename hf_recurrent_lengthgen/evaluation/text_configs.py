@@ -1,0 +1,26 @@
+"""What the config of a language model says about reading it."""
+
+from typing import Any
+
+from torch import nn
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    return int(text_config(model).vocab_size)
+
+
+def text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ValueError(f"{type(model).__name__} has no config: give a language model of Transformers.")
+    return config.gettext_config() if hasattr(config, "get_text_config") else config
+
+
+def rope_types(config: Any) -> set[str]:
+    """The types of rotary position encoding in a config, for all layer types."""
+    found, waiting = set(), [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    while waiting:
+        if isinstance(settings := waiting.pop(), dict):
+            found |= {settings[key] for key in ("rope_type", "type") if isinstance(settings.get(key), str)}
+            waiting += settings.values()
+    return found
