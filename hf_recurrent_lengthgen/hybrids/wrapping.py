@@ -59,7 +59,12 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
 class StatefulMixin(LearnedStatesMixin):
     """The methods that `stateful` adds to a stock class."""
 
+<<<<<<< HEAD
     _layout: Layout
+=======
+    _layout: _Layout
+    check_forgetting = check_forgetting
+>>>>>>> h4-20261124
     key_elements = property(key_elements)
     watched_scans = watched_scans
 
@@ -86,10 +91,6 @@ class StatefulMixin(LearnedStatesMixin):
         """Shapes of the state of every layer, without the batch dimension."""
         window = Forgetting.of(self.config).window
         return self._layout.shapes if window is None else window_shapes(self, window)
-
-    def check_forgetting(self: Any) -> None:
-        """Refuse a `forgetting` of the configuration that the mixers do not support."""
-        check_forgetting(self)
 
     def check_shares_rows(self: Any) -> None:
         """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""

@@ -148,3 +148,14 @@ def test_a_mixer_that_drops_states_over_prompts_starts_from_a_learned_one() -> N
     assert torch.equal(generated, text)
     with model.learned_states.disable_adapter():
         assert not torch.equal(generated, model.generate(prompt, **GENERATION))
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "qwen3_next"])
+def test_every_sequence_of_a_packed_row_starts_from_it(model_type: str) -> None:
+    model = wrapped(model_type)
+    model.add_learned_state("one", state_of(model))
+    tokens, positions = tokens_of(model, 1), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    for options in ({}, {"output_final_state": True}):
+        packed = model(tokens, position_ids=positions, **options)
+        alone = [model(part, **options) for part in tokens.split([4, 5], dim=1)]
+        torch.testing.assert_close(packed.logits, torch.cat([one.logits for one in alone], dim=1), rtol=0, atol=1e-5)
