@@ -59,12 +59,8 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
 class StatefulMixin(LearnedStatesMixin):
     """The methods that `stateful` adds to a stock class."""
 
-<<<<<<< HEAD
     _layout: Layout
-=======
-    _layout: _Layout
     check_forgetting = check_forgetting
->>>>>>> h4-20261124
     key_elements = property(key_elements)
     watched_scans = watched_scans
 
