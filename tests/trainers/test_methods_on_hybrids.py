@@ -18,7 +18,13 @@ from peft import LoraConfig, get_peft_model
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.surgery import expand_state
+from hf_recurrent_lengthgen.trainers import (
+    LearnedStateConfig,
+    LearnedStateTrainer,
+    StatePassingConfig,
+    StatePassingTrainer,
+)
 from tests.hybrids.tiny_models import TINY, tiny_model
 from tests.versions import needs_hybrids
 
@@ -158,3 +164,21 @@ def test_a_limit_on_recurrent_parts_that_no_layer_has_is_refused(toys: ModuleTyp
 def test_the_types_are_those_that_are_supported() -> None:
     assert {*CONVOLUTIONS, *EXPANDABLE, *QUICK} <= SUPPORTED.keys() <= TINY.keys()
     assert {name for name, family in SUPPORTED.items() if "convolution only" in family.state} == set(CONVOLUTIONS)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_layers_of_different_sizes_resume_whatever_their_names_in_the_file(
+    toys: ModuleType, tmp_path: Path, learned: bool
+) -> None:
+    """With a learned state, too, which the stock class that reads the file does not know either."""
+    model = expand_state(copy.deepcopy(wrapped("nemotron_h")), [1], factor=2, initialization="inherit")
+    settings = {"per_device_train_batch_size": 2, "learning_rate": 0.01, "save_steps": 2, "max_steps": 3}
+    settings |= {"train_model": True} if learned else {}
+    config, trainer = (
+        (LearnedStateConfig, LearnedStateTrainer) if learned else (StatePassingConfig, StatePassingTrainer)
+    )
+    args = config(str(tmp_path), **toys.QUIET | settings)
+    whole, resumed = (trainer(copy.deepcopy(model), args, train_dataset=toys.sequences(6)) for _ in range(2))
+    whole.train()
+    resumed.train(str(tmp_path / "checkpoint-2"))
+    toys.assert_same_weights(toys.weights(resumed.model), toys.weights(whole.model))
