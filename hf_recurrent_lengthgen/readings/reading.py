@@ -239,9 +239,7 @@ def ask(model: Any, reading: Reading, prompts: Tensor, **generation: Any) -> Ten
     if prompts.ndim != 2 or prompts.shape[1] == 0:
         raise ValueError(f"prompts must be token ids of shape (B, T) with T at least 1, got {tuple(prompts.shape)}.")
     if reading.attention == "omitted":
-        reading = replace(
-            reading, attention="kept"
-        )  # from here on, so that the last token sees the rest of the prompt
+        reading = replace(reading, attention="kept")  # for the prompt, whose last token sees the rest of it
     if prompts.shape[1] > 1:
         reading = read_text(model, prompts[:, :-1], replace(reading, prefix="", decays=()))
     answers: Tensor = model.generate(prompts[:, -1:].to(model.device), **start_of(model, reading), **generation)

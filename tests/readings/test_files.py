@@ -363,7 +363,13 @@ def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
     assert_same(read_text(model, text(4), loaded), replace(read_text(model, text(4), expected), prefix=""))
     with pytest.raises(ValueError, match="part 'recurrent' has shape"):
         load_reading(path, stateful(tiny_model("jamba", mamba_d_state=5)))
-    for damage in ({"lengths": "{"}, {"lengths": "{}"}, {"format_version": "2"}, {"num_layers": "x"}):
+    for damage in (
+        {"lengths": "{"},
+        {"lengths": "{}"},
+        {"lengths": '{"1": 500}'},
+        {"format_version": "2"},
+        {"num_layers": "x"},
+    ):
         earlier_file(path, model, tokens, **damage)
         with pytest.raises(ValueError, match=str(path)):
             load_reading(path, model)

@@ -136,7 +136,9 @@ def test_a_sliding_window_is_kept_whole(tmp_path: Path) -> None:
             assert_same(load_reading(tmp_path / str(every), model), read_text(model, tokens[:, : last.position]))
     loaded = load_reading(tmp_path / "3", model, position=20)
     assert {index: layer.keys.shape[2] for index, layer in loaded.keys.items()} == {1: 18, 2: 7}
-    found = model(tokens[:, 18:], **start_of(model, load_reading(tmp_path / "3", model, position=18))).logits
+    earlier = load_reading(tmp_path / "3", model, position=18)
+    assert_same(read_text(model, tokens[:, 18:], earlier), read_text(model, tokens))
+    found = model(tokens[:, 18:], **start_of(model, earlier)).logits
     torch.testing.assert_close(found, model(tokens).logits[:, 18:], rtol=1e-4, atol=1e-5)
 
 
