@@ -13,7 +13,7 @@ def text_config(model: Any) -> Any:
     config = getattr(model, "config", None)
     if config is None:
         raise ValueError(f"{type(model).__name__} has no config: give a language model of Transformers.")
-    return config.gettext_config() if hasattr(config, "get_text_config") else config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def rope_types(config: Any) -> set[str]:

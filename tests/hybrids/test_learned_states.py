@@ -139,7 +139,7 @@ def test_what_would_start_from_zero_is_refused(tmp_path: Path) -> None:
 
 def test_a_mixer_that_drops_states_over_prompts_starts_from_a_learned_one() -> None:
     model = stateful(MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, state_size=4, num_hidden_layers=2)))
-    model.add_learned_state("one", state_of(model))
+    model.add_learned_state("one", map_state(lambda part: 30 * part, state_of(model)))
     text = prompt = tokens_of(model)
     generated = model.generate(prompt, **GENERATION)
     with torch.no_grad():
