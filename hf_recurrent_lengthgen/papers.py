@@ -115,14 +115,20 @@ PAPERS = {
         Paper("2404.07904", "Qin, Zhen and others", 2024, "{HGRN2}: Gated Linear {RNNs} with State Expansion"),
         Paper("2405.21060", "Dao, Tri and Gu, Albert", 2024, "Transformers are {SSMs} ({Mamba-2})"),
         Paper("2406.06484", "Yang, Songlin and others", 2024, "Parallelizing Linear Transformers with the Delta Rule"),
+        Paper("2406.08423", "Pi{\\'o}ro, Maciej and others", 2024, "State Soup"),
         Paper("2406.10149", "Kuratov, Yuri and others", 2024, "{BABILong}"),
         Paper("2407.05483", "Arora, Simran and others", 2024, "Just Read Twice"),
+        Paper("2409.12640", "Vodrahalli, Kiran and others", 2024, "Michelangelo"),
         Paper("2410.05355", "Zuo, Jingwei and others", 2024, "Falcon Mamba"),
         Paper("2411.12537", "Grazzi, Riccardo and others", 2024, "State-Tracking Through Negative Eigenvalues"),
         Paper("2412.06464", "Yang, Songlin and Kautz, Jan and Hatamizadeh, Ali", 2024, "Gated Delta Networks"),
+        Paper("2502.17605", "Liu, Tian Yu and others", 2025, "{PICASO}"),
         Paper("2503.14456", "Peng, Bo and others", 2025, '{RWKV-7} "Goose" with Expressive Dynamic State Evolution'),
+        Paper("2505.24033", "Jafari, Yasaman and others", 2025, "Studying the Soupability of Documents in {SSMs}"),
         Paper("2510.26692", "{Kimi Team} and others", 2025, "Kimi Linear"),
+        Paper("2511.02817", "Bertsch, Amanda and others", 2025, "{OOLONG}"),
         Paper("2603.15569", "Lahoti, Aakash and others", 2026, "Mamba-3"),
+        Paper("2604.01168", "Young, Jack", 2026, "{S0} Tuning"),
     )
 }
 """All papers by their numbers on arXiv."""

@@ -49,7 +49,7 @@ def test_a_checkpoint_that_is_kept_without_code_gets_it(checkpoint: Path) -> Non
 
 def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_verification(checkpoint, STALE)
-    add_to_code(checkpoint, "norms.py", "return (wide *", "return (1.001 * wide *")
+    add_to_code(checkpoint, "norms.py", "return rms_norm(x,", "return 1.001 * rms_norm(x,")
     with pytest.raises(ValueError, match=r"code that differs from the installed package \(norms.py\)"):
         verify_checkpoint(checkpoint)
     assert read_verification(checkpoint) == STALE  # nothing was found out
