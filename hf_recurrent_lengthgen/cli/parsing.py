@@ -126,6 +126,12 @@ class CommandParser(argparse.ArgumentParser):
         self.register("type", int, not_negative)
         self.register("type", None, _text)
 
+    def add_subparsers(self, **options: Any) -> Any:
+        """As in argparse; the parser of an action, not this one, refuses its empty texts."""
+        actions = super().add_subparsers(**options)
+        actions.type = str
+        return actions
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse; keeps the arguments for the messages of errors."""
         known = {option.replace("_", "-"): option for option in self._option_string_actions}

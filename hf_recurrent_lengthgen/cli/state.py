@@ -136,8 +136,6 @@ def _read(options: argparse.Namespace) -> None:
     if not len(tokens):
         raise ValueError(f"{options.data} is empty: give a text.")
     found = positions_in(options.output)
-    if found:
-        print(f"Goes on after {found[-1]:,} tokens, the last file in {options.output}.")
     readings = read_into(
         options.output,
         model,
@@ -149,10 +147,13 @@ def _read(options: argparse.Namespace) -> None:
     )
     with tqdm(total=len(tokens), unit="tok", unit_scale=True, disable=None) as bar:
         for reading in readings:
+            if found and reading.position == found[-1]:
+                bar.write(f"Goes on after {found[-1]:,} tokens, the last file in {options.output}.")
             bar.update(reading.position - bar.n)
     size = sum(file.stat().st_size for file in Path(options.output).glob("position-*.safetensors"))
     count = len(positions_in(options.output))
-    print(f"Read {len(tokens):,} tokens. {count} readings in {size:,} bytes: {options.output}")
+    readings_held = "1 reading" if count == 1 else f"{count} readings"
+    print(f"Read {len(tokens):,} tokens. {readings_held} in {size:,} bytes: {options.output}")
 
 
 def _show(options: argparse.Namespace) -> None:

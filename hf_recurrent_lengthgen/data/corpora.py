@@ -168,6 +168,8 @@ def split_names(path_or_name: str | Path) -> list[str]:
     path = Path(path_or_name).expanduser()
     if path.is_file():
         return ["train"]
+    if _is_missing(path_or_name):
+        return []
     try:
         return list(_saved_splits(path) if _is_saved(path) else datasets.get_dataset_split_names(str(path)))
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError):
@@ -193,9 +195,16 @@ def _reader(path_or_name: str | Path, split: str) -> Callable[[], datasets.Datas
             if builders != {"text"}:
                 raise ValueError(f"folder {path} holds .txt and other data files; give a folder of one kind")
             options["sample_by"] = "document"
-    elif path.is_absolute() or path.suffix in _BUILDER_OF_SUFFIX or str(path_or_name).startswith("."):
+    elif _is_missing(path_or_name):
         raise ValueError(f"there is no file or folder {path}; give an existing one, or the name of a Hub dataset")
     return partial(datasets.load_dataset, str(path), **options)
+
+
+def _is_missing(path_or_name: str | Path) -> bool:
+    """Whether this can only name a file or folder here, and there is none."""
+    path = Path(path_or_name).expanduser()
+    local = path.is_absolute() or str(path_or_name).startswith(".") or path.suffix in _BUILDER_OF_SUFFIX
+    return local and not path.is_file() and not path.is_dir()
 
 
 def _is_saved(path: Path) -> bool:

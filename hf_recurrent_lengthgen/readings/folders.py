@@ -37,8 +37,10 @@ def save_reading(path: str | os.PathLike[str], reading: Reading) -> None:
     """Write a reading as one file that needs no other; an existing file is replaced when the new one is complete.
 
     Raises:
-        ValueError: for NaN and infinite values.
+        ValueError: for NaN and infinite values, and for a folder in place of a file.
     """
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: give the name of a file.")
     write_file(path, reading)
 
 
@@ -197,7 +199,14 @@ def read_into(
 
 
 def crop_reading(path: str | os.PathLike[str], position: int, output: str | os.PathLike[str]) -> Reading:
-    """Write the reading at a position of a folder, or the nearest one before it, as one file that needs no other."""
+    """Write the reading at a position of a folder, or the nearest one before it, as one file that needs no other.
+
+    Raises:
+        ValueError: as `load_reading` and `save_reading`, and for an output that is a file of this folder.
+    """
+    target = Path(output)
+    if os.path.isdir(path) and target.resolve().parent == Path(path).resolve() and _NAME.fullmatch(target.name):
+        raise ValueError(f"{output} is a name of the files of {path}, which belong together: give another name.")
     reading = load_reading(path, position=position)
     save_reading(output, reading)
     return reading

@@ -161,7 +161,8 @@ def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[st
     raise ValueError(
         f"{name} was read with {found.name}, which differs from the model given, {here.name}, in "
         f"{' and '.join(refused.values())}{kept}. Give the model that read it, or read the text again. If you know "
-        f"that the difference does no harm, allow it: allow={sorted(refused)}."
+        f"that the difference does no harm, allow it: allow={sorted(refused)} (lengthgen state ask --allow "
+        f"{' '.join(sorted(refused))})."
     )
 
 

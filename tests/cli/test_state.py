@@ -74,9 +74,9 @@ def test_another_model_is_refused_unless_allowed(
     shown(capsys, "read", checkpoint, "--data", text_file, "--length", "300", "--output", book)
     command = ("ask", book, tmp_path / "other", "--prompt", "9 times", "--max-new-tokens", "3")
     assert main(["state", *map(str, command)]) == 1
-    assert "was read with checkpoint, which differs from the model given, other, in the weights" in (
-        capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert "was read with checkpoint, which differs from the model given, other, in the weights" in told
+    assert "--allow weights" in told
     assert shown(capsys, *command, "--allow", "weights").startswith("'9 times': ")
 
 
@@ -91,7 +91,14 @@ def test_mistakes_are_told(
         (("read", checkpoint, "--data", other, "--output", book), "50 tokens of another text"),
         (("crop", book, "--position", "49", "--output", tmp_path / "x"), "none up to 49, only at [50]"),
         (("show", tmp_path / "nothing"), "does not exist"),
+        (("crop", book, "--position", "50", "--output", tmp_path), "is a folder: give the name of a file"),
+        (("crop", book, "--position", "50", "--output", next(book.iterdir())), "which belong together"),
         (("merge", book, book, "--how", "cyclic", "--output", tmp_path / "x"), "lengthgen state read --decays"),
     ):
         assert main(["state", *map(str, arguments)]) == 1
-        assert complaint in capsys.readouterr().err
+        told = capsys.readouterr()
+        assert complaint in told.err
+        assert not told.out  # nothing goes on
+    with pytest.raises(SystemExit):
+        main(["state", "ask", str(book), str(checkpoint), "--prompt", ""])
+    assert "argument --prompt: is empty" in capsys.readouterr().err

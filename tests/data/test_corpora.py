@@ -11,7 +11,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from hf_recurrent_lengthgen.data import Corpus, load_texts, standard_library_corpus
+from hf_recurrent_lengthgen.data import Corpus, load_texts, split_names, standard_library_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -207,10 +207,15 @@ def test_bad_files_are_refused(tmp_path: Path, name: str, content: bytes, messag
     assert str(tmp_path / name) in str(caught.value)
 
 
-def test_missing_sources_are_refused(tmp_path: Path) -> None:
+def test_missing_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: asked.append(name) or ["train"])
     for missing in (tmp_path / "a.txt", tmp_path / "folder", "relative/a.jsonl"):
+        assert split_names(missing) == []
         with pytest.raises(ValueError, match="no file or folder"):
             load_texts(missing)
+    assert not asked  # the Hub, which retries for long without a network
+    assert split_names("nobody/nothing") == ["train"]
     with pytest.raises(ValueError, match="cannot read split 'train' of 'nobody/nothing'"):
         load_texts("nobody/nothing")
     with pytest.raises(ValueError, match="cannot read split"):
