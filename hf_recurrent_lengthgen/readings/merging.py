@@ -61,7 +61,8 @@ def merge_readings(readings: Sequence[Reading], how: Merging = "mean") -> Readin
         how: "order" keeps the order of the readings. All but "mean" and "sum" need their decays (`record_decays`).
 
     Raises:
-        ValueError: for readings of different models, with keys, with windows, or without the decays that are needed.
+        ValueError: for readings of different models, with keys, with windows, without the decays that are needed, or
+            from a learned state (but for "mean").
     """
     _check_same_model(readings)
     if any(reading.attention == "kept" for reading in readings):
@@ -71,6 +72,11 @@ def merge_readings(readings: Sequence[Reading], how: Merging = "mean") -> Readin
         )
     if any(len(layer) > len(LayerState._fields) for reading in readings for layer in reading.state):
         raise ValueError("States with a window cannot be merged: read the texts one after the other.")
+    if how != "mean" and any(_learned(reading) for reading in readings):
+        raise ValueError(
+            f'The readings start from a learned state, which how="{how}" would count more than once: merge by "mean", '
+            "or read the texts within model.learned_states.disable_adapter()."
+        )
     if how in ("mean", "sum"):
         divisor = len(readings) if how == "mean" else 1
         state = _combined([reading.state for reading in readings], divisor)
@@ -82,6 +88,11 @@ def merge_readings(readings: Sequence[Reading], how: Merging = "mean") -> Readin
         decays = then(decays, reading.decays) if decays and reading.decays else ()
     position = sum(reading.position for reading in readings)
     return replace(readings[0], state=state, position=position, prefix="", decays=decays, metadata={"merged": how})
+
+
+def _learned(reading: Reading) -> bool:
+    config = {} if reading.origin is None else reading.origin.config
+    return bool((config.get("learned_states") or {}).get("active"))
 
 
 def _orders(count: int, how: str) -> list[tuple[int, ...]]:

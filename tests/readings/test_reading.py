@@ -190,3 +190,20 @@ def test_an_adapter_is_part_of_the_model(tmp_path: Path) -> None:
     assert torch.equal(found, model.generate(input_ids=torch.cat([tokens, question], dim=1), **GREEDY)[:, 12:])
     with pytest.raises(ValueError, match="the weights"):
         load_reading(tmp_path, build(MAMBA2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_text_is_read_from_the_active_learned_state(name: str) -> None:
+    model, tokens = MODELS[name](), text(3)
+    zero = read_text(model, tokens)
+    with torch.no_grad():
+        model.add_learned_state("one", model(text(5, seed=4), output_final_state=True).final_state)
+        expected = model(tokens, output_final_state=True).final_state
+    learned = read_text(model, tokens, chunk_length=1)
+    torch.testing.assert_close(learned.state, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(learned.state, zero.state, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match=r"differs from the model given, .*, in the config \(learned_states\)"):
+        read_text(model, tokens, zero)
+    with model.learned_states.disable_adapter():
+        torch.testing.assert_close(read_text(model, tokens).state, zero.state, rtol=0, atol=0)
