@@ -145,3 +145,12 @@ def test_a_learned_state_is_not_counted_for_each_text() -> None:
             merge_readings(read, how)  # type: ignore[arg-type]
     with model.learned_states.disable_adapter():
         merge_readings([reading(model, piece) for piece in tokens.split(5, dim=1)], "order")
+
+
+@needs_hybrids
+@pytest.mark.parametrize("name", ["xlstm", "rwkv"])
+def test_states_with_scales_of_their_own_are_not_averaged(name: str) -> None:
+    readings = [read_text(hybrid(name), text(5, seed)) for seed in (1, 2)]
+    for how in MERGINGS:
+        with pytest.raises(ValueError, match=f"States of {name} cannot be merged"):
+            merge_readings(readings, how)
