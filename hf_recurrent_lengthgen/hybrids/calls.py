@@ -2,12 +2,12 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.rows import Rows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.learned_states import recorded
+from hf_recurrent_lengthgen.models.learned_states import learned_row, recorded
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
@@ -139,16 +139,27 @@ def starts_learned(model: HybridModel, cache: Any) -> bool:
     """
     if recorded(model.config)["active"] is None:
         return False
-    if cache is None or isinstance(cache, StateCache) or not hasattr(cache, "layers"):
+    memories: Any = getattr(
+        cache, "rnn_state", None
+    )  # a dictionary in the stock cache of xLSTM, of zeros if it is new
+    of_xlstm = isinstance(memories, dict)
+    if cache is None or isinstance(cache, StateCache) or not (of_xlstm or hasattr(cache, "layers")):
         return cache is None
     flags = ("is_recurrent_states_initialized", "is_conv_states_initialized")
-    read = any(any(getattr(layer, flag, {}).values()) for layer in cache.layers for flag in flags)
+    if of_xlstm:  # which a learned state may be, too
+        read = _holds_values(memories.values()) or not _holds_values(learned_row(model) or ())
+    else:
+        read = any(any(getattr(layer, flag, {}).values()) for layer in cache.layers for flag in flags)
     if not read and not getattr(cache, "linear_cache", None):
         raise ValueError(
             "A new cache starts from zero, not from the active learned state: leave the cache out and call generate, "
             "or give cache_from_state(model.first_state(rows))."
         )
     return False
+
+
+def _holds_values(layers: Iterable[Iterable[Tensor]]) -> bool:
+    return any(bool(part.any()) for layer in layers for part in layer)
 
 
 @contextmanager

@@ -45,11 +45,12 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
     changed.forgetting = dict(settings) or None
     this = _Block(thread, config, changed)
     # vars: a wrapper that passes attributes on would keep the one that is set on it
-    owners = [module for module in model.modules() if vars(module).get("config") is config]
+    names = ("config", "_config")  # the second is that of the learned states
+    owners = [(module, name) for module in model.modules() for name in names if vars(module).get(name) is config]
     _BLOCKS.append(this)
     try:
-        for module in owners:
-            module.config = changed
+        for module, name in owners:
+            setattr(module, name, changed)
         (changed if hasattr(changed, "check_forgetting") else model).check_forgetting()
         yield model
     finally:
@@ -57,6 +58,9 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
         for later in _BLOCKS:  # begun inside this block, and still open
             if later.before is changed:
                 later.before = this.before
-        for module in owners:
-            if module.config is changed:
-                module.config = this.before
+        if model.config is changed and "learned_states" in vars(changed):  # they are those of the model
+            this.before.learned_states = changed.learned_states
+        for module in model.modules():
+            for name in names:
+                if vars(module).get(name) is changed:
+                    setattr(module, name, this.before)

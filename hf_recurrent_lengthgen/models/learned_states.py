@@ -257,10 +257,14 @@ class LearnedStatesMixin:
             state: Its values, one row, which are not trained; None for a state of zeros that is trained.
 
         Raises:
-            ValueError: for a name that exists, and a state that does not fit or is not finite.
+            ValueError: for a name that exists, a model with a window, and a state that does not fit or is not finite.
         """
         getattr(self, "check_has_states", lambda: None)()
         shapes, dtype = self.state_shapes(), state_dtype(self.dtype)
+        if any(len(shape) > len(LayerState._fields) for shape in shapes):
+            raise ValueError(
+                "A model with a window (`forgetting` in its config) takes no learned state: leave it out."
+            )
         if state is not None:
             state = check_state(state, shapes, 1, self.device, dtype, "state")
             check_finite_state(state, "state")

@@ -242,7 +242,7 @@ def _parsed(fields: Mapping[str, str]) -> Header:
     if len(matrices) not in (0, layers):
         raise ValueError(f"{len(matrices)} decays of {layers} layers")
     origin = None
-    if "weights_fingerprint" in fields:
+    if any(key in fields for key in (*_ORIGIN, "model_attends")):  # a lost one is no reason to compare no model
         name, revision, dtype, config, weights, tokenizer = (fields[key] for key in _ORIGIN)
         attends = json.loads(fields["model_attends"])
         origin = Origin(name, revision, dtype, dict(json.loads(config)), _hash(weights), tokenizer, bool(attends))
@@ -252,8 +252,8 @@ def _parsed(fields: Mapping[str, str]) -> Header:
 
 
 def _number(value: str | int) -> int:
-    number = int(value)
-    if isinstance(value, bool) or not 0 <= number < 2**62:
+    number = -1 if isinstance(value, (bool, float)) else int(value)
+    if not 0 <= number < 2**62:
         raise ValueError(f"{value!r} is no number of tokens or layers")
     return number
 

@@ -9,9 +9,9 @@ border; in later layers the inputs of text 2 depend on text 1, and the formula i
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ arXiv:2505.24033), one after the other, or the mean over all cyclic orders (PICA
 MERGINGS: tuple[Merging, ...] = get_args(Merging)
 MOST_ORDERS = 5040
 """Largest number of orders for "all", that of 7 readings."""
+
+
+_SCALED = {"rwkv", "xlstm"}
+"""Types of models whose states hold sums and the exponent of their scale, so that a mean of states means nothing."""
 
 
 class LayerDistance(NamedTuple):
@@ -61,7 +65,8 @@ def merge_readings(readings: Sequence[Reading], how: Merging = "mean") -> Readin
         how: "order" keeps the order of the readings. All but "mean" and "sum" need their decays (`record_decays`).
 
     Raises:
-        ValueError: for readings of different models, with keys, with windows, or without the decays that are needed.
+        ValueError: for readings of different models, of xLSTM and RWKV-4, with keys, with windows, without the decays
+            that are needed, or from a learned state (but for "mean").
     """
     _check_same_model(readings)
     if any(reading.attention == "kept" for reading in readings):
@@ -71,6 +76,16 @@ def merge_readings(readings: Sequence[Reading], how: Merging = "mean") -> Readin
         )
     if any(len(layer) > len(LayerState._fields) for reading in readings for layer in reading.state):
         raise ValueError("States with a window cannot be merged: read the texts one after the other.")
+    if scaled := sorted({str(_config(reading).get("model_type")) for reading in readings} & _SCALED):
+        raise ValueError(
+            f"States of {', '.join(scaled)} cannot be merged, because each row holds sums at a scale of its own: read "
+            "the texts one after the other."
+        )
+    if how != "mean" and any((_config(reading).get("learned_states") or {}).get("active") for reading in readings):
+        raise ValueError(
+            f'The readings start from a learned state, which how="{how}" would count more than once: merge by "mean", '
+            "or read the texts within model.learned_states.disable_adapter()."
+        )
     if how in ("mean", "sum"):
         divisor = len(readings) if how == "mean" else 1
         state = _combined([reading.state for reading in readings], divisor)
@@ -82,6 +97,10 @@ def merge_readings(readings: Sequence[Reading], how: Merging = "mean") -> Readin
         decays = then(decays, reading.decays) if decays and reading.decays else ()
     position = sum(reading.position for reading in readings)
     return replace(readings[0], state=state, position=position, prefix="", decays=decays, metadata={"merged": how})
+
+
+def _config(reading: Reading) -> Mapping[str, Any]:
+    return {} if reading.origin is None else reading.origin.config
 
 
 def _orders(count: int, how: str) -> list[tuple[int, ...]]:

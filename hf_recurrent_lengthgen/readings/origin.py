@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.private_text import portable
@@ -94,8 +95,8 @@ def origin_of(model: Any, tokenizer: Any = None) -> Origin:
 def weights_fingerprint(model: nn.Module) -> str:
     """SHA-256 of names, dtypes and shapes of all weights, and of at most 256 values of each.
 
-    It costs milliseconds where a hash of all bytes costs as long as loading. A change of single values may escape it;
-    a training, an adapter or other weights do not.
+    Adapters of PEFT that are active count with their factors. It costs milliseconds where a hash of all bytes costs as
+    long as loading. A change of single values may escape it; a training, an adapter or other weights do not.
     """
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
@@ -105,6 +106,10 @@ def weights_fingerprint(model: nn.Module) -> str:
         places = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), SAMPLED), dtype=torch.float64).long()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(flat[places.to(flat.device)].contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    for name, module in model.named_modules():
+        if getattr(module, "disable_adapters", None) is False:  # a layer of PEFT
+            factors = getattr(module, "scaling", {})
+            digest.update(f"{name} {[(adapter, factors.get(adapter)) for adapter in module.active_adapters]}".encode())
     return digest.hexdigest()
 
 
@@ -181,7 +186,7 @@ def differing_fields(stored: Mapping[str, Any], config: Any) -> list[str]:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps({key: value for key, value in stored.items() if key in here}))
             stored = {**stored, **_fields(type(config).from_json_file(path))}
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError):
         pass  # fields that this class of config does not take: they are compared as they are
     return sorted(key for key in {*stored, *here} if stored.get(key) != here.get(key))
 

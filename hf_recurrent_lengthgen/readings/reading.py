@@ -126,7 +126,7 @@ def read_text(
     Args:
         model: A model of this package or from `stateful`, also in PEFT.
         tokens: Token ids, (T,) or (B, T); a memory map is read piece by piece.
-        reading: What the text continues; None for a new text.
+        reading: What the text continues; None for a new text, which starts from the active learned state, or zero.
         tokenizer: The tokenizer that made the tokens, to be known to files; None if unknown.
         chunk_length: Tokens in a forward pass; None to choose by memory.
         record_decays: Whether to record what the text leaves of an earlier state, for `compose`.
@@ -175,7 +175,7 @@ def readings_of(
         origin = here if tokenizer is not None else reading.origin
     if reading is None:
         empty: Attention = "kept" if attends else "none"
-        reading = Reading(reader.model.zero_state(len(rows)), 0, NO_TOKENS, origin, empty)
+        reading = Reading(reader.model.first_state(len(rows)), 0, NO_TOKENS, origin, empty)
     if reading.rows != len(rows):
         raise ValueError(f"The reading has {reading.rows} rows, the tokens {len(rows)}: use branch, or other tokens.")
     start = start_of(model, reading)

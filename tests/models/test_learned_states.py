@@ -13,6 +13,7 @@ from transformers.pipelines import TextGenerationPipeline
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models.forgetting_switch import forgetting
 from hf_recurrent_lengthgen.models.learned_state_files import CONFIG_FILE, STATE_FILE, fingerprint
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, load_state, map_state
 from tests.without_package import clean_process
@@ -288,3 +289,25 @@ assert torch.equal(again(inputs["tokens"]).logits, inputs["logits"])
 """
     clean_process(tmp_path, code, str(tmp_path), str(tmp_path / "in.pt"))
     exactly(load_model(str(tmp_path / "again")).first_state(1), state)
+
+
+def test_they_are_switched_while_the_model_forgets() -> None:
+    model, tokens = build(MAMBA2).eval(), random_tokens(1, 6)
+    with forgetting(model, retention=0.5):
+        zero = model(tokens).logits
+    model.add_learned_state("one", random_state(model, 1))
+    with forgetting(model, retention=0.5):
+        one = model(tokens).logits
+        with model.learned_states.disable_adapter():
+            torch.testing.assert_close(model(tokens).logits, zero, rtol=0, atol=0)
+        assert not torch.allclose(one, zero)
+        model.learned_states.set_adapter(None)
+    assert model.learned_states.active_adapter is None
+    with forgetting(model, retention=0.5):
+        model.learned_states.set_adapter("one")
+        torch.testing.assert_close(model(tokens).logits, one, rtol=0, atol=0)
+        model.add_learned_state("two")
+    assert model.config.learned_states["names"] == model.learned_states.names == ["one", "two"]
+    assert model.learned_states.active_adapter == "two"
+    with forgetting(model, window=3), pytest.raises(ValueError, match=r"with a window .* takes no learned state"):
+        model.add_learned_state("three")

@@ -96,6 +96,12 @@ DAMAGED: dict[str, tuple[Callable[[Tensors, Fields], None], str]] = {
     "deep JSON": (header(key_layers="[" * 100_000), "damaged header"),
     "a layer beyond": (header(key_layers='{"7": [0, 9]}', attention="kept"), "damaged header"),
     "no hash": (header(prefix_sha256="abc"), "damaged header"),
+    "infinite position": (
+        header(continues=json.dumps({"position": float("inf"), "prefix": NO_TOKENS, "layers": []})),
+        "damaged header.*inf is no number",
+    ),
+    "lost hash of weights": (header(weights_fingerprint=None), "damaged header.*weights_fingerprint"),
+    "a config of no model": (header(model_config='{"model_type": "stateful_mamba2", "layer_types": 3}'), "the config"),
     "no hash of weights": (header(weights_fingerprint="zz"), "damaged header"),
     "decays": (header(decays="[true]"), "damaged header.*1 decays of 2 layers"),
     "config": (header(model_config="3"), "damaged header"),

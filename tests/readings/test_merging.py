@@ -133,3 +133,24 @@ def test_hybrids_merge_by_their_mean_without_keys() -> None:
     torch.testing.assert_close(merged.state[0].recurrent, (one.state[0].recurrent + two.state[0].recurrent) / 2)
     with pytest.raises(ValueError, match="cannot be recorded"):
         read_text(model, text(9), record_decays=True)
+
+
+def test_a_learned_state_is_not_counted_for_each_text() -> None:
+    model, tokens = one_layer(GLA), random_tokens(1, 10)
+    model.add_learned_state("one", random_state(model, 1))
+    read = [reading(model, piece) for piece in tokens.split(5, dim=1)]
+    merge_readings(read, "mean")
+    for how in ("sum", "order", "cyclic", "all"):
+        with pytest.raises(ValueError, match=f'start from a learned state, which how="{how}" would count more than'):
+            merge_readings(read, how)  # type: ignore[arg-type]
+    with model.learned_states.disable_adapter():
+        merge_readings([reading(model, piece) for piece in tokens.split(5, dim=1)], "order")
+
+
+@needs_hybrids
+@pytest.mark.parametrize("name", ["xlstm", "rwkv"])
+def test_states_with_scales_of_their_own_are_not_averaged(name: str) -> None:
+    readings = [read_text(hybrid(name), text(5, seed)) for seed in (1, 2)]
+    for how in MERGINGS:
+        with pytest.raises(ValueError, match=f"States of {name} cannot be merged"):
+            merge_readings(readings, how)

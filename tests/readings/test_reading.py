@@ -190,3 +190,51 @@ def test_an_adapter_is_part_of_the_model(tmp_path: Path) -> None:
     assert torch.equal(found, model.generate(input_ids=torch.cat([tokens, question], dim=1), **GREEDY)[:, 12:])
     with pytest.raises(ValueError, match="the weights"):
         load_reading(tmp_path, build(MAMBA2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_text_is_read_from_the_active_learned_state(name: str) -> None:
+    model, tokens = MODELS[name](), text(3)
+    zero = read_text(model, tokens)
+    with torch.no_grad():
+        model.add_learned_state("one", model(text(5, seed=4), output_final_state=True).final_state)
+        expected = model(tokens, output_final_state=True).final_state
+    learned = read_text(model, tokens, chunk_length=1)
+    torch.testing.assert_close(learned.state, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(learned.state, zero.state, rtol=1e-3, atol=1e-3)
+    with pytest.raises(ValueError, match=r"differs from the model given, .*, in the config \(learned_states\)"):
+        read_text(model, tokens, zero)
+    with model.learned_states.disable_adapter():
+        torch.testing.assert_close(read_text(model, tokens).state, zero.state, rtol=0, atol=0)
+
+
+def test_another_active_adapter_is_another_model() -> None:
+    lora = LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(build(MAMBA2), lora).eval()
+    model.add_adapter("other", lora)
+    tokens = random_tokens(1, 5)
+    read = read_text(model, tokens)
+    model.set_adapter("other")
+    with pytest.raises(ValueError, match=r"differs from the model given, .*, in the weights"):
+        read_text(model, tokens, read)
+    model.set_adapter("default")
+    with model.disable_adapter(), pytest.raises(ValueError, match="in the weights"):
+        read_text(model, tokens, read)
+    whole = read_text(model, torch.cat([tokens, tokens], dim=1))
+    assert_same(read_text(model, tokens, read), whole)
+    for module in model.modules():
+        if hasattr(module, "scaling"):
+            module.scaling["default"] *= 2
+    with pytest.raises(ValueError, match="in the weights"):
+        read_text(model, tokens, read)
+
+
+@needs_hybrids
+def test_a_config_that_its_class_refuses_is_another_one() -> None:
+    model = hybrid("lfm3")
+    read = read_text(model, text(3))
+    assert read.origin is not None
+    other = replace(read.origin, config={**read.origin.config, "num_hidden_layers": 24})
+    with pytest.raises(ValueError, match=r"in the config \(num_hidden_layers\)"):
+        read_text(model, text(3), replace(read, origin=other))
