@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
 )
 from hf_recurrent_lengthgen.papers import LEARNED_STATE
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.checks import base_of, check_model
+from hf_recurrent_lengthgen.trainers.checks import base_of, check_model, check_no_forgetting
 from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.learned_states import LearnedStateSource
 
@@ -70,6 +70,7 @@ class LearnedStateTrainer(InitialStateTrainer):
                     "another output_dir."
                 )
         base = base_of(model)
+        check_no_forgetting(base)
         if not hasattr(base, "add_learned_state"):
             raise ValueError(
                 f"The code of {type(base).__name__} knows no learned states: load it with load_model, whose code does."
