@@ -13,13 +13,14 @@ The two need not add up to the harm of both: keys of the text were computed from
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_recurrent_lengthgen.evaluation.attention_caches import cached_bytes
 from hf_recurrent_lengthgen.evaluation.context_harm import check_training_length, last_octave
 from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, EvaluationSettings, estimate
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
@@ -130,16 +131,7 @@ def attention_apart(
             "overflows there or has broken weights. Evaluate in float32, or shorter texts."
         )
     both, recurrent, attention, neither = found
-    return AttentionApart(tuple(places), both, recurrent, attention, neither, _bytes_of(keys))
-
-
-def _bytes_of(keys: Any) -> dict[int, int]:
-    """Bytes per row of the keys and values of each layer of an attention cache that has some."""
-    held = {
-        index: [part for part in (getattr(layer, "keys", None), getattr(layer, "values", None)) if part is not None]
-        for index, layer in enumerate(keys.layers)
-    }
-    return {index: sum(part[0].nbytes for part in parts) for index, parts in held.items() if parts}
+    return AttentionApart(tuple(places), both, recurrent, attention, neither, cached_bytes(keys))
 
 
 def attention_harm(

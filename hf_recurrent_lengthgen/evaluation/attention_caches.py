@@ -35,9 +35,25 @@ def cached_elements(cache: Any) -> int:
     return sum(part.numel() for layer in _filled(cache) for part in (layer.keys, layer.values))
 
 
+def cached_bytes(cache: Any) -> dict[int, int]:
+    """Bytes of the keys and values of a row, by layer."""
+    return {
+        index: layer.keys[0].nbytes + layer.values[0].nbytes
+        for index, layer in enumerate(cache.layers)
+        if getattr(layer, "keys", None) is not None
+    }
+
+
+def forked(cache: Any) -> Any:
+    """A copy that shares the tensors; reading on with it leaves `cache` as it is."""
+    copied = copy.copy(cache)
+    copied.layers = [copy.copy(layer) for layer in cache.layers]
+    return copied
+
+
 def cache_rows(cache: Any, rows: Tensor | slice) -> Any:
     """A cache with these rows, in the order given; reading on with it leaves `cache` as it is."""
-    chosen = _shell(cache)
+    chosen = forked(cache)
     for layer in _filled(chosen):
         layer.keys, layer.values = _rows(layer.keys, rows), _rows(layer.values, rows)
     return chosen
@@ -52,7 +68,7 @@ def joined_caches(caches: Sequence[Any]) -> Any:
     lengths = sorted({cached_tokens(cache) for cache in caches})
     if len(lengths) != 1:
         raise ValueError(f"Caches can be joined after the same number of tokens only, got {lengths}.")
-    joined = _shell(caches[0])
+    joined = forked(caches[0])
     if len(caches) > 1:
         for index, layer in enumerate(joined.layers):
             if getattr(layer, "keys", None) is not None:
@@ -63,13 +79,6 @@ def joined_caches(caches: Sequence[Any]) -> Any:
 
 def _filled(cache: Any) -> list[Any]:
     return [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
-
-
-def _shell(cache: Any) -> Any:
-    """A copy that shares the tensors."""
-    shell = copy.copy(cache)
-    shell.layers = [copy.copy(layer) for layer in cache.layers]
-    return shell
 
 
 def _rows(part: Tensor, rows: Tensor | slice) -> Tensor:

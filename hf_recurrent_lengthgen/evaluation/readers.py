@@ -8,7 +8,6 @@ A short text tests once whether a model uses its cache correctly. Transformers' 
 cache and drop the recurrent state in it.
 """
 
-import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -128,7 +127,9 @@ class Reader:
 
     @cached_property
     def elements_per_token(self) -> int:
-        """Elements of keys and values by which the cache of a row grows with each token."""
+        """Elements of keys and values by which the cache of a row grows with each token, outside windows."""
+        if self.carried_by_row:
+            return 0
         with torch.inference_mode(), evaluation_mode(self.model):
             _, cache = self.read(torch.zeros(1, 1, dtype=torch.long, device=self.device))
         return attention_caches.cached_elements(self.keys_of(cache))
@@ -190,10 +191,7 @@ class StateReader(Reader):
 
     def fork(self, cache: Any) -> Any:
         state, keys = cache
-        if keys is not None:  # its layers put longer tensors in the place of theirs
-            keys = copy.copy(keys)
-            keys.layers = [copy.copy(layer) for layer in keys.layers]
-        return state, keys
+        return state, None if keys is None else attention_caches.forked(keys)
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
         state, attention_cache = cache

@@ -103,9 +103,9 @@ def state_elements(model: Any) -> int:
     return sum(math.prod(part) for shape in shapes for part in shape)
 
 
-def kept_elements(model: Any, length: int) -> int:
+def kept_elements(reader: Reader, length: int) -> int:
     """Elements that a row carries after `length` tokens: its state, and the keys and values of attention layers."""
-    return state_elements(model) + length * getattr(model, "key_elements", 0)
+    return state_elements(reader.model) + length * reader.elements_per_token
 
 
 def forward_plan(
@@ -222,7 +222,7 @@ def reading_plan(
     """
     most = TOKENS_PER_FORWARD_ON_CPU if reader.device.type == "cpu" else TOKENS_PER_FORWARD
     if reader.carries:
-        state = kept_elements(reader.model, length)
+        state = kept_elements(reader, length)
         return forward_plan(rows, length, reader.vocabulary, batch_size, chunk_length, state, shortest, most)
     if length * reader.vocabulary > LOGITS_AT_ONCE:
         raise ValueError(

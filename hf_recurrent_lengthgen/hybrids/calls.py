@@ -139,9 +139,8 @@ def starts_learned(model: HybridModel, cache: Any) -> bool:
     """
     if recorded(model.config)["active"] is None:
         return False
-    memories: Any = getattr(
-        cache, "rnn_state", None
-    )  # a dictionary in the stock cache of xLSTM, of zeros if it is new
+    # a dictionary in the stock cache of xLSTM, of zeros if it is new
+    memories: Any = getattr(cache, "rnn_state", None)
     of_xlstm = isinstance(memories, dict)
     if cache is None or isinstance(cache, StateCache) or not (of_xlstm or hasattr(cache, "layers")):
         return cache is None

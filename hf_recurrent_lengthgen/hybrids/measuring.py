@@ -1,4 +1,4 @@
-"""What measurements ask of a wrapped model: the inputs of its scans, and what its attention keeps of a token."""
+"""What measurements ask of a wrapped model: the inputs of its scans."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +12,6 @@ from hf_recurrent_lengthgen.hybrids import mixers as our_scans
 from hf_recurrent_lengthgen.hybrids.forgetting import as_scan_of_one, mamba_mixers
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, STEP, as_chunk_scan, exchanged
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
-
-
-def key_elements(model: HybridModel) -> int:
-    """Elements of the keys and values that all attention layers together keep of a token, outside windows."""
-    return sum(heads * size for parts in model._layout.attending.values() for heads, size in parts)
 
 
 @contextmanager

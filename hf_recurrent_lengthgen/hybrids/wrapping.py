@@ -35,7 +35,7 @@ from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
 from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, read_prompt
 from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
-from hf_recurrent_lengthgen.hybrids.measuring import key_elements, watched_scans
+from hf_recurrent_lengthgen.hybrids.measuring import watched_scans
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import DROPPED, Rows, loss_of, plain_rows
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
@@ -61,7 +61,6 @@ class StatefulMixin(LearnedStatesMixin):
 
     _layout: Layout
     check_forgetting = check_forgetting
-    key_elements = property(key_elements)
     watched_scans = watched_scans
 
     @property

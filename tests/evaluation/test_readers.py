@@ -157,7 +157,7 @@ def test_caches_that_reading_changes_cannot_be_forked() -> None:
 @needs_hybrids
 def test_rows_of_a_hybrid_are_as_many_as_can_carry_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = reader_of(stateful(tiny_model("bamba")))
-    assert reader.model.key_elements == 2 * 2 * 8  # keys and values of 2 heads in one layer
+    assert reader.elements_per_token == 2 * 2 * 8  # keys and values of 2 heads in one layer
     state = state_elements(reader.model)
     monkeypatch.setattr(streaming, "STATES_PER_FORWARD", 3 * (state + 1000 * 32) + 5)
     assert reading_plan(reader, 8, 1000, None, None)[0] == 3

@@ -275,7 +275,7 @@ def test_models_with_attention_go_on_after_the_last_whole_text(
     model = llama()
     expected = stream_nll(model, tokens, **settings).nll
     partial = ResultCache(tmp_path).partial(KEY)
-    probe = 5  # forward passes that try the cache out
+    probe = 6  # forward passes that try the cache out, the last one for the size of its keys
     with monkeypatch.context() as patched:
         Stopping(model, probe + 6, patched)
         with pytest.raises(Interrupted):
