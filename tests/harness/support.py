@@ -1,10 +1,4 @@
-"""Each type of model in lm_eval: scores with shared prefixes against those of whole texts by the stock model.
-
-    python -m tests.harness.support
-
-The largest difference of log-likelihoods in nats; whether greedy texts are those of lm_eval's own class; or the reason
-of a refusal.
-"""
+"""Models of each type in lm_eval: scores with shared prefixes against those of whole texts by the stock model."""
 
 from typing import Any
 
@@ -14,7 +8,7 @@ from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.harness import StateLM
 from tests.harness.test_lm import CONTEXTS, MULTIPLE_CHOICE, QUIET, requests
-from tests.hybrids.tiny_models import TINY, tiny_model
+from tests.hybrids.tiny_models import tiny_model
 
 GENERATE = requests("generate_until", *((text, {"until": ["\n\n"], "max_gen_toks": 6}) for text in [*CONTEXTS, "ab"]))
 
@@ -33,25 +27,17 @@ def theirs(model: Any) -> HFLM:
     return HFLM(pretrained=model, tokenizer=byte_tokenizer(), max_length=4096, add_bos_token=False, batch_size=1)
 
 
-def measured(model_type: str) -> tuple[str, str]:
-    """The error of scores and the state of generation of a type, or the reason of a refusal."""
-    try:
-        found = ours(stateful(made(model_type)))
-    except ValueError as error:
-        return f"no: {error}", ""
-    expected = theirs(made(model_type))
-    scores = zip(
+def error_of(model_type: str) -> float:
+    """The largest difference of log-likelihoods, in nats.
+
+    Raises:
+        ValueError: if the type or its generation is refused, and for greedy texts that differ.
+    """
+    found, expected = ours(stateful(made(model_type))), theirs(made(model_type))
+    pairs = zip(
         found.loglikelihood(MULTIPLE_CHOICE, **QUIET), expected.loglikelihood(MULTIPLE_CHOICE, **QUIET), strict=True
     )
-    error = max(abs(one[0] - other[0]) for one, other in scores)
-    try:
-        same = found.generate_until(GENERATE, **QUIET) == expected.generate_until(GENERATE, **QUIET)
-    except ValueError as refusal:
-        return f"{error:.0e}", f"no: {refusal}"
-    return f"{error:.0e}", "same" if same else "differs"
-
-
-if __name__ == "__main__":
-    print("| `model_type` | log-likelihoods | greedy texts |\n|---|---|---|")
-    for name in TINY:
-        print(f"| `{name}` | {' | '.join(measured(name))} |", flush=True)
+    error = max(abs(one[0] - other[0]) for one, other in pairs)
+    if found.generate_until(GENERATE, **QUIET) != expected.generate_until(GENERATE, **QUIET):
+        raise ValueError("Its greedy texts differ")
+    return error
