@@ -35,7 +35,7 @@ from hf_recurrent_lengthgen.adapters import (
 )
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.layer_sizes import described_class, says_more
-from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPERSEDED, SUPPORTED
 from hf_recurrent_lengthgen.json_files import read_json_object
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES, register_family
 from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
@@ -241,7 +241,9 @@ def _load(
     _check_place(name)
     settings, config = read_config(name, trust_remote_code)
     model_type = settings.get("model_type")
-    model_type = model_type if model_type in STATEFUL_CLASSES else config.model_type
+    if model_type not in STATEFUL_CLASSES:  # a model of images and text is read as its language model
+        config = config.get_text_config(decoder=True)
+        model_type = config.model_type
     loading: dict[str, Any] = {"dtype": dtype}
     loader: Any = AutoModelForCausalLM
     if model_type in STATEFUL_CLASSES:
@@ -250,7 +252,7 @@ def _load(
         loading["trust_remote_code"] = trust_remote_code
         _tell_of_differing_code(name, settings)
     elif model_type not in SUPPORTED:
-        if not stateless:
+        if not stateless or model_type in SUPERSEDED:
             reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
             raise ValueError(
                 f"{name} is of type {model_type!r}, which cannot be given states{reason}. Supported are checkpoints "
@@ -263,7 +265,7 @@ def _load(
         if (kept := Path(name, "generation_config.json")).is_file():
             GenerationConfig.from_dict(read_json_object(kept))  # Transformers ignores a damaged one
         _check_index(Path(name))
-        model, found = _read_weights(name, loader, loading, model_type)
+        model, found = _read_weights(name, loader, loading, settings.get("model_type"))
     problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
     if any(problems.values()):
         told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
@@ -321,4 +323,7 @@ def _read_weights(name: str, loader: Any, loading: dict[str, Any], model_type: s
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
-        raise ValueError(f"{name} is of type {model_type!r}, which is no causal language model.") from error
+        raise ValueError(
+            f"{name} is of type {model_type!r}, which AutoModelForCausalLM of Transformers does not load, so it is no "
+            "causal language model, or one beside others: load it with its own class, and give that to stateful."
+        ) from error

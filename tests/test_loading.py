@@ -55,7 +55,7 @@ def test_recurrent_models_load_with_states(tmp_path: Path) -> None:
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     T5Model(T5Config(vocab_size=29, d_model=16, num_layers=1, d_kv=8, num_heads=2, d_ff=16)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="of type 't5', which is no causal language model"):
+    with pytest.raises(ValueError, match="of type 't5', which AutoModelForCausalLM of Transformers does not load"):
         load_language_model(str(tmp_path))
 
 

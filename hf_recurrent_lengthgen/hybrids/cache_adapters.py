@@ -1,7 +1,7 @@
 """Adapters that put states into the different caches of Transformers and read them back.
 
-Almost all models take a `Cache` of `LinearAttentionLayer`s. MiniMax and xLSTM have their own caches,
-RWKV-4 a list of tensors. `registry.py` lists which model type has which.
+Almost all models take a `Cache` of `LinearAttentionLayer`s. MiniMax and xLSTM have their own caches. `registry.py`
+lists which model type has which.
 """
 
 import copy
@@ -23,7 +23,6 @@ from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.hybrids.stopping import (
     hooked,
     stopped_minimax,
-    stopped_rwkv,
     stopped_scans,
     stopped_xlstm,
     stopped_zaya,
@@ -207,90 +206,6 @@ class MiniMaxCacheAdapter(RoundingCacheAdapter):
         held = [shape.recurrent != (0,) for shape in self.model._layout.shapes]
         state = [(cache.linear_cache[index] if holds else None, None) for index, holds in enumerate(held)]
         return self._filled(state)
-
-
-class _Slot:
-    """One of the five tensors (B, D, L) of an RWKV-4 state, with separate values before and after the tokens."""
-
-    def __init__(self, initial: list[Tensor], final: list[Tensor | None]) -> None:
-        self.initial, self.final = initial, final
-
-    def __getitem__(self, place: tuple) -> Tensor:
-        return self.initial[place[-1]]
-
-    def __setitem__(self, place: tuple, value: Tensor) -> None:
-        self.final[place[-1]] = value
-
-
-class RwkvStateCache(list):
-    """Carries a state through RWKV-4, which takes a list of five tensors: two token shifts and the three of wkv."""
-
-    def __init__(
-        self, state: RecurrentState, single_token: bool, dtype: torch.dtype, lengths: Tensor | None = None
-    ) -> None:
-        """Take (B, 3, D) and (B, 2 D, 1) of every layer; `dtype` is that of the token shifts."""
-        self.lengths = lengths
-        self.attending: dict[int, list[tuple[int, int]]] = {}
-        self.dropped_columns = [0] * len(state)
-        initial: list[list[Tensor]] = [[] for _ in range(5)]
-        for recurrent, conv in state:
-            attention, feed_forward = conv[..., 0].to(dtype).chunk(2, dim=1)
-            shifts = (feed_forward, attention)
-            # With one token the model does not index the time, so the shift needs that dimension itself.
-            parts = [shift[:, None] if single_token else shift for shift in shifts] + list(recurrent.unbind(1))
-            for values, part in zip(initial, parts, strict=True):
-                values.append(part)
-        super().__init__(_Slot(values, [None] * len(state)) for values in initial)
-
-    def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
-        return tuple(
-            LayerState(
-                torch.stack([numerator, denominator, exponent], dim=1).to(dtype),
-                torch.cat([attention, feed_forward], dim=1)[..., None].to(dtype),
-            )
-            for feed_forward, attention, numerator, denominator, exponent in zip(
-                *(slot.final for slot in self), strict=True
-            )
-        )
-
-
-class RwkvCacheAdapter(CacheAdapter):
-    """The list of five tensors of RWKV-4."""
-
-    shares = False
-    reads_padding = False
-    arguments = ("state",)
-
-    def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
-        if (lengths := state_cache.lengths) is None:
-            return nullcontext()
-        return stopped_rwkv(self.model, state_cache, lengths)
-
-    def state_cache(
-        self,
-        state: RecurrentState | None,
-        single_token: bool,
-        attention: Cache | None,
-        lengths: Tensor | None = None,
-    ) -> HoldsState:
-        if state is None:
-            config, dtype = self.model.config, state_dtype(self.model.dtype)
-            sizes = {"recurrent": (1, 3, config.hidden_size), "conv": (1, 2 * config.hidden_size, 1)}
-            zero = LayerState(**{k: torch.zeros(v, device=self.model.device, dtype=dtype) for k, v in sizes.items()})
-            state = (zero,) * config.num_hidden_layers
-        return RwkvStateCache(state, single_token, self.model.dtype, lengths)
-
-    def to_cache(self, state: RecurrentState) -> Any:
-        if state[0].recurrent.shape[0] > 1:
-            raise ValueError("Transformers' RWKV-4 generates wrongly with more than one row: give one row at a time.")
-        tensors = (slot.initial for slot in RwkvStateCache(state, False, self.model.dtype))
-        return [torch.stack(parts, dim=-1) for parts in tensors]
-
-    def from_cache(self, cache: Any) -> RecurrentState:
-        final = RwkvStateCache(self.model.zero_state(cache[0].shape[0]), False, self.model.dtype)
-        for slot, tensor in zip(final, cache, strict=True):
-            slot.final = list(tensor.detach().clone().unbind(-1))
-        return final.final_state(cache[0].shape[0], self.model.device, state_dtype(self.model.dtype))
 
 
 class _Latest:

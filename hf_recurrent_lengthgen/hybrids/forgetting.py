@@ -1,7 +1,7 @@
 """Forgetting (`models/forgetting.py`) in the Mamba mixers of Transformers, by replacing their scans.
 
-Refused are the mixers of the delta rule, which forget in the families of this package only, those of xLSTM and RWKV-4,
-whose recurrence does more than decay what was written, and those of MiniMax and Bailing, whose scan is inside a larger
+Refused are the mixers of the delta rule, which forget in the families of this package only, those of xLSTM, whose
+recurrence does more than decay what was written, and those of MiniMax and Bailing, whose scan is inside a larger
 function.
 """
 

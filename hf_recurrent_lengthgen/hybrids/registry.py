@@ -11,7 +11,6 @@ from hf_recurrent_lengthgen.hybrids.cache_adapters import (
     Mamba1CacheAdapter,
     MiniMaxCacheAdapter,
     RoundingCacheAdapter,
-    RwkvCacheAdapter,
     XlstmCacheAdapter,
 )
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel, StatefulModel
@@ -72,12 +71,6 @@ SUPPORTED = {
     "qwen3_5_moe_text": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "qwen3_5_text": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "qwen3_next": StockType(DELTA, no_expansion=_UNIT_KEYS),
-    "rwkv": StockType(
-        "(3, D): numerator, denominator, exponent",
-        RwkvCacheAdapter,
-        no_noise="a denominator from a Gaussian can be zero",
-        no_expansion="the state of RWKV-4 is a vector of the model's width: there are no heads to merge",
-    ),
     "xlstm": StockType(
         "(H, N P + N + 1): memory, normalizer, stabilizer",
         XlstmCacheAdapter,
@@ -103,7 +96,10 @@ REFUSED = {
     "inkling2_text": "it has no recurrent layers, only attention with short convolutions around each",
     "qwen4_exp_text": "its state holds token ids, which are no value that a gradient or noise could change",
     "recurrent_gemma": "it keeps its states as attributes of its modules, where one call overwrites another's",
+    "rwkv": "RWKV-4 is superseded, and Transformers' class divides its weights in place when it evaluates, which "
+    "checkpoints and adapters then hold: take RWKV-5, 6 or 7, which are families of this package",
 }
+SUPERSEDED = {"rwkv"}  # not evaluated without states either
 
 
 def stock_type_of(model: StatefulModel) -> StockType:

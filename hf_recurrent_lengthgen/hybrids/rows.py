@@ -151,7 +151,9 @@ class Rows:
         moved = dict(output)
         for name, value in output.items():
             if name == "logits" and self._kept is not None:
-                columns = torch.searchsorted(self._places, self._kept % self.length)
+                columns = self._kept % self.length
+                if value.shape[1] == len(self._places):  # else the model keeps all logits, as xLSTM does
+                    columns = torch.searchsorted(self._places, columns)
                 moved[name] = value[self._kept // self.length, columns]
             elif name in PER_TOKEN:
                 moved[name] = self.back(value)

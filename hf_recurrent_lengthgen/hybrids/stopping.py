@@ -3,7 +3,7 @@
 Nothing that comes after a token changes its output, so all that padding could change is the state after the tokens.
 Where a mixer calls a scan, the padding is given inputs that leave the state as it is: a step size of 0 (Mamba), no
 decay and nothing written (delta rule), gates that keep everything (xLSTM). Elsewhere a hook on the mixer computes the
-state from the real tokens (MiniMax, Zaya, RWKV-4). Short convolutions are stopped by `StateCache` itself.
+state from the real tokens (MiniMax, Zaya). Short convolutions are stopped by `StateCache` itself.
 """
 
 import functools
@@ -30,8 +30,6 @@ RULES = {
     "chunk_kimi_delta_attention",
     "recurrent_kimi_delta_attention",
 }
-
-WKV = "rwkv_linear_attention"
 
 _of_thread = threading.local()
 
@@ -140,51 +138,3 @@ def stopped_zaya(state_cache: Any) -> Callable[..., Any]:
         state_cache.update_recurrent_state(last[..., 0], layer)
 
     return hook
-
-
-def stopped_shift(slot: Any, lengths: Tensor) -> Callable[..., Any]:
-    """A hook after a layer of RWKV-4 that shifts tokens: the last real one is the state."""
-
-    def hook(module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        before = slot.initial[module.layer_id]
-        slot.final[module.layer_id] = last_inputs(args[0], before[..., None], lengths)[..., 0]
-
-    return hook
-
-
-@contextmanager
-def stopped_rwkv(model: HybridModel, state_cache: Any, lengths: Tensor) -> Iterator[None]:
-    """Let RWKV-4 leave its state at padding as it is."""
-    slots = dict(zip(("RwkvFeedForward", "RwkvSelfAttention"), state_cache, strict=False))
-    hooks = {name: stopped_shift(slot, lengths) for name, slot in slots.items()}
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    scan = (file for file in files if hasattr(file, WKV))
-    with hooked(model, hooks), exchanged(scan, WKV, lambda _: stopped_wkv(lengths)):
-        yield
-
-
-def stopped_wkv(lengths: Tensor) -> Callable[..., Any]:
-    """`rwkv_linear_attention` of Transformers with a state that stays as it is at padding.
-
-    The state is sums of exp(k) v and of exp(k), both divided by exp(exponent), and the exponent; (B, D) each.
-    """
-
-    def wkv(
-        time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor, state: Any, return_state: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
-        state, outputs = [part.float() for part in state], []
-        for t, (k, v) in enumerate(zip(key.float().unbind(1), value.float().unbind(1), strict=True)):
-            outputs.append(torch.div(*_with_token(state, k + time_first, v)[:2]))
-            decayed = [*state[:2], state[2] - torch.exp(time_decay)]
-            real = (t < lengths)[:, None]
-            state = [torch.where(real, new, old) for new, old in zip(_with_token(decayed, k, v), state, strict=True)]
-        return torch.stack(outputs, dim=1).to(key.dtype), state
-
-    return wkv
-
-
-def _with_token(state: list[Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
-    numerator, denominator, exponent = state
-    largest = torch.maximum(exponent, k)
-    old, new = torch.exp(exponent - largest), torch.exp(k - largest)
-    return [old * numerator + new * v, old * denominator + new, largest]

@@ -28,7 +28,7 @@ MOST_ORDERS = 5040
 """Largest number of orders for "all", that of 7 readings."""
 
 
-_SCALED = {"rwkv", "xlstm"}
+_SCALED = {"xlstm"}
 """Types of models whose states hold sums and the exponent of their scale, so that a mean of states means nothing."""
 
 
@@ -65,7 +65,7 @@ def merge_readings(readings: Sequence[Reading], how: Merging = "mean") -> Readin
         how: "order" keeps the order of the readings. All but "mean" and "sum" need their decays (`record_decays`).
 
     Raises:
-        ValueError: for readings of different models, of xLSTM and RWKV-4, with keys, with windows, without the decays
+        ValueError: for readings of different models, of xLSTM, with keys, with windows, without the decays
             that are needed, or from a learned state (but for "mean").
     """
     _check_same_model(readings)

@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_ad
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.loading import quiet_transformers
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
+from hf_recurrent_lengthgen.models.recurrent_state import map_state
 from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
 from tests.hybrids.padded_rows import measure_rows
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
@@ -78,15 +78,6 @@ class Row(NamedTuple):
         return self.generates and self.saves
 
 
-def comparable(model: Any, state: RecurrentState) -> list[Tensor]:
-    """Parts that are equal for equal states: RWKV-4 may split a sum between its size and its exponent in many ways."""
-    if model.config.model_type != "rwkv":
-        return parts(state)
-    sums = [layer.recurrent.unbind(1) for layer in state]
-    values = [x for numerator, size, exponent in sums for x in (numerator / size, size.log() + exponent)]
-    return values + [layer.conv for layer in state]
-
-
 def measure_errors(model_type: str, pieces: tuple[int, ...] = PIECES, **changes: Any) -> Errors:
     """Largest errors of a tiny model of this type."""
     stock: Any = tiny_model(model_type, **changes)
@@ -94,7 +85,7 @@ def measure_errors(model_type: str, pieces: tuple[int, ...] = PIECES, **changes:
     tokens = torch.randint(3, VOCABULARY, (2, sum(pieces)), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         cache = getattr(stock(input_ids=tokens, use_cache=True), cache_adapter_of(model).argument)
-    expected_state = comparable(model, model.state_from_cache(cache))
+    expected_state = parts(model.state_from_cache(cache))
     del cache
 
     def run(read: Callable[[Tensor], tuple[Tensor, list[Tensor]]], owner: Any, leaves: list[Tensor]) -> list[Tensor]:
@@ -105,7 +96,7 @@ def measure_errors(model_type: str, pieces: tuple[int, ...] = PIECES, **changes:
     stock.train(), model.train()
     whole = run(lambda x: (stock(inputs_embeds=x, use_cache=False).logits, []), stock, [])
     split = run(lambda x: (read_in_pieces(model, x, pieces)[0], []), model, [])
-    state = comparable(model, read_in_pieces(model, tokens, pieces)[1])
+    state = parts(read_in_pieces(model, tokens, pieces)[1])
 
     initial = random_state(model, 2)
 

@@ -98,6 +98,3 @@ def test_prompts_that_cannot_be_read_or_continued_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(tokens, initial_state=state, **given, **GREEDY)
-    rwkv = stateful(tiny_model("rwkv"))
-    with pytest.raises(ValueError, match="generates wrongly with RwkvForCausalLM after padding"):
-        rwkv.generate(tokens[:1], attention_mask=mask[:1], initial_state=rwkv.zero_state(1), **GREEDY)

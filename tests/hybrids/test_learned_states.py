@@ -22,7 +22,7 @@ pytestmark = needs_hybrids
 GENERATION = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 QUICK = ("granitemoehybrid", "lfm2", "qwen3_next")  # Mamba-2 and attention, convolutions only, the delta rule
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
-OF_OTHER_KINDS = ("rwkv", "xlstm")
+OF_OTHER_KINDS = ("xlstm",)
 """Types whose parts are no memory alone: a random state has denominators that are negative."""
 
 

@@ -91,7 +91,7 @@ def test_every_recurrent_model_of_transformers_is_listed() -> None:
     recurrent = {
         path.parent.name for path in folder.glob("*/modeling_*.py") if SIGNS.search(path.read_text(encoding="utf-8"))
     }
-    assert {"falcon_h1", "xlstm", "rwkv"} <= recurrent
+    assert {"falcon_h1", "xlstm", "rwkv", "minimax"} <= recurrent
     listed = {*SUPPORTED, *REFUSED}
     unlisted = {name for name in recurrent if not any(known.startswith(name) for known in listed)}
     assert unlisted == set()

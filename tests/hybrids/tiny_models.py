@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 VOCABULARY = 29
 
@@ -142,6 +142,21 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "zaya": {"head_dim": 8, "num_experts": 2, "moe_intermediate_size": 16, "router_hidden_size": 8},
 }
+
+
+COMPOSITE = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""Types of models of images and text that AutoModelForCausalLM loads as their language models, of these types."""
+
+
+def tiny_composite(model_type: str, **changes: Any) -> PreTrainedModel:
+    """A stock model of images and text, as it is published; `changes` are of the configuration of its text."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model(
+        model_type, text_config=COMMON | TINY[COMPOSITE[model_type]] | changes, vision_config=vision
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
 
 
 def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

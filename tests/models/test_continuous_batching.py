@@ -27,15 +27,15 @@ def test_models_of_this_package_refuse_it(family: Family) -> None:
 
 
 @needs_hybrids
-@pytest.mark.parametrize("model_type", ["falcon_h1", "rwkv", "xlstm"])
+@pytest.mark.parametrize("model_type", ["falcon_h1", "xlstm"])
 def test_wrapped_models_refuse_it(model_type: str) -> None:
     assert_refused(stateful(tiny_model(model_type)).eval())
 
 
 @needs_hybrids
 def test_a_stock_model_without_layer_types_answers_wrongly() -> None:
-    """Why a refusal is needed: the stock RWKV-4 starts every token from a zero state."""
-    model = tiny_model("rwkv").eval()
+    """Why a refusal is needed: the stock xLSTM starts every token from a zero state."""
+    model = tiny_model("xlstm").eval()
     assert isinstance(model, GenerationMixin)
     expected = model.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=4, do_sample=False, eos_token_id=None)[0, 3:]
     [output] = model.generate_batch(inputs=PROMPTS[:1], max_new_tokens=4).values()

@@ -148,9 +148,8 @@ def test_a_learned_state_is_not_counted_for_each_text() -> None:
 
 
 @needs_hybrids
-@pytest.mark.parametrize("name", ["xlstm", "rwkv"])
-def test_states_with_scales_of_their_own_are_not_averaged(name: str) -> None:
-    readings = [read_text(hybrid(name), text(5, seed)) for seed in (1, 2)]
+def test_states_with_scales_of_their_own_are_not_averaged() -> None:
+    readings = [read_text(hybrid("xlstm"), text(5, seed)) for seed in (1, 2)]
     for how in MERGINGS:
-        with pytest.raises(ValueError, match=f"States of {name} cannot be merged"):
+        with pytest.raises(ValueError, match="States of xlstm cannot be merged"):
             merge_readings(readings, how)

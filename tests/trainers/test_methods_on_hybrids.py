@@ -41,7 +41,7 @@ QUICK = {
     "nemotron_h": ("tbtt, alignment",),
     "jamba": ("random noise", "tbtt by document"),
     "lfm2": ("state passing",),
-    "rwkv": ("state passing in chunks",),
+    "xlstm": ("state passing in chunks",),
     "mamba2": ("learned state",),
 }
 SELECTED = [
@@ -61,8 +61,8 @@ def refusal(model_type: str, method: str, attends: bool) -> str | None:
     """What the trainer says when it is made; None if it trains."""
     if method in NOISE and model_type in CONVOLUTIONS:
         return "cannot start from noise: its only states are those of short convolutions"
-    if method in NOISE and model_type in ("rwkv", "xlstm"):
-        return "cannot start from noise: (a denominator|memory, normalizer and stabilizer)"
+    if method in NOISE and model_type == "xlstm":
+        return "cannot start from noise: memory, normalizer and stabilizer"
     if method.endswith("in chunks") and attends:
         return "has attention layers"
     if method.startswith("statex") and model_type not in EXPANDABLE:
