@@ -14,6 +14,8 @@ def check_new(folder: Path) -> None:
         place = folder.resolve()
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{folder} leads nowhere ({error}): give another --output.") from error
+    if place.is_symlink():  # a loop, from Python 3.13 on
+        raise ValueError(f"{folder} leads nowhere: give another --output.")
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"{folder} exists already and is not an empty folder: give another --output.")
     nearest = next(parent for parent in (place, *place.parents) if parent.exists())

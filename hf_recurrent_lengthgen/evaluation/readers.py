@@ -28,6 +28,7 @@ from hf_recurrent_lengthgen.evaluation import attention_caches
 from hf_recurrent_lengthgen.evaluation.text_configs import rope_types, text_config, vocabulary_size
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
+from hf_recurrent_lengthgen.models.supported_transformers import CACHE_NAME
 
 LOGITS_PER_LOSS = 2**18
 """Logits whose log-probabilities are in memory at once: 1 MiB, which caches hold."""
@@ -307,7 +308,7 @@ class CacheReader(Reader):
 
     def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
         cache = self._new_cache() if cache is None else cache
-        logits = self._forward(input_ids, logits_to_keep, past_key_values=cache, use_cache=True)
+        logits = self._forward(input_ids, logits_to_keep, use_cache=True, **{CACHE_NAME: cache})
         return logits, cache
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
@@ -328,7 +329,7 @@ class CacheReader(Reader):
             device=self.device,
         )
         cache.batch_repeat_interleave(copies)
-        return {"past_key_values": cache, "attention_mask": mask}
+        return {CACHE_NAME: cache, "attention_mask": mask}
 
 
 def reader_of(model: Any) -> Reader:
@@ -357,7 +358,7 @@ def reader_of(model: Any) -> Reader:
         return StateReader(model) if group is None else SharedReader(model, group)
     if reads_together():
         raise ValueError(f"Processes cannot read together with {type(model).__name__}, which carries no state.")
-    whole = Reader(model, "its forward takes neither initial_state nor past_key_values")
+    whole = Reader(model, "its forward takes neither initial_state nor a cache")
     with torch.inference_mode(), evaluation_mode(model):
         positions = min(PROBE_LENGTH, getattr(config, "max_position_embeddings", None) or PROBE_LENGTH)
         ids = (torch.arange(positions, device=whole.device)[None] * 7919 + 1) % whole.vocabulary
@@ -369,7 +370,7 @@ def reader_of(model: Any) -> Reader:
         changed = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % whole.vocabulary], dim=1)
         if not _equal(at_once[:, :-1], whole.read(changed)[0][:, :-1]):
             raise ValueError(f"{whole.name} attends to later tokens: give a causal language model.")
-        if "past_key_values" not in parameters or positions < 2:
+        if CACHE_NAME not in parameters or positions < 2:
             return whole
         if changing := rope_types(config) & LENGTH_DEPENDENT_ROPE:
             return Reader(model, f"its {changing.pop()} position encoding depends on the length of the text")

@@ -30,6 +30,7 @@ from hf_recurrent_lengthgen.hybrids.stopping import (
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
+from hf_recurrent_lengthgen.models.supported_transformers import OLD_CACHE_NAMES
 
 # What a layer of a stock cache holds about its keys; `cumulative_length` counts tokens that left a sliding window.
 KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtype", "device")
@@ -52,7 +53,7 @@ class CacheAdapter:
         model: The model that takes it.
 
     Attributes:
-        argument: The name of the cache argument in the model's `forward`.
+        argument: The name of the cache in the arguments and the output of the model's `forward`.
         arguments: The names that it may have.
         reads_prompts: Whether a mixer that reads several tokens from a stock cache starts from its recurrent state.
         reads_padding: Whether the stock `generate` is right after padding.
@@ -64,7 +65,7 @@ class CacheAdapter:
         ValueError: if the model takes no cache.
     """
 
-    arguments: ClassVar[tuple[str, ...]] = ("past_key_values", "cache_params")
+    arguments: ClassVar[tuple[str, ...]] = ("cache", *OLD_CACHE_NAMES)
     reads_prompts: ClassVar[bool] = True
     reads_padding: ClassVar[bool] = True
     shares: ClassVar[bool] = True
@@ -265,7 +266,7 @@ class XlstmCacheAdapter(CacheAdapter):
 
         memory = state[0].recurrent
         cache: Any = xLSTMCache(self.model.config, memory.shape[0], memory.dtype, str(self.model.device))
-        cache.is_compileable = False  # generate asks for it
+        cache.is_compileable, cache.is_linear = False, [True]  # generate asks for both
         key_dim = self.model.config.qk_head_dim
         cache.rnn_state = {i: tuple(_unpacked(layer.recurrent, key_dim)) for i, layer in enumerate(state)}
         return cache

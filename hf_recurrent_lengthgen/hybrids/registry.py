@@ -56,6 +56,7 @@ SUPPORTED = {
         no_expansion="learned norms of B and C over N would have to grow, too, in a way no one has studied",
     ),
     "kimi_linear": StockType(DELTA, no_expansion=_UNIT_KEYS),
+    "lara_mini": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "lfm2": StockType(NONE, no_expansion=_NO_STATE),
     "lfm2_moe": StockType(NONE, no_expansion=_NO_STATE),
     "lfm3": StockType(NONE, no_expansion=_NO_STATE),
@@ -94,6 +95,7 @@ REFUSED = {
     "glm5_next_text": "its attention selects keys with an index that is kept in a cache of its own kind",
     "inkling_text": "it has no recurrent layers, only attention with four short convolutions around each",
     "inkling2_text": "it has no recurrent layers, only attention with short convolutions around each",
+    "inkling2_loop_text": "it has no recurrent layers, only attention with short convolutions around each",
     "qwen4_exp_text": "its state holds token ids, which are no value that a gradient or noise could change",
     "recurrent_gemma": "it keeps its states as attributes of its modules, where one call overwrites another's",
     "rwkv": "RWKV-4 is superseded, and Transformers' class divides its weights in place when it evaluates, which "

@@ -54,6 +54,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     state_dtype,
     zero_state,
 )
+from hf_recurrent_lengthgen.models.supported_transformers import OLD_CACHE_NAMES
 
 
 class StatefulMixin(LearnedStatesMixin):
@@ -111,7 +112,7 @@ class StatefulMixin(LearnedStatesMixin):
         return DynamicCache(config=self.config) if self.attends else None
 
     def cache_from_state(self: Any, state: RecurrentState, attention_cache: Cache | None = None) -> Any:
-        """A stock cache, for `past_key_values` (`cache_params` of Mamba-2), that starts from the state.
+        """A stock cache, for the argument `cache` of the stock model, that starts from the state.
 
         Without the attention cache of the same text, new tokens start at position 0 and attend to themselves only.
         """
@@ -238,9 +239,10 @@ class StatefulMixin(LearnedStatesMixin):
                 only the prompt and the generated tokens, at positions from 0.
 
         Raises:
-            ValueError: if the state does not fit the prompt or holds NaN, with `past_key_values`, without
+            ValueError: if the state does not fit the prompt or holds NaN, with a cache, without
                 `use_cache`, and with padding that is not on the left, or beside an attention cache.
         """
+        kwargs = _renamed(kwargs, cache_adapter_of(self).argument == "cache")
         if (rule := Forgetting.of(self.config)) != Forgetting():
             check_forgetting(self)
             check_forgetting_in_cache(self, rule)
@@ -288,7 +290,7 @@ def _stateful_class(stock: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
         bound.pop("self")
-        arguments = {**bound, **extra}
+        arguments = {**_renamed(extra, "cache" in signature.parameters), **bound}
         return self._forward(initial_state, output_final_state, attention_cache, sequence_group, arguments)
 
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -297,6 +299,13 @@ def _stateful_class(stock: Any) -> Any:
     forward.__doc__ = stock.forward.__doc__
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
     return type(stock.__name__, (StatefulMixin, stock), names | {"forward": forward})
+
+
+def _renamed(arguments: dict[str, Any], takes_cache: bool) -> dict[str, Any]:
+    """Arguments in which a cache under an older name is named `cache`, if the stock `forward` takes that."""
+    if not takes_cache:
+        return arguments
+    return {"cache" if name in OLD_CACHE_NAMES else name: value for name, value in arguments.items()}
 
 
 @functools.cache

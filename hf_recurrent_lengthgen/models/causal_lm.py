@@ -9,23 +9,22 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import ModelOutput
 
 from .modeling_stateful import StatefulModelWithHead
-from .recurrent_cache import RecurrentCache
+from .recurrent_cache import OutputWithCache, RecurrentCache
 from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import RecurrentState, state_dtype
-from .token_inputs import TokenInputs, check_targets, read_inputs, scored_labels
+from .token_inputs import TokenInputs, check_targets, given_cache, read_inputs, scored_labels
 
 
 @dataclass
-class StatefulCausalLMOutput(ModelOutput):
+class StatefulCausalLMOutput(OutputWithCache):
     """Output of the language model: `loss` (scalar), `logits` (B, T, V) in float32, others as of the backbone."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     final_state: RecurrentState | None = None
-    past_key_values: RecurrentCache | None = None
+    cache: RecurrentCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
 
 
@@ -91,7 +90,7 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         initial_state: RecurrentState | None = None,
         output_final_state: bool = True,
         inputs_embeds: Tensor | None = None,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
@@ -108,9 +107,8 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
             ValueError: for labels of either kind together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
         """
         shift_labels: Tensor | None = others.pop("shift_labels", None)
-        inputs = read_inputs(
-            input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others, sequence_group
-        )
+        cache = given_cache(cache, others)
+        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
         if sequence_group is not None:
             check_targets(labels, shift_labels, inputs.real, sequence_group)
         keep_all = _keeps_all(logits_to_keep)
@@ -122,7 +120,7 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
             initial_state=initial_state,
             output_final_state=output_final_state,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
@@ -141,7 +139,7 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
             loss=self._loss_of(logits, labels, shift_labels, inputs, num_items_in_batch),
             logits=logits,
             final_state=output.final_state,
-            past_key_values=output.past_key_values,
+            cache=output.cache,
             hidden_states=output.hidden_states,
         )
         return result.to_tuple() if self._wants_tuple(return_dict) else result

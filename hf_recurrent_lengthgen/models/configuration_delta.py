@@ -1,9 +1,8 @@
 """Configuration fields that DeltaNet, Gated DeltaNet and Kimi Delta Attention share, under fla's names."""
 
-from transformers import PreTrainedConfig
-
 from .configuration_fla import FlaConfigMixin
 from .forgetting import NO_WINDOW_OF_DELTA_RULE
+from .supported_transformers import PreTrainedConfig
 
 
 class DeltaRuleConfig(FlaConfigMixin, PreTrainedConfig):

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from transformers import PreTrainedConfig
-
 from .configuration_stateful import StatefulConfigMixin
+from .supported_transformers import PreTrainedConfig
 
 
 @dataclass(init=False, repr=False, eq=False)

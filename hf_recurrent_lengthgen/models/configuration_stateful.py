@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin
 
 from .forgetting import Forgetting
+from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 CODE_FORMAT_VERSION = 1
 SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
@@ -52,7 +53,7 @@ class StatefulConfigMixin:
     """
 
     _auto_class: ClassVar[str | None] = "AutoConfig"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["final_state", "past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["final_state", "cache"]
     # what a family says of itself
     display_name: ClassVar[str] = ""  # as people write it
     hub_tags: ClassVar[tuple[str, ...]] = ()  # further ones of its cards

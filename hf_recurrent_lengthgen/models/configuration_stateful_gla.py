@@ -1,6 +1,9 @@
 """Configuration of GLA with an initial and a final state."""
 
 from .configuration_fla import GatedLinearAttentionConfig
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
+from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 FEATURE_MAPS = ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")
 

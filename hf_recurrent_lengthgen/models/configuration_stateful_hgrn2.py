@@ -1,8 +1,9 @@
 """Configuration of HGRN-2 with an initial and a final state."""
 
-from transformers import PreTrainedConfig
-
 from .configuration_fla import FlaConfigMixin
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
+from .supported_transformers import PreTrainedConfig
 
 
 class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):

@@ -7,6 +7,9 @@ from typing import Any
 from transformers import MambaConfig
 
 from .configuration_reference import ReferenceLayersConfigMixin
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
+from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 
 class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):

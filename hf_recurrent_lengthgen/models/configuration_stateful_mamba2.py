@@ -3,6 +3,9 @@
 from transformers import Mamba2Config
 
 from .configuration_reference import ReferenceLayersConfigMixin
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
+from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 
 class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):

@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
-from transformers import PreTrainedConfig
-
 from .configuration_stateful import StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
+from .supported_transformers import PreTrainedConfig
 
 DECAY_ACTIVATIONS = ("softplus", "heavy_tail")
 

@@ -1,8 +1,8 @@
 """Configuration of RWKV-5 with an initial and a final state."""
 
-from transformers import PreTrainedConfig
-
 from .configuration_stateful import StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
+from .supported_transformers import PreTrainedConfig
 
 
 class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):

@@ -1,6 +1,9 @@
 """Configuration of RWKV-6 with an initial and a final state."""
 
 from .configuration_fla import ExpandedHeadsConfig
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+from .forgetting import Forgetting as Forgetting
+from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 
 class StatefulRWKV6Config(ExpandedHeadsConfig):

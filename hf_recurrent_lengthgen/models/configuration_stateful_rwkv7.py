@@ -1,9 +1,9 @@
 """Configuration of RWKV-7 with an initial and a final state."""
 
-from transformers import PreTrainedConfig
-
 from .configuration_fla import FlaConfigMixin
+from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 from .forgetting import NO_WINDOW_OF_DELTA_RULE
+from .supported_transformers import PreTrainedConfig
 
 
 class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):

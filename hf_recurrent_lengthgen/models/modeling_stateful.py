@@ -22,13 +22,12 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
-from transformers.utils import ModelOutput
 
 from .forgetting import Forgetting
 from .learned_states import LearnedStates, LearnedStatesMixin, learned_row, recorded
 from .packed_rows import Packing
 from .padding import Padding
-from .recurrent_cache import RecurrentCache
+from .recurrent_cache import OutputWithCache, RecurrentCache
 from .recurrent_state import (
     LayerShape,
     RecurrentState,
@@ -41,17 +40,17 @@ from .recurrent_state import (
 )
 from .scan_mixer import MixerLayer
 from .sequence_pieces import Piece
-from .token_inputs import check_token_types, read_inputs
+from .token_inputs import check_token_types, given_cache, read_inputs
 
 
 @dataclass
-class StatefulModelOutput(ModelOutput):
+class StatefulModelOutput(OutputWithCache):
     """Output of the backbone.
 
     Attributes:
         last_hidden_state: (B, T, D), after the final norm.
         final_state: State after the last real token of each row.
-        past_key_values: The generation cache, if asked for.
+        cache: The generation cache, if asked for.
         hidden_states: Embeddings and the output of every block, the last one after the final norm; (B, T, D) each.
             Gradients flow through them. Most models of Transformers return the same; its Mamba classes leave out the
             embeddings and return the output of the last block both before and after the norm.
@@ -59,7 +58,7 @@ class StatefulModelOutput(ModelOutput):
 
     last_hidden_state: Tensor | None = None
     final_state: RecurrentState | None = None
-    past_key_values: RecurrentCache | None = None
+    cache: RecurrentCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
 
 
@@ -112,7 +111,7 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
         if self.stateless_layers:
             raise ValueError(
                 f"The layers {self.stateless_layers} of this model are softmax attention, which has no state of fixed "
-                "size, so the model reads whole sequences only: give no initial_state or past_key_values, generate "
+                "size, so the model reads whole sequences only: give no initial_state or cache, generate "
                 "with use_cache=False, and train without carried or random states."
             )
 
@@ -178,11 +177,11 @@ class StatefulBackbone(StatefulPreTrainedModel):
     Args of `forward`:
         input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
         attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row; with a cache also
-            (B, `past_key_values.tokens_seen` + T).
+            (B, `cache.tokens_seen` + T).
         initial_state: State before the first token; None is the active learned state (learned_states.py), or zero.
         output_final_state: Whether to return `final_state`.
         inputs_embeds: (B, T, D).
-        past_key_values: Generation cache. It holds a state, so it excludes `initial_state`. The first token
+        cache: Generation cache. It holds a state, so it excludes `initial_state`. The first token
             continues from that state, even at position 0.
         use_cache: Whether to return a cache. None means `config.use_cache`, but False in training, in models with
             a stateless layer, and without `output_final_state`.
@@ -240,7 +239,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         initial_state: RecurrentState | None = None,
         output_final_state: bool = True,
         inputs_embeds: Tensor | None = None,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
@@ -254,40 +253,37 @@ class StatefulBackbone(StatefulPreTrainedModel):
         Raises:
             ValueError: for arguments that contradict each other, do not fit, or do not apply to recurrent models.
         """
-        inputs = read_inputs(
-            input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others, sequence_group
-        )
+        cache = given_cache(cache, others)
+        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
         batch_size, length = inputs.shape
-        if initial_state is not None and past_key_values is not None:
-            raise ValueError(
-                "Give initial_state or past_key_values, not both: each of them is the state to start from."
-            )
+        if initial_state is not None and cache is not None:
+            raise ValueError("Give initial_state or cache, not both: each of them is the state to start from.")
         if use_cache is None:
             use_cache = self.config.use_cache and output_final_state and sequence_group is None
             use_cache = use_cache and not (self.training or self.stateless_layers)
-        own = past_key_values is not None and past_key_values.may_overwrite  # so this model has made its state
-        stateless = initial_state is None and past_key_values is None and sequence_group is None and not use_cache
+        own = cache is not None and cache.may_overwrite  # so this model has made its state
+        stateless = initial_state is None and cache is None and sequence_group is None and not use_cache
         if not (own or stateless):
             self.check_has_states()
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         check_token_types(token_type_ids, inputs.real)
-        state = self._starting_state(initial_state, past_key_values, batch_size, hidden_states.device)
+        state = self._starting_state(initial_state, cache, batch_size, hidden_states.device)
         layout = _layout(inputs.starts, inputs.real, sequence_group is not None)
         if own and layout is None:
             state = own_state(state)
-        caches = use_cache or past_key_values is not None
+        caches = use_cache or cache is not None
         all_hidden_states, final_state = self._through_layers(
             hidden_states, state, layout, bool(output_hidden_states), caches or output_final_state, sequence_group
         )
         if caches:
-            past_key_values = RecurrentCache() if past_key_values is None else past_key_values
-            past_key_values.advance(final_state, length)
+            cache = RecurrentCache() if cache is None else cache
+            cache.advance(final_state, length)
         output = StatefulModelOutput(
             last_hidden_state=all_hidden_states[-1],
             final_state=final_state if output_final_state else None,
-            past_key_values=past_key_values,
+            cache=cache,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
         )
         return output.to_tuple() if self._wants_tuple(return_dict) else output
@@ -350,7 +346,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             check_given_state(initial_state)
             return initial_state
         if cache is not None and (state := cache.state_for(batch_size)) is not None:
-            return check_state(state, shapes, batch_size, device, dtype, "past_key_values.state")
+            return check_state(state, shapes, batch_size, device, dtype, "cache.state")
         if learned_row(self) is not None:
             return state_to(self.first_state(batch_size), device)
         # layers of one shape share their zeros, which activation checkpointing keeps for each of them

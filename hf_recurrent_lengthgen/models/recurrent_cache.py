@@ -1,9 +1,13 @@
 """The cache that `generate` passes from token to token: one recurrent state."""
 
+from typing import Any
+
 from torch import Tensor
 from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
 
 from .recurrent_state import RecurrentState, map_state, state_batch_size, take_rows
+from .supported_transformers import CACHE_NAME
 
 
 class RecurrentCache(Cache):
@@ -91,3 +95,23 @@ class RecurrentCache(Cache):
 
     def __repr__(self) -> str:
         return f"RecurrentCache(layers={len(self)}, tokens_seen={self.tokens_seen})"
+
+
+class OutputWithCache(ModelOutput):
+    """An output whose field `cache` is also found as `past_key_values`, its name before Transformers 5.24."""
+
+    if CACHE_NAME != "cache":  # newer releases do this themselves
+
+        @property
+        def past_key_values(self) -> RecurrentCache | None:
+            cache: RecurrentCache | None = vars(self)["cache"]
+            return cache
+
+        def __contains__(self, key: object) -> bool:
+            return super().__contains__("cache" if key == CACHE_NAME else key)
+
+        def __getitem__(self, key: Any) -> Any:
+            return super().__getitem__("cache" if key == CACHE_NAME else key)
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            return super().get("cache" if key == CACHE_NAME else key, default)

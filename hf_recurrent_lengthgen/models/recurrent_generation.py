@@ -12,7 +12,8 @@ from transformers.generation import GenerationMixin
 from .packed_rows import sequence_starts
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import RecurrentState, check_finite_state, check_state, state_dtype
-from .token_inputs import check_cache, check_token_ids
+from .supported_transformers import CACHE_NAME
+from .token_inputs import check_token_ids, given_cache
 
 # arguments of `generate` that tell which tokens are unread, which the cache knows
 _BOOKKEEPING = ("cache_position", "is_first_iteration", "labels", "next_sequence_length")
@@ -50,9 +51,9 @@ class RecurrentGenerationMixin(GenerationMixin):
                 f"cache_implementation must be left out, got {kind!r}: the cache of a recurrent model is its state, "
                 "of one size for all sequences."
             )
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = RecurrentCache()
-        if (cache := model_kwargs.get("past_key_values")) is not None:
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
+            model_kwargs[CACHE_NAME] = RecurrentCache()
+        if (cache := model_kwargs.get(CACHE_NAME)) is not None:
             cache.set_in_generate(True)
 
     def _prefill(
@@ -61,7 +62,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         """As in Transformers; with `prefill_chunk_size`, the cache first reads all chunks but the last."""
         model: Any = self
         prefill: Any = super()._prefill  # type: ignore[misc]
-        size, cache = generation_config.prefill_chunk_size, model_kwargs.get("past_key_values")
+        size, cache = generation_config.prefill_chunk_size, model_kwargs.get(CACHE_NAME)
         if size is None or cache is None:
             return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         if size < 1:
@@ -84,24 +85,26 @@ class RecurrentGenerationMixin(GenerationMixin):
         rest.prefill_chunk_size = None
         return prefill(input_ids, rest, model_kwargs, *args, **kwargs)
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
+    def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         logits_to_keep: int | Tensor | None = None,
+        past_key_values: RecurrentCache | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Feed what the state has not read: the rest of the prompt first, then one token at a time."""
+        cache = past_key_values if cache is None else cache
         dropped = (*_BOOKKEEPING, *_FOR_GENERATE)
         inputs: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in dropped}
         inputs |= {
-            "past_key_values": past_key_values,
+            "cache": cache,
             "logits_to_keep": 0 if logits_to_keep is None else logits_to_keep,
             "attention_mask": attention_mask,
         }
-        seen = 0 if past_key_values is None else past_key_values.tokens_seen
+        seen = 0 if cache is None else cache.tokens_seen
         if inputs_embeds is not None and seen < inputs_embeds.shape[1]:
             name, unread = "inputs_embeds", inputs_embeds[:, seen:]
         elif inputs_embeds is not None:
@@ -116,7 +119,7 @@ class RecurrentGenerationMixin(GenerationMixin):
                 raise ValueError(f"The prompt, {given}, has no tokens: give at least one.")
             raise ValueError(
                 f"The cache has read {seen} tokens and {given} has {width}: give the whole text so far "
-                "with past_key_values, or only the new tokens with initial_state=past_key_values.state."
+                "with the cache, or only the new tokens with initial_state=cache.state."
             )
         for per_token in _PER_TOKEN:
             if inputs.get(per_token) is not None:
@@ -136,25 +139,23 @@ class RecurrentGenerationMixin(GenerationMixin):
             inputs: Prompt, (B, T), or by keyword as in Transformers.
             initial_state: State with B rows that has read what comes before the prompt. It is not changed.
 
-        The state after generation is in `past_key_values.state` of the output with
-        `return_dict_in_generate=True`; it has read everything but the last token. With `prefill_chunk_size`, a prompt
-        of any length takes the memory of that many tokens.
+        The state after generation is in the cache of the output with `return_dict_in_generate=True`
+        (`output.cache.state`); it has read everything but the last token. With `prefill_chunk_size`, a prompt of any
+        length takes the memory of that many tokens.
 
         Raises:
-            ValueError: if the state does not fit the prompt, holds NaN, or comes with `past_key_values` or
+            ValueError: if the state does not fit the prompt, holds NaN, or comes with a cache or
                 `use_cache=False`; for a `cache_implementation`, since the cache is a state; for ids outside the
                 vocabulary.
         """
         model: Any = self
-        check_cache(kwargs.get("past_key_values"))
+        given = given_cache(kwargs.pop("cache", None), kwargs)
         if (ids := kwargs.get("input_ids") if inputs is None else inputs) is not None:
             check_token_ids(ids, model.config.vocab_size)
         if initial_state is None:
-            return self._generate(inputs, *args, **kwargs)
-        if kwargs.get("past_key_values") is not None:
-            raise ValueError(
-                "Give initial_state or past_key_values, not both: each of them is the state to start from."
-            )
+            return self._generate(given, inputs, *args, **kwargs)
+        if given is not None:
+            raise ValueError("Give initial_state or cache, not both: each of them is the state to start from.")
         config = (args[0] if args else kwargs.get("generation_config")) or self.generation_config
         if kwargs.get("use_cache", config.use_cache) is False:
             raise ValueError("generate(initial_state=...) carries the state in the cache: leave use_cache on.")
@@ -167,15 +168,18 @@ class RecurrentGenerationMixin(GenerationMixin):
             initial_state, model.state_shapes(), prompt.shape[0], model.device, state_dtype(model.dtype)
         )
         check_finite_state(state)
-        return self._generate(inputs, *args, **kwargs | {"past_key_values": RecurrentCache(state)})
+        return self._generate(RecurrentCache(state), inputs, *args, **kwargs)
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, cache: RecurrentCache | None, *args: Any, **kwargs: Any) -> Any:
         """`GenerationMixin.generate`; afterwards, the state in the cache is the caller's."""
-        result = None
+        result: Any = None
+        if cache is not None:
+            kwargs[CACHE_NAME] = cache
         try:
-            result = super().generate(*args, **kwargs)  # type: ignore[misc]
+            result = super().generate(*args, **kwargs)
         finally:
-            for cache in (kwargs.get("past_key_values"), getattr(result, "past_key_values", None)):
-                if cache is not None:
-                    cache.set_in_generate(False)
+            if (used := getattr(result, CACHE_NAME, cache)) is not None:
+                used.set_in_generate(False)
+        if hasattr(result, CACHE_NAME):
+            result.cache = used  # its name in newer releases
         return result

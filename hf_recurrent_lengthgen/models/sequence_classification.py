@@ -12,7 +12,7 @@ from .causal_lm import StatefulCausalLMOutput
 from .modeling_stateful import StatefulModelWithHead
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import RecurrentState, state_dtype
-from .token_inputs import read_inputs
+from .token_inputs import given_cache, read_inputs
 
 
 @dataclass
@@ -40,7 +40,7 @@ class StatefulForSequenceClassification(StatefulModelWithHead):
         initial_state: RecurrentState | None = None,
         output_final_state: bool = True,
         inputs_embeds: Tensor | None = None,
-        past_key_values: RecurrentCache | None = None,
+        cache: RecurrentCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
@@ -59,7 +59,8 @@ class StatefulForSequenceClassification(StatefulModelWithHead):
         Raises:
             ValueError: for packed rows, and as in `StatefulBackbone.forward`.
         """
-        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, past_key_values, position_ids, others)
+        cache = given_cache(cache, others)
+        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others)
         if inputs.starts is not None:
             raise ValueError(
                 "Sequence classification takes one sequence per row, and positions begin several: unpack rows."
@@ -70,7 +71,7 @@ class StatefulForSequenceClassification(StatefulModelWithHead):
             initial_state=initial_state,
             output_final_state=output_final_state,
             inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
+            cache=cache,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
@@ -86,7 +87,7 @@ class StatefulForSequenceClassification(StatefulModelWithHead):
             loss=loss,
             logits=logits,
             final_state=output.final_state,
-            past_key_values=output.past_key_values,
+            cache=output.cache,
             hidden_states=output.hidden_states,
         )
         return result.to_tuple() if self._wants_tuple(return_dict) else result

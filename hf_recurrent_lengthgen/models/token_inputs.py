@@ -45,7 +45,6 @@ def read_inputs(
             f"A recurrent model does not take the arguments {given}: remove them."
             + " It has no attentions to return." * ("output_attentions" in given)
         )
-    check_cache(cache)
     shape = token_shape(input_ids, inputs_embeds)
     real = real_tokens(mask_of_new_tokens(attention_mask, cache, shape))
     if group is not None:
@@ -64,7 +63,7 @@ def _starts_in_piece(
     group: ProcessGroup,
 ) -> Tensor | None:
     if position_ids is not None or cache is not None:
-        name = "position_ids" if cache is None else "past_key_values"
+        name = "position_ids" if cache is None else "cache"
         raise ValueError(
             f"With a sequence_group, leave {name} out: packed rows take seq_idx, counted over the pieces, and states "
             "go in as initial_state and out as final_state."
@@ -75,12 +74,23 @@ def _starts_in_piece(
     return piece_starts(seq_idx.expand(shape), real, group)
 
 
+def given_cache(cache: RecurrentCache | None, others: dict[str, Any]) -> RecurrentCache | None:
+    """The cache of a call, which may also be among the other arguments, under the older name `past_key_values`.
+
+    Raises:
+        ValueError: if it has both names, or is the cache of another model.
+    """
+    older = others.pop("past_key_values", None)
+    if cache is not None and older is not None:
+        raise ValueError("cache and past_key_values are two names of one argument: give cache.")
+    check_cache(older if cache is None else cache)
+    return older if cache is None else cache
+
+
 def check_cache(cache: Any) -> None:
     """Raise a `ValueError` for a cache of another model."""
     if cache is not None and not isinstance(cache, RecurrentCache):
-        raise ValueError(
-            f"past_key_values must be a RecurrentCache, got {type(cache).__name__}; give a state as initial_state."
-        )
+        raise ValueError(f"cache must be a RecurrentCache, got {type(cache).__name__}; give a state as initial_state.")
 
 
 def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.conversion.format_transformers import TRANSFORMERS
 from hf_recurrent_lengthgen.conversion.formats import Format, Settings, is_tied
 from hf_recurrent_lengthgen.conversion.key_maps import expand
 from hf_recurrent_lengthgen.models import FAMILIES
+from hf_recurrent_lengthgen.models.supported_transformers import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.verification import clean_process
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE, Reading, named_parts
 
@@ -91,7 +92,8 @@ class Stock(Upstream):
 
     def _read_row(self, model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
         output = model(tokens, use_cache=True)
-        parts = [_stock_state(output.cache_params, layer) for layer in range(self._config.num_hidden_layers)]
+        cache = next(output[name] for name in ("cache", *OLD_CACHE_NAMES) if name in output)
+        parts = [_stock_state(cache, layer) for layer in range(self._config.num_hidden_layers)]
         return {"logits": output.logits.cpu(), **{name: part.cpu() for name, part in named_parts(parts).items()}}
 
 

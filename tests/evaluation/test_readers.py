@@ -185,8 +185,8 @@ def test_states_are_values_that_reading_on_does_not_change(tokens: np.ndarray) -
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (Bigram, "takes neither initial_state nor past_key_values"),
-        (lambda: MambaForCausalLM(MambaConfig(**SIZES)), "takes neither initial_state nor past_key_values"),
+        (Bigram, "takes neither initial_state nor a cache"),
+        (lambda: MambaForCausalLM(MambaConfig(**SIZES)), "takes neither initial_state nor a cache"),
         (
             lambda: JambaForCausalLM(
                 JambaConfig(

@@ -177,8 +177,8 @@ def test_reentrant_checkpointing_and_kept_keys_under_checkpointing_are_refused(m
     ("arguments", "complaint"),
     [
         ({"attention_mask": torch.ones(2, 1, 9, 9)}, "is not of shape"),
-        ({"use_cache": True}, "use_cache and past_key_values cannot be used with states"),
-        ({"past_key_values": Cache(layers=[])}, "use_cache and past_key_values cannot be used with states"),
+        ({"use_cache": True}, "use_cache and (cache|past_key_values) cannot be used with states"),
+        ({"past_key_values": Cache(layers=[])}, "use_cache and (cache|past_key_values) cannot be used with states"),
         ({"position_ids": torch.arange(3, 12)[None]}, "position_ids must count the real tokens"),
         ({"position_ids": torch.arange(9).flip(0)[None]}, "position_ids goes from 8 to 7"),
         ({"cu_seq_lens_q": torch.tensor([0, 8, 18])}, "must count up from 0 to 18, the number of tokens"),

@@ -3,7 +3,13 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 VOCABULARY = 29
 
@@ -79,6 +85,14 @@ TINY: dict[str, dict[str, Any]] = {
         "mamba_dt_rank": 4,
     },
     "kimi_linear": LATENT | EXPERTS | {"linear_head_dim": 8, "linear_num_heads": 4},
+    "lara_mini": DELTA
+    | QWEN_EXPERTS
+    | {
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 8,
+    },
     "lfm2": {"layer_types": CONV_LAYERS, "conv_L_cache": 3},
     "lfm2_moe": QWEN_EXPERTS | {"layer_types": CONV_LAYERS, "conv_L_cache": 3, "num_dense_layers": 1},
     "lfm3": {
@@ -142,6 +156,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "zaya": {"head_dim": 8, "num_experts": 2, "moe_intermediate_size": 16, "router_hidden_size": 8},
 }
+TINY = {name: config for name, config in TINY.items() if name in CONFIG_MAPPING}  # else newer than Transformers
 
 
 COMPOSITE = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}

@@ -44,6 +44,23 @@ def test_a_cache_is_returned_as_the_configuration_says(family: Family) -> None:
 
 
 @shell_families
+def test_the_cache_has_the_names_of_old_and_new_releases(family: Family) -> None:
+    model, tokens = build(family), random_tokens(2, 6)
+    whole, first = model(tokens), model(tokens[:, :4], use_cache=True)
+    assert first.cache is first.past_key_values is first["cache"] is first["past_key_values"]
+    assert "past_key_values" in first
+    for name in ("cache", "past_key_values"):
+        cache = model(tokens[:, :4]).cache
+        torch.testing.assert_close(model(tokens[:, 4:], **{name: cache}).logits, whole.logits[:, 4:])
+        cache = model(tokens[:, :4]).cache
+        output = model.generate(tokens, **{name: cache}, return_dict_in_generate=True, **GREEDY)
+        assert output.cache is cache
+        assert torch.equal(output.sequences, model.generate(tokens, **GREEDY))
+    with pytest.raises(ValueError, match="cache and past_key_values are two names of one argument"):
+        model(tokens, cache=cache, past_key_values=cache)
+
+
+@shell_families
 def test_a_mask_may_have_the_past_too(family: Family) -> None:
     model, tokens = build(family, torch.float64), random_tokens(3, 8)
     whole = model(tokens, attention_mask=MASK)

@@ -288,10 +288,10 @@ def test_what_generate_cannot_do_is_refused(family: Family) -> None:
     for options, message in (
         ({"initial_state": concatenate_rows([state, state])}, r"has shape \(4, .*expected \(2, .*batch of 2 rows"),
         ({"initial_state": nan}, r"layer 0, part 'recurrent' has NaN or infinite values in rows \[1\]"),
-        ({"initial_state": state, "past_key_values": RecurrentCache(state)}, "initial_state or past_key_values"),
+        ({"initial_state": state, "past_key_values": RecurrentCache(state)}, "initial_state or cache"),
         ({"initial_state": state, "use_cache": False}, "leave use_cache on"),
         ({"past_key_values": RecurrentCache(random_state(model, 3))}, "cached state has 3 rows, the batch has 2"),
-        ({"past_key_values": state}, "past_key_values"),
+        ({"past_key_values": state}, "must be a RecurrentCache"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(model, prompt, **options)
@@ -311,7 +311,7 @@ def test_what_generate_cannot_do_is_refused(family: Family) -> None:
 def test_a_model_refuses_a_state_and_a_cache_at_once_or_a_foreign_cache(family: Family) -> None:
     model, prompt, state = model_of(family), random_tokens(2, 3), random_state(model_of(family), 2)
     for run in (model, model.base_model):
-        with pytest.raises(ValueError, match="initial_state or past_key_values, not both"):
+        with pytest.raises(ValueError, match="initial_state or cache, not both"):
             run(prompt, initial_state=state, past_key_values=RecurrentCache(state))
         with pytest.raises(ValueError, match="must be a RecurrentCache, got tuple"):
             run(prompt, past_key_values=state)

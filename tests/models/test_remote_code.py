@@ -32,7 +32,8 @@ one_family = pytest.mark.parametrize("checkpoint", [MAMBA2], ids=variant_id, ind
 SHARED_FILES = {
     *("atomic_files", "causal_lm", "configuration_stateful", "forgetting", "forgetting_scans", "learned_state_files"),
     *("learned_states", "modeling_stateful", "packed_rows", "padding", "recurrent_cache", "recurrent_generation"),
-    *("recurrent_state", "scan_backends", "scan_mixer", "sequence_classification", "sequence_pieces", "token_inputs"),
+    *("recurrent_state", "scan_backends", "scan_mixer", "sequence_classification", "sequence_pieces"),
+    *("supported_transformers", "token_inputs"),
 }
 MAMBA_FILES = {"causal_conv", "configuration_reference", "layers_mamba_block", "norms"}
 GATED_FILES = {"chunk_decays", "chunked_gated_scan", "fla_kernels", "forgetting_gated"}

@@ -1,0 +1,91 @@
+"""The range of Transformers releases: said once, checked at import, and what travelling code needs of them."""
+
+import ast
+import inspect
+import re
+import runpy
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import transformers
+from packaging.requirements import Requirement
+from packaging.version import Version
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.models import supported_transformers
+from hf_recurrent_lengthgen.models.supported_transformers import CACHE_NAME, NEWEST, OLDEST
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "hf_recurrent_lengthgen" / "models"
+# All that code in checkpoints imports of Transformers: a name that is not here has to be there in every release.
+TOUCHED = {
+    "transformers": {"Mamba2Config", "MambaConfig", "PreTrainedModel", "initialization"},
+    "transformers.cache_utils": {"Cache"},
+    "transformers.generation": {"GenerationMixin"},
+    "transformers.modeling_layers": {"GradientCheckpointingLayer"},
+    "transformers.models.auto.configuration_auto": {"CONFIG_MAPPING"},
+    "transformers.models.auto.modeling_auto": {"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"},
+    "transformers.utils": {"ModelOutput", "cached_file", "logging"},
+}
+
+
+def test_the_range_is_the_same_wherever_it_is_said() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = next(r for r in map(Requirement, project["dependencies"]) if r.name == "transformers")
+    assert {str(part) for part in needed.specifier} == {f">={'.'.join(map(str, OLDEST))}", f"<5.{NEWEST[1] + 1}"}
+    for file, release in (("constraints.txt", NEWEST), ("constraints-oldest.txt", OLDEST)):
+        pin = re.search(r"^transformers==(.*)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+        assert pin is not None
+        assert Version(pin[1]).release[:2] == release
+
+
+@pytest.mark.parametrize("release", ["4.57.0", "5.9.0"])
+def test_an_older_release_is_refused_in_a_sentence(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", release)  # which replaces itself when imported
+    with pytest.raises(ImportError, match=rf"Transformers {release} is installed.*need 5\.10 to .*pip install"):
+        runpy.run_path(supported_transformers.__file__)
+
+
+@pytest.mark.parametrize(
+    ("release", "name"), [("5.23.2", "past_key_values"), ("5.24.0", "cache"), ("5.77.0.dev0", "cache")]
+)
+def test_a_newer_release_is_tried_with_a_warning(release: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", release)  # which replaces itself when imported
+    monkeypatch.setattr(
+        type(logging.get_logger(__name__)), "warning_once", lambda self, text: said.append(text), raising=False
+    )
+    assert runpy.run_path(supported_transformers.__file__)["CACHE_NAME"] == name
+    assert [text.split(" is installed")[0] for text in said] == ["Transformers 5.77.0.dev0"] * ("77" in release)
+
+
+def test_generate_calls_the_cache_as_we_think() -> None:
+    named = inspect.signature(transformers.GenerationMixin.prepare_inputs_for_generation).parameters
+    assert CACHE_NAME in named
+
+
+def test_code_in_checkpoints_touches_few_names_of_transformers() -> None:
+    found: dict[str, set[str]] = {}
+    for path in MODELS.glob("*.py"):
+        if path.stem in ("__init__", "supported_transformers"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
+                found.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
+            assert not (isinstance(node, ast.Import) and any(a.name.startswith("transformers") for a in node.names))
+    assert found == TOUCHED
+
+
+def _imported(name: str) -> set[str]:
+    return set(re.findall(r"^from \.(\w+) import", (MODELS / f"{name}.py").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def test_entry_files_of_configurations_import_all_they_need_themselves() -> None:
+    """Releases before 5.10 copy these files alone; with them, they get to the sentence that refuses the release."""
+    for path in MODELS.glob("configuration_stateful_*.py"):
+        direct = _imported(path.stem)
+        assert "supported_transformers" in direct
+        for name in direct:
+            assert _imported(name) <= direct, (path.stem, name)
