@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 VENV_OLDEST := .venv-oldest
+VENV_NEWEST := .venv-newest
 INSTALLED := $(VENV)/.installed
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 # Two single-threaded workers are faster than two that fight over the cores. A file goes to one of them, so that what its
@@ -13,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow test-oldest lint format bench bench-full evidence docs clean
+.PHONY: help demo test test-all test-slow test-oldest test-newest lint format bench bench-full evidence docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -25,7 +26,7 @@ test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## run the tests that take a few minutes together
 	$(VENV)/bin/python $(PYTEST) -m "not slow"
 
-test-all: test-slow test-oldest ## run all the other tests, too
+test-all: test-slow test-oldest test-newest ## run all the other tests, too
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(INSTALLED) ## run what `make test` leaves out
@@ -34,6 +35,11 @@ test-slow: $(INSTALLED) ## run what `make test` leaves out
 test-oldest: export OMP_NUM_THREADS := 1
 test-oldest: $(INSTALLED_OLDEST) ## run what `make test` runs with the oldest supported versions
 	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow"
+
+test-newest: export OMP_NUM_THREADS := 1
+test-newest: $(INSTALLED) ## run it with the newest releases of the registry, if any is newer than the pinned one
+	$(VENV)/bin/python .ci/newest.py $(VENV_NEWEST)
+	if [ -e $(VENV_NEWEST) ]; then $(VENV_NEWEST)/bin/python $(PYTEST) -m "not slow"; fi
 
 lint: $(INSTALLED) ## check style, formatting and types
 	$(VENV)/bin/ruff check .
