@@ -174,7 +174,7 @@ def with_adapter(base: Any, folder: str | os.PathLike[str], name: str) -> Any:
         )
     for key, value in record.config.items():
         setattr(base.config, key, json.loads(value))
-    model.adapter_folder = str(path)
+    base.adapter_folder = str(path)  # which the PEFT model has, too, and the base keeps when it is merged
     return model.eval()
 
 

@@ -154,6 +154,9 @@ def load_model(
     adapter (LoRA of PEFT) loads as a `PeftModel` on its base, in evaluation mode; a trainer continues to train it. The
     folder of a learned state loads as its base, with the state active.
 
+    On the CPU, weights in the dtype of their file are views of it, as Transformers loads them, which costs no memory.
+    Replace such a file as `save_pretrained` does; do not write into it while the model is in use.
+
     Args:
         name: Checkpoint folder, adapter folder, or a name on the Hub.
         trust_remote_code: Whether code of the checkpoint may run, if this package does not know its model type.

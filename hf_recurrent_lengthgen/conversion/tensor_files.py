@@ -104,7 +104,8 @@ class TensorFiles:
         return name in self.metas
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor on the CPU; it may be a view of the mapped file, so do not write to it."""
+        """One tensor on the CPU. It may be a view of the mapped file, for weights larger than memory: do not write to
+        either."""
         return self._open(self._files[name]).tensor(name)
 
     def close(self) -> None:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+import torch
+from safetensors import SafetensorError
 
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import code_digest
 from hf_recurrent_lengthgen.evaluation.readers import reads_together
 from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.checked_files import read_tensors, write_tensors
 from hf_recurrent_lengthgen.versions import installed_versions
 
 SECONDS_BETWEEN_SAVES = 30.0
@@ -48,14 +49,6 @@ def _going_on(path: Path) -> Iterator[None]:
 
 def _sha256(body: bytes) -> bytes:
     return hashlib.sha256(body).hexdigest().encode()
-
-
-def _digest_of(arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
 
 
 class ResultCache:
@@ -117,16 +110,15 @@ class PartialResult:
 
     def load(self) -> dict[str, np.ndarray] | None:
         try:
-            with safe_open(self.path, framework="numpy") as file:
-                arrays = {name: file.get_tensor(name) for name in file.keys()}
-                if (file.metadata() or {}).get("sha256") != _digest_of(arrays):
-                    raise ValueError("its checksum does not match")
+            _, tensors, has_checksum = read_tensors(self.path)
+            if not has_checksum:
+                raise ValueError("it has no checksum")
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, ValueError) as error:
             warnings.warn(f"The partial result {self.path} is damaged ({error}): starting again.", stacklevel=2)
             return None
-        return arrays
+        return {name: tensor.numpy() for name, tensor in tensors.items()}
 
     def due(self) -> bool:
         """Whether enough time has passed to save again."""
@@ -135,9 +127,8 @@ class PartialResult:
 
     def save(self, arrays: Mapping[str, np.ndarray]) -> None:
         began = time.monotonic()
-        with _going_on(self.path), replacing(self.path) as temporary:
-            whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-            save_file(whole, temporary, {"sha256": _digest_of(whole)})
+        with _going_on(self.path):
+            write_tensors(self.path, {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}, {})
         self._last = time.monotonic()
         self._cost = self._last - began
 

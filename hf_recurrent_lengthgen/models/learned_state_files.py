@@ -6,6 +6,7 @@ The base is known by a fingerprint of its weights, which is cheap and independen
 import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,9 @@ def read_folder(folder: str | os.PathLike[str], revision: str | None = None) -> 
     about = read_about(about_file)
     if hashlib.sha256(state_file.read_bytes()).hexdigest() != about["state_sha256"]:
         raise ValueError(f"{state_file} is not what {CONFIG_FILE} describes: copy or download both again.")
-    return about, load_state(state_file)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a file without a checksum of its own was compared above
+        return about, load_state(state_file)[0]
 
 
 def _file(folder: str | os.PathLike[str], name: str, revision: str | None) -> Path:

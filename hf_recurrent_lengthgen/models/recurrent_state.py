@@ -23,17 +23,16 @@ No function changes a state it is given, unless it is an `OwnLayerState`, which 
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from .atomic_files import replacing
+from .checked_files import no_checksum, read_tensors, write_tensors
 
 STATE_FORMAT = "recurrent_state"
 STATE_FORMAT_VERSION = 1
@@ -276,7 +275,7 @@ def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Ma
     """
     check_finite_state(state, "state")
     tensors = {
-        f"layers.{index}.{part_name}": part.detach().to("cpu", copy=True).contiguous()
+        f"layers.{index}.{part_name}": part
         for index, layer in enumerate(state)
         for part_name, part in zip(WindowedLayerState._fields, layer, strict=False)
     }
@@ -286,8 +285,7 @@ def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Ma
         "num_layers": str(len(state)),
         "metadata": json.dumps(dict(metadata or {})),
     }
-    with replacing(path) as temporary:
-        save_file(tensors, temporary, header)
+    write_tensors(path, tensors, header)
 
 
 def read_state_file(
@@ -297,12 +295,7 @@ def read_state_file(
     name = kind.replace("_", " ")
     if os.path.isdir(path):
         raise ValueError(f"{path} is a folder: give a file that holds a {name}.")
-    try:
-        with safe_open(os.fspath(path), framework="pt", device=str(device)) as file:
-            header = file.metadata() or {}
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be truncated.") from error
+    header, tensors, has_checksum = read_tensors(path, device)
     if header.get("format") != kind:
         raise ValueError(
             f"{path} holds no {name}: its format is {header.get('format')!r}. load_state reads a state alone, "
@@ -314,6 +307,8 @@ def read_state_file(
             f"{path} has {name} format version {version!r}, this code reads up to {newest}: "
             "update hf_recurrent_lengthgen."
         )
+    if not has_checksum:
+        warnings.warn(no_checksum(path), stacklevel=3)
     return header, tensors
 
 
@@ -323,11 +318,14 @@ def load_state(
     """Read a state written by `save_state`.
 
     Returns:
-        The state and its metadata.
+        The state, in memory of its own, and its metadata.
 
     Raises:
-        ValueError: if the file is truncated, not a state, of a newer format, or has missing, unexpected,
+        ValueError: if the file is cut or damaged, not a state, of a newer format, or has missing, unexpected,
             wrongly typed or non-finite parts.
+
+    Warns:
+        UserWarning: for a file without a checksum, as earlier versions wrote it.
     """
     header, tensors = read_state_file(path, device, STATE_FORMAT, STATE_FORMAT_VERSION)
     layers = header.get("num_layers", "")

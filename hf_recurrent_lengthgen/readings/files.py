@@ -6,15 +6,15 @@ and `folders.py` puts them together.
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.checked_files import CHECKSUM, no_checksum, read_tensors, write_tensors
 from hf_recurrent_lengthgen.models.recurrent_state import (
     WindowedLayerState,
     check_finite_state,
@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.readings.origin import Origin
 from hf_recurrent_lengthgen.readings.reading import LayerKeys, Reading
 from hf_recurrent_lengthgen.versions import version_of
 
-FORMAT, MAJOR, MINOR = "reading", 1, 0
+FORMAT, MAJOR, MINOR = "reading", 1, 1
 """A file of a newer minor version is read, and what is new in it is kept; one of a newer major version is refused."""
 STATE_PARTS = WindowedLayerState._fields
 _ORIGIN = ("model_name", "model_revision", "model_dtype", "model_config", "weights_fingerprint", "tokenizer_sha256")
@@ -39,7 +39,7 @@ _KNOWN: tuple[str, ...] = (
     "prefix_sha256",
     "attention",
 )
-_KNOWN += ("next_position", "key_layers", "continues", "decays", "model_attends", *_ORIGIN)
+_KNOWN += ("next_position", "key_layers", "continues", "decays", "model_attends", CHECKSUM, *_ORIGIN)
 
 
 class Continued(NamedTuple):
@@ -114,8 +114,7 @@ def write_file(path: str | os.PathLike[str], reading: Reading, continues: Contin
     if continues is not None:
         header["continues"] = json.dumps({**continues._asdict(), "layers": continued})
     header |= _origin_fields(reading.origin) | dict(reading.metadata)
-    with replacing(path) as temporary:
-        save_file({k: x.detach().to("cpu", copy=True).contiguous() for k, x in tensors.items()}, temporary, header)
+    write_tensors(path, tensors, header)
 
 
 def _origin_fields(origin: Origin | None) -> dict[str, str]:
@@ -126,34 +125,29 @@ def _origin_fields(origin: Origin | None) -> dict[str, str]:
 
 
 class ReadingFile:
-    """An open file of a reading. Use it in a `with` block; tensors are read when they are asked for.
+    """A file of a reading, read into memory.
 
     Raises:
         ValueError: for files that are cut, no readings, of a newer major version, or damaged.
+
+    Warns:
+        UserWarning: for a file without a checksum, as earlier versions and other programs wrote it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
-        try:
-            self._file = safe_open(self.name, framework="pt").__enter__()
-            fields = self._file.metadata() or {}
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be cut.") from error
+        fields, self._tensors, has_checksum = read_tensors(path)
         _check_format(self.name, fields)
         try:
             self.header = _parsed(fields)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} has a damaged header ({error!r:.200}): write it again.") from error
         self._check_names()
-
-    def __enter__(self) -> "ReadingFile":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.__exit__(*error)
+        if not has_checksum:
+            warnings.warn(no_checksum(path), stacklevel=5)
 
     def _check_names(self) -> None:
-        header, found = self.header, {*self._file.keys()}
+        header, found = self.header, {*self._tensors}
         windowed = "layers.0.window" in found
         layers = range(min(header.layers, len(found)))  # a damaged number must not allocate memory
         parts = STATE_PARTS if windowed else STATE_PARTS[:2]
@@ -171,7 +165,7 @@ class ReadingFile:
             )
 
     def tensor(self, layer: int, part: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(f"layers.{layer}.{part}")
+        tensor = self._tensors[f"layers.{layer}.{part}"]
         kinds = (torch.float32, torch.float64) if part in (*STATE_PARTS, "decay") else ()
         if (kinds and tensor.dtype not in kinds) or not tensor.is_floating_point():
             allowed = "float32 or float64" if kinds else "floating-point numbers"
@@ -195,7 +189,7 @@ class ReadingFile:
     def reading(self, keys: Mapping[int, LayerKeys]) -> Reading:
         """The reading, with these keys and values."""
         header = self.header
-        parts = STATE_PARTS if "layers.0.window" in self._file.keys() else STATE_PARTS[:2]
+        parts = STATE_PARTS if "layers.0.window" in self._tensors else STATE_PARTS[:2]
         state = tuple(layer_state(self.tensor(i, part) for part in parts) for i in range(header.layers))
         decays = tuple(Decay(self.tensor(i, "decay"), matrix) for i, matrix in enumerate(header.matrices))
         rows = {tensor.shape[:1] for layer in state for tensor in layer}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens
 from hf_recurrent_lengthgen.readings.files import Continued, ReadingFile, read_earlier, write_file
@@ -96,40 +95,41 @@ def _nearest(folder: str | os.PathLike[str], position: int | None) -> int:
 def _from_file(path: Path) -> Reading:
     if (earlier := read_earlier(path)) is not None:
         return earlier
-    with ReadingFile(path) as file:
-        named = _NAME.fullmatch(path.name)
-        if named and int(named[1]) != file.header.position:
-            raise ValueError(f"{path} has read {file.header.position} tokens, which is not what its name tells.")
-        return file.reading({index: _all_keys(path, file, index) for index in file.header.keys})
+    file = ReadingFile(path)
+    named = _NAME.fullmatch(path.name)
+    if named and int(named[1]) != file.header.position:
+        raise ValueError(f"{path} has read {file.header.position} tokens, which is not what its name tells.")
+    return file.reading(_all_keys(path, file))
 
 
-def _all_keys(path: Path, file: ReadingFile, layer: int) -> LayerKeys:
-    """The keys of a layer, those in the files before included."""
-    last = file.layer_keys(layer)
-    parts: list[LayerKeys] = []
-    continues = file.header.continues if layer in file.header.continued else None
-    while continues is not None:
+def _all_keys(path: Path, file: ReadingFile) -> dict[int, LayerKeys]:
+    """The keys by layer, those in the files before included."""
+    header, wanted = file.header, {*file.header.keys}
+    parts = {layer: [file.layer_keys(layer)] for layer in wanted}
+    while (continues := header.continues) is not None and (wanted := wanted & header.continued):
         before_path = file_at(path.parent, continues.position)
         if not before_path.is_file():
             raise ValueError(f"{path} continues {before_path.name}, which is not in its folder: copy it there.")
-        with ReadingFile(before_path) as before:
-            header = before.header
-            if header.prefix != continues.prefix or header.position != continues.position or layer not in header.keys:
-                raise ValueError(
-                    f"{before_path} is not the file that {path.name} continues: it has read another text."
-                )
-            parts.insert(0, before.layer_keys(layer))
-            continues = header.continues if layer in header.continued else None
-    if not parts:
-        return last
-    keys, values = (_joined([part[i] for part in [*parts, last]], path) for i in (0, 1))
-    return LayerKeys(keys, values, last.tokens)
+        before = ReadingFile(before_path)
+        header = before.header
+        if (header.position, header.prefix) != continues or not wanted <= header.keys.keys():
+            raise ValueError(f"{before_path} is not the file that {path.name} continues: it has read another text.")
+        for layer in wanted:
+            parts[layer].insert(0, before.layer_keys(layer))
+    return {layer: _joined(found, path) for layer, found in sorted(parts.items())}
 
 
-def _joined(parts: list[Any], path: Path) -> Tensor:
-    if len({(part.shape[:2], part.shape[3], part.dtype) for part in parts}) > 1:
-        raise ValueError(f"{path} and the files that it continues hold keys or values of different shapes or dtypes.")
-    return torch.cat(parts, dim=2)
+def _joined(parts: list[LayerKeys], path: Path) -> LayerKeys:
+    if len(parts) == 1:
+        return parts[0]
+    pairs = [part[:2] for part in parts]
+    for found in zip(*pairs, strict=True):
+        if len({(part.shape[:2], part.shape[3], part.dtype) for part in found}) > 1:
+            raise ValueError(
+                f"{path} and the files that it continues hold keys or values of different shapes or dtypes."
+            )
+    keys, values = (torch.cat(found, dim=2) for found in zip(*pairs, strict=True))
+    return LayerKeys(keys, values, parts[-1].tokens)
 
 
 def check_prefix(reading: Reading, tokens: Tokens, name: str) -> None:

@@ -15,11 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.checked_files import read_tensors, write_tensors
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, state_dtype
 from hf_recurrent_lengthgen.readings.fitting import fitted
 from hf_recurrent_lengthgen.readings.origin import origin_of, unwrapped
@@ -37,6 +35,8 @@ TYPES = {
     "stateful_mamba2": False,
 }
 """Model types whose layout in mlx-lm is known -> whether keys and values of a state are swapped there."""
+CHECKSUM = "1.checksum"
+"""Where mlx-lm keeps texts of users. Its own files have none, so their damage is not found."""
 ARRAYS, KEYS, BOTH = "ArraysCache", "KVCache", "CacheList"
 
 
@@ -73,8 +73,7 @@ def save_mlx_cache(
         prefixes = (f"{place}.0.", f"{place}.1.") if kind == BOTH else (f"{place}.",) * 2
         tensors |= {f"{prefixes[0]}{i}": x for i, x in enumerate(arrays)} if kind != KEYS else {}
         tensors |= {f"{prefixes[1]}{i}": x for i, x in enumerate(keys)} if kind != ARRAYS else {}
-    with replacing(path) as temporary:
-        save_file({k: x.detach().to("cpu", copy=True).contiguous() for k, x in tensors.items()}, temporary, fields)
+    write_tensors(path, tensors, fields, CHECKSUM)
 
 
 def load_mlx_cache(path: str | os.PathLike[str], model: Any, position: int | None = None) -> Reading:
@@ -91,12 +90,7 @@ def load_mlx_cache(path: str | os.PathLike[str], model: Any, position: int | Non
     """
     inner, name = unwrapped(model), os.fspath(path)
     swapped = _swapped(inner)
-    try:
-        with safe_open(name, framework="pt") as file:
-            fields = file.metadata() or {}
-            tensors = {key: file.get_tensor(key).to(inner.device) for key in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be cut.") from error
+    fields, tensors, _ = read_tensors(path, inner.device, CHECKSUM)
     caches = _caches(inner)
     found = [fields.get(f"2.{place}") for place in range(len(caches))]
     if found != [kind for _, kind in caches] or f"2.{len(caches)}" in fields:
@@ -122,8 +116,8 @@ def load_mlx_cache(path: str | os.PathLike[str], model: Any, position: int | Non
     for place, (layer, kind) in enumerate(caches):
         names = _names(place, kind, shapes[layer])
         if kind != ARRAYS:
-            key, value = (tensors[key].to(inner.dtype) for key in names[-2:])
-            keys[layer] = LayerKeys(key, value, key.shape[2] if key.ndim == 4 else -1)
+            held, values = (tensors[name].to(inner.dtype) for name in names[-2:])
+            keys[layer] = LayerKeys(held, values, held.shape[2] if held.ndim == 4 else -1)
         if kind != KEYS:
             parts = iter(tensors[key].to(dtype) for key in names)
             conv = empty if shapes[layer].conv == (0,) else next(parts).mT

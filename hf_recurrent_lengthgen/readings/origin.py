@@ -60,7 +60,7 @@ class Origin:
     """The model and tokenizer of a reading.
 
     Attributes:
-        name: Name on the Hub, or the last part of a folder's name; only for people.
+        name: Name on the Hub, or the last part of a folder's name, and those of adapters; only for people.
         revision: Commit on the Hub; empty if unknown.
         dtype: Dtype of the weights, such as "float32".
         config: The fields of the config that results depend on.
@@ -82,7 +82,7 @@ def origin_of(model: Any, tokenizer: Any = None) -> Origin:
     """The origin of what a model reads."""
     model = unwrapped(model)
     return Origin(
-        name=portable(str(getattr(model.config, "_name_or_path", "") or type(model).__name__)),
+        name=_name_of(model),
         revision=str(getattr(model.config, "_commit_hash", None) or ""),
         dtype=str(model.dtype).removeprefix("torch."),
         config=_fields(model.config),
@@ -90,6 +90,17 @@ def origin_of(model: Any, tokenizer: Any = None) -> Origin:
         tokenizer="" if tokenizer is None else tokenizer_hash(tokenizer),
         attends=bool(getattr(model, "attends", False)),
     )
+
+
+def _name_of(model: Any) -> str:
+    """What people call a model: its checkpoint, and the adapters on it or merged into it."""
+    name = portable(str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
+    layers: list[Any] = [x for x in model.modules() if isinstance(getattr(x, "disable_adapters", None), bool)]
+    active = {adapter for layer in layers if not layer.disable_adapters for adapter in layer.active_adapters}
+    folder = getattr(model, "adapter_folder", "")
+    if folder and (not layers or "default" in active):
+        active = active - {"default"} | {portable(folder)}
+    return f"{name} with the adapter {', '.join(sorted(active))}" if active else name
 
 
 def weights_fingerprint(model: nn.Module) -> str:
@@ -163,9 +174,11 @@ def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[st
         return here
     same = [what for what in ("weights", "config") if what not in differing]
     kept = f" (the same: {' and '.join(same)})" if same else ""
+    given = "the model given, which has the same name" if found.name == here.name else f"the model given, {here.name}"
+    dtype = f"load it in {found.dtype} (--dtype {found.dtype} of commands)" if "dtype" in refused else ""
     raise ValueError(
-        f"{name} was read with {found.name}, which differs from the model given, {here.name}, in "
-        f"{' and '.join(refused.values())}{kept}. Give the model that read it, or read the text again. If you know "
+        f"{name} was read with {found.name}, which differs from {given}, in {' and '.join(refused.values())}{kept}. "
+        f"Give the model that read it{dtype and ', and ' + dtype}, or read the text again. If you know "
         f"that the difference does no harm, allow it: allow={sorted(refused)} (lengthgen state ask --allow "
         f"{' '.join(sorted(refused))})."
     )

@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evalu
 from hf_recurrent_lengthgen.evaluation.provenance import model_record, weights_digest
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.models import checked_files
 from hf_recurrent_lengthgen.versions import installed_versions
 from tests.evaluation.test_readers import Watcher
 from tests.models.families import MAMBA2, VOCABULARY, build
@@ -161,7 +162,8 @@ def test_a_disk_that_is_full_costs_no_result(
         raise OSError(errno.ENOSPC, "No space left on device")
         yield
 
-    monkeypatch.setattr(result_cache, "replacing", full)
+    for module in (result_cache, checked_files):
+        monkeypatch.setattr(module, "replacing", full)
     with pytest.warns(UserWarning, match="No space left on device.*continuing without"):
         found = evaluate_model(build(MAMBA2), tokens, 16, settings=QUIET, cache=cache)
     assert found.evaluated_length == 90
@@ -202,7 +204,7 @@ def test_saving_takes_little_of_the_time(tmp_path: Path, monkeypatch: pytest.Mon
     assert not partial.due()
     now[0] = 30
     assert partial.due()
-    monkeypatch.setattr(result_cache, "save_file", lambda *_: now.__setitem__(0, now[0] + 2.0))
+    monkeypatch.setattr(result_cache, "write_tensors", lambda *_: now.__setitem__(0, now[0] + 2.0))
     partial.save({})
     now[0] += 60
     assert not partial.due()  # 2 s of saving need 100 s of work

@@ -30,7 +30,15 @@ one_family = pytest.mark.parametrize("checkpoint", [MAMBA2], ids=variant_id, ind
 
 # The code that a checkpoint carries, without ".py": of every family, and of each beside that.
 SHARED_FILES = {
-    *("atomic_files", "causal_lm", "configuration_stateful", "forgetting", "forgetting_scans", "learned_state_files"),
+    *(
+        "atomic_files",
+        "causal_lm",
+        "checked_files",
+        "configuration_stateful",
+        "forgetting",
+        "forgetting_scans",
+        "learned_state_files",
+    ),
     *("learned_states", "modeling_stateful", "packed_rows", "padding", "recurrent_cache", "recurrent_generation"),
     *("recurrent_state", "scan_backends", "scan_mixer", "sequence_classification", "sequence_pieces"),
     *("supported_transformers", "token_inputs"),

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
+from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
 from hf_recurrent_lengthgen.readings import (
@@ -20,6 +21,7 @@ from hf_recurrent_lengthgen.readings import (
     positions_in,
     read_into,
     read_text,
+    save_reading,
     start_of,
     without_attention,
 )
@@ -188,8 +190,29 @@ def test_an_adapter_is_part_of_the_model(tmp_path: Path) -> None:
     list(read_into(tmp_path, model, tokens, 5))
     found = ask(model, load_reading(tmp_path, model), question, **GREEDY)
     assert torch.equal(found, model.generate(input_ids=torch.cat([tokens, question], dim=1), **GREEDY)[:, 12:])
-    with pytest.raises(ValueError, match="the weights"):
+    with pytest.raises(
+        ValueError,
+        match=r"CausalLM with the adapter default, which differs from .* StatefulMamba2ForCausalLM, in the weights",
+    ):
         load_reading(tmp_path, build(MAMBA2))
+
+
+def test_a_reading_is_named_by_the_adapter_that_read_it(tmp_path: Path) -> None:
+    build(MAMBA2).save_pretrained(tmp_path / "base")
+    adapter = get_peft_model(
+        load_model(str(tmp_path / "base")), LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
+    )
+    adapter.save_pretrained(tmp_path / "adapter")
+    for merge in (False, True):
+        model = load_model(str(tmp_path / "adapter"), merge=merge)
+        read = read_text(model, random_tokens(1, 5))
+        assert read.origin is not None
+        assert read.origin.name == "base with the adapter adapter"
+    save_reading(tmp_path / "reading", read)
+    with pytest.raises(
+        ValueError, match="was read with base with the adapter adapter, which differs from the model given, base, in"
+    ):
+        load_reading(tmp_path / "reading", load_model(str(tmp_path / "base")))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -203,7 +226,9 @@ def test_a_text_is_read_from_the_active_learned_state(name: str) -> None:
     torch.testing.assert_close(learned.state, expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(learned.state, zero.state, rtol=1e-3, atol=1e-3)
-    with pytest.raises(ValueError, match=r"differs from the model given, .*, in the config \(learned_states\)"):
+    with pytest.raises(
+        ValueError, match=r"differs from the model given, which has the same name, in the config \(learned_states\)"
+    ):
         read_text(model, tokens, zero)
     with model.learned_states.disable_adapter():
         torch.testing.assert_close(read_text(model, tokens).state, zero.state, rtol=0, atol=0)
@@ -216,7 +241,10 @@ def test_another_active_adapter_is_another_model() -> None:
     tokens = random_tokens(1, 5)
     read = read_text(model, tokens)
     model.set_adapter("other")
-    with pytest.raises(ValueError, match=r"differs from the model given, .*, in the weights"):
+    with pytest.raises(
+        ValueError,
+        match=r"with the adapter default, which differs from .* with the adapter other, in the weights",
+    ):
         read_text(model, tokens, read)
     model.set_adapter("default")
     with model.disable_adapter(), pytest.raises(ValueError, match="in the weights"):

@@ -1,0 +1,108 @@
+"""Any damaged bit of a file is found, and what was loaded does not depend on its file."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
+from hf_recurrent_lengthgen.models.checked_files import digest_of, read_tensors, write_tensors
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, load_state, save_state
+from hf_recurrent_lengthgen.readings import load_mlx_cache, load_reading, read_text, save_mlx_cache, save_reading
+from tests.models.families import MAMBA2, build, random_tokens
+
+Load = Callable[[Path], Any]
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def written(kind: str, path: Path) -> tuple[Load, list[torch.Tensor]]:
+    """Write a file of a kind; how to load its tensors, and what they are."""
+    if kind == "state":
+        state = (LayerState(torch.arange(6.0).reshape(1, 2, 3), torch.ones(1, 0)),)
+        save_state(path, state, {"ü": "é"})
+        return (lambda path: list(load_state(path)[0][0])), list(state[0])
+    model = build(MAMBA2).eval()
+    reading = read_text(model, random_tokens(1, 9), record_decays=kind == "reading")
+    expected = [part for layer in reading.state for part in layer]
+    if kind == "reading":
+        save_reading(path, reading)
+        return (lambda path: [part for layer in load_reading(path).state for part in layer]), expected
+    save_mlx_cache(path, reading, model, {"model": "somewhere"})
+    return (lambda path: [part for layer in load_mlx_cache(path, model, 9).state for part in layer]), expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "step"), [("state", 29), ("reading", 409), ("mlx", 233), pytest.param("state", 1, marks=pytest.mark.slow)]
+)
+def test_each_flipped_bit_is_found(kind: str, step: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    load, expected = written(kind, path)
+    content = path.read_bytes()
+    assert all(torch.equal(a, b) for a, b in zip(load(path), expected, strict=True))
+    silent = []
+    for bit in range(0, 8 * len(content), step):
+        path.write_bytes(flipped(content, bit))
+        with contextlib.suppress(ValueError):
+            load(path)
+            silent.append(bit)
+    assert not silent
+
+
+@pytest.mark.parametrize("kind", ["state", "reading", "mlx"])
+def test_what_was_loaded_does_not_depend_on_its_file(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    load, expected = written(kind, path)
+    loaded = load(path)
+    with open(path, "r+b") as file:  # in place, as a copy onto it does
+        file.write(bytes(path.stat().st_size))
+    assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
+    os.truncate(path, 0)
+    assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["state", "reading"])
+def test_a_file_without_a_checksum_is_read_and_told(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    load, expected = written(kind, path)
+    fields, tensors, _ = read_tensors(path)
+    save_file(tensors, path, fields)
+    with pytest.warns(UserWarning, match=r"file has no checksum, as files of earlier versions"):
+        loaded = load(path)
+    assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
+
+
+def test_the_digest_is_that_of_content_and_not_of_its_order() -> None:
+    one, two = torch.ones(2, 3), torch.zeros(3, dtype=torch.bfloat16)
+    assert digest_of({"a": one, "b": two}, {"x": "1", "y": "2"}) == digest_of(
+        {"b": two, "a": one}, {"y": "2", "x": "1"}
+    )
+    others = [{"a": one}, {"a": one.T, "b": two}, {"a": one, "b": two.half()}, {"b": one, "a": two}]
+    assert len({digest_of(tensors) for tensors in [{"a": one, "b": two}, *others]}) == 5
+
+
+def test_arrays_of_a_partial_result_are_their_own_and_keep_their_kinds(tmp_path: Path) -> None:
+    partial = ResultCache(tmp_path).partial({"a": 1})
+    arrays = {"a": np.arange(3), "b": np.array([[True], [False]]), "c": np.zeros((0, 2)), "d": np.float32([1.5])}
+    partial.save(arrays)
+    loaded = partial.load()
+    assert loaded is not None
+    partial.path.write_bytes(b"")
+    for name, array in arrays.items():
+        assert loaded[name].dtype == array.dtype
+        np.testing.assert_array_equal(loaded[name], array)
+
+
+def test_a_file_of_no_tensors_has_a_checksum_too(tmp_path: Path) -> None:
+    write_tensors(tmp_path / "file", {}, {"a": "b"})
+    assert read_tensors(tmp_path / "file") == ({"a": "b"}, {}, True)
