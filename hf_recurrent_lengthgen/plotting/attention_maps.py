@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMaps
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED, fitted
 
 LABELED_TOKENS = 32
 """Maximum number of tokens that are written at the axes; longer texts have positions instead."""
@@ -30,10 +30,11 @@ def attention_maps_figure(maps: AttentionMaps) -> Figure:
     bands = -(-count // columns)
     figure = Figure(figsize=(PANEL * columns * 1.15 + 0.5, PANEL * bands * 2 + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
+    name, _ = fitted(maps.model, figure.get_figwidth() * 72 * 0.97, FONT_SIZE, 2)
     figure.suptitle(
-        f"{maps.model}\nabove: attention maps\nbelow: masks"
+        f"{name}\nabove: attention maps\nbelow: masks"
         if columns < 3
-        else f"{maps.model}\nattention maps (channel average), and below each its average mask",
+        else f"{name}\nattention maps (channel average), and below each its average mask",
         fontsize=FONT_SIZE,
         color=INK,
         x=0.01,

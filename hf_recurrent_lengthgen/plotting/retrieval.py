@@ -19,6 +19,7 @@ from hf_recurrent_lengthgen.plotting.style import (
     label_ends,
     mark_training_lengths,
     new_axes,
+    set_left_title,
     short_number,
 )
 
@@ -93,8 +94,7 @@ def _cells(axes: Axes, result: RetrievalResult) -> None:
         if 0 < inside < len(result.lengths):
             axes.axvline(inside, color=_ON_DARK, linewidth=2.5)
             axes.axvline(inside, color=_ON_LIGHT, linewidth=1, linestyle=(0, (2, 2)))
-    title = f"{result.model}{trained}"
-    axes.set_title(title, loc="left", fontsize=FONT_SIZE - 0.5, color=INK, parse_math=False, pad=4, fontweight="bold")
+    set_left_title(axes, f"{result.model}{trained}", FONT_SIZE - 0.5, "bold")
 
 
 def _row_names(result: RetrievalResult) -> Sequence[str]:

@@ -24,6 +24,7 @@ from hf_recurrent_lengthgen.plotting.style import (
     mark_training_lengths,
     plain_axes,
     position_axis,
+    set_left_title,
 )
 
 DRIFT, STEADY = ROLE_COLORS["base"], ROLE_COLORS["cured"]
@@ -161,6 +162,7 @@ def distance_map_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
         "How far each head's states are from those in training",
         "Wasserstein distance, in standard deviations of training.\nDashed: training length (L0 H5: layer 0, head 5)",
         heights,
+        beside=180.0,
     )
     largest = max(max(head.distance) for rows in ranked for _, head in rows)
     top = max(1.0, math.log10(largest))
@@ -204,6 +206,7 @@ def patching_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str = "token"
         "Orange: added when only these heads get a long context\nBlue: removed when only these get a short one",
         heights,
         left=1.3,
+        beside=165.0,
     )
     values = [
         bound
@@ -293,8 +296,10 @@ def panels_of(
     explanation: str,
     heights: Sequence[float] | None = None,
     left: float = LEFT,
+    beside: float = 0.0,
 ) -> tuple[Figure, list[Axes]]:
-    """One named panel per model; `heights` in inches. The explanation is below the title."""
+    """One named panel per model; `heights` in inches. The explanation is below the title, and `beside` points are left
+    at the right of each name."""
     heights = heights or [HEIGHT] * len(diagnoses)
     total = TITLE + BOTTOM + sum(heights) + GAP * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, total))
@@ -306,7 +311,7 @@ def panels_of(
         box = (left / WIDTH, (top - height) / total, (WIDTH - left - RIGHT) / WIDTH, height / total)
         axes = plain_axes(figure, box)
         top -= height + GAP
-        axes.set_title(name, loc="left", fontsize=FONT_SIZE, fontweight="bold", color=INK, pad=3, parse_math=False)
+        set_left_title(axes, name, weight="bold", beside=beside)
         panels.append(axes)
     return figure, panels
 

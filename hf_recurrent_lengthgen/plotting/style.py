@@ -1,7 +1,7 @@
 """The style of all figures: a color-blind safe palette, axes of token positions, labels beside lines."""
 
 import math
-import textwrap
+import re
 from collections.abc import Sequence
 from itertools import cycle, pairwise
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Curve, Role
@@ -53,8 +55,57 @@ def new_axes(y_label: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(4.8, 3.2))
     FigureCanvasAgg(figure)
     axes = plain_axes(figure, (0.125, 0.165, 0.615, 0.735))
-    axes.set_title(y_label, loc="left", fontsize=FONT_SIZE, color=INK, parse_math=False)
+    set_left_title(axes, y_label)
     return figure, axes
+
+
+def set_left_title(
+    axes: Axes, text: str, size: float = FONT_SIZE, weight: str = "normal", beside: float = 0.0
+) -> None:
+    """Write a title above the axes, fitted into the figure; `beside` points at the right are for another one."""
+    figure: Any = axes.figure
+    text, size = fitted(text, (0.99 - axes.get_position().x0) * _width(figure) - beside, size, 1, weight)
+    axes.set_title(text, loc="left", fontsize=size, fontweight=weight, color=INK, pad=4, parse_math=False)
+
+
+def fitted(text: str, width: float, size: float, lines: int, weight: str = "normal") -> tuple[str, float]:
+    """A text in at most so many lines of a width in points, and its font size.
+
+    It is written smaller if it is too long, and then cut in the middle, where names differ least.
+    """
+    for smaller in (size, size - 1.5, size - 3):
+        found = _wrapped(text, width, smaller, weight)
+        if len(found) <= lines:
+            return "\n".join(found), smaller
+    kept = len(text)
+    while len(found) > lines and kept > 2:
+        kept -= 1
+        shorter = f"{text[: (kept + 1) // 2]}…{text[len(text) - kept // 2 :]}"
+        found = _wrapped(shorter, width, smaller, weight)
+    return "\n".join(found), smaller
+
+
+def _wrapped(text: str, width: float, size: float, weight: str) -> list[str]:
+    """Lines of at most this width in points, which end after a space or a sign if possible."""
+    font = FontProperties(size=size, weight=weight)
+
+    def fits(line: str) -> bool:
+        found: float = text_to_path.get_text_width_height_descent(line.rstrip(), font, ismath=False)[0]
+        return found <= 0.97 * width  # hints make letters a little wider
+
+    lines = [""]
+    for part in re.findall(r"[^\s/_-]*[\s/_-]|[^\s/_-]+", text):
+        if not fits(lines[-1] + part) and lines[-1]:
+            lines.append("")
+        for letter in part:
+            if not fits(lines[-1] + letter) and lines[-1]:
+                lines.append("")
+            lines[-1] += letter
+    return [line.strip() for line in lines if line.strip()] or [""]
+
+
+def _width(figure: Figure) -> float:
+    return float(figure.get_figwidth()) * 72
 
 
 def plain_axes(figure: Figure, box: tuple[float, float, float, float]) -> Axes:
@@ -99,13 +150,16 @@ def mark_training_lengths(axes: Axes, lengths: Sequence[int]) -> None:
     axes.axvspan(axes.get_xlim()[0], min(lengths), color=GRID, alpha=0.35, linewidth=0)
     for length in sorted(set(lengths)):
         axes.axvline(length, color=MUTED, linewidth=1, linestyle=(0, (2, 2)))
-    text = "trained on " + ", ".join(short_number(length) for length in sorted(set(lengths)))
+    known = [short_number(length) for length in sorted(set(lengths))]
+    text = "trained on " + (", ".join(known) if len(known) < 4 else f"{known[0]} to {known[-1]}")
+    place = float((axes.transData + axes.transAxes.inverted()).transform((min(lengths), 0))[0])
     axes.annotate(
         text,
         (min(lengths), 1),
         xycoords=("data", "axes fraction"),
-        xytext=(4, -2),
+        xytext=(4, -2) if place < 0.6 else (-4, -2),
         textcoords="offset points",
+        ha="left" if place < 0.6 else "right",
         va="top",
         fontsize=FONT_SIZE - 1.5,
         color=MUTED,
@@ -117,28 +171,31 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
     `ends` are (height in data units, label, color); the limits of the axes must be final.
     """
-    axes_points = axes.get_position().height * axes.figure.get_figheight() * 72  # type: ignore[union-attr]
-    line = FONT_SIZE * LABEL_GAP / axes_points
+    figure: Any = axes.figure
+    box = axes.get_position()
+    height = box.height * figure.get_figheight() * 72
+    width = (0.995 - box.x0 - 1.02 * box.width) * _width(figure)
     ordered = sorted(ends)
-    texts = ["\n".join(textwrap.wrap(label, 13, max_lines=3, placeholder=" …")) for _, label, _ in ordered]
-    halves = [(text.count("\n") + 1) * line / 2 for text in texts]
+    lines = max(1, min(4, int(height / (FONT_SIZE * LABEL_GAP * max(1, len(ends))))))
+    texts = [fitted(label, width, FONT_SIZE, lines, "bold") for _, label, _ in ordered]
+    halves = [(text.count("\n") + 1) * size * LABEL_GAP / height / 2 for text, size in texts]
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [min(max(float(to_axes.transform((axes.get_xlim()[1], y))[1]), 0.0), 1.0) for y, _, _ in ordered]
     for lower, upper in pairwise(range(len(ordered))):
         heights[upper] = max(heights[upper], heights[lower] + halves[lower] + halves[upper])
     # The topmost label may now stand too high: push the pile down again.
-    heights[-1] = min(heights[-1], 1.05 - halves[-1])
+    heights[-1] = min(heights[-1], 1.0 - halves[-1])
     for upper, lower in pairwise(reversed(range(len(ordered)))):
         heights[lower] = min(heights[lower], heights[upper] - halves[lower] - halves[upper])
-    for height, text, (_, _, color) in zip(heights, texts, ordered, strict=True):
+    for place, (text, size), (_, _, color) in zip(heights, texts, ordered, strict=True):
         axes.text(
             1.02,
-            height,
+            place,
             text,
             transform=axes.transAxes,
             va="center",
             color=color,
-            fontsize=FONT_SIZE,
+            fontsize=size,
             fontweight="bold",
             linespacing=1.05,
             parse_math=False,

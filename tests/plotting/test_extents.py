@@ -1,0 +1,95 @@
+"""No figure has anything outside its canvas, whatever the models are called."""
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from hf_recurrent_lengthgen import plotting
+from hf_recurrent_lengthgen.plotting.images import PNG_DOTS_PER_INCH
+from hf_recurrent_lengthgen.plotting.style import fitted
+from tests.diagnosis.diagnoses import hybrid
+from tests.plotting.conftest import compared
+from tests.plotting.test_attention_maps import maps_of
+from tests.plotting.test_remembrance import prompt, remembrance
+from tests.plotting.test_retrieval import RESULT
+from tests.plotting.test_states_figures import diagnosis
+
+Names = Sequence[str]
+TYPICAL = ("mamba2-cured", "rwkv7-g1-0.4b-state-passing-seed-3-final")
+WIDE = ("W" * 40, "M" * 39 + "a", "m_" * 20, "W" * 12)
+ROLES: Any = ("base", "cured", "control", "other")
+
+
+def of_models(figure: Callable[..., Figure]) -> Callable[[Names], Figure]:
+    return lambda names: figure([compared("other", name, 0.3 * place) for place, name in enumerate(names)])
+
+
+def of_states(figure: Callable[..., Figure]) -> Callable[[Names], Figure]:
+    return lambda names: figure({name: diagnosis([[0.0, 0.8], [1.0] + [0.0] * 40], 1.0) for name in names})
+
+
+def of_retrieval(figure: Callable[..., Figure]) -> Callable[[Names], Figure]:
+    return lambda names: figure([replace(RESULT, model=name) for name in names])
+
+
+def attended(names: Names) -> dict[str, Any]:
+    return dict.fromkeys(names, hybrid())
+
+
+DRAWN: dict[str, Callable[[Callable[..., Figure]], Callable[[Names], Figure]]] = {
+    **dict.fromkeys(("position_wise_figure", "context_harm_figure", "in_window_figure"), of_models),
+    **dict.fromkeys(("whole_std_figure", "state_std_figure", "outlier_figure", "inputs_figure"), of_states),
+    **dict.fromkeys(("retention_figure", "conv_std_figure", "distance_map_figure", "patching_figure"), of_states),
+    **dict.fromkeys(("heat_map_figure", "retrieval_accuracy_figure"), of_retrieval),
+    "within_figure": lambda figure: lambda names: figure(replace(RESULT, model=names[-1])),
+    "attention_harm_figure": lambda figure: lambda names: figure(attended(names), "byte"),
+    "attention_maps_figure": lambda figure: lambda names: figure(maps_of(2, list("abc"), names[-1])),
+    "accuracy_figure": lambda figure: (
+        lambda names: figure(
+            {name: {8: (1.0, 0.5), 512: (0.5 + 0.1 * place, 0.0)} for place, name in enumerate(names)}, "symbols", 400
+        )
+    ),
+    "remembrance_figure": lambda figure: (
+        lambda names: figure({name: remembrance([0, 0.3, 0.4, 0.5, 0.6, 0.7]) for name in names}, ROLES[: len(names)])
+    ),
+    "constant_prompt_figure": lambda figure: (
+        lambda names: figure({name: prompt() for name in names}, ROLES[: len(names)])
+    ),
+}
+
+
+def all_figures() -> dict[str, Callable[..., Figure]]:
+    modules = [import_module(f"{plotting.__name__}.{found.name}") for found in pkgutil.iter_modules(plotting.__path__)]
+    return {
+        name: function
+        for module in modules
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if name.endswith("_figure") and not name.startswith("_") and function.__module__ == module.__name__
+    }
+
+
+@pytest.mark.parametrize("names", [TYPICAL, WIDE], ids=["typical", "wide"])
+@pytest.mark.parametrize("name", all_figures())
+def test_nothing_is_outside_the_canvas(name: str, names: Names) -> None:
+    figure = DRAWN[name](all_figures()[name])(names)
+    figure.set_dpi(PNG_DOTS_PER_INCH)
+    width, height = figure.get_size_inches()
+    box = figure.get_tightbbox()  # of all that is drawn, in inches
+    assert box.x0 >= 0
+    assert box.y0 >= 0
+    assert box.x1 <= width
+    assert box.y1 <= height
+
+
+def test_a_name_is_whole_if_it_fits_and_is_cut_in_the_middle_otherwise() -> None:
+    assert fitted("mamba2-cured", 85, 10.5, 3, "bold") == ("mamba2-\ncured", 10.5)
+    assert fitted(TYPICAL[1], 85, 10.5, 4, "bold")[0].replace("\n", "") == TYPICAL[1]
+    cut, size = fitted("a" * 30 + "b" * 30, 60, 10.5, 1)
+    assert (cut.strip("ab"), cut[0], cut[-1], size) == ("…", "a", "b", 7.5)
+    assert fitted("", 60, 10.5, 1) == ("", 10.5)
