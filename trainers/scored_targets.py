@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.models.packed_rows import PACKING_KEYS
-from hf_recurrent_lengthgen.models.token_inputs import real_tokens, scored_labels, starts_inside_rows
+from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.models.token_inputs import scored_labels
 
 
 def token_labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
@@ -33,12 +33,8 @@ def with_scored_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, An
     names = token_labels(model, inputs)
     if not names:
         return inputs
-    shape, mask = token_shape_of(inputs), inputs.get("attention_mask")
-    if mask is not None and mask.shape != shape:
-        return inputs  # the model itself refuses such a mask
-    packing = {name: inputs[name] for name in PACKING_KEYS if name in inputs}
-    starts = starts_inside_rows(packing, shape, real_tokens(mask))
-    scored = {name: scored_labels(inputs[name], mask, starts, shifted=name == "shift_labels") for name in names}
+    rows = read_rows(inputs)
+    scored = {name: scored_labels(inputs[name], rows, shifted=name == "shift_labels") for name in names}
     return {**inputs, **scored}
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hf_recurrent_lengthgen.models.packed_rows import PACKING_KEYS
-from hf_recurrent_lengthgen.models.token_inputs import real_tokens, scored_labels, starts_inside_rows
+from hf_recurrent_lengthgen.models.rows import LAYOUT, read_rows
+from hf_recurrent_lengthgen.models.token_inputs import scored_labels
 
 from .packing import IGNORED_LABEL
 
@@ -48,11 +48,12 @@ def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, 
             "fewer processes (context_parallel_size)."
         )
     whole = {name: value for name, value in inputs.items() if value is not None}
-    real = real_tokens(whole.get("attention_mask"))
-    packing = {name: whole.pop(name) for name in PACKING_KEYS if name in whole}
-    starts = starts_inside_rows(packing, shape, real)
-    if starts is not None:
-        whole["seq_idx"] = starts.cumsum(1)
+    rows = read_rows(whole)
+    whole = {name: value for name, value in whole.items() if name not in LAYOUT}
+    if rows.real is not None:
+        whole["attention_mask"] = rows.real.long()
+    if rows.starts is not None:
+        whole["seq_idx"] = rows.starts.cumsum(1)
     targets = whole.get("shift_labels")
     if (labels := whole.pop("labels", None)) is not None and targets is None:
         if labels.shape != shape:
@@ -60,12 +61,12 @@ def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, 
                 f"labels must have one target for each token, {shape}, to be cut into pieces, got "
                 f"{tuple(labels.shape)}."
             )
-        targets = pad(scored_labels(labels, real, starts)[:, 1:], (0, 1), value=IGNORED_LABEL)
+        targets = pad(scored_labels(labels, rows)[:, 1:], (0, 1), value=IGNORED_LABEL)
     borders = piece_borders(length, size)
     piece = slice(borders[rank], borders[rank + 1])
     if targets is not None:
-        whole["shift_labels"] = scored_labels(targets, real, starts, shifted=True)
-        _check_targets(whole["shift_labels"], real, borders)
+        whole["shift_labels"] = scored_labels(targets, rows, shifted=True)
+        _check_targets(whole["shift_labels"], rows.real, borders)
     wrong = sorted(
         name
         for name, value in whole.items()

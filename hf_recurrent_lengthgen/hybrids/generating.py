@@ -14,8 +14,20 @@ from transformers.cache_utils import Cache
 from hf_recurrent_lengthgen.hybrids.cache_adapters import repeated_keys
 from hf_recurrent_lengthgen.hybrids.calls import check_attention_cache, check_rows, check_stopped, set_positions
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
-from hf_recurrent_lengthgen.hybrids.rows import real_of, rows_of
+from hf_recurrent_lengthgen.hybrids.rows import check_cached, real_of, rows_of
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state, state_dtype
+from hf_recurrent_lengthgen.models.rows import LAYOUT, check_prompts, text_positions
+
+
+def check_prompt_rows(inputs: Tensor | None, given: dict[str, Any]) -> None:
+    """Refuse several sequences in a row of the prompts, which stock models mix; arguments as of `generate`."""
+    check_prompts(given)
+    prompts = (inputs, given.get("input_ids"), given.get("inputs_embeds"))
+    prompt = next((x for x in prompts if x is not None), None)
+    if given.get("position_ids") is not None:
+        given["position_ids"] = text_positions(given["position_ids"])
+        if prompt is not None:
+            check_cached({name: given.get(name) for name in LAYOUT} | {"input_ids": prompt})
 
 
 def generation_arguments(

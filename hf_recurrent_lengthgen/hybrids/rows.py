@@ -16,44 +16,44 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.models.packed_rows import PACKING_KEYS, Packing
+from hf_recurrent_lengthgen.models.packed_rows import Packing
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, layer_state
-from hf_recurrent_lengthgen.models.token_inputs import (
+from hf_recurrent_lengthgen.models.rows import (
+    LAYOUT,
+    Rows,
     mask_of_new_tokens,
+    read_rows,
     real_tokens,
-    scored_labels,
-    starts_inside_rows,
+    text_positions,
     token_shape,
 )
+from hf_recurrent_lengthgen.models.token_inputs import scored_labels
 
 TOKENS, TARGETS = ("input_ids", "inputs_embeds"), ("labels", "shift_labels")
-BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k")  # of sequences, for kernels of attention, as collators give them
-LAYOUT = ("attention_mask", *PACKING_KEYS, *BORDERS, "max_length_q", "max_length_k")
-DROPPED = {*LAYOUT} - {"position_ids"}  # what says nothing about rows that are not moved
 PER_TOKEN, PER_CALL = ("logits", "last_hidden_state"), ("loss", "aux_loss")
 
 _reading: ContextVar[Any] = ContextVar("reading", default=None)
 
 
-class Rows:
+class MovedRows:
     """How the rows of one call become those that a stock model reads, and back.
 
     Args:
-        shape: (B, T).
-        real: (B, T) bool, true at real tokens; None if all are.
-        starts: (B, T) bool, where sequences begin inside rows; None if none does. Not both are None.
+        given: The rows of the call, with padding or several sequences.
 
     Attributes:
+        given: As above.
         rows: N.
         length: L.
         lengths: Tokens of each sequence, (N,); None if all have L.
     """
 
-    def __init__(self, shape: tuple[int, int], real: Tensor | None, starts: Tensor | None) -> None:
-        self.shape, self.real, self.starts = shape, real, starts
-        given: Any = starts if real is None else real
-        inside = torch.zeros_like(given) if starts is None else starts
-        self._packing = Packing.from_starts(inside, torch.ones_like(given) if real is None else real, together=True)
+    def __init__(self, given: Rows) -> None:
+        self.given = given
+        like: Any = given.starts if given.real is None else given.real
+        starts = torch.zeros_like(like) if given.starts is None else given.starts
+        real = torch.ones_like(like) if given.real is None else given.real
+        self._packing = Packing.from_starts(starts, real, together=True)
         self._valid, self.lengths = self._packing.valid[0], self._packing.lengths[0]
         self.rows, self.length = self._valid.shape
         self._source = self._packing.source
@@ -109,8 +109,8 @@ class Rows:
             if moved.get(name) is not None:
                 moved[name] = self.to_front(moved[name])
         for name in TARGETS:
-            if moved.get(name) is not None and moved[name].shape != self.shape:
-                raise ValueError(f"{name} must have shape {self.shape}, got {tuple(moved[name].shape)}.")
+            if moved.get(name) is not None and moved[name].shape != self.given.shape:
+                raise ValueError(f"{name} must have shape {self.given.shape}, got {tuple(moved[name].shape)}.")
         if moved.get("shift_labels") is not None:
             moved["labels"] = moved["shift_labels"]  # without them, stock models compute no loss
         self._keep(moved)
@@ -180,9 +180,9 @@ class Rows:
     def loss(self, stock: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **options: Any) -> Tensor:
         """The loss of a stock model from the logits of the N rows and the targets of the B rows."""
         if (shifted := options.get("shift_labels")) is not None:
-            options["shift_labels"] = scored_labels(shifted, self.real, self.starts, shifted=True).contiguous()
+            options["shift_labels"] = scored_labels(shifted, self.given, shifted=True).contiguous()
         else:
-            labels = scored_labels(labels, self.real, self.starts)
+            labels = scored_labels(labels, self.given)
         return stock(self.back(logits), labels, *args, **options)
 
 
@@ -193,7 +193,7 @@ def loss_of(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @torch.compiler.disable
-def rows_of(arguments: dict[str, Any], seen: int = 0) -> Rows | None:
+def rows_of(arguments: dict[str, Any], seen: int = 0) -> MovedRows | None:
     """How the rows of a call are moved; None if each is one sequence of real tokens.
 
     Args:
@@ -201,69 +201,79 @@ def rows_of(arguments: dict[str, Any], seen: int = 0) -> Rows | None:
         seen: Tokens before those of the call, for which a mask may have columns of ones, too.
 
     Raises:
-        ValueError: for wrong masks, and positions that neither count up nor restart.
+        ValueError: as in `read_rows`.
     """
     shape = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
-    mask = arguments.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2):
-        raise ValueError(
-            "attention_mask is not of shape (B, T): give 1 at real tokens and 0 at padding, and position_ids or "
-            "seq_idx for rows of several sequences."
-        )
-    real = real_of(mask, shape, seen)
-    starts = starts_inside_rows({name: arguments.get(name) for name in PACKING_KEYS}, shape, real)
-    for name in BORDERS:
-        if (borders := arguments.get(name)) is not None:
-            starts = _starts_at(name, borders, shape, real, starts)
-    return None if real is None and starts is None else Rows(shape, real, starts)
+    rows = read_rows(arguments | {"attention_mask": _without_seen(arguments.get("attention_mask"), shape, seen)})
+    return None if rows.real is None and rows.starts is None else MovedRows(rows)
 
 
 def real_of(mask: Tensor | None, shape: tuple[int, int], seen: int = 0) -> Tensor | None:
     """(B, T), true at real tokens; None if all are. Raises a `ValueError` for a wrong mask."""
-    wide = mask is not None and mask.shape == (shape[0], seen + shape[1])
-    if mask is not None and wide and bool((mask[:, :seen] == 1).all()):
-        mask = mask[:, seen:]
-    return real_tokens(mask_of_new_tokens(mask, None, shape))
+    return real_tokens(mask_of_new_tokens(_without_seen(mask, shape, seen), 0, shape))
 
 
-def _starts_at(name: str, borders: Any, shape: tuple[int, int], real: Tensor | None, starts: Any) -> Tensor | None:
-    """Where sequences begin inside rows (B, T), from the borders of sequences among all tokens.
+def _without_seen(mask: Any, shape: tuple[int, int], seen: int) -> Any:
+    """A mask without `seen` columns of ones before those of the tokens; other masks are wrong, or unchanged."""
+    wide = isinstance(mask, Tensor) and mask.shape == (shape[0], seen + shape[1])
+    return mask[:, seen:] if wide and bool((mask[:, :seen] == 1).all()) else mask
+
+
+def stock_call(model: Any, cache_argument: str, arguments: dict[str, Any]) -> tuple[MovedRows | None, dict[str, Any]]:
+    """How the rows of a call without states are moved, and its arguments; no rows for what the stock model reads.
+
+    That are rows of whole sequences, of which only 2-D masks and positions are left, calls with a cache, and other
+    heads than that of a language model, whose backbones read the rows.
 
     Raises:
-        ValueError: for borders that do not fit the rows, or contradict positions, whose `starts` are given.
+        ValueError: as in `read_rows`, and for several sequences in a row where one state or one output stands for it.
     """
-    rows, length = shape
-    found: Any = None
-    fits = real is None and isinstance(borders, Tensor) and borders.ndim == 1 and borders.numel() > 1
-    if fits and borders[0] == 0 and borders[-1] == rows * length and bool((borders.diff() > 0).all()):
-        found = torch.zeros(rows * length, dtype=torch.bool, device=borders.device)
-        found = found.index_fill(0, borders[:-1].long(), True).view(shape)
-    if found is None or not bool(found[:, 0].all()):
+    given = [name for name in LAYOUT if arguments.get(name) is not None]
+    if not given or (arguments.get("input_ids") is None) == (arguments.get("inputs_embeds") is None):
+        return None, arguments
+    if arguments.get("use_cache") or arguments.get(cache_argument) is not None:
+        check_cached(arguments)
+        return None, {name: x for name, x in arguments.items() if name not in LAYOUT[2:]}
+    rows = rows_of(arguments)
+    if not reads_tokens(model):
+        if "SequenceClassification" in type(model).__name__ and rows is not None and rows.given.starts is not None:
+            raise ValueError(
+                "Sequence classification takes one sequence per row, and positions or a mask begin several: unpack "
+                "rows."
+            )
+        return None, arguments
+    if rows is not None:
+        if model.attends:
+            check_positions(arguments.get("position_ids"), rows, 0)
+        return rows, arguments
+    return None, of_whole_rows(arguments, ("attention_mask", "position_ids"))
+
+
+def of_whole_rows(arguments: dict[str, Any], kept: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of a call for rows of whole sequences: of what describes them, 2-D tensors that are `kept`."""
+    left = {name: value for name, value in arguments.items() if name not in LAYOUT}
+    for name in kept:
+        value = arguments.get(name)
+        value = text_positions(value) if name == "position_ids" else value
+        if isinstance(value, Tensor) and value.ndim == 2:
+            left[name] = value
+    return left
+
+
+@torch.compiler.disable
+def check_cached(arguments: dict[str, Any]) -> None:
+    """Refuse several sequences in a row beside a stock cache, which holds one state and the keys of one text."""
+    length = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))[1]
+    mask = arguments.get("attention_mask")
+    if length == 1 or isinstance(mask, dict):  # as generate makes it for a static cache
+        return
+    table = isinstance(mask, Tensor) and mask.ndim == 2
+    rows = read_rows(arguments | {"attention_mask": mask[:, -length:] if table else mask})  # type: ignore[index]
+    if rows.starts is not None or not (mask is None or table):
         raise ValueError(
-            f"{name} must count up from 0 to {rows * length}, the number of tokens, with a border between rows and no "
-            "padding: leave it out, and give position_ids that restart where sequences begin."
+            "Several sequences in a row, or an attention_mask of four dimensions, cannot be read with a cache "
+            "(use_cache, generate): give one sequence per row, or leave the cache out."
         )
-    found[:, 0] = False
-    if starts is not None and not torch.equal(found, starts.to(found.device)):
-        raise ValueError(f"{name} and position_ids (or seq_idx) begin sequences at different tokens: leave one out.")
-    return found if bool(found.any()) else None
-
-
-def plain_rows(model: Any, cache_argument: str, arguments: dict[str, Any]) -> Rows | None:
-    """`rows_of` a call without states; None also for what stays with the stock model.
-
-    That are calls with a cache, other heads than that of a language model, and masks of other shapes.
-    """
-    given = {name: arguments[name] for name in LAYOUT if arguments.get(name) is not None}
-    special = arguments.get(cache_argument) is not None
-    tables = [given[name] for name in ("attention_mask", *PACKING_KEYS) if name in given]
-    special |= any(not isinstance(x, Tensor) or x.ndim != 2 for x in tables)
-    special |= (arguments.get("input_ids") is None) == (arguments.get("inputs_embeds") is None)
-    if not given or special or arguments.get("use_cache") or not reads_tokens(model):
-        return None
-    if (rows := rows_of(arguments)) is not None and model.attends:
-        check_positions(arguments.get("position_ids"), rows, 0)
-    return rows
 
 
 def reads_tokens(model: Any) -> bool:
@@ -271,14 +281,15 @@ def reads_tokens(model: Any) -> bool:
     return model.base_model is model or model.get_output_embeddings() is not None
 
 
-def check_positions(positions: Tensor | None, rows: Rows | None, first: int) -> None:
+def check_positions(positions: Any, rows: MovedRows | None, first: int) -> None:
     """Raise a `ValueError` if positions are not those from which attention layers start, at `first`."""
     if positions is None:
         return
+    positions = text_positions(positions, None if rows is None else rows.given.real)
     expected = rows.positions if rows is not None else torch.arange(positions.shape[-1], device=positions.device)
     wrong = positions != expected + first
-    if rows is not None and rows.real is not None:
-        wrong = wrong & rows.real
+    if rows is not None and rows.given.real is not None:
+        wrong = wrong & rows.given.real
     if bool(wrong.any()):
         raise ValueError(
             f"position_ids must count the real tokens of each sequence from {first}: leave them out, or let them "

@@ -33,11 +33,11 @@ from hf_recurrent_lengthgen.hybrids.calls import (
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
-from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, read_prompt
+from hf_recurrent_lengthgen.hybrids.generating import check_prompt_rows, generation_arguments, read_prompt
 from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
 from hf_recurrent_lengthgen.hybrids.measuring import watched_scans
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
-from hf_recurrent_lengthgen.hybrids.rows import DROPPED, Rows, loss_of, plain_rows
+from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_cached, loss_of, of_whole_rows, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
@@ -153,7 +153,7 @@ class StatefulMixin(LearnedStatesMixin):
             inside = isinstance(cache, StateCache)  # the backbone of a model that does so
             learned = starts_learned(self, cache)
             if (rule == Forgetting() or inside) and not learned:
-                rows = None if inside else plain_rows(self, adapter.argument, arguments)
+                rows, arguments = (None, arguments) if inside else stock_call(self, adapter.argument, arguments)
                 if rows is None:
                     return super().forward(**arguments)  # type: ignore[misc]
                 called = arguments | {"use_cache": False, "return_dict": True}
@@ -162,6 +162,7 @@ class StatefulMixin(LearnedStatesMixin):
                 return output if self._wants_dict(arguments) else output.to_tuple()
             if not learned and (arguments.get("use_cache") or cache is not None):
                 check_forgetting_in_cache(self, rule)
+                check_cached(arguments)
                 with forgetting_scans(self, rule):
                     return super().forward(**arguments)  # type: ignore[misc]
             output_final_state = False
@@ -202,7 +203,7 @@ class StatefulMixin(LearnedStatesMixin):
         return_dict = arguments.get("return_dict")
         return bool(self.config.return_dict if return_dict is None else return_dict)
 
-    def _carry(self: Any, state_cache: Any, arguments: dict[str, Any], rows: Rows | None = None) -> ModelOutput:
+    def _carry(self: Any, state_cache: Any, arguments: dict[str, Any], rows: MovedRows | None = None) -> ModelOutput:
         """The stock forward pass with a state cache in place of the cache."""
         adapter = cache_adapter_of(self)
         arguments = {**arguments, adapter.argument: state_cache, "use_cache": False, "return_dict": True}
@@ -210,7 +211,7 @@ class StatefulMixin(LearnedStatesMixin):
         with mixers(), checkpointing(self, mixers, getattr(state_cache, "attention", None)):
             if rows is not None:
                 return rows.read(super().forward, arguments, self.config)  # type: ignore[misc]
-            return super().forward(**{k: v for k, v in arguments.items() if k not in DROPPED})  # type: ignore[misc]
+            return super().forward(**of_whole_rows(arguments, ("position_ids",)))  # type: ignore[misc]
 
     @property
     def loss_function(self: Any) -> Any:
@@ -246,6 +247,7 @@ class StatefulMixin(LearnedStatesMixin):
         if (rule := Forgetting.of(self.config)) != Forgetting():
             check_forgetting(self)
             check_forgetting_in_cache(self, rule)
+        check_prompt_rows(inputs, kwargs)
         if initial_state is None:
             if attention_cache is not None:
                 raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")

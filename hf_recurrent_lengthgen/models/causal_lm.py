@@ -14,7 +14,8 @@ from .modeling_stateful import StatefulModelWithHead
 from .recurrent_cache import OutputWithCache, RecurrentCache
 from .recurrent_generation import RecurrentGenerationMixin
 from .recurrent_state import RecurrentState, state_dtype
-from .token_inputs import TokenInputs, check_targets, given_cache, read_inputs, scored_labels
+from .rows import Rows
+from .token_inputs import check_targets, given_cache, read_inputs, scored_labels
 
 
 @dataclass
@@ -149,20 +150,20 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         logits: Tensor,
         labels: Tensor | None,
         shift_labels: Tensor | None,
-        inputs: TokenInputs,
+        inputs: Rows,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
         """The loss of labels, or of shifted ones; None without any."""
         for name, given in (("labels", labels), ("shift_labels", shift_labels)):
             if given is not None and given.shape != logits.shape[:2]:
                 raise ValueError(f"{name} must have shape {tuple(logits.shape[:2])}, got {tuple(given.shape)}.")
-        mask, starts, further = inputs.real, inputs.starts, {}
+        further = {}
         if shift_labels is not None:
-            further["shift_labels"] = scored_labels(shift_labels, mask, starts, shifted=True).contiguous()
+            further["shift_labels"] = scored_labels(shift_labels, inputs, shifted=True).contiguous()
         elif labels is None:
             return None
         else:
-            labels = scored_labels(labels, mask, starts)
+            labels = scored_labels(labels, inputs)
         loss: Tensor = self.loss_function(
             logits=logits,
             labels=labels,

@@ -177,7 +177,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
     Args of `forward`:
         input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
         attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row; with a cache also
-            (B, `cache.tokens_seen` + T).
+            (B, `cache.tokens_seen` + T). Also masks of packed rows (rows.py).
         initial_state: State before the first token; None is the active learned state (learned_states.py), or zero.
         output_final_state: Whether to return `final_state`.
         inputs_embeds: (B, T, D).
@@ -191,13 +191,13 @@ class StatefulBackbone(StatefulPreTrainedModel):
             or at the first position of the row, a new sequence begins from zero, or from the active learned state,
             so that packed sequences give exactly what each gives alone. The first sequence of a row starts from the
             initial state, and `final_state` is that of the last one. Under torch.compile, reading positions breaks
-            the graph.
+            the graph. M-RoPE's (3 or 4, B or 1, T) are taken for text, whose planes are equal.
         token_type_ids: (B, T), all 0, as tokenizers return them.
         sequence_group: Processes that share the rows, each with a piece of them, in the order of time
             (sequence_pieces.py). All give the same `initial_state`, that before the whole rows, and get the same
             `final_state`, that after them. Packed rows need `seq_idx`, counted over the pieces.
-        others: `seq_idx` (B, T), the number of each token's sequence, which some collators for packed rows give in
-            place of `position_ids`. Other arguments are refused.
+        others: Other forms of packed rows that collators give (rows.py): `seq_idx` (B, T), the number of each token's
+            sequence, and `cu_seq_lens_q`, their borders. Other arguments are refused.
     """
 
     _auto_class = "AutoModel"  # type: ignore[assignment]

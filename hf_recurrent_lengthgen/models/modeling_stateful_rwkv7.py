@@ -32,11 +32,11 @@ from .recurrent_state import LayerState
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
 from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, piece_dplr, scan_dplr
 from .scan_mixer import MixerLayer
 from .sequence_classification import StatefulForSequenceClassification
 from .sequence_pieces import Lengths
-from .token_inputs import TokenInputs
 
 DECAY_RATE = math.exp(-0.5)  # the largest
 L2_PENALTY = 1e-4
@@ -235,7 +235,7 @@ class StatefulRWKV7ForCausalLM(StatefulForCausalLM):
         logits: Tensor,
         labels: Tensor | None,
         shift_labels: Tensor | None,
-        inputs: TokenInputs,
+        inputs: Rows,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
         """As of every family; with L2Wrap, the gradients (not the value) of 1e-4 / 2 times the mean squared largest

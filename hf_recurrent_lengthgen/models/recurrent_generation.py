@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
-from .packed_rows import sequence_starts
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import RecurrentState, check_finite_state, check_state, state_dtype
+from .rows import check_prompts, read_rows, text_positions
 from .supported_transformers import CACHE_NAME
 from .token_inputs import check_token_ids, given_cache
 
@@ -72,8 +72,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         shape, mask = inputs[text].shape[:2], inputs.get("attention_mask")
         if mask is not None and not bool(mask[:, -1].all()):
             raise ValueError("prefill_chunk_size needs prompts padded on the left: set padding_side='left'.")
-        if sequence_starts(inputs, shape, None if mask is None else mask.bool()) is not None:
-            raise ValueError("position_ids begin sequences inside the prompt: leave prefill_chunk_size out.")
+        if read_rows(inputs, cache.tokens_seen).starts is not None:
+            raise ValueError("Sequences begin inside the prompt: leave prefill_chunk_size out.")
         last = (shape[1] - 1) // size * size
         for start in range(0, last, size):
             piece = {
@@ -150,6 +150,9 @@ class RecurrentGenerationMixin(GenerationMixin):
         """
         model: Any = self
         given = given_cache(kwargs.pop("cache", None), kwargs)
+        check_prompts(kwargs)
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = text_positions(kwargs["position_ids"])
         if (ids := kwargs.get("input_ids") if inputs is None else inputs) is not None:
             check_token_ids(ids, model.config.vocab_size)
         if initial_state is None:

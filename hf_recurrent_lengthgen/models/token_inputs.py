@@ -3,30 +3,15 @@
 Shapes: B batch, T tokens, D hidden size.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
-from .packed_rows import piece_starts, sequence_starts
 from .recurrent_cache import RecurrentCache
-
-
-class TokenInputs(NamedTuple):
-    """The tokens of one call of a model.
-
-    Attributes:
-        shape: (B, T).
-        real: (B, T) bool, true at real tokens; None if all are.
-        starts: (B, T) bool, where sequences begin inside rows; None if none does.
-    """
-
-    shape: tuple[int, int]
-    real: Tensor | None
-    starts: Tensor | None
+from .rows import LAYOUT, Rows, mask_of_new_tokens, read_piece, read_rows, real_tokens, token_shape
 
 
 def read_inputs(
@@ -37,41 +22,27 @@ def read_inputs(
     position_ids: Tensor | None,
     others: dict[str, Any],
     group: ProcessGroup | None = None,
-) -> TokenInputs:
-    """Check what a model is given; arguments as in `StatefulBackbone.forward`."""
-    given = sorted(name for name, x in others.items() if x is not None and x is not False and name != "seq_idx")
+) -> Rows:
+    """Check what a model is given, and read its rows; arguments as in `StatefulBackbone.forward`."""
+    given = sorted(name for name, x in others.items() if x is not None and x is not False and name not in LAYOUT)
     if given:
         raise ValueError(
             f"A recurrent model does not take the arguments {given}: remove them."
             + " It has no attentions to return." * ("output_attentions" in given)
         )
-    shape = token_shape(input_ids, inputs_embeds)
-    real = real_tokens(mask_of_new_tokens(attention_mask, cache, shape))
-    if group is not None:
-        starts = _starts_in_piece(others.get("seq_idx"), position_ids, cache, shape, real, group)
-        return TokenInputs(shape, real, starts)
-    packing = {"position_ids": position_ids, "seq_idx": others.get("seq_idx")}
-    return TokenInputs(shape, real, starts_inside_rows(packing, shape, real))
-
-
-def _starts_in_piece(
-    seq_idx: Tensor | None,
-    position_ids: Tensor | None,
-    cache: RecurrentCache | None,
-    shape: tuple[int, int],
-    real: Tensor | None,
-    group: ProcessGroup,
-) -> Tensor | None:
-    if position_ids is not None or cache is not None:
-        name = "position_ids" if cache is None else "cache"
+    rows = {name: x for name, x in others.items() if name in LAYOUT and x is not None}
+    rows |= {"attention_mask": attention_mask, "position_ids": position_ids}
+    if group is None:
+        tokens = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        return read_rows(rows | tokens, 0 if cache is None else cache.tokens_seen)
+    wrong = [name for name in rows if name not in ("attention_mask", "seq_idx") and rows[name] is not None]
+    if wrong or cache is not None:
         raise ValueError(
-            f"With a sequence_group, leave {name} out: packed rows take seq_idx, counted over the pieces, and states "
-            "go in as initial_state and out as final_state."
+            f"With a sequence_group, leave {', '.join(wrong) or 'cache'} out: packed rows take seq_idx, "
+            "counted over the pieces, and states go in as initial_state and out as final_state."
         )
-    if seq_idx is None:
-        return None
-    sequence_starts({"seq_idx": seq_idx}, shape, real)  # checks shape and kind
-    return piece_starts(seq_idx.expand(shape), real, group)
+    shape = token_shape(input_ids, inputs_embeds)
+    return read_piece(rows.get("seq_idx"), shape, real_tokens(mask_of_new_tokens(attention_mask, 0, shape)), group)
 
 
 def given_cache(cache: RecurrentCache | None, others: dict[str, Any]) -> RecurrentCache | None:
@@ -123,64 +94,18 @@ def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignor
         )
 
 
-def token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
-    """(B, T). Raises a `ValueError` if not exactly one of both is given, or it has no tokens."""
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-    batch_size, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
-    if 0 in (batch_size, length):
-        raise ValueError(f"The input has no tokens ({batch_size} rows of {length}): give at least one of each.")
-    return batch_size, length
-
-
-def mask_of_new_tokens(
-    attention_mask: Tensor | None, cache: RecurrentCache | None, shape: tuple[int, int]
-) -> Tensor | None:
-    """The last T columns of a mask, (B, T), or (B, tokens_seen + T) with the tokens that the cache has read."""
-    if attention_mask is None or attention_mask.shape == shape:
-        return attention_mask
-    seen = 0 if cache is None else cache.tokens_seen
-    if attention_mask.shape == (shape[0], seen + shape[1]):
-        return attention_mask[:, seen:]
-    past = f", or with the tokens that the cache has read {(shape[0], seen + shape[1])}" if seen else ""
-    raise ValueError(
-        f"attention_mask must have the shape of the tokens, {shape}{past}, got {tuple(attention_mask.shape)}."
-    )
-
-
-def real_tokens(attention_mask: Tensor | None) -> Tensor | None:
-    """(B, T), true at real tokens; None if all are. Raises a `ValueError` for a mask of other values than 0 and 1."""
-    if attention_mask is None:
-        return None
-    real = attention_mask.bool()
-    if not torch.compiler.is_compiling():
-        if attention_mask.dtype != torch.bool and not bool((attention_mask == real).all()):
-            raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding only.")
-        if bool(real.all()):
-            return None
-    return real
-
-
-def starts_inside_rows(packing: Mapping[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
-    """See `sequence_starts`, which breaks compiled graphs and is called only with something to read."""
-    given = {name: x for name, x in packing.items() if x is not None}
-    return sequence_starts(given, shape, real) if given else None
-
-
-def scored_labels(
-    labels: Tensor, attention_mask: Tensor | None, starts: Tensor | None, shifted: bool = False
-) -> Tensor:
+def scored_labels(labels: Tensor, rows: Rows, shifted: bool = False) -> Tensor:
     """Labels (B, T) with -100 where a language model has nothing to predict them from.
 
     That is the first real token of a row behind padding, and the first token of a sequence inside a packed row. The
     label of the first column, which a shift leaves out, stays as it is. If `shifted`, the target of output t is at t,
     as in `shift_labels`: borders are up to the caller, and only outputs before the first real token are not scored.
     """
-    if attention_mask is not None:
-        unread = attention_mask.long().cumsum(1) == 0
+    if rows.real is not None:
+        unread = rows.real.long().cumsum(1) == 0
         labels = labels.masked_fill(unread if shifted else pad(unread[:, :-1], (1, 0)), -100)
-    if starts is not None and not shifted:
-        labels = labels.masked_fill(starts, -100)
+    if rows.starts is not None and not shifted:
+        labels = labels.masked_fill(rows.starts, -100)
     return labels
 
 

@@ -224,7 +224,7 @@ def test_other_heads_get_exact_hidden_states_and_take_no_states_with_padding() -
         ({"logits_to_keep": torch.zeros(2, 1).long()}, "give a number, or the positions"),
         ({"token_type_ids": torch.zeros_like(TOKENS)}, "token_type_ids"),
         ({"position_ids": torch.arange(9)[None]}, "must count the real tokens of each sequence from 0"),
-        ({"attention_mask": 2 * MASK}, "1 at real tokens and 0 at padding only"),
+        ({"attention_mask": 2 * MASK}, "1 at real tokens and 0 at padding"),
         ({"attention_mask": MASK[:, 1:]}, "must have the shape of the tokens"),
     ],
     ids=str,

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from hf_recurrent_lengthgen.models.packed_rows import Packing, sequence_starts
+from hf_recurrent_lengthgen.models.packed_rows import Packing
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state, take_rows
+from hf_recurrent_lengthgen.models.rows import read_rows
 
 from .families import DECAYING, FAMILIES, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, weights_like
@@ -225,7 +226,7 @@ def test_positions_go_on_from_a_cache(family: Family) -> None:
             {"seq_idx": [[0, 0, 0, 1, 1]], "position_ids": [[0, 1, 0, 1, 2]]},
             "position_ids and seq_idx begin sequences",
         ),
-        ({"cu_seq_lens_q": [0, 2, 5]}, "does not take the arguments ['cu_seq_lens_q']"),
+        ({"cu_seq_lens_q": [0, 2, 5]}, "cu_seq_lens_q must count up from 0 to 10"),
         ({"token_type_ids": [[0, 0, 1, 1, 1]] * 2}, "token_type_ids must be 0 at all tokens"),
         ({"sequence_ids": [[0, 0, 0, 1, 1]]}, "does not take the arguments ['sequence_ids']"),
     ],
@@ -240,7 +241,7 @@ def test_positions_that_no_recurrent_model_has_are_refused(given: dict[str, Any]
 
 def test_sequences_by_hand() -> None:
     positions, mask = positions_of(["..aaa.bb", "aaaabbbb"])
-    starts = sequence_starts({"position_ids": positions}, (2, 8), mask.bool())
+    starts = read_rows({"input_ids": positions, "position_ids": positions, "attention_mask": mask}).starts
     assert starts is not None
     assert starts.nonzero().tolist() == [[0, 6], [1, 4]]
     packing = Packing.from_starts(starts, mask.bool())
@@ -262,7 +263,7 @@ def test_padding_stays_below_the_number_of_tokens() -> None:
     lengths = [1, 2, 3] * 333 + [1000]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    starts = sequence_starts({"seq_idx": numbers}, (1, int(bounds[-1])), None)
+    starts = read_rows({"input_ids": numbers, "seq_idx": numbers}).starts
     assert starts is not None
     packing = Packing.from_starts(starts, torch.ones_like(starts))
     assert sum(order.numel() for order in packing.orders) < 2 * bounds[-1]

@@ -40,7 +40,7 @@ SHARED_FILES = {
         "learned_state_files",
     ),
     *("learned_states", "modeling_stateful", "packed_rows", "padding", "recurrent_cache", "recurrent_generation"),
-    *("recurrent_state", "scan_backends", "scan_mixer", "sequence_classification", "sequence_pieces"),
+    *("recurrent_state", "rows", "scan_backends", "scan_mixer", "sequence_classification", "sequence_pieces"),
     *("supported_transformers", "token_inputs"),
 }
 MAMBA_FILES = {"causal_conv", "configuration_reference", "layers_mamba_block", "norms"}

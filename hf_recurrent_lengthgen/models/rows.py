@@ -1,0 +1,315 @@
+"""The rows of one call as one value, read from every form in which users and collators describe them.
+
+A mask tells padding. Where sequences begin inside rows, any of these tell, and what they tell must agree:
+
+- `attention_mask` (B, T) of 1, 2, ... at the tokens of the first, second, ... sequence of a row, and 0 at padding;
+- `attention_mask` (B or 1, H, T, T) of what each token sees, true or 1 or, of floats, 0 where it sees: causal blocks;
+- `position_ids` (B or 1, T), or (3 or 4, B or 1, T) of models with M-RoPE, which restart;
+- `seq_idx` (B or 1, T), the number of each token's sequence;
+- borders of sequences among all B * T tokens, (N + 1,), as kernels of attention take them; `LONGEST` go with them.
+
+Shapes: B rows, T tokens, H heads, N sequences.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .sequence_pieces import gathered
+
+BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
+LONGEST = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
+LAYOUT = ("attention_mask", "position_ids", "seq_idx", *BORDERS, *LONGEST)
+"""The arguments of a model that describe its rows."""
+_UNSEEN = -1e3  # an additive mask that is lower hides a token
+_MASK = (
+    "attention_mask must hold 1 at real tokens and 0 at padding, or 1, 2, ... at the tokens of the first, second, ... "
+    "sequence of each row."
+)
+
+
+class Rows(NamedTuple):
+    """The rows of one call.
+
+    Attributes:
+        shape: (B, T).
+        real: (B, T) bool, true at real tokens; None if all are.
+        starts: (B, T) bool, where sequences begin inside rows; None if none does. The first real token of a row
+            begins no sequence: it continues from the row's initial state.
+    """
+
+    shape: tuple[int, int]
+    real: Tensor | None = None
+    starts: Tensor | None = None
+
+
+def read_rows(given: Mapping[str, Any], seen: int = 0) -> Rows:
+    """The rows of a call. Where sequences may begin inside them, reading breaks compiled graphs.
+
+    Positions that count up tell nothing, wherever they start; where they restart, at 0 or at the first position of the
+    row, a sequence begins. Padding is skipped.
+
+    Args:
+        given: The arguments of the call: `input_ids` or `inputs_embeds`, and any of `LAYOUT`.
+        seen: Tokens before those of the call, for which a mask (B, seen + T) may have columns, too.
+
+    Raises:
+        ValueError: for forms of another shape or kind, that no recurrent model can follow, or that contradict each
+            other.
+    """
+    shape = token_shape(given.get("input_ids"), given.get("inputs_embeds"))
+    said = {name: given[name] for name in LAYOUT if given.get(name) is not None}
+    mask = said.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 4):
+        said.pop("attention_mask")
+        mask = mask_of_new_tokens(mask, seen, shape)
+        assert mask is not None
+        if torch.compiler.is_compiling() or _is_plain(mask):
+            real = real_tokens(mask)
+            return _read(said, shape, real) if said else Rows(shape, real)
+        said["attention_mask"] = mask
+    return _read(said, shape, None) if said else Rows(shape)
+
+
+@torch.compiler.disable
+def _read(said: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> Rows:
+    """Rows from what is said about them, all but a mask of `real` tokens."""
+    found: dict[str, Tensor] = {}
+    if (mask := said.get("attention_mask")) is not None:
+        real, found["attention_mask"] = _blocks(mask, shape) if mask.ndim == 4 else _numbered(mask)
+        real = None if bool(real.all()) else real
+    if (positions := said.get("position_ids")) is not None:
+        positions = _checked("position_ids", text_positions(positions, real), shape)
+        if shape[1] > 1:  # else a step of generation: nothing begins inside a row
+            found["position_ids"] = _restarts(positions, real)
+    if (numbers := said.get("seq_idx")) is not None:
+        numbers = _checked("seq_idx", numbers, shape)
+        if shape[1] > 1:
+            found["seq_idx"] = _changes(numbers, real)
+    found |= {name: _begins(name, said[name], shape, real) for name in BORDERS if name in said}
+    starts: Tensor | None = None
+    for name, one in found.items():
+        starts = one if starts is None else starts.to(one.device)
+        if not torch.equal(starts, one):
+            raise ValueError(f"{next(iter(found))} and {name} begin sequences at different tokens: leave one out.")
+    for name in LONGEST:
+        if name in said:
+            _check_longest(name, said[name], shape, real, starts)
+    return Rows(shape, real, starts if starts is not None and bool(starts.any()) else None)
+
+
+def check_prompts(given: Mapping[str, Any]) -> None:
+    """Refuse what tells sequences apart in prompts, and `generate` cannot extend token by token: all but positions."""
+    mask = given.get("attention_mask")
+    wrong = [name for name in LAYOUT[2:] if given.get(name) is not None]
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2 or not _is_plain(mask)):
+        wrong.append("attention_mask of other values than 0 and 1, or another shape than (B, T)")
+    if wrong:
+        raise ValueError(f"generate takes one sequence per row, and no {' and no '.join(wrong)}: unpack the rows.")
+
+
+def token_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
+    """(B, T). Raises a `ValueError` if not exactly one of both is given, or it has no tokens."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+    batch_size, length = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
+    if 0 in (batch_size, length):
+        raise ValueError(f"The input has no tokens ({batch_size} rows of {length}): give at least one of each.")
+    return batch_size, length
+
+
+def mask_of_new_tokens(mask: Any, seen: int, shape: tuple[int, int]) -> Tensor | None:
+    """The last T columns of a mask, (B, T), or (B, seen + T) with the `seen` tokens before."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"attention_mask must be a tensor of shape {shape}, got {type(mask).__name__}.")
+    if mask.shape == shape:
+        return mask
+    if mask.shape == (shape[0], seen + shape[1]):
+        return mask[:, seen:]
+    past = f", or with the tokens that the cache has read {(shape[0], seen + shape[1])}" if seen else ""
+    raise ValueError(f"attention_mask must have the shape of the tokens, {shape}{past}, got {tuple(mask.shape)}.")
+
+
+def real_tokens(mask: Tensor | None) -> Tensor | None:
+    """(B, T), true at real tokens; None if all are. Raises a `ValueError` for a mask of other values than 0 and 1."""
+    if mask is None:
+        return None
+    real = mask.bool()
+    if torch.compiler.is_compiling():
+        if mask.dtype != torch.bool:  # the only refusal that a compiled graph can hold
+            torch._assert_async((mask == real).all(), f"{_MASK} A compiled model takes 0 and 1 only.")
+        return real
+    if not _is_plain(mask):
+        raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding only.")
+    return None if bool(real.all()) else real
+
+
+def _is_plain(mask: Tensor) -> bool:
+    return mask.dtype == torch.bool or bool((mask == mask.bool()).all())
+
+
+def text_positions(positions: Any, real: Tensor | None = None) -> Any:
+    """(B, T) from `position_ids`, whose planes in M-RoPE are equal for text: (time,) time, height and width.
+
+    Raises:
+        ValueError: for planes that differ at `real` tokens.
+    """
+    if not isinstance(positions, Tensor) or positions.ndim != 3 or positions.shape[0] not in (3, 4):
+        return positions
+    other = positions[1:] != positions[:1]
+    if bool((other if real is None else other & real).any()):
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)} have planes that differ, as those of images do: a "
+            "recurrent model reads text, token by token. Give positions of shape (B, T)."
+        )
+    return positions[0]
+
+
+def _checked(name: str, values: Any, shape: tuple[int, int]) -> Tensor:
+    """Integers of shape (B, T), from (B, T) or (1, T)."""
+    if not isinstance(values, Tensor) or values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(f"{name} must be a tensor of integers, got {getattr(values, 'dtype', type(values))}.")
+    if values.shape not in (shape, (1, shape[1])):
+        raise ValueError(f"{name} must have the shape of the tokens, {shape}, got {tuple(values.shape)}.")
+    return values.expand(shape)
+
+
+def _numbered(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Real tokens, and where sequences begin, from a mask that numbers the sequences of each row from 1."""
+    real = mask > 0
+    previous, _, followed = _previous(mask, real)
+    starts = followed & (mask != previous)
+    if not bool(torch.where(real, mask == starts.cumsum(1) + 1, mask == 0).all()):
+        raise ValueError(_MASK)
+    return real, starts
+
+
+def _blocks(mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Real tokens, and where sequences begin, from a mask of the tokens that each token sees."""
+    if mask.shape[0] not in (1, shape[0]) or mask.shape[2:] != (shape[1], shape[1]):
+        wanted = (shape[0], 1, shape[1], shape[1])
+        raise ValueError(f"attention_mask of four dimensions must have shape {wanted}, got {tuple(mask.shape)}.")
+    sees = mask == 0 if mask.is_floating_point() else mask.bool()
+    known = (mask == 0) | ((mask <= _UNSEEN) if mask.is_floating_point() else mask == 1)
+    blocks = sees[:, 0].expand(shape[0], -1, -1)
+    real = blocks.diagonal(dim1=1, dim2=2)
+    places = torch.arange(shape[1], device=mask.device)
+    last, _, followed = _previous(places.expand(shape), real)
+    starts = followed & ~blocks.gather(2, last[..., None])[..., 0]
+    inside = starts.cumsum(1)
+    expected = (inside[:, :, None] == inside[:, None]) & (places[:, None] >= places) & real[:, None]
+    wrong = (blocks != expected) & real[..., None]  # what padding sees changes nothing
+    if not bool(known.all()) or bool((sees != sees[:, :1]).any()) or bool(wrong.any()):
+        raise ValueError(
+            "attention_mask of four dimensions must let each token see all tokens of its own sequence up to itself, "
+            "and no others, in all heads (true, or 0 in a mask of floats that is added): a recurrent model reads all "
+            "tokens of a sequence, in order."
+        )
+    return real, starts
+
+
+def _begins(name: str, borders: Any, shape: tuple[int, int], real: Tensor | None) -> Tensor:
+    """Where sequences begin inside rows (B, T), from their borders among all tokens."""
+    rows, length = shape
+    starts: Tensor | None = None
+    fits = real is None and isinstance(borders, Tensor) and borders.ndim == 1 and borders.numel() > 1
+    fits = fits and not borders.is_floating_point() and borders[0] == 0 and borders[-1] == rows * length
+    if fits and bool((borders.diff() >= 0).all()):
+        starts = torch.zeros(rows * length + 1, dtype=torch.bool, device=borders.device)
+        starts = starts.index_fill(0, borders.long(), True)[:-1].view(shape)
+    if starts is None or not bool(starts[:, 0].all()):
+        raise ValueError(
+            f"{name} must count up from 0 to {rows * length}, the number of tokens, with a border between rows and no "
+            "padding: leave it out, and give position_ids that restart where sequences begin."
+        )
+    starts[:, 0] = False
+    return starts
+
+
+def _check_longest(name: str, given: Any, shape: tuple[int, int], real: Tensor | None, starts: Tensor | None) -> None:
+    """Raise a `ValueError` for a sequence of more tokens than are said to be the most."""
+    if isinstance(given, bool) or (not isinstance(given, int) and getattr(given, "numel", lambda: 0)() != 1):
+        raise ValueError(f"{name} must be a number of tokens, got {given!r}.")
+    inside = torch.zeros(shape, dtype=torch.long) if starts is None else starts.cumsum(1).cpu()
+    sequences = (inside + shape[1] * torch.arange(shape[0])[:, None]).flatten()
+    counted = sequences if real is None else sequences[real.flatten().cpu()]
+    longest = int(counted.bincount().max()) if len(counted) else 0
+    if longest > int(given):
+        raise ValueError(
+            f"{name} is {int(given)}, but a sequence has {longest} tokens: give the largest number of tokens, or say "
+            "where sequences begin (position_ids, seq_idx or cu_seq_lens_q)."
+        )
+
+
+@torch.compiler.disable
+def read_piece(seq_idx: Any, shape: tuple[int, int], real: Tensor | None, group: Any) -> Rows:
+    """A piece of rows that the processes of `group` share.
+
+    Args:
+        seq_idx: The number of each token's sequence, (B or 1, T), counted over the pieces; None for one sequence.
+        shape: (B, T) of the piece.
+        real: (B, T) bool, true at real tokens; None if all are.
+        group: The processes, in the order of time; all of them call this function.
+
+    Returns:
+        The rows; `starts` are also true at the first real token of the piece if the one before it has another number.
+
+    Raises:
+        ValueError: for numbers of another shape or kind, or that go down.
+    """
+    if seq_idx is None:
+        return Rows(shape, real)
+    numbers = _checked("seq_idx", seq_idx, shape)
+    is_real = torch.ones_like(numbers, dtype=torch.bool) if real is None else real
+    starts, any_real = _changes(numbers, is_real), is_real.any(1)
+    places = torch.arange(numbers.shape[1], device=numbers.device)
+    first, last = is_real.long().argmax(1), (places * is_real).argmax(1)
+    edges = [numbers.gather(1, place[:, None])[:, 0] for place in (first, last)]
+    seen, before = torch.zeros_like(any_real), torch.zeros_like(first)
+    pieces = gathered(torch.stack([any_real.long(), edges[1]]), group)
+    for has, number in pieces[: torch.distributed.get_rank(group)]:
+        seen, before = seen | has.bool(), torch.where(has.bool(), number, before)
+    entered = any_real & seen
+    if bool((entered & (edges[0] < before)).any()):
+        raise ValueError("seq_idx goes down from one piece to the next: count sequences over the whole row.")
+    starts = starts.scatter(1, first[:, None], (entered & (edges[0] > before))[:, None])
+    return Rows(shape, real, starts if bool(starts.any()) else None)
+
+
+def _previous(values: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The value at the real token before each token, how many places back it is, and which real tokens have one."""
+    places = torch.arange(values.shape[1], device=values.device).expand_as(values)
+    real = torch.ones_like(values, dtype=torch.bool) if real is None else real
+    last_real = places.masked_fill(~real, -1).cummax(1).values
+    before = pad(last_real[:, :-1], (1, 0), value=-1)
+    return values.gather(1, before.clamp(min=0)), places - before, real & (before >= 0)
+
+
+def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
+    """Where positions restart: at 0, or at the first position of the row."""
+    previous, distance, followed = _previous(positions, real)
+    step = positions - previous
+    starts = followed & (step != 1) & (step != distance)  # padding may be counted or not
+    first = positions if real is None else positions.gather(1, real.long().argmax(1, keepdim=True))
+    wrong = (starts & (positions != 0) & (positions != first[:, :1])).nonzero()
+    if len(wrong):
+        row, place = wrong[0].tolist()
+        raise ValueError(
+            f"position_ids goes from {int(previous[row, place])} to {int(positions[row, place])} at token {place} of "
+            f"row {row}: a recurrent model reads tokens in order, so positions must count up by one, or restart "
+            "for a new sequence, at 0 or at the first position of the row."
+        )
+    return starts
+
+
+def _changes(numbers: Tensor, real: Tensor | None) -> Tensor:
+    """Where the numbers of sequences go up."""
+    previous, _, followed = _previous(numbers, real)
+    if bool((followed & (numbers < previous)).any()):
+        raise ValueError("seq_idx goes down: a recurrent model cannot return to an earlier sequence of the row.")
+    return followed & (numbers > previous)
