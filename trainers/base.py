@@ -208,7 +208,9 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         """Trainer's micro-batches of a step, laid out before Trainer counts their labels."""
-        laid_out = (self._lay_out(batch, micro_batch) for micro_batch, batch in enumerate(epoch_iterator))
+        laid_out = (
+            self._lay_out(batch, micro_batch) for micro_batch, batch in enumerate(self._place.checked(epoch_iterator))
+        )
         batches, num_items = super().get_batch_samples(laid_out, num_batches, device)
         if self.args.optim not in UPDATE_IN_BACKWARD:
             for batch in batches[:-1]:

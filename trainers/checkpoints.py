@@ -37,7 +37,14 @@ EDITED = {".json", ".md", ".py", ".txt"}
 """Text files, which people and cards may edit; only `trainer_state.json` among them has a digest."""
 FORMAT, FORMAT_VERSION = "initial_states", 1
 NOT_IN_OLD_CHECKPOINTS = {
-    *("start", "train_dataset.record", "alignment_divergence", "alignment_second_state", "context_parallel_size"),
+    *(
+        "arguments",
+        "start",
+        "train_dataset.record",
+        "alignment_divergence",
+        "alignment_second_state",
+        "context_parallel_size",
+    ),
 }
 """Entries that files of the first versions lack; a missing one is not compared."""
 
@@ -47,14 +54,14 @@ def initial_states_file(checkpoint: str | os.PathLike[str], process_index: int) 
     return Path(checkpoint) / f"initial_states_{process_index}.safetensors"
 
 
-def save_initial_states(path: Path, tensors: dict[str, Tensor], run: dict[str, str | int]) -> None:
+def save_initial_states(path: Path, tensors: dict[str, Tensor], run: dict[str, Any]) -> None:
     """Write named tensors and what they depend on (source, processes, batch size) atomically."""
     header = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "run": json.dumps(run)}
     with replacing(path) as temporary:
         save_file(tensors, temporary, header)
 
 
-def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tensor]:
+def load_initial_states(path: Path, run: dict[str, Any]) -> dict[str, Tensor]:
     """Read what `save_initial_states` wrote.
 
     Raises:
@@ -80,6 +87,9 @@ def load_initial_states(path: Path, run: dict[str, str | int]) -> dict[str, Tens
     saved = json.loads(header.get("run", "{}"))
     known = {key: value for key, value in run.items() if key in saved or key not in NOT_IN_OLD_CHECKPOINTS}
     changed = {key: (saved.get(key), value) for key, value in known.items() if saved.get(key) != value}
+    changed.pop("arguments", None)
+    before, now = saved.get("arguments", saved), run.get("arguments", {})  # each of its own version of Transformers
+    changed |= {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
     if changed:
         told = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
         raise ValueError(

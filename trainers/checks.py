@@ -71,6 +71,8 @@ def check_trainer(trainer: Any) -> None:
                 "compute_loss_func gets labels of whole rows, which processes that share rows do not have: leave it "
                 "or context_parallel_size out."
             )
+    if getattr(args, "predict_with_generate", False):
+        check_pads(model, trainer.processing_class)
     if args.bptt_chunk_length is not None:
         check_chunkable(innermost_model(model))
     for name in ("train_dataset", "eval_dataset"):
@@ -87,6 +89,17 @@ def check_shares_rows(model: nn.Module) -> None:
             "context_parallel_size out, or give a causal language model of this package or stateful(model)."
         )
     base.check_shares_rows()
+
+
+def check_pads(model: nn.Module, tokenizer: Any) -> None:
+    """Raise a `ValueError` if generated rows, of several lengths, could not be padded; Trainer would find out late."""
+    config: Any = base_of(model).config
+    names = ("pad_token_id", "eos_token_id") if hasattr(tokenizer, "pad_token_id") else ("pad_token_id",)
+    if all(getattr(config if len(names) == 1 else tokenizer, name, None) is None for name in names):
+        raise ValueError(
+            "predict_with_generate pads what is generated, but there is no pad token: give a tokenizer that has one "
+            "as processing_class, or set model.config.pad_token_id."
+        )
 
 
 def check_train_data(trainer: Any, alignment: AlignmentSettings | None) -> None:
@@ -150,6 +163,16 @@ def check_arguments(args: TrainingArguments) -> None:
             raise ValueError(
                 "Reentrant activation checkpointing loses gradients through recurrent states: set use_reentrant=False."
             )
+    if getattr(args, "ignore_data_skip", False):
+        raise ValueError(
+            "ignore_data_skip would let a resumed run read the rows of its epoch from the first one again: leave it "
+            "out."
+        )
+    if not getattr(args, "dataloader_in_order", True) and args.dataloader_num_workers > 1:
+        raise ValueError(
+            "dataloader_in_order=False gives batches in the order in which workers finish them, which no resumed run "
+            "could repeat: leave it out."
+        )
     if getattr(args.accelerator_config, "split_batches", False):
         raise ValueError(
             "split_batches in accelerator_config is not supported, because rows would move between processes: leave "
@@ -295,10 +318,6 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: AlignmentSetting
         raise ValueError(
             f"{type(trainer).__name__} needs rows that continue those of the previous step: give ContinuedChunks or "
             f"ContinuedStream from hf_recurrent_lengthgen.data as train_dataset, got {type(dataset).__name__}."
-        )
-    if args.ignore_data_skip:
-        raise ValueError(
-            "ignore_data_skip would let carried states go on with other texts after a resume: leave it out."
         )
     strategy = args.train_sampling_strategy
     if str(getattr(strategy, "value", strategy)) != "random":

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,10 +38,12 @@ from hf_recurrent_lengthgen.trainers.checkpoints import (
     saved_run,
 )
 from hf_recurrent_lengthgen.trainers.checks import layout_of
+from hf_recurrent_lengthgen.trainers.data_place import DataPlace
 from hf_recurrent_lengthgen.trainers.folder_lock import locked
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource
 from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
+from hf_recurrent_lengthgen.trainers.resumed_arguments import fixed_arguments
 from hf_recurrent_lengthgen.trainers.resumed_optimizers import (
     apply_changes,
     check_same_kind,
@@ -74,6 +77,7 @@ class ResumableTrainer(SameRowsTrainer):
         super().__init__(model, args, *positional, **keyword)
         self.given_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
         self.run_record = RunRecord()
+        self._place = DataPlace(args.dataloader_num_workers)
         self._trained: TrainOutput | None = None
         self._interrupts = InterruptCallback(self.any_process)
         made: Any = self.model
@@ -119,8 +123,8 @@ class ResumableTrainer(SameRowsTrainer):
             self.run_record.begin(self)
         else:
             step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_FILE)).global_step
-            path = initial_states_file(checkpoint, self.args.process_index)
-            self.run_record.begin(self, saved_run(path).get("record"), step)
+            self.run_record.begin(self, saved_run(self._own_file(checkpoint)).get("record"), step)
+        self._place = DataPlace(self.args.dataloader_num_workers)
         self.initial_states.reset()
         try:
             with self._interrupts.listening():
@@ -184,15 +188,11 @@ class ResumableTrainer(SameRowsTrainer):
             "model": self._model_description,
             **({} if self.facts is None else {"start": _digest_of(self.facts.start)}),
             "source": type(self.initial_states).__name__,
-            **self.args.method_settings(),
             **self.initial_states.settings(),
             **layout_of(self.train_dataset),
             **self._rows_left_out(),
-            "seed": self.args.seed,
-            "data_seed": self.args.data_seed,
             "num_processes": self.args.world_size,
-            "per_device_train_batch_size": self.args.per_device_train_batch_size,
-            "gradient_accumulation_steps": self.args.gradient_accumulation_steps,
+            "arguments": fixed_arguments(self.args),
         }
 
     def _rows_left_out(self) -> dict[str, int]:
@@ -216,10 +216,12 @@ class ResumableTrainer(SameRowsTrainer):
     # marked as complete, and older ones are deleted, only after every process has written its files.
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        path = initial_states_file(output_dir, self.args.process_index)
-        run = self._run_description() | {"record": self.run_record.saved(self)}
-        save_initial_states(path, self.initial_states.state_dict(), run)
+        run = self._run_description() | {"record": self.run_record.saved(self), "place": self._place.saved()}
+        save_initial_states(self._own_file(output_dir), self.initial_states.state_dict(), run)
         self.accelerator.wait_for_everyone()
+
+    def _own_file(self, checkpoint: str) -> Path:
+        return initial_states_file(checkpoint, self.args.process_index)
 
     # --- resuming ---
 
@@ -237,8 +239,22 @@ class ResumableTrainer(SameRowsTrainer):
         if refused is not None:
             raise ValueError(refused)
         # Checked before Trainer loads, so that the error names what changed and no weights reach another model.
-        load_initial_states(initial_states_file(checkpoint, self.args.process_index), self._run_description())
+        load_initial_states(self._own_file(checkpoint), self._run_description())
         return str(checkpoint)
+
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        """Trainer's passes over the data that are complete, and batches to skip in the next; those of a stream, which
+        Trainer would count as one pass, are in the checkpoint."""
+        passes, batches = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
+        if checkpoint is None:
+            return passes, batches
+        place = saved_run(self._own_file(checkpoint)).get("place")
+        if has_length(self.train_dataset) or place is None:  # of an earlier version, which had no place
+            place = {"read": [], "began": {}, **(place or {}), "passes": passes, "batches": batches}
+        self._place.resume(place, place["batches"] > 0)
+        return place["passes"], place["batches"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_converted(resume_from_checkpoint):
@@ -263,8 +279,8 @@ class ResumableTrainer(SameRowsTrainer):
         self.run_record.found_unrecorded(self, before)
         changed = self.run_record.changes(self).keys()
         apply_changes(self.optimizer, self.lr_scheduler, before, not changed.isdisjoint(RATES))
-        path = initial_states_file(checkpoint, self.args.process_index)
-        self.initial_states.load_state_dict(load_initial_states(path, self._run_description()), self.args.device)
+        tensors = load_initial_states(self._own_file(checkpoint), self._run_description())
+        self.initial_states.load_state_dict(tensors, self.args.device)
 
 
 def _digest_of(start: Lineage) -> str | None:
@@ -304,6 +320,7 @@ class RunCallback(TrainerCallback):
             control.should_training_stop = True
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.end_epoch()
         if not self._had_steps_left:
             control.should_log = control.should_evaluate = control.should_save = False
 

@@ -20,6 +20,7 @@ from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStre
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.trainers.checks import base_of, takes_states
 from hf_recurrent_lengthgen.trainers.chunked_backprop import IGNORED
+from hf_recurrent_lengthgen.trainers.data_place import DataPlace
 from hf_recurrent_lengthgen.trainers.hub_pushes import PushingTrainer
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.scored_targets import token_labels, token_shape_of, with_scored_labels
@@ -32,7 +33,7 @@ EXTRA_COLUMNS = ("shift_labels", "state_resets")
 _SETTINGS = {
     name: f"dataloader_{name}"
     for name in (
-        *("num_workers", "pin_memory", "persistent_workers", "prefetch_factor"),
+        *("num_workers", "pin_memory", "prefetch_factor"),  # workers that persist would not hear of a new epoch
         *("multiprocessing_context", "in_order"),  # not in every version of Trainer
     )
 }
@@ -44,7 +45,7 @@ class SameRowsTrainer(PushingTrainer):
     args: InitialStateConfig
     _shared = SharedRows()
     _sampler: Any = None
-    _sampler_has_no_seed = False
+    _place: DataPlace
 
     @cached_property
     def _takes_states(self) -> bool:
@@ -93,7 +94,6 @@ class SameRowsTrainer(PushingTrainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, ContinuedChunks):
             self._sampler = super()._get_train_sampler(train_dataset)
-            self._sampler_has_no_seed = getattr(self._sampler, "generator", self) is None
             return self._sampler
         stream_rows = self.args.row_processes * self._train_batch_size * self.args.gradient_accumulation_steps
         self._sampler = StreamRowSampler(dataset, stream_rows, self._data_seed)
@@ -107,9 +107,10 @@ class SameRowsTrainer(PushingTrainer):
         """Give the sampler the order of the epoch, also when a run is resumed inside it."""
         if isinstance(self._sampler, StreamRowSampler):
             self._sampler.set_epoch(epoch)
-        # Sorts by length, or is random. Accelerate's seedable sampler, the default, sets its own order by the epoch.
-        elif self._sampler_has_no_seed:
-            self._sampler.generator = torch.Generator().manual_seed(self._data_seed + epoch)
+        self._place.begin_epoch(self._sampler)
+
+    def end_epoch(self) -> None:
+        self._place.end_epoch()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
@@ -121,6 +122,7 @@ class SameRowsTrainer(PushingTrainer):
         """
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if len(batches) == num_batches or has_length(self.train_dataset):
+            self._place.batches += len(batches)
             return batches, num_items
         if self.state.global_step == 0:
             rows = self._train_batch_size * self.args.row_processes
@@ -208,10 +210,11 @@ def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
         stream, processes = stream.in_micro_batches(trainer.args.gradient_accumulation_steps), 1
     elif processes < trainer.args.world_size:
         refuse_stream(stream)
+    collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="Training")
     loader = DataLoader(
         stream,
         batch_size=trainer._train_batch_size * processes,
-        collate_fn=trainer._get_collator_with_removed_columns(trainer.data_collator, description="Training"),
+        collate_fn=trainer._place.marked(collate) if trainer.is_in_train else collate,
         drop_last=True,
         **{name: vars(trainer.args)[key] for name, key in _SETTINGS.items() if key in vars(trainer.args)},
     )

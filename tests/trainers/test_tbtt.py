@@ -300,7 +300,7 @@ def test_state_passing_refuses_rows_that_continue(toys: ModuleType, tmp_path: Pa
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"ignore_data_skip": True}, "ignore_data_skip would let carried states go on with other texts"),
+        ({"ignore_data_skip": True}, "ignore_data_skip would let a resumed run read the rows"),
         ({"alignment_alpha": 0.1}, "alignment_length must be the length of the chunks, 9"),
         (
             {"alignment_alpha": 0.1, "alignment_length": 9},

@@ -1,0 +1,151 @@
+"""A resumed run reads the rows that the run would have read, in every order and from every kind of stream."""
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, RandomSampler
+from transformers import Trainer, TrainingArguments
+
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer, combine
+
+datasets.disable_progress_bars()
+ROWS, STEPS = 22, 13  # in batches of 4: 5 batches and 2 rows that are left out
+
+
+def item(row: int) -> dict[str, list[int]]:
+    return {"input_ids": [row, row], "labels": [row, row]}
+
+
+class Drawn(IterableDataset[Any]):
+    """Rows in an order that is drawn anew in each pass."""
+
+    def __init__(self, draw: Callable[[], list[int]]) -> None:
+        self._draw = draw
+
+    def __iter__(self) -> Iterator[Any]:
+        for row in self._draw():
+            yield {name: torch.tensor(ids) for name, ids in item(row).items()}
+
+
+def shards(first: list[int]) -> Iterator[Any]:
+    for begin in first:
+        yield from (item(row) for row in range(begin, begin + 6))
+
+
+def hub(shuffle: dict[str, Any], begins: tuple[int, ...] = (1, 7, 13, 19)) -> Any:
+    data = datasets.IterableDataset.from_generator(shards, gen_kwargs={"first": list(begins)})
+    return data.shuffle(buffer_size=7, **shuffle)
+
+
+STREAMS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: Drawn(lambda: list(range(1, ROWS + 1))),
+    "torch": lambda: Drawn(lambda: (torch.randperm(ROWS) + 1).tolist()),
+    "numpy": lambda: Drawn(lambda: (np.random.permutation(ROWS) + 1).tolist()),
+    "python": lambda: Drawn(lambda: random.sample(range(1, ROWS + 1), ROWS)),
+    "hub": lambda: hub({"seed": 3}),
+}
+
+
+def rows_of(
+    toys: ModuleType,
+    data: Any,
+    folder: Path,
+    checkpoint: Path | None = None,
+    trainer: Any = ZeroStateTrainer,
+    **other: Any,
+) -> list[list[int]]:
+    """The rows of each batch that is trained on, by their first id."""
+    settings = {"per_device_train_batch_size": 4, "max_steps": STEPS, "save_steps": 1, "seed": 3}
+    config = TrainingArguments if trainer is Trainer else InitialStateConfig
+    collator = other.pop("data_collator", None)
+    arguments = config(str(folder), **toys.QUIET | settings | other)
+    made = trainer(toys.SumModel(), arguments, train_dataset=data, data_collator=collator)
+    made.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    return [[row[0] for row in rows] for _, rows, _, _ in made.model.seen]
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("name", list(STREAMS))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_finite_stream_goes_on_in_every_pass(toys: ModuleType, tmp_path: Path, name: str, accumulation: int) -> None:
+    settings = {"gradient_accumulation_steps": accumulation, "max_steps": STEPS // accumulation}
+    whole = rows_of(toys, STREAMS[name](), tmp_path / "whole", **settings)
+    per_pass = 5 // accumulation * accumulation
+    if name == "in order":
+        assert whole[0] == whole[per_pass] == [1, 2, 3, 4]
+    for step in (3, 5, 6, 8, 11) if accumulation == 1 else (1, 2, 3):
+        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+        rest = rows_of(toys, STREAMS[name](), tmp_path / str(step), checkpoint, **settings)
+        assert rest == whole[step * accumulation :]
+
+
+def test_each_pass_over_a_shuffled_stream_has_the_order_of_its_epoch(toys: ModuleType, tmp_path: Path) -> None:
+    expected = []
+    for epoch in range(3):
+        data = hub({"seed": 3})
+        data.set_epoch(epoch)
+        rows = [row["input_ids"][0] for row in data]
+        expected += [rows[first : first + 4] for first in range(0, 24, 4)]
+    assert rows_of(toys, hub({"seed": 3}), tmp_path) == expected[:STEPS]
+    assert rows_of(toys, hub({"seed": 3}), tmp_path / "on", tmp_path / "checkpoint-7") == expected[7:STEPS]
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("step", [2, 6, 7])  # 6: a pass is over
+@pytest.mark.parametrize("changed", ["no seed", "other data"])
+def test_a_stream_that_gives_other_rows_is_refused(toys: ModuleType, tmp_path: Path, step: int, changed: str) -> None:
+    def data(begin: int) -> Any:
+        return hub({}) if changed == "no seed" else hub({"seed": 3}, (begin, 7, 13, 19))
+
+    rows_of(toys, data(1), tmp_path, max_steps=step)
+    with pytest.raises(ValueError, match=r"Cannot resume exactly: the first \d batches .* Shuffle it with a seed"):
+        rows_of(toys, data(30), tmp_path / "on", tmp_path / f"checkpoint-{step}")
+
+
+@pytest.mark.slow
+def test_data_workers_read_on_and_are_checked(toys: ModuleType, tmp_path: Path) -> None:
+    settings = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+    whole = rows_of(toys, hub({"seed": 3}), tmp_path / "whole", **settings)
+    for step in (2, 7):
+        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+        assert rows_of(toys, hub({"seed": 3}), tmp_path / str(step), checkpoint, **settings) == whole[step:]
+        with pytest.raises(ValueError, match="Shuffle it with a seed, leave its data and dataloader_num_workers"):
+            rows_of(toys, hub({"seed": 3}), tmp_path / "other", checkpoint)
+
+
+def padded(rows: list[Any]) -> dict[str, Any]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
+def test_rows_come_in_the_order_of_trainer(toys: ModuleType, tmp_path: Path, strategy: str) -> None:
+    lengths = [1 + row % 4 for row in range(24)]
+    data = [{"input_ids": [row] * length, "labels": [row] * length} for row, length in enumerate(lengths, 1)]
+    settings = {"train_sampling_strategy": strategy, "data_collator": padded}
+    stock = rows_of(toys, data, tmp_path / "stock", trainer=Trainer, **settings)
+    assert rows_of(toys, data, tmp_path / "ours", **settings) == stock
+    assert rows_of(toys, data, tmp_path / "on", tmp_path / "ours" / "checkpoint-8", **settings) == stock[8:]
+
+
+def test_a_generator_of_ones_own_goes_on_in_the_second_epoch(toys: ModuleType, tmp_path: Path) -> None:
+    class Ordered(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(5))  # type: ignore[arg-type]
+
+    trainer, _ = combine(Ordered, ZeroStateTrainer)
+    data = [item(row) for row in range(1, 21)]
+    settings = {"trainer": trainer, "accelerator_config": {"use_seedable_sampler": False}}
+    whole = rows_of(toys, data, tmp_path / "whole", **settings)
+    assert sorted(chain(*whole[:5])) == sorted(chain(*whole[5:10])) != chain(*whole[:5])
+    checkpoint = tmp_path / "whole" / "checkpoint-8"
+    assert rows_of(toys, data, tmp_path / "on", checkpoint, **settings) == whole[8:]
