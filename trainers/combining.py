@@ -10,15 +10,18 @@ applies.
 
 import copyreg
 import inspect
+import re
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from typing import Any, get_args, get_type_hints
+from functools import cache, reduce
+from typing import Any, ForwardRef, get_args
 
+import transformers
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.data.segments import split_at_resets
 from hf_recurrent_lengthgen.trainers.base import MICRO_BATCH, InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.checks import base_of
 from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
 
 
@@ -71,13 +74,33 @@ def _combined(method: Any, other: Any, config: Any) -> tuple[type[Any], type[Any
 
 
 def _config_of(trainer: type[Trainer]) -> type[TrainingArguments]:
-    """The most specific config class in the annotation of a trainer's `args`."""
-    annotation = get_type_hints(trainer.__init__).get("args", TrainingArguments)
-    found = [one for one in (annotation, *get_args(annotation)) if inspect.isclass(one)]
-    configs = [one for one in found if issubclass(one, TrainingArguments)]
-    if not configs:
-        raise ValueError(f"The args of {trainer.__name__} have no annotation with a config class: give config.")
-    return max(configs, key=lambda one: len(one.__mro__))
+    """The config class of a trainer: of the annotation of its `args`, or named as the trainer in Transformers."""
+    for base in trainer.__mro__:
+        init = vars(base).get("__init__")
+        args = inspect.signature(init).parameters.get("args") if init else None
+        named = getattr(transformers, base.__name__.removesuffix("Trainer") + "TrainingArguments", None)
+        found = [named] if named else []
+        if args is not None and args.kind is not args.VAR_POSITIONAL:
+            found += _classes_in(args.annotation, inspect.unwrap(init).__globals__)  # type: ignore[arg-type]
+        configs = [one for one in found if issubclass(one, TrainingArguments)]
+        if configs:
+            return max(configs, key=lambda one: len(one.__mro__))
+    raise ValueError(f"The args of {trainer.__name__} have no annotation with a config class: give config.")
+
+
+def _classes_in(annotation: Any, names: dict[str, Any]) -> list[type]:
+    """The classes in an annotation; of text, which may name what only type checkers import, those that are known."""
+    if isinstance(annotation, ForwardRef):
+        annotation = annotation.__forward_arg__
+    if isinstance(annotation, str):
+        found = []
+        for name in re.findall(r"[\w.]+", annotation):
+            first, *rest = name.split(".")
+            known = names.get(first, getattr(transformers, first, None))
+            found.append(reduce(lambda one, part: getattr(one, part, None), rest, known))
+        return [one for one in found if inspect.isclass(one)]
+    inner = [one for part in get_args(annotation) for one in _classes_in(part, names)]
+    return [annotation, *inner] if inspect.isclass(annotation) else inner
 
 
 @cache
@@ -126,6 +149,7 @@ class _OnTexts(InitialStateTrainer):
                 "peft_config would freeze the learned state: give a model with adapters (get_peft_model) instead."
             )
         super().__init__(model, args, *positional, **keyword)
+        _name_experts(base_of(self.model).config)
         given: Any = self.args
         if self._align is not None and given.packing and given.packing_strategy == "wrapped":
             rows: Any = self.train_dataset  # the rest of each thousand texts is a shorter row, which would be padded
@@ -161,6 +185,13 @@ class _OnTexts(InitialStateTrainer):
         """Packed texts as rows: a model takes one state per row. From the zero state it runs them packed."""
         from_zero = isinstance(self.initial_states, ZeroStates) and self._align is None
         return batch if from_zero else unpacked(batch)
+
+
+def _name_experts(config: Any) -> None:
+    """Give the number of experts of some types, such as Granite 4, the name under which SFTTrainer reads it."""
+    kind = type(config.get_text_config())
+    if hasattr(config.get_text_config(), "num_local_experts") and "num_experts" not in kind.attribute_map:
+        kind.attribute_map = {**kind.attribute_map, "num_experts": "num_local_experts"}  # as in Mixtral's config
 
 
 def unpacked(batch: dict[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class RowLayout:
 
 def without_padding(collator: Any) -> Any:
     """The collator; one without padding instead of Trainer's default if the tokenizer has no pad token."""
-    lacks = isinstance(collator, DataCollatorWithPadding) and collator.tokenizer.pad_token is None
+    lacks = type(collator) is DataCollatorWithPadding and collator.tokenizer.pad_token is None
     return _collate_equal_rows if lacks else collator
 
 

@@ -18,7 +18,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import WeightedRandomSampler
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -385,6 +391,78 @@ def test_a_trainer_of_ones_own_goes_with_a_method(toys: ModuleType, tmp_path: Pa
     )
     trainer.train()
     assert 2 * 2.5 < trainer.state.log_history[0]["loss"] < 2 * 3.5  # ln 17 = 2.8
+
+
+def test_generation_at_evaluation_goes_with_a_method(toys: ModuleType, tmp_path: Path) -> None:
+    trainer_class, config_class = combine(Seq2SeqTrainer, StatePassingTrainer)
+    assert issubclass(config_class, Seq2SeqTrainingArguments)
+    settings = toys.QUIET | {"max_steps": 2, "save_strategy": "no", "predict_with_generate": True}
+    arguments = config_class(str(tmp_path), **settings, generation_max_length=14)
+    rows = toys.sequences(16)
+    trainer = trainer_class(toys.tiny_model(), arguments, train_dataset=rows, eval_dataset=rows[:3])
+    trainer.train()
+    expected = trainer.model.generate(torch.stack([row["input_ids"] for row in rows[:3]]), max_length=14)
+    found = trainer.predict(rows[:3]).predictions[:, : expected.shape[1]]
+    assert found.tolist() == expected.tolist()
+    trainer.model.config.pad_token_id = None
+    with pytest.raises(ValueError, match="predict_with_generate pads what is generated, but there is no pad token"):
+        trainer_class(trainer.model, arguments, train_dataset=rows)
+
+
+class TextAnnotation(trl.SFTTrainer):  # type: ignore[misc]
+    def __init__(
+        self,
+        model: "OnlyForTypeCheckers | None" = None,  # type: ignore[name-defined] # noqa: F821
+        args: "trl.SFTConfig | OnlyForTypeCheckers | None" = None,  # type: ignore[name-defined] # noqa: F821
+        *further: Any,
+        **named: Any,
+    ) -> None:
+        super().__init__(model, args, *further, **named)
+
+
+class NoAnnotation(trl.SFTTrainer):  # type: ignore[misc]
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+
+
+class NoConstructor(TextAnnotation):
+    pass
+
+
+class OfOnesOwn(Trainer):
+    def __init__(self, model: Any, args: "Unknown", **named: Any) -> None:  # type: ignore[name-defined] # noqa: F821
+        super().__init__(model, args, **named)
+
+
+@pytest.mark.parametrize(
+    ("other", "config"),
+    [
+        (TextAnnotation, trl.SFTConfig),
+        (NoAnnotation, trl.SFTConfig),
+        (NoConstructor, trl.SFTConfig),
+        (OfOnesOwn, TrainingArguments),
+        (Seq2SeqTrainer, Seq2SeqTrainingArguments),
+    ],
+)
+def test_the_config_of_any_trainer_is_found(other: Any, config: Any) -> None:
+    trainer_class, config_class = combine(other, StatePassingTrainer)
+    assert trainer_class.config_class is config_class
+    assert issubclass(config_class, config)
+    assert issubclass(config_class, trl.SFTConfig) == (config is trl.SFTConfig)
+
+
+@needs_hybrids
+def test_granite_4_trains_with_the_loss_of_its_experts(tmp_path: Path) -> None:
+    given: Any = stateful(tiny_hybrid("granitemoehybrid", vocab_size=384))
+    trainer_class, config_class = combine(StatePassingTrainer, trl.SFTTrainer)
+    losses = []
+    for weight in (0.0, 0.5):
+        arguments = config_class(str(tmp_path), **SETTINGS | {"max_steps": 1, "router_aux_loss_coef": weight})
+        trainer = trainer_class(copy.deepcopy(given), arguments, train_dataset=texts(), processing_class=tokenizer())
+        trainer.train()
+        losses.append(trainer.state.log_history[0])
+        assert "num_experts" not in trainer.model.config.to_dict()
+    assert losses[1]["loss"] - losses[0]["loss"] == pytest.approx(0.5 * losses[1]["aux_loss"], rel=1e-3)
 
 
 def test_an_order_of_rows_of_ones_own_is_kept(toys: ModuleType, tmp_path: Path) -> None:
