@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 
@@ -127,12 +127,12 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
     """Texts of a dataset, one per row, read by the `datasets` library.
 
     Args:
-        path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of such files, a folder written by
-            `save_to_disk`, or (if no such file or folder exists) the name of a dataset on the Hub. A .txt file is one
-            text; its line ends are read as "\\n".
-        split: A split, or slices of it such as "train[:90%]" and "train[90%:]". A single file, or a single
-            `Dataset` saved to disk, is the split "train".
-        text_column: The column that holds the text; "text" for a .txt file.
+        path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of such files or a pattern such as
+            "texts/*.txt" (of several kinds, too), a folder written by `save_to_disk`, or (if no such file or folder
+            exists) the name of a dataset on the Hub. A .txt file is one text; its line ends are read as "\\n".
+        split: A split, or slices of it such as "train[:90%]" and "train[90%:]", of each kind of file. A single file,
+            the files of a pattern and a single `Dataset` saved to disk are the split "train".
+        text_column: The column that holds the text; "text" for a .txt file, unless there are files of other kinds.
 
     Raises:
         ValueError: for data that are missing or cannot be read, a column that is not text, a row without text, and
@@ -140,7 +140,7 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
     """
     read = _reader(path_or_name, split)
     try:
-        dataset = read()
+        parts = read()
     # `datasets` raises StopIteration for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
@@ -148,11 +148,20 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
             f"cannot read split {split!r} of {str(path_or_name)!r}: {type(cause).__name__}: {cause}; "
             "give an existing file or folder that has data in this split, or the name of a Hub dataset"
         ) from error
-    if text_column not in dataset.column_names:
-        raise ValueError(
-            f"{str(path_or_name)!r} has no column {text_column!r}; its columns are {dataset.column_names}"
-        )
-    texts: list[str] = list(dataset[text_column])
+    texts: list[str] = []
+    for dataset in parts:
+        column = "text" if len(parts) > 1 and dataset.column_names == ["text"] else text_column
+        if column not in dataset.column_names:
+            told = "choose one (text_column, --text-column)"
+            if chats := sorted({"messages", "conversations"} & set(dataset.column_names)):
+                told = (
+                    f"chats ({chats[0]}) need a chat template and its special tokens: train on them with "
+                    "combine(StatePassingTrainer, SFTTrainer), docs/with_trl.md"
+                )
+            raise ValueError(
+                f"{str(path_or_name)!r} has no column {column!r}; its columns are {dataset.column_names}; {told}"
+            )
+        texts += dataset[column]
     wrong = [row for row, text in enumerate(texts) if not isinstance(text, str)]
     if wrong or not any(texts):
         found = f"row {wrong[0]} is {texts[wrong[0]]!r:.40}" if wrong else f"its {len(texts)} rows are empty"
@@ -166,44 +175,78 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
 def split_names(path_or_name: str | Path) -> list[str]:
     """The splits of a dataset (see `load_texts`); none if it cannot be read, for which `load_texts` has the reason."""
     path = Path(path_or_name).expanduser()
-    if path.is_file():
+    if path.is_file() or _matching(path):
         return ["train"]
     if _is_missing(path_or_name):
         return []
     try:
-        return list(_saved_splits(path) if _is_saved(path) else datasets.get_dataset_split_names(str(path)))
+        if _is_saved(path):
+            return list(_saved_splits(path))
+        has_texts = path.is_dir() and any(path.rglob("*.txt"))
+        return list(_files_of_splits(path) if has_texts else datasets.get_dataset_split_names(str(path)))
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError):
         return []
 
 
-def _reader(path_or_name: str | Path, split: str) -> Callable[[], datasets.Dataset]:
+def _reader(path_or_name: str | Path, split: str) -> Callable[[], list[datasets.Dataset]]:
     path = Path(path_or_name).expanduser()
-    options: dict[str, Any] = {"split": split}
-    if path.is_file():
-        builder = _BUILDER_OF_SUFFIX.get(path.suffix)
-        if builder is None:
-            raise ValueError(f"{path} cannot be read; files may end in {', '.join(_BUILDER_OF_SUFFIX)}")
-        if builder == "text":
-            options["sample_by"] = "document"
-        return partial(datasets.load_dataset, builder, data_files=glob.escape(str(path)), **options)
-    if path.is_dir():
-        if _is_saved(path):
-            return partial(_saved_split, path, split)
-        builders = {_BUILDER_OF_SUFFIX.get(file.suffix) for file in path.rglob("*")} - {None}
-        if "text" in builders:
-            # `datasets` would read only the most common kind, and without `sample_by` single lines of text files.
-            if builders != {"text"}:
-                raise ValueError(f"folder {path} holds .txt and other data files; give a folder of one kind")
-            options["sample_by"] = "document"
-    elif _is_missing(path_or_name):
+    if files := [str(path)] if path.is_file() else _matching(path):
+        unknown = [file for file in files if Path(file).suffix not in _BUILDER_OF_SUFFIX]
+        if unknown:
+            raise ValueError(f"{unknown[0]} cannot be read; files may end in {', '.join(_BUILDER_OF_SUFFIX)}")
+        return partial(_read_files, {"train": files}, split)
+    if path.is_dir() and _is_saved(path):
+        return lambda: [_saved_split(path, split)]
+    if path.is_dir() and any(path.rglob("*.txt")):
+        # `datasets` would read only the most common kind, and without `sample_by` single lines of text files.
+        return lambda: _read_files(_files_of_splits(path), split)
+    if _is_missing(path_or_name):
         raise ValueError(f"there is no file or folder {path}; give an existing one, or the name of a Hub dataset")
-    return partial(datasets.load_dataset, str(path), **options)
+    return lambda: [datasets.load_dataset(str(path), split=split)]
+
+
+def _matching(pattern: Path) -> list[str]:
+    """The files that match a pattern; none for a path without wildcards."""
+    if not glob.has_magic(str(pattern)):
+        return []
+    return sorted(name for name in glob.glob(str(pattern), recursive=True) if os.path.isfile(name))
+
+
+def _files_of_splits(folder: Path) -> dict[str, list[str]]:
+    """The files of each split of a folder, as `datasets` finds them by their names."""
+    patterns = datasets.data_files.get_data_patterns(str(folder))
+    found = datasets.data_files.DataFilesDict.from_patterns(patterns, base_path=str(folder))
+    return {str(split): list(files) for split, files in found.items()}
+
+
+def _read_files(splits: dict[str, list[str]], split: str) -> list[datasets.Dataset]:
+    """A split, or slices of it, one dataset for each kind of file; the files of each split may be of several kinds."""
+    kinds = {_BUILDER_OF_SUFFIX.get(Path(name).suffix) for files in splits.values() for name in files} - {None}
+    named = {part.partition("[")[0].strip() for part in split.split("+")}
+    found = []
+    for kind in sorted(kinds):
+        own = {
+            each: [glob.escape(name) for name in files if _BUILDER_OF_SUFFIX.get(Path(name).suffix) == kind]
+            for each, files in splits.items()
+        }
+        own = {each: files for each, files in own.items() if files}
+        if named <= own.keys() or len(kinds) == 1:  # `datasets` says what is wrong with the split of a single kind
+            options = {"sample_by": "document"} if kind == "text" else {}
+            found.append(datasets.load_dataset(kind, data_files=own, split=split, **options))
+    if not found:
+        raise ValueError(f"no kind of file has the split {split!r}; there are {sorted(splits)}")
+    return found
 
 
 def _is_missing(path_or_name: str | Path) -> bool:
     """Whether this can only name a file or folder here, and there is none."""
     path = Path(path_or_name).expanduser()
-    local = path.is_absolute() or str(path_or_name).startswith(".") or path.suffix in _BUILDER_OF_SUFFIX
+    local = (
+        glob.has_magic(str(path))
+        or path.is_absolute()
+        or str(path_or_name).startswith(".")
+        or path.suffix in _BUILDER_OF_SUFFIX
+    )
     return local and not path.is_file() and not path.is_dir()
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -154,9 +155,36 @@ def test_folder_of_text_files_has_one_document_per_file(tmp_path: Path) -> None:
     (tmp_path / "2.txt").write_text("two\n")
     (tmp_path / "README.md").write_text("not data")
     assert load_texts(tmp_path) == ["one\nmore", "two\n"]
-    (tmp_path / "3.jsonl").write_text('{"text": "three"}\n')
-    with pytest.raises(ValueError, match="one kind"):
-        load_texts(tmp_path)
+
+
+@pytest.mark.parametrize("column", ["text", "body"])
+def test_files_of_several_kinds_in_a_folder_and_by_a_pattern(tmp_path: Path, column: str) -> None:
+    for split, names in {"train": ("a", "b"), "validation": ("c",)}.items():
+        (tmp_path / split).mkdir()
+        for name in names:
+            (tmp_path / split / f"{name}.txt").write_text(f"{name}\nmore")
+            (tmp_path / split / f"{name}.jsonl").write_text(f'{{"{column}": "{name} row", "id": 3}}\n' * 2)
+    (tmp_path / "README.md").write_text("not data")
+    read = partial(load_texts, text_column=column)
+    assert read(tmp_path) == ["a row"] * 2 + ["b row"] * 2 + ["a\nmore", "b\nmore"]
+    assert read(tmp_path, "validation") == ["c row"] * 2 + ["c\nmore"]
+    assert read(tmp_path, "train[:50%]") == ["a row"] * 2 + ["a\nmore"]
+    assert split_names(tmp_path) == ["train", "validation"]
+    pattern = f"{tmp_path}/**/[ac].*"
+    assert split_names(pattern) == ["train"]
+    assert read(pattern) == ["a row"] * 2 + ["c row"] * 2 + ["a\nmore", "c\nmore"]
+    with pytest.raises(ValueError, match=r"test.*there are \['train', 'validation'\]"):
+        read(tmp_path, "test")
+    with pytest.raises(ValueError, match=r"README.md cannot be read; files may end in .txt"):
+        read(f"{tmp_path}/*.md")
+    with pytest.raises(ValueError, match=r"there is no file or folder .*x\*"):
+        read(f"{tmp_path}/x*")
+
+
+def test_chats_are_refused_with_what_reads_them(tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    with pytest.raises(ValueError, match=r"no column 'text'.*chats \(messages\).*combine\(StatePassingTrainer, SFTT"):
+        load_texts(tmp_path / "chats.jsonl")
 
 
 def test_file_name_is_no_pattern(tmp_path: Path) -> None:
