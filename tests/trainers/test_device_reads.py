@@ -22,6 +22,7 @@ NOT_FROM_THE_DEVICE = {
     "continued.py": "the indices of a sampler, on the CPU",
     "sampler.py": "the same, of torch",
     "dataloader.py": "its seed, on the CPU",
+    "data_place.py": "random states and rows as they are collated, on the CPU",
     "alignment_loss.py": "l_extra, drawn on the CPU",
 }
 CUTS = {"segments.py", "token_inputs.py"}
