@@ -1,6 +1,7 @@
 """All diagnoses of a model in one go are those of the single functions, or are refused with the reason."""
 
 import functools
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,18 @@ def tokens() -> np.ndarray:
 @pytest.fixture(params=[MAMBA2, GLA], ids=variant_id)
 def model(request: pytest.FixtureRequest) -> Any:
     return build(request.param).eval()
+
+
+def test_a_number_that_no_file_takes_is_refused_by_its_part(
+    tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(MAMBA2).eval()
+    broken = replace(long_short_misalignment(model, tokens, T, samples=2, progress=False), mean=math.nan)
+    part = replace(PARTS["misalignment"], compute=lambda _: broken)
+    monkeypatch.setattr("hf_recurrent_lengthgen.diagnosis.diagnose.chosen_parts", lambda _: [part])
+    found = diagnose_model(model, tokens, T, settings=QUIET)
+    assert not found.parts
+    assert "mean" in found.refused["misalignment"]
 
 
 @pytest.mark.thinned(2)

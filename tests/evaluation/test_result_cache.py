@@ -55,6 +55,17 @@ def test_damaged_values_are_computed_again(tmp_path: Path, content: str) -> None
         assert cache.get(KEY) is None
 
 
+def test_a_value_under_the_name_of_another_key_is_computed_again(tmp_path: Path) -> None:
+    cache = ResultCache(tmp_path)
+    cache.put(KEY, 1)
+    (first,) = tmp_path.iterdir()
+    cache.put({**KEY, "metric": "other"}, 2)
+    (second,) = set(tmp_path.iterdir()) - {first}
+    first.write_bytes(second.read_bytes())  # its checksum is right
+    with pytest.warns(UserWarning, match="is damaged .it belongs to another key."):
+        assert cache.get(KEY) is None
+
+
 def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
     cache = ResultCache(tmp_path)
     value = {"nll": [0.5, 1.25, None], "model": "mamba", "rows": 12}

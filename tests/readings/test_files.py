@@ -312,6 +312,20 @@ def test_damaged_keys_are_refused(name: str, tmp_path: Path) -> None:
 
 
 @needs_hybrids
+@pytest.mark.parametrize(
+    "change", [lambda x: x.repeat(2, 1, 1, 1), lambda x: x * float("nan")], ids=["other rows", "not finite"]
+)
+@pytest.mark.parametrize("part", [0, 1], ids=["keys", "values"])
+def test_wrong_keys_are_not_written(change: Callable[[Tensor], Tensor], part: int, tmp_path: Path) -> None:
+    reading = read_text(hybrid("jamba"), text(9))
+    ((layer, kept),) = reading.keys.items()
+    pair = [change(x) if i == part or len(change(x)) > 1 else x for i, x in enumerate(kept[:2])]
+    with pytest.raises(ValueError, match="keys and values of layer 1 must be finite ones of 1 rows"):
+        save_reading(tmp_path / "reading", replace(reading, keys={layer: (*pair, kept[2])}))
+    assert not list(tmp_path.iterdir())
+
+
+@needs_hybrids
 def test_a_file_whose_predecessor_is_missing_or_another_is_refused(tmp_path: Path) -> None:
     model = hybrid("jamba")
     list(read_into(tmp_path / "a", model, text(20), 10))

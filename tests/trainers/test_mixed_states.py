@@ -103,6 +103,21 @@ def test_every_source_sees_every_final_state() -> None:
     assert source.state_dict() == {}
 
 
+def test_statistics_are_those_of_the_states_of_all_processes() -> None:
+    def zero(rows: int) -> RecurrentState:
+        return (LayerState(torch.zeros(rows, 1, 1), torch.zeros(rows, 0)),)
+
+    fitted = FittedNoise(zero)
+    source = MixedStates({"fitted_noise": fitted, "zero": ZeroStates()}, {"fitted_noise": 0.5, "zero": 0.5})
+    of_the_other = torch.tensor([[2.0, 16.0, 130.0]])  # count, sum and squares of the states 7 and 9
+    source.sum_over_processes = lambda own: own + of_the_other
+    source.observe(BatchPlace(0, 0, 0, 0, 2), (LayerState(torch.tensor([[[1.0]], [[3.0]]]), torch.zeros(2, 0)),))
+    source.end_step()
+    assert fitted.statistics is not None
+    assert fitted.statistics[0].mean.tolist() == [5.0]
+    assert fitted.statistics[0].variance.tolist() == [10.0]
+
+
 def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, tmp_path: Path) -> None:
     shares = {"zero": 0.2, "state_passing": 0.4, "random_noise": 0.4}
     config = MixedStatesConfig(

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from hf_recurrent_lengthgen.trainers.checks import check_shares_rows, check_trainer
 from hf_recurrent_lengthgen.trainers.same_rows import refuse_stream
+from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows
 
 # what one process trains with 4 rows of 9 tokens in a micro-batch, by processes and context_parallel_size; no 3, since
 # Transformers computes losses in float32, where a third is rounded, and Adam divides by small gradients
@@ -107,6 +108,16 @@ def test_a_run_that_was_killed_in_a_save_resumes_bit_for_bit(toys: ModuleType, s
 def test_what_needs_whole_rows_is_refused(toys: ModuleType, tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="context_parallel_size does not work with"):
         toys.StatePassingConfig(str(tmp_path), **toys.QUIET, context_parallel_size=2, **settings)
+
+
+def test_the_rows_of_each_group_are_gathered_once_and_repeated_ones_left_out() -> None:
+    of_processes = torch.tensor([1, 2, 1, 2, 3, 1, 3, 1])  # four processes in two groups; the last row is repeated
+    mesh = SimpleNamespace(size=lambda: 4)
+    ending = SimpleNamespace(remainder=3, end_of_dataloader=True)
+    accelerator = SimpleNamespace(gather=lambda _: of_processes, gradient_state=ending)
+    assert SharedRows(2, mesh=mesh).gather_once(accelerator, None).tolist() == [1, 2, 3]
+    ending.end_of_dataloader = False
+    assert SharedRows(2, mesh=mesh).gather_once(accelerator, None).tolist() == [1, 2, 3, 1]
 
 
 def test_groups_must_fill_the_processes(toys: ModuleType, tmp_path: Path) -> None:
