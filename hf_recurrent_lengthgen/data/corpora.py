@@ -221,7 +221,8 @@ def _files_of_splits(folder: Path) -> dict[str, list[str]]:
 
 def _read_files(splits: dict[str, list[str]], split: str) -> list[datasets.Dataset]:
     """A split, or slices of it, one dataset for each kind of file; the files of each split may be of several kinds."""
-    kinds = {_BUILDER_OF_SUFFIX.get(Path(name).suffix) for files in splits.values() for name in files} - {None}
+    suffixes = {Path(name).suffix for files in splits.values() for name in files}
+    kinds = {_BUILDER_OF_SUFFIX[suffix] for suffix in suffixes & _BUILDER_OF_SUFFIX.keys()}
     named = {part.partition("[")[0].strip() for part in split.split("+")}
     found = []
     for kind in sorted(kinds):
