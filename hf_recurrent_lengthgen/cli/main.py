@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from safetensors import SafetensorError
 
@@ -46,6 +47,8 @@ COMMANDS = {name: what for commands in PURPOSES.values() for name, what in comma
 """Modules beside this one, which take long to import, so that only the one that runs is imported."""
 CONTINUED = ("push", "pull", "recipe", "state")
 """Commands that keep what they have done when they are interrupted, and do not say so themselves."""
+HELP_FOLDER = Path(__file__).with_name("help")
+"""The helps of commands, "state read.txt", because their parsers take seconds to import (`tests/cli/helps.py`)."""
 DESCRIPTION = "\n\n".join(
     ["Recurrent language models that keep working far beyond the length they were trained on."]
     + [
@@ -69,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments[: own + 1])
     if (name := parsed.command) not in COMMANDS:
         parser.error(f"invalid choice: {name!r} (choose from {', '.join(COMMANDS)}){suggestion(name, COMMANDS)}")
+    if (shown := _stored_help(arguments[own:])) is not None:
+        print(shown, end="")
+        return 0
     try:
         from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
 
@@ -86,6 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = ": the same command continues with what is left" if name in CONTINUED else ""
         print(f"lengthgen {name}: interrupted{hint}", file=sys.stderr)
         return 130
+
+
+def _stored_help(arguments: Sequence[str]) -> str | None:
+    """The help for "COMMAND [ACTION] --help"; None for other arguments."""
+    *words, last = arguments
+    file = HELP_FOLDER / f"{' '.join(words)}.txt"
+    if last not in ("-h", "--help") or not all(word.isalnum() for word in words):
+        return None
+    return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
 def command_parser() -> CommandParser:

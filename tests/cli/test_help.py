@@ -3,16 +3,16 @@
 import argparse
 import re
 import shlex
-from collections.abc import Iterator
-from importlib import import_module
+import subprocess
+import sys
 
 import pytest
 
-from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.harness import as_lm_eval_spells_it
-from hf_recurrent_lengthgen.cli.main import COMMANDS, command_parser
+from hf_recurrent_lengthgen.cli.main import COMMANDS, HELP_FOLDER, command_parser
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.cli.shared_options import HOW, SHARED
+from tests.cli.helps import parser_of, with_actions
 
 OWN_WORDS = {
     ("verify", "--device"): "compares with kernels on a GPU, which nobody should be given unasked",
@@ -26,25 +26,33 @@ OWN_WORDS = {
 """Options that mean something else than in other commands, and why they have the name."""
 
 
-def parser_of(command: str, *arguments: str) -> argparse.ArgumentParser:
-    module = import_module(f"{cli.__name__}.{command}")
-    given = [[*arguments]] if command == "retrieve" and arguments else []  # whose options depend on the task
-    parser: argparse.ArgumentParser = module.command_parser(*given)
-    return parser
-
-
-def with_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    yield parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.values()
-
-
 PARSERS = [
     pytest.param(command, parser, id=parser.prog.removeprefix("lengthgen "))
     for command, first in [("", command_parser()), *((command, parser_of(command)) for command in COMMANDS)]
     for parser in with_actions(first)
 ]
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse of other versions lays out help in other ways")
+def test_stored_helps_are_those_of_the_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this fails: python -m tests.cli.helps --write."""
+    monkeypatch.setenv("COLUMNS", "80")
+    parsers = [parser for command in COMMANDS for parser in with_actions(parser_of(command))]
+    shown = {f"{parser.prog.removeprefix('lengthgen ')}.txt": parser.format_help() for parser in parsers}
+    assert {file.name: file.read_text() for file in HELP_FOLDER.iterdir()} == shown
+
+
+def test_help_imports_no_model_code() -> None:
+    code = """
+import sys
+from hf_recurrent_lengthgen.cli.main import COMMANDS, main
+for words in [[command] for command in COMMANDS] + [["state", "read"], ["recipe", "run"]]:
+    assert main([*words, "--help"]) == 0
+heavy = {"torch", "transformers", "numpy", "datasets", "matplotlib"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.count("usage: lengthgen ") == len(COMMANDS) + 2
 
 
 @pytest.mark.parametrize(("command", "parser"), PARSERS)

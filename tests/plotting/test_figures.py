@@ -95,7 +95,7 @@ def test_pictures_are_saved_and_leave_no_trace_in_matplotlib(demo: Comparison, t
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert matplotlib.image.imread(tmp_path / "a.png")[0, 0].tolist() == [1, 1, 1, 1]
     text = (tmp_path / "a.svg").read_text()
-    assert ">passing</t" in text
+    assert ">state passing</text>" in text
     assert text == (tmp_path / "b.svg").read_text()
     assert dict(matplotlib.rcParams) == before
 

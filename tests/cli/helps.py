@@ -1,0 +1,40 @@
+"""The helps of commands as they are stored, so that `lengthgen COMMAND --help` imports nothing.
+
+`python -m tests.cli.helps --write` stores them again after options have changed.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+
+from hf_recurrent_lengthgen import cli
+from hf_recurrent_lengthgen.cli.main import COMMANDS, HELP_FOLDER
+
+
+def parser_of(command: str, *arguments: str) -> argparse.ArgumentParser:
+    module = import_module(f"{cli.__name__}.{command}")
+    given = [[*arguments]] if command == "retrieve" and arguments else []  # whose options depend on the task
+    parser: argparse.ArgumentParser = module.command_parser(*given)
+    return parser
+
+
+def with_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    os.environ["COLUMNS"] = "80"
+    HELP_FOLDER.mkdir(exist_ok=True)
+    for old in HELP_FOLDER.iterdir():
+        old.unlink()
+    for command in COMMANDS:
+        for parser in with_actions(parser_of(command)):
+            name = parser.prog.removeprefix("lengthgen ")
+            (HELP_FOLDER / f"{name}.txt").write_text(parser.format_help(), encoding="utf-8")
