@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import core_schema
 
+from hf_recurrent_lengthgen.evaluation.views import summary, to_frame
+
 Document = TypeVar("Document")
 Scalar = bool | int | float | str | None
 Value = Scalar | tuple[Scalar, ...] | dict[str, Scalar | dict[str, Scalar]]
@@ -35,7 +37,7 @@ class AnyDocument:
 
 
 def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Document]]:
-    """Give a dataclass a file form.
+    """Give a dataclass a file form, a short `repr`, and `to_frame()`, all its numbers as a table.
 
     A field added later needs a default, so that older files can be read; removing a field would make them unreadable.
     Raise `version` with every field that is added, here or in the dataclasses that it holds.
@@ -47,6 +49,7 @@ def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Doc
                 raise ValueError(f"{other.__name__} is a document of kind {kind!r} already: choose another kind.")
             del _SCHEMAS[other]  # a notebook cell may define it again
         _SCHEMAS[cls] = (kind, version)
+        cls.__repr__, cls.to_frame = summary, to_frame  # type: ignore[attr-defined, method-assign]
         return cls
 
     return register

@@ -72,7 +72,7 @@ class MapsRecord:
     wall_seconds: float
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AttentionMaps(MapsRecord):
     """The same with the maps of the layers."""
 

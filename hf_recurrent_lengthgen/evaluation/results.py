@@ -157,7 +157,17 @@ NO_FORGETTING = ForgettingRule()
 class EvaluationResult:
     """One model on one set of sequences.
 
-    `weights` is the SHA-256 of its parameters, `forgetting` the forgetting in its config.
+    Attributes:
+        model, weights: Its name, and the SHA-256 of its parameters.
+        training_length, evaluated_length, sequences: What it was trained on, and what was read.
+        confidence: Of all intervals.
+        data: The texts, their digest and the name of a token.
+        position_wise: NLL by position.
+        harm: What context beyond the training length costs; `harm.last` is the number for a table.
+        in_window: NLL inside the training length; `in_window.loss` is the number for a table.
+        verdict: Up to which position the model holds.
+        device, versions, command, seed, wall_seconds: How it was measured.
+        forgetting: The forgetting in its config.
     """
 
     model: str
