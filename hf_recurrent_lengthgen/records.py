@@ -23,7 +23,8 @@ class Source:
         name: Its name on the Hub (owner/name), or that of a folder or file, without its path.
         on_hub: Whether `name` is a name on the Hub.
         revision: Commit on the Hub, 40 hex digits; None if unknown.
-        format: Its layout: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf", "lengthgen" (ours).
+        format: Its layout: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf", "rwkv7-hf", "lengthgen"
+            (ours).
         license: The license in its card; None if there is none.
         files: SHA-256 of its weight files, by name.
     """

@@ -1,16 +1,21 @@
 """`lengthgen convert`: a checkpoint of another library becomes one of this package."""
 
+import argparse
+import json
 import math
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import HOW, add_new_folder, add_shared, help_of
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.conversion.export import our_config
+from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, told_settings
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import FLOATS, TensorFiles
 from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
@@ -46,10 +51,27 @@ def command_parser() -> CommandParser:
     add_shared(parser, "--revision")
     what = "format of SOURCE (default: detected)"
     parser.method.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=what)
+    what = (
+        "a setting of the model that SOURCE does not say, as in --set head_size_divisor=1; VALUE is JSON, or a word; "
+        "may be repeated"
+    )
+    parser.method.add_argument(
+        "--set", dest="told", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=what
+    )
     what = "dtype of all weights in the result (default: that of each tensor in SOURCE)"
     parser.method.add_argument("--dtype", choices=FLOATS, help=what)
     add_new_folder(parser)
     return parser
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, given, value = text.partition("=")
+    if not given or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, such as head_size_divisor=1, got {text!r}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -64,6 +86,7 @@ def run(arguments: Sequence[str]) -> int:
             dtype=options.dtype,
             tokenizer=load_tokenizer("bytes") if options.tokenizer == "bytes" else options.tokenizer,
             training_length=options.training_length,
+            told=dict(options.told),
             command=portable_command(["lengthgen", "convert", *arguments]),
         )
     except KeyboardInterrupt:
@@ -84,20 +107,37 @@ def _summary(name: str, output: Path) -> str:
         f"Converted {source.name} ({source.format}{f', revision {source.revision}' if source.revision else ''}, "
         f"licence {source.license or 'not stated'}): {parameters:,} parameters in {len(files.paths)} file(s)."
     ]
+    settings, layout = read_settings_file(output / "config.json"), FORMATS[source.format]
+    config = our_config(settings, str(output))
+    told = told_settings(config)
+    if assumed := {name: value for name, value in layout.assumed(config).items() if name not in told}:
+        values = ", ".join(f"{name} {value}" for name, value in assumed.items())
+        example = f"--set {next(iter(assumed))}=VALUE"
+        lines.append(f"Its files do not say everything: assumed {values}. If that is wrong, give {example}.")
     if not tokenizer_files(output):
-        official = FORMATS[source.format].tokenizer
+        official = layout.tokenizer if layout.tokenizer_ids in (None, config.vocab_size) else ""
         advice = f" That of the official checkpoints is {official}: --tokenizer {official}." if official else ""
         lines.append(f"{source.name} holds no tokenizer, so {output} has none.{advice}")
-    settings = read_settings_file(output / "config.json")
-    if told := _rounded(files, settings["dtype"]):
-        lines.append(told)
+    if rounded := _rounded(files, settings["dtype"]):
+        lines.append(rounded)
     if settings.get("training_length") is None:
         lines.append(
             f"The training length of {source.name} is not known, which evaluation needs: give --training-length here, "
-            "or to each evaluation."
+            f"or to each evaluation.{_suggested_length([source.name, *source.files], config)}"
         )
     lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', name, str(output)])}")
     return "\n".join(lines)
+
+
+def _suggested_length(names: Sequence[str], config: Any) -> str:
+    """What the names of the source or its config say of training; empty if they say nothing."""
+    if named := next((match for name in names if (match := re.search(r"ctx(\d+)", name))), None):
+        return f" Its name says {named[0]}: --training-length {named[1]}."
+    kept = (getattr(config, SOURCE_CONFIG, None) or {}).get("config") or {}
+    for name in ("context_length", "max_position_embeddings"):
+        if isinstance(kept.get(name), int):
+            return f" Its config says {name} {kept[name]}: --training-length {kept[name]}."
+    return ""
 
 
 def _rounded(files: TensorFiles, dtype: str) -> str:

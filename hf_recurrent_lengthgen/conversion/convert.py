@@ -1,7 +1,7 @@
 """Convert a checkpoint of another layout into one of this package, tensor by tensor."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hf_recurrent_lengthgen.conversion.formats import (
     blank_model,
     expected_shapes,
     tied_names,
+    with_settings,
 )
 from hf_recurrent_lengthgen.conversion.key_maps import Rename, expand, to_ours
 from hf_recurrent_lengthgen.conversion.new_folders import check_new, new_folder
@@ -52,6 +53,7 @@ def convert_checkpoint(
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     training_length: int | None = None,
     max_shard_size: str | int = "5GB",
+    told: Mapping[str, Any] | None = None,
     command: str = "",
 ) -> Path:
     """Write a checkpoint of this package from one of another layout, completely or not at all.
@@ -65,11 +67,14 @@ def convert_checkpoint(
         tokenizer: A tokenizer, or the folder or Hub name to copy it from; None for that of the source, if any.
         training_length: Tokens per training sequence; None for that of the source, if known.
         max_shard_size: As in Transformers' `save_pretrained`.
+        told: Settings of our config that the source does not say, or says wrongly, such as `head_size_divisor` of a
+            .pth file of RWKV-5.
         command: Shell command, for the lineage file.
 
     Raises:
         ValueError: for a source that does not exist, is damaged, or has an unknown layout or architecture; weights
-            that do not fit their config (all are listed); a tokenizer of another model.
+            that do not fit their config (all are listed); a tokenizer of another model; told settings that the family
+            lacks.
     """
     check_new(output := Path(output))
     if dtype not in (None, *FLOATS, *FLOATS.values()):
@@ -86,6 +91,7 @@ def convert_checkpoint(
     config = layout.config_of(settings, files.metas)
     if layout.keeps_config:
         setattr(config, SOURCE_CONFIG, {"format": layout.name, "config": settings})
+    config = with_settings(config, told or {})
     known_length = TRAINING_LENGTHS.get(found.name if found.on_hub else "")
     config.training_length = training_length or known_length or config.training_length
     wanted = FLOATS[dtype] if isinstance(dtype, str) else dtype

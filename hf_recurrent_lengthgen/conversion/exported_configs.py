@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, plain
+from hf_recurrent_lengthgen.conversion.formats import (
+    SOURCE_CONFIG,
+    Format,
+    Settings,
+    plain,
+    told_settings,
+    with_settings,
+)
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
@@ -85,7 +92,10 @@ def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> S
         if named and config.dtype is not None:
             name = "torch_dtype" if "torch_dtype" in settings else "dtype"
             settings[name] = str(config.dtype).removeprefix("torch.")
-    _check_same(format, uniform(config), format.config_of(settings, metas))
+    again = format.config_of(settings, metas)
+    if settings is None and same:
+        again = with_settings(again, told_settings(config))  # as little said there as in the source
+    _check_same(format, uniform(config), again)
     return settings
 
 

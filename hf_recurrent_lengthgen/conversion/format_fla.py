@@ -118,7 +118,8 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
         return False
     if KINDS[kind].defaults:  # also a model type of Transformers, which has none of these
         return not {"fuse_norm", "fuse_cross_entropy", "norm_eps"}.isdisjoint(settings)
-    return kind != "rwkv6" or "rwkv.embeddings.weight" not in metas
+    of_authors = ("rwkv.embeddings.weight", *(f"{prefix}.blocks.0.att.r_k" for prefix in ("rwkv7", "model", "rwkv")))
+    return metas.keys().isdisjoint(of_authors)
 
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:

@@ -41,7 +41,7 @@ DIVISOR = 8  # head_size_divisor of their training: an epsilon of 1e-5 * 8**2 in
 WORLD_VOCABULARY = 65536
 # within a layer, of all generations
 VECTORS = re.compile(r"(att|ffn)\.(time_(maa|mix)_[xwkvrg]|time_decay|x_[rwkvag]|[wav]0|k_[ka])")
-HEAD_SIZE = 64  # of RWKV-7, whose code adds 64e-5 to the variances of heads
+RWKV7_HEAD_EPSILON = 64e-5  # whatever the size of its heads
 UNUSED = tuple(f"blocks.0.att.v{number}" for number in range(3))  # of RWKV-7, which some files hold
 NOTHING = Meta((), torch.float32)
 FFN_KEY = ("feed_forward.key.weight", "ffn.key.linear.weight")
@@ -130,7 +130,7 @@ def _pth_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrai
     heads, head_size = _shape(metas, f"blocks.0.att.{'r_k' if kind == RWKV7 else 'time_faaaa'}", 2)
     config: PreTrainedConfig
     if kind == RWKV7:
-        config = StatefulRWKV7Config(**fields, **_rwkv7_sizes(metas, head_size))
+        config = StatefulRWKV7Config(**fields, **rwkv7_sizes(metas, head_size))
     elif kind == RWKV5:
         fields |= {"attention_hidden_size": inner, "head_size": head_size, "head_size_divisor": DIVISOR}
         config = StatefulRWKV5Config(**fields)
@@ -141,6 +141,15 @@ def _pth_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrai
     flat = [name for name in sorted(first) if len(metas.get(first[name] + name, NOTHING).shape) == 1]
     setattr(config, SOURCE_CONFIG, {"format": "rwkv", "flat": flat})
     return config
+
+
+def _assumed(config: Any) -> Settings:
+    if config.model_type == RWKV5:
+        return {"head_size_divisor": config.head_size_divisor}
+    if config.model_type == RWKV6:
+        return {"group_norm_eps": config.group_norm_eps}
+    found = {"group_norm_eps": config.group_norm_eps or RWKV7_HEAD_EPSILON}
+    return found if config.norm_first else found | {"norm_first": False}
 
 
 def _rwkv6_sizes(metas: Mapping[str, Meta], attention: str, expand: float, heads: int) -> Settings:
@@ -155,12 +164,8 @@ def _rwkv6_sizes(metas: Mapping[str, Meta], attention: str, expand: float, heads
     }
 
 
-def _rwkv7_sizes(metas: Mapping[str, Meta], head_size: int) -> Settings:
-    if head_size != HEAD_SIZE:
-        raise ValueError(
-            f"blocks.0.att.r_k has heads of {head_size} channels, which RWKV-7's code norms with another epsilon than "
-            f"{head_size} * {NORM_EPSILON}: only heads of {HEAD_SIZE} can be converted."
-        )
+def rwkv7_sizes(metas: Mapping[str, Meta], head_size: int) -> Settings:
+    """What the shapes of the tensors of a .pth file of RWKV-7 tell beside the widths."""
     ranks = {"decay": "0.att.w1", "a": "0.att.a1", "gate": "0.att.g1", "v": "1.att.v1"}
     return {
         **{
@@ -170,6 +175,8 @@ def _rwkv7_sizes(metas: Mapping[str, Meta], head_size: int) -> Settings:
         },
         "head_dim": head_size,
         "norm_eps": NORM_EPSILON,
+        "group_norm_eps": None if head_size * NORM_EPSILON == RWKV7_HEAD_EPSILON else RWKV7_HEAD_EPSILON,
+        "norm_first": "blocks.0.ln0.weight" in metas,
         "fuse_norm": False,
     }
 
@@ -250,7 +257,7 @@ SHAPED_FIELDS = (
     *("attention_hidden_size", "hidden_ratio", "intermediate_size", "num_attention_heads"),
     *("num_heads", "v_low_rank_dim", "value_dim"),
 )
-FIXED = (("group_norm_eps", 1e-5 * DIVISOR**2), ("head_dim", HEAD_SIZE))
+FIXED = (("group_norm_eps", 1e-5 * DIVISOR**2),)
 TOKENIZER = "RWKV/rwkv-6-world-1b6"
 
 RWKV = Format(
@@ -266,6 +273,8 @@ RWKV = Format(
     keeps_config=False,
     weights_file="model.pth",
     tokenizer=TOKENIZER,
+    tokenizer_ids=WORLD_VOCABULARY,
+    assumed=_assumed,
     from_shapes=SHAPED_FIELDS,
     fixed=FIXED,
 )

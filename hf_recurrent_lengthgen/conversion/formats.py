@@ -71,6 +71,8 @@ class Format:
         keeps_config: Whether our config.json keeps its config, because ours cannot express all entries.
         weights_file: Name of the weights in an exported folder, for `container` "torch".
         tokenizer: The tokenizer of its official checkpoints, if these have none; else empty.
+        tokenizer_ids: The `vocab_size` of models with that tokenizer; None for any.
+        assumed: What its files do not say, with the values that are assumed for our config; `--set` gives others.
         older: For layouts that earlier versions of a library wrote differently: the map for these tensors, from their
             names; None if `renames` fits.
         code: Repositories with the Python files that its checkpoints need, if no library has their class.
@@ -91,6 +93,8 @@ class Format:
     keeps_config: bool = True
     weights_file: str = "pytorch_model.bin"
     tokenizer: str = ""
+    tokenizer_ids: int | None = None
+    assumed: Callable[[Any], Settings] = lambda config: {}
     older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = lambda config, metas: None
     code: str = ""
     from_shapes: tuple[str, ...] = ()
@@ -117,6 +121,34 @@ class Format:
         """The map for a checkpoint with these tensors; "{layer}" stands for each layer."""
         older = self.older(config, metas)
         return self.renames(config) if older is None else older
+
+
+def with_settings(config: Any, told: Mapping[str, Any]) -> Any:
+    """Our config with other values, which its `SOURCE_CONFIG` keeps, because the source does not say them.
+
+    Raises:
+        ValueError: for names that the config lacks, and values that no model can have.
+    """
+    if not told:
+        return config
+    fields = config.to_dict()
+    possible = fields.keys() - {*OUR_FIELDS, "architectures", "model_type", "transformers_version", "dtype"}
+    if unknown := sorted(set(told) - possible):
+        raise ValueError(
+            f"{', '.join(unknown)} is no setting of {config.display_name} that can be given: choose from "
+            f"{', '.join(sorted(possible))}."
+        )
+    with config_errors(f"What was set ({', '.join(f'{name}={value!r}' for name, value in told.items())})"):
+        changed = type(config).from_dict(fields | dict(told))
+        kept = getattr(config, SOURCE_CONFIG, None) or {}
+        setattr(changed, SOURCE_CONFIG, kept | {"set": dict(told)})
+    return changed
+
+
+def told_settings(config: Any) -> Settings:
+    """What `with_settings` was given for a converted checkpoint."""
+    kept = getattr(config, SOURCE_CONFIG, None) or {}
+    return dict(kept.get("set") or {})
 
 
 def blank_model(config: PreTrainedConfig) -> Any:

@@ -5,12 +5,15 @@ from collections.abc import Mapping
 from hf_recurrent_lengthgen.conversion.format_fla import FLA
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
 from hf_recurrent_lengthgen.conversion.format_rwkv import RWKV, RWKV_HF
+from hf_recurrent_lengthgen.conversion.format_rwkv7_hf import RWKV7_HF
 from hf_recurrent_lengthgen.conversion.format_transformers import TRANSFORMERS
 from hf_recurrent_lengthgen.conversion.formats import Format, Settings
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 
-FORMATS: dict[str, Format] = {format.name: format for format in (MAMBA_SSM, RWKV, RWKV_HF, FLA, TRANSFORMERS)}
+FORMATS: dict[str, Format] = {
+    format.name: format for format in (MAMBA_SSM, RWKV, RWKV_HF, RWKV7_HF, FLA, TRANSFORMERS)
+}
 """In the order of detection."""
 
 

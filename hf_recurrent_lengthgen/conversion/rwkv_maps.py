@@ -163,14 +163,15 @@ def rwkv6_map(parts: Sequence[tuple[str | tuple[str, ...], str, Transform]] = RW
     return others[:3] + layer + others[3:]
 
 
-def rwkv7_map(layers: int) -> list[Rename]:
-    """From .pth files to our RWKV-7 with so many layers."""
+def rwkv7_map(config: Any) -> list[Rename]:
+    """From .pth files to our RWKV-7."""
     values = [
         Rename(f"blocks.{layer}.att.v{part}", f"model.layers.{layer}.attn.v_lora.lora.{ours}", how)
-        for layer in range(1, layers)
+        for layer in range(1, config.num_hidden_layers)
         for part, ours, how in LOW_RANK
     ]
-    return rwkv6_map(RWKV7_LAYER) + values
+    lacking = () if config.norm_first else ("model.layers.0.pre_norm.weight", "model.layers.0.pre_norm.bias")
+    return [rename for rename in rwkv6_map(RWKV7_LAYER) + values if rename.ours not in lacking]
 
 
 def rwkv5_map() -> list[Rename]:
@@ -183,7 +184,7 @@ def rwkv5_map() -> list[Rename]:
 def pth_map(config: Any) -> list[Rename]:
     """The map of .pth files whose vectors are (1, 1, n)."""
     if config.model_type == RWKV7:
-        return rwkv7_map(config.num_hidden_layers)
+        return rwkv7_map(config)
     return rwkv5_map() if config.model_type == RWKV5 else rwkv6_map()
 
 

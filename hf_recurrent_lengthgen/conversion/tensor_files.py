@@ -40,6 +40,12 @@ DTYPES = {
 }
 """Dtypes by their names in safetensors files."""
 
+COMPILED = "_orig_mod."
+"""In the names of the parameters of a module that `torch.compile` wraps."""
+
+GGML = {b"fmgg": "ggml", b"lmgg": "ggml", b"tjgg": "ggml", b"GGUF": "GGUF"}
+"""First bytes of files of rwkv.cpp and llama.cpp (0x67676d66 and others), and what they are called."""
+
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Dtypes to which weights can be converted."""
 
@@ -68,7 +74,8 @@ class TensorFiles:
         container: "safetensors", or "torch" for pickles of `torch.save`, which are read with `weights_only=True`.
         paths: The weight files.
         index: The index that lists them; None for a single file.
-        metas: Shape and dtype of each tensor, in the order of the files.
+        metas: Shape and dtype of each tensor, in the order of the files. What `torch.compile` puts into names
+            (`_orig_mod.`) is left out of them.
 
     Raises:
         ValueError: without weights, and for files that are damaged, contradict their index, are outside the folder, or
@@ -84,17 +91,20 @@ class TensorFiles:
         self.paths = tuple(sorted({path.parent / name for name in named.values()})) if self.index else (path,)
         if missing := [file.name for file in self.paths if not file.is_file()]:
             raise ValueError(f"{path} names files that do not exist: {', '.join(missing)}. {AGAIN.capitalize()}.")
-        self._files: dict[str, Path] = {}
+        self._stored: dict[str, tuple[Path, str]] = {}
         self.metas: dict[str, Meta] = {}
         self._opened: tuple[Path, _Safetensors | _Pickled] | None = None
         for file in self.paths:
-            metas = self._open(file).metas
+            stored = self._open(file).metas
+            metas = {name.replace(COMPILED, ""): meta for name, meta in stored.items()}
+            if len(metas) < len(stored):
+                raise ValueError(f"{file} holds tensors twice, with and without {COMPILED} in their names: {AGAIN}.")
             if twice := sorted(self.metas.keys() & metas.keys()):
                 raise ValueError(f"{file} and files before it both hold {', '.join(twice)}: {AGAIN}.")
             self.metas |= metas
-            self._files |= dict.fromkeys(metas, file)
+            self._stored |= {plain: (file, name) for plain, name in zip(metas, stored, strict=True)}
         if self.index is not None:
-            _check_index(self.index, named, {name: file.name for name, file in self._files.items()})
+            _check_index(self.index, named, {name: file.name for file, name in self._stored.values()})
         self.close()
 
     def keys(self) -> list[str]:
@@ -106,7 +116,8 @@ class TensorFiles:
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU. It may be a view of the mapped file, for weights larger than memory: do not write to
         either."""
-        return self._open(self._files[name]).tensor(name)
+        file, stored = self._stored[name]
+        return self._open(file).tensor(stored)
 
     def close(self) -> None:
         """Unmap the open file; reading opens it again."""
@@ -194,7 +205,13 @@ class _Safetensors:
 class _Pickled:
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
-            mappable = file.read(4) == b"PK\x03\x04"
+            begins = file.read(4)
+        if begins in GGML:
+            raise ValueError(
+                f"{path} is a {GGML[begins]} file, of rwkv.cpp or llama.cpp, which cannot be converted: give the "
+                ".pth or .safetensors file that it was made from."
+            )
+        mappable = begins == b"PK\x03\x04"
         try:
             # A file of torch before 1.6 is no zip archive and cannot be mapped, so it is read as a whole.
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)

@@ -20,7 +20,9 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
         v_low_rank_dim: Rank of the share of the first layer's values in those of later layers.
         norm_first: Whether the first layer norms the embeddings (`pre_norm`), and goes on from the result.
         norm_bias: Whether layer norms have a bias.
-        norm_eps: Added to the variances of layer norms, and `head_dim` times that to those of the heads' outputs.
+        norm_eps: Added to the variances of layer norms.
+        group_norm_eps: Added to the variances of the heads' outputs; None for `head_dim` times `norm_eps`, as in fla.
+            The authors' code has 64e-5 for heads of any size.
         use_l2warp: Whether the loss for labels has L2Wrap, which keeps the largest logits small; fla has it unless
             set, this package only if set.
     """
@@ -29,7 +31,7 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
     display_name = "RWKV-7"
     hub_tags = ("rwkv",)
     upstream_types = ("rwkv7",)
-    layouts = ("fla", "rwkv")
+    layouts = ("fla", "rwkv", "rwkv7-hf")
     tiny = {"head_dim": 32}  # noqa: RUF012
     lora_target_modules = ("r_proj", "k_proj", "v_proj", "o_proj")
     activations = ("sqrelu",)
@@ -47,6 +49,7 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
     norm_first: bool = True
     norm_bias: bool = True
     norm_eps: float = 1e-5
+    group_norm_eps: float | None = None
 
     def heads_of(self, layer: int) -> tuple[int, int, int]:
         """Of one layer: heads H, key dim N, value dim P."""

@@ -70,7 +70,8 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
         self.v_lora = LowRank(D, config.v_low_rank_dim, values, nn.Identity()) if layer else None
         self.a_lora = LowRank(D, config.a_low_rank_dim, D, nn.Identity())
         self.g_lora = LowRank(D, config.gate_low_rank_dim, values, nn.Sigmoid(), bias=False)
-        self.g_norm = HeadNorm(values, self.key_dim * config.norm_eps)
+        eps = self.key_dim * config.norm_eps if config.group_norm_eps is None else config.group_norm_eps
+        self.g_norm = HeadNorm(values, eps)
 
     def kernel_limit(self, dtype: torch.dtype) -> str:
         """See `ScanMixer`."""

@@ -41,7 +41,7 @@ class Start:
 
     Args:
         model: Name on the Hub.
-        format: Its layout: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf".
+        format: Its layout: "mamba-ssm", "transformers", "fla", "rwkv", "rwkv-hf", "rwkv7-hf".
         family: "mamba", "mamba2", "gla", "rwkv6".
         training_length: Training length in tokens.
         revision: Branch, tag or commit. A run records the commit.

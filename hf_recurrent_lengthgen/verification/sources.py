@@ -11,7 +11,15 @@ from transformers import AutoConfig
 
 from hf_recurrent_lengthgen.conversion.convert import has_own_tokenizer, our_entries, read_settings
 from hf_recurrent_lengthgen.conversion.exported_configs import NOT_ARCHITECTURE
-from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, Format, Settings, config_errors, plain
+from hf_recurrent_lengthgen.conversion.formats import (
+    SOURCE_CONFIG,
+    Format,
+    Settings,
+    config_errors,
+    plain,
+    told_settings,
+    with_settings,
+)
 from hf_recurrent_lengthgen.conversion.registry import detect
 from hf_recurrent_lengthgen.conversion.sources import Source, locate
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles, same_bits
@@ -144,5 +152,6 @@ def open_source(located: Source, folder: Path) -> OpenedSource:
             f"{source} is converted to a checkpoint of type {config.model_type}, but {folder} is of type "
             f"{our_config.model_type}: as the first argument, give the source that it was converted from."
         )
+    config = with_settings(config, told_settings(our_config))
     entries = our_entries(layout, config, files, source)
     return OpenedSource(located, layout, settings, config, entries, folder, our_config)

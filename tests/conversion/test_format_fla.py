@@ -371,7 +371,7 @@ def test_formats_of_a_family_are_those_that_can_hold_it() -> None:
     families = {
         StatefulGLAConfig.model_type: {"fla"},
         StatefulRWKV6Config.model_type: {"fla", "rwkv", "rwkv-hf"},
-        StatefulRWKV7Config.model_type: {"fla", "rwkv"},
+        StatefulRWKV7Config.model_type: {"fla", "rwkv", "rwkv7-hf"},
         StatefulMamba2Config.model_type: {"fla", "mamba-ssm", "transformers"},
     }
     for family, formats in families.items():

@@ -25,6 +25,8 @@ from hf_recurrent_lengthgen.conversion.key_maps import expand, to_ours
 from hf_recurrent_lengthgen.conversion.registry import FORMATS, detect
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
+from hf_recurrent_lengthgen.verification.sources import different_fields, locate_source, open_source
+from tests.models.family_rwkv import rwkv7_loop
 from tests.models.upstream_fixtures import RWKV5_NAMES, load_fixture
 
 from .rwkv_reference import (
@@ -222,10 +224,61 @@ def test_values_that_the_first_layer_of_rwkv7_never_reads_are_left_out(tmp_path:
         convert_checkpoint(str(write_pth(weights | unused, tmp_path / "more.pth")), tmp_path / "more")
 
 
-def test_rwkv7_with_heads_of_another_size_is_refused(tmp_path: Path) -> None:
-    weights = even_draw(rwkv7_shapes(RWKV7_SIZES._replace(heads=4, head_size=32)))
-    with pytest.raises(ValueError, match=r"heads of 32 channels.* only heads of 64 can be converted"):
-        convert_checkpoint(str(write_pth(weights, tmp_path / "theirs.pth")), tmp_path / "ours")
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_rwkv7_has_one_epsilon_for_heads_of_every_size(norm_first: bool, tmp_path: Path) -> None:
+    """64e-5 in the code of its author; and files of models without a norm of the embeddings are taken as they are."""
+    weights = even_draw(rwkv7_shapes(RWKV7_SIZES._replace(heads=8, head_size=16)))
+    if not norm_first:
+        weights = {name: value for name, value in weights.items() if ".ln0." not in name}
+    convert_checkpoint(str(write_pth(weights, tmp_path / "theirs.pth")), tmp_path / "ours")
+    model = load_model(str(tmp_path / "ours")).eval().double()
+    assert (model.config.group_norm_eps, model.config.norm_first) == (64e-5, norm_first)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        found = model(ids)
+        logits, state = rwkv7_loop(model, model.get_input_embeddings()(ids), model.zero_state(1))
+    assert_close(found.logits, logits)
+    assert_close(found.final_state[1].recurrent, state[1].recurrent)
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")
+    assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
+    with pytest.raises(ValueError, match=r"group_norm_eps 0\.00064 \(there None\)"):
+        export_checkpoint(str(tmp_path / "ours"), tmp_path / "fla", "fla")
+
+
+@both_generations
+def test_what_a_file_does_not_say_can_be_told(shapes: Callable[[Sizes], dict[str, Any]], tmp_path: Path) -> None:
+    weights, five = draw(shapes(SMALL)), shapes is rwkv5_shapes
+    told = {"head_size_divisor": 1} if five else {"group_norm_eps": 1e-5}
+    theirs = write_pth(weights, tmp_path / "theirs.pth")
+    convert_checkpoint(str(theirs), tmp_path / "ours", told=told)
+    assert_computes(tmp_path / "ours", weights, 1e-5)
+    opened = open_source(locate_source(str(theirs), None, tmp_path / "ours"), tmp_path / "ours")
+    assert different_fields(opened.config, opened.our_config) == []
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")  # which says as little
+    assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
+    for wrong, words in (
+        ({"head_sise": 1}, "head_sise is no setting"),
+        ({"vocab_size": "many"}, "vocab_size must be an integer"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            convert_checkpoint(str(theirs), tmp_path / "not", told=wrong)
+
+
+def test_names_of_a_compiled_module_are_read(tmp_path: Path) -> None:
+    weights = draw(rwkv6_shapes(SMALL))
+    compiled = {f"_orig_mod.{name}": value for name, value in weights.items()}
+    convert_checkpoint(str(write_pth(compiled, tmp_path / "theirs.pth")), tmp_path / "ours")
+    assert_computes(tmp_path / "ours", weights)
+    both = compiled | {"emb.weight": weights["emb.weight"]}
+    with pytest.raises(ValueError, match="twice, with and without _orig_mod"):
+        convert_checkpoint(str(write_pth(both, tmp_path / "both.pth")), tmp_path / "not")
+
+
+@pytest.mark.parametrize(("begins", "kind"), [(b"fmgg", "ggml"), (b"GGUF", "GGUF")])
+def test_files_of_ggml_are_called_by_their_name(begins: bytes, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(begins + bytes(100))
+    with pytest.raises(ValueError, match=f"is a {kind} file, .*give the .pth"):
+        convert_checkpoint(str(tmp_path / "model.bin"), tmp_path / "ours")
 
 
 # D, layers, ranks and the numbers of parameters in the paper's table of World models (arXiv:2503.14456, appendix)

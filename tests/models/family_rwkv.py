@@ -130,7 +130,8 @@ def rwkv7_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, Re
             r, k, v, a, w = (part.unflatten(-1, (H, -1)) for part in (r, k, v, a, w))
             transition = torch.diag_embed(w) - kappa[..., :, None] * (a * kappa)[..., None, :]
             S = S @ transition + v[..., :, None] * k[..., None, :]
-            y = group_norm((S @ r[..., None]).flatten(1), H, m.g_norm.weight, m.g_norm.bias, N * c.norm_eps)
+            eps = N * c.norm_eps if c.group_norm_eps is None else c.group_norm_eps
+            y = group_norm((S @ r[..., None]).flatten(1), H, m.g_norm.weight, m.g_norm.bias, eps)
             y = y + ((r * k * m.r_k).sum(-1, keepdim=True) * v).flatten(1)
             h = h + (y * g) @ m.o_proj.weight.T
             before, z = z, block.ffn_norm(h)
@@ -208,7 +209,12 @@ RWKV7 = Family(
             "num_hidden_layers": 3,
             "tie_word_embeddings": True,
         },
-        "plain norms, one layer": {"norm_first": False, "norm_bias": False, "num_hidden_layers": 1},
+        "plain norms, own epsilon, one layer": {
+            "norm_first": False,
+            "norm_bias": False,
+            "group_norm_eps": 64e-5,
+            "num_hidden_layers": 1,
+        },
     },
     loop=rwkv7_loop,
     linear_modules={
