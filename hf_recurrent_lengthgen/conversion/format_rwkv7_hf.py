@@ -87,7 +87,7 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
     raw = {_raw(name, names): _turned(meta) if _is_linear(name) else meta for name, meta in metas.items()}
     vocab_size, hidden_size = raw["emb.weight"].shape
     head_size = raw["blocks.0.att.r_k"].shape[1]
-    norm_eps = given.get("norm_eps", given.get("layer_norm_epsilon", 1e-5))
+    norm_eps: float = given.get("norm_eps") or given.get("layer_norm_epsilon") or 1e-5
     head_eps = given.get("group_norm_epsilon", 64e-5 if "head_size" in given else None)
     fields = {
         "vocab_size": vocab_size,
