@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.learned_states import learned_row, recorded
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
+from hf_recurrent_lengthgen.models.virtual_tokens import NO_KEYS
 
 
 def check_arguments(cache_argument: str, arguments: dict[str, Any], seen: int) -> tuple[int, int, MovedRows | None]:
@@ -105,6 +106,17 @@ def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentStat
             f"attention_cache holds {layer.get_seq_length()} tokens, but there is no initial_state: give the final "
             "state after them, or a new attention cache for a new text."
         )
+
+
+def check_keys_alone(model: HybridModel, arguments: dict[str, Any]) -> None:
+    """Refuse a cache of keys alone, which recurrent layers would fail on, or ignore."""
+    for cache in (value for value in arguments.values() if type(value) is DynamicCache):
+        flagged = [hasattr(layer, "is_conv_states_initialized") for layer in cache.layers]
+        if flagged and not any(flagged):
+            raise ValueError(
+                f"The cache given to {type(model).__name__} holds keys and values alone: give one that its own calls "
+                f"or cache_from_state returned. If PEFT gave it: {NO_KEYS}."
+            )
 
 
 def check_forgetting_in_cache(model: HybridModel, rule: Forgetting) -> None:

@@ -13,10 +13,12 @@ from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen.hybrids.cache_adapters import repeated_keys
 from hf_recurrent_lengthgen.hybrids.calls import check_attention_cache, check_rows, check_stopped, set_positions
-from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import check_cached, real_of, rows_of
+from hf_recurrent_lengthgen.models.learned_states import recorded
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state, state_dtype
 from hf_recurrent_lengthgen.models.rows import LAYOUT, check_prompts, text_positions
+from hf_recurrent_lengthgen.models.virtual_tokens import GOES_ON
 
 
 def check_prompt_rows(inputs: Tensor | None, given: dict[str, Any]) -> None:
@@ -77,6 +79,31 @@ def generation_arguments(
     if read_here:
         cache.unread_state = initial_state
     return further | {adapter.argument: cache}
+
+
+def check_virtual_tokens(
+    model: Any,
+    initial_state: RecurrentState | None,
+    attention_cache: Cache | None,
+    positional: tuple[Any, ...],
+    given: dict[str, Any],
+) -> None:
+    """Refuse to generate where PEFT would put its virtual tokens before each new token, or behind earlier text."""
+    name = type(model).__name__
+    if initial_state is not None or attention_cache is not None or recorded(model.config)["active"] is not None:
+        raise ValueError(
+            f"generate of {name} starts from a given or learned state, or from the virtual tokens of PEFT, not from "
+            "both: leave one of them out."
+        )
+    if any(isinstance(value, Cache) for value in given.values()):
+        raise ValueError(f"{GOES_ON}.")
+    config = (positional[0] if positional else given.get("generation_config")) or model.generation_config
+    counts = model.attends and stock_type_of(model).counts_tokens
+    if not counts and given.get("use_cache", config.use_cache) is not False:
+        raise ValueError(
+            f"The cache of {name} does not count tokens, so PEFT would read its virtual tokens again before each new "
+            "token: generate with use_cache=False, or convert the checkpoint to a family of this package."
+        )
 
 
 def _check_prompt(model: Any, real: Tensor | None, attention_cache: Cache | None, config: Any) -> None:

@@ -27,6 +27,7 @@ class StockType(NamedTuple):
     no_noise: str | None = None  # why noise cannot take the place of its recurrent part
     state_field: str = ""  # the field of its configuration with N of all recurrent layers, if N can grow (StateX)
     no_expansion: str = ""  # if not, why
+    counts_tokens: bool = True  # whether its cache and its positions count the tokens of keys
 
 
 SSD = "(H, P, N)"
@@ -43,7 +44,7 @@ _NO_STATE = "it has short convolutions only, no state that could grow"
 
 SUPPORTED = {
     "bailing_hybrid": StockType(DELTA, no_expansion=_UNIT_KEYS),
-    "bamba": StockType(SSD, state_field=_MAMBA_N),
+    "bamba": StockType(SSD, state_field=_MAMBA_N, counts_tokens=False),
     "falcon_h1": StockType(SSD, no_adapters=("out_proj",), state_field=_MAMBA_N),
     "falcon_mamba": StockType(
         SELECTIVE, Mamba1CacheAdapter, no_adapters=("out_proj", "dt_proj"), state_field="state_size"
@@ -66,6 +67,7 @@ SUPPORTED = {
         DELTA,
         MiniMaxCacheAdapter,
         no_expansion="its decays are fixed numbers of each head, which merged heads cannot share",
+        counts_tokens=False,
     ),
     "nemotron_h": StockType(SSD, no_adapters=("out_proj",), state_field="ssm_state_size"),
     "olmo_hybrid": StockType(DELTA, no_expansion=_UNIT_KEYS),

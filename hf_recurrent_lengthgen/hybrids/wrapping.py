@@ -24,6 +24,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_arguments,
     check_attention_cache,
     check_forgetting_in_cache,
+    check_keys_alone,
     check_rows,
     check_stopped,
     checkpointing,
@@ -33,7 +34,12 @@ from hf_recurrent_lengthgen.hybrids.calls import (
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
-from hf_recurrent_lengthgen.hybrids.generating import check_prompt_rows, generation_arguments, read_prompt
+from hf_recurrent_lengthgen.hybrids.generating import (
+    check_prompt_rows,
+    check_virtual_tokens,
+    generation_arguments,
+    read_prompt,
+)
 from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
 from hf_recurrent_lengthgen.hybrids.measuring import watched_scans
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
@@ -55,6 +61,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     zero_state,
 )
 from hf_recurrent_lengthgen.models.supported_transformers import OLD_CACHE_NAMES
+from hf_recurrent_lengthgen.models.virtual_tokens import virtual_tokens
 
 
 class StatefulMixin(LearnedStatesMixin):
@@ -140,6 +147,7 @@ class StatefulMixin(LearnedStatesMixin):
         arguments: dict[str, Any],
     ) -> Any:
         rule, adapter = Forgetting.of(self.config), cache_adapter_of(self)
+        check_keys_alone(self, arguments)
         if rule != Forgetting():
             check_forgetting(self)
         if (unread := getattr(arguments.get(adapter.argument), "unread_state", None)) is not None:
@@ -248,6 +256,8 @@ class StatefulMixin(LearnedStatesMixin):
             check_forgetting(self)
             check_forgetting_in_cache(self, rule)
         check_prompt_rows(inputs, kwargs)
+        if virtual_tokens(self):
+            check_virtual_tokens(self, initial_state, attention_cache, args, kwargs)
         if initial_state is None:
             if attention_cache is not None:
                 raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
@@ -255,6 +265,13 @@ class StatefulMixin(LearnedStatesMixin):
                 return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
         return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Transformers; with virtual tokens of PEFT, the cache is where PEFT looks for it."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        if virtual_tokens(self) and "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse continuous batching."""

@@ -72,8 +72,8 @@ class RecurrentCache(Cache):
         self.reorder_cache(indices)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Always 0: no position is stored, and `generate` must not cut its inputs by it."""
-        return 0
+        """The tokens seen, from which PEFT knows that its virtual tokens were read."""
+        return self.tokens_seen
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """-1: there is no maximum."""

@@ -14,6 +14,7 @@ from .recurrent_state import RecurrentState, check_finite_state, check_state, st
 from .rows import check_prompts, read_rows, text_positions
 from .supported_transformers import CACHE_NAME
 from .token_inputs import check_token_ids, given_cache
+from .virtual_tokens import GOES_ON, virtual_tokens
 
 # arguments of `generate` that tell which tokens are unread, which the cache knows
 _BOOKKEEPING = ("cache_position", "is_first_iteration", "labels", "next_sequence_length")
@@ -65,6 +66,10 @@ class RecurrentGenerationMixin(GenerationMixin):
         size, cache = generation_config.prefill_chunk_size, model_kwargs.get(CACHE_NAME)
         if size is None or cache is None:
             return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if virtual_tokens(self):
+            raise ValueError(
+                "The virtual tokens of PEFT are read at once with the prompt: leave prefill_chunk_size out."
+            )
         if size < 1:
             raise ValueError(f"prefill_chunk_size must be a number of tokens above 0, got {size}.")
         inputs = self.prepare_inputs_for_generation(input_ids, **model_kwargs)
@@ -100,11 +105,13 @@ class RecurrentGenerationMixin(GenerationMixin):
         dropped = (*_BOOKKEEPING, *_FOR_GENERATE)
         inputs: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in dropped}
         inputs |= {
-            "cache": cache,
+            "past_key_values": cache,  # where PEFT looks for it with every release
             "logits_to_keep": 0 if logits_to_keep is None else logits_to_keep,
             "attention_mask": attention_mask,
         }
         seen = 0 if cache is None else cache.tokens_seen
+        virtual = virtual_tokens(self)
+        seen = max(seen - virtual, 0)
         if inputs_embeds is not None and seen < inputs_embeds.shape[1]:
             name, unread = "inputs_embeds", inputs_embeds[:, seen:]
         elif inputs_embeds is not None:
@@ -122,7 +129,7 @@ class RecurrentGenerationMixin(GenerationMixin):
                 "with the cache, or only the new tokens with initial_state=cache.state."
             )
         for per_token in _PER_TOKEN:
-            if inputs.get(per_token) is not None:
+            if inputs.get(per_token) is not None and not (virtual and per_token == "attention_mask"):
                 inputs[per_token] = inputs[per_token][:, -length:]
         return inputs | {name: unread}
 
@@ -153,6 +160,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         check_prompts(kwargs)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = text_positions(kwargs["position_ids"])
+        if virtual_tokens(self) and given is not None:
+            raise ValueError(f"{GOES_ON}.")
         if (ids := kwargs.get("input_ids") if inputs is None else inputs) is not None:
             check_token_ids(ids, model.config.vocab_size)
         if initial_state is None:

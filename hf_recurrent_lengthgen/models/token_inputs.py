@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from .recurrent_cache import RecurrentCache
 from .rows import LAYOUT, Rows, mask_of_new_tokens, read_piece, read_rows, real_tokens, token_shape
+from .virtual_tokens import NO_KEYS
 
 
 def read_inputs(
@@ -61,7 +62,10 @@ def given_cache(cache: RecurrentCache | None, others: dict[str, Any]) -> Recurre
 def check_cache(cache: Any) -> None:
     """Raise a `ValueError` for a cache of another model."""
     if cache is not None and not isinstance(cache, RecurrentCache):
-        raise ValueError(f"cache must be a RecurrentCache, got {type(cache).__name__}; give a state as initial_state.")
+        raise ValueError(
+            f"cache must be a RecurrentCache, got {type(cache).__name__}; give a state as initial_state. If PEFT gave "
+            f"it: {NO_KEYS}."
+        )
 
 
 def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> None:

@@ -41,7 +41,7 @@ SHARED_FILES = {
     ),
     *("learned_states", "modeling_stateful", "packed_rows", "padding", "recurrent_cache", "recurrent_generation"),
     *("recurrent_state", "rows", "scan_backends", "scan_mixer", "sequence_classification", "sequence_pieces"),
-    *("supported_transformers", "token_inputs"),
+    *("supported_transformers", "token_inputs", "virtual_tokens"),
 }
 MAMBA_FILES = {"causal_conv", "configuration_reference", "layers_mamba_block", "norms"}
 GATED_FILES = {"chunk_decays", "chunked_gated_scan", "fla_kernels", "forgetting_gated"}
