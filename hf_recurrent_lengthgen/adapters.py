@@ -95,9 +95,13 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
         config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path / CONFIG_FILE} is damaged ({error}): copy or save it again.") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ValueError(f"{path} holds an adapter of the kind {kind!r}: only LORA is supported, which can be merged.")
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA" or config.get("alora_invocation_tokens"):
+        told = "of LoRA that tokens switch on (alora_invocation_tokens)" if kind == "LORA" else f"of the kind {kind!r}"
+        raise ValueError(
+            f"{path} holds an adapter {told}: only LORA for all tokens is supported, which can be merged. Load others "
+            "with PEFT, PeftModel.from_pretrained(load_model(BASE), FOLDER)."
+        )
     if not (path / WEIGHTS_FILE).is_file():
         raise ValueError(f"{path} holds no {WEIGHTS_FILE}: save the adapter as safetensors, pickles are not read.")
     return _existing_base(config.get("base_model_name_or_path"), path / CONFIG_FILE, "the adapter")
@@ -166,11 +170,12 @@ def with_adapter(base: Any, folder: str | os.PathLike[str], name: str) -> Any:
     except (ValueError, RuntimeError, TypeError) as error:
         raise ValueError(f"{told}: {' '.join(str(error).split())}") from error
     with safe_open(os.fspath(path / WEIGHTS_FILE), framework="pt") as file:
-        given = {key for key in file.keys() if "lora_" in key}
-    wanted = {key for key in get_peft_model_state_dict(model, save_embedding_layers=False) if "lora_" in key}
-    if given != wanted:
+        given = set(file.keys())
+    wanted = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    left_over = {key for key in given - wanted if "lora_" in key}  # embeddings may lie beside
+    if wanted - given or left_over:
         raise ValueError(
-            f"{told}: missing {sorted(wanted - given)[:3]}, left over {sorted(given - wanted)[:3]} (of {len(given)})."
+            f"{told}: missing {sorted(wanted - given)[:3]}, left over {sorted(left_over)[:3]} (of {len(given)})."
         )
     for key, value in record.config.items():
         setattr(base.config, key, json.loads(value))
@@ -199,7 +204,7 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
         return [owners[id(weight)] for name, weight in linear.items() if name.endswith(f".{target}")]
 
     defaults: Any = getattr(model, "lora_target_modules", None) or getattr(model.config, "lora_target_modules", ())
-    targets = sorted(targets or [name for name in defaults if {*found(name)} == {1}])
+    targets = sorted(targets or defaults)
     if shared := [target for target in targets if max(found(target), default=1) > 1]:
         raise ValueError(
             f"{', '.join(shared)} of {type(model).__name__} share a weight with other layers, so adapters on "
@@ -217,6 +222,45 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
         return get_peft_model(model, config)
     except ValueError as error:
         raise ValueError(f"{type(model).__name__} takes no adapter on {', '.join(targets)}: {error}") from error
+
+
+def merged(model: Any) -> Any:
+    """The model of a PEFT model with LoRA, with the adapter in its weights.
+
+    Raises:
+        ValueError: if no weights of the model could hold it; the model is then as it was. With the reason of PEFT, if
+            it fails to merge.
+    """
+    if reason := _why_apart(model):
+        raise Unmergeable(f"The adapter cannot be merged: {reason}.")
+    try:
+        return model.merge_and_unload(safe_merge=True)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise ValueError(f"PEFT cannot merge the adapter: {error}") from error
+
+
+class Unmergeable(ValueError):
+    """An adapter that its model can only have beside its weights."""
+
+
+def _why_apart(model: Any) -> str | None:
+    """Why no weights give what a model with LoRA gives; None if they do."""
+    owners = Counter(
+        id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None
+    )
+    # PEFT shares the rows of trained tokens between embeddings and head itself
+    layers = {
+        name.removeprefix("base_model.model."): layer
+        for name, layer in model.named_modules()
+        if hasattr(layer, "lora_A") and hasattr(layer, "get_base_layer")
+    }
+    for name, layer in layers.items():
+        base = layer.get_base_layer()
+        if any(owners[id(weight)] > 1 for weight in base.parameters(recurse=False)):
+            return f"{name} shares its weight with another layer, which has another update or none"
+        if getattr(base, "bias", None) is None and any(getattr(layer, "lora_bias", {}).values()):
+            return f"lora_bias gives {name} a bias, for which its layer has no place"
+    return None
 
 
 def adapter_of(model: Any) -> Adapter | None:

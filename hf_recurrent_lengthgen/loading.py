@@ -25,11 +25,13 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.adapters import (
+    Unmergeable,
     base_of_adapter,
     base_of_learned_state,
     base_of_part,
     holds_adapter,
     holds_learned_state,
+    merged,
     refuse_adapter,
     with_adapter,
 )
@@ -162,7 +164,8 @@ def load_model(
         trust_remote_code: Whether code of the checkpoint may run, if this package does not know its model type.
         dtype: Dtype of the weights. The small steps of post-training vanish in bfloat16 weights; use autocast instead
             (`bf16=True` of the trainers).
-        merge: Merge an adapter into its base, and return the model without PEFT.
+        merge: Merge an adapter into its base, and return the model without PEFT; an adapter on a weight that layers
+            share stays beside it, with a warning.
         base: The base of an adapter or learned state, if it is not the one that its config names.
 
     Raises:
@@ -225,10 +228,18 @@ def _load(
     if holds_adapter(name):
         base = base_of_adapter(name) if base is None else base
         refuse_adapter(base)
-        model = with_adapter(_load(base, trust_remote_code, dtype, stateless), name, base)
+        model: Any = with_adapter(_load(base, trust_remote_code, dtype, stateless), name, base)
         if holds_learned_state(name):  # trained beside the adapter
             model.get_base_model().load_learned_state(name)
-        return model.merge_and_unload(safe_merge=True) if merge else model
+        if not merge:
+            return model
+        try:
+            return merged(model)
+        except Unmergeable as error:
+            logger.warning(
+                f"{error} {name} is read with its adapter beside the weights, which gives the same results."
+            )
+            return model
     if holds_learned_state(name):
         if (Path(name) / "config.json").exists():
             raise ValueError(f"{name} holds a checkpoint and a learned state: move the files of one of them.")

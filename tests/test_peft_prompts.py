@@ -41,7 +41,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 QUICK = ("mamba2", "stock falcon_h1", "stock minimax")
 NAMES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
 # their caches count no tokens, or their positions do not follow the cache
-UNCOUNTED = ("bamba", "falcon_mamba", "mamba", "mamba2", "minimax", "rwkv", "xlstm")
+UNCOUNTED = ("bamba", "falcon_mamba", "mamba", "mamba2", "minimax", "xlstm")
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 
 pytestmark = pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")

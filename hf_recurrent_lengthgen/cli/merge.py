@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.adapters import adapter_of, base_of_adapter, holds_adapter
+from hf_recurrent_lengthgen.adapters import merged as merge_adapter
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
@@ -54,10 +55,10 @@ def run(arguments: Sequence[str]) -> int:
     assert added is not None
     layers = ", ".join(added.targets)
     what = f"merged an adapter (LoRA of rank {added.rank}, alpha {added.alpha:g}, on {layers}) into its base"
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     tokens = torch.randint(vocabulary, (1, _READ), generator=torch.Generator().manual_seed(0))
     expected = _logits(model, tokens)
-    merged = model.merge_and_unload(safe_merge=True)
+    merged = merge_adapter(model)
     del model
     tokenizer = tokenizer_to_copy(adapter, trust)
 

@@ -108,8 +108,13 @@ def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentStat
         )
 
 
-def check_keys_alone(model: HybridModel, arguments: dict[str, Any]) -> None:
-    """Refuse a cache of keys alone, which recurrent layers would fail on, or ignore."""
+def check_call(model: HybridModel, arguments: dict[str, Any]) -> None:
+    """Refuse what makes wrong states: layers that PEFT repeats, and a cache of keys alone."""
+    if any(getattr(config, "layer_replication", None) for config in vars(model).get("peft_config", {}).values()):
+        raise ValueError(
+            f"layer_replication of PEFT repeats layers of {type(model).__name__}, whose states are known for the "
+            "layers that it had before: leave it out."
+        )
     for cache in (value for value in arguments.values() if type(value) is DynamicCache):
         flagged = [hasattr(layer, "is_conv_states_initialized") for layer in cache.layers]
         if flagged and not any(flagged):

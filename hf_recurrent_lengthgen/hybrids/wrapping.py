@@ -11,6 +11,7 @@ Called without states, it behaves as the stock model. docs/hybrids.md explains s
 import dataclasses
 import functools
 import inspect
+from collections import Counter
 from typing import Any, cast
 
 import transformers
@@ -23,8 +24,8 @@ from hf_recurrent_lengthgen.hybrids.cache_adapters import copy_keys
 from hf_recurrent_lengthgen.hybrids.calls import (
     check_arguments,
     check_attention_cache,
+    check_call,
     check_forgetting_in_cache,
-    check_keys_alone,
     check_rows,
     check_stopped,
     checkpointing,
@@ -83,11 +84,17 @@ class StatefulMixin(LearnedStatesMixin):
 
     @property
     def lora_target_modules(self: Any) -> tuple[str, ...]:
-        """Ends of the names of the linear layers that an adapter may target: all but routers and the head."""
+        """Ends of the names of the linear layers that an adapter may target: all but routers and the head, and but
+        layers that share a weight, into which adapters could not be merged.
+        """
         left_out = {"gate", "router", "shared_expert_gate", *stock_type_of(self).no_adapters}
         head = self.get_output_embeddings()
-        names = (name for name, module in self.named_modules() if isinstance(module, nn.Linear) and module is not head)
-        ends = {name.rpartition(".")[2] for name in names} - left_out
+        layers = [
+            (name.rpartition(".")[2], layer) for name, layer in self.named_modules() if isinstance(layer, nn.Linear)
+        ]
+        owners = Counter(id(layer.weight) for _, layer in layers)
+        left_out |= {end for end, layer in layers if owners[id(layer.weight)] > 1}
+        ends = {end for end, layer in layers if layer is not head} - left_out
         return tuple(sorted(end for end in ends if not end.isdecimal()))  # a number alone would match layers, too
 
     def state_shapes(self: Any) -> tuple[LayerShape, ...]:
@@ -147,7 +154,7 @@ class StatefulMixin(LearnedStatesMixin):
         arguments: dict[str, Any],
     ) -> Any:
         rule, adapter = Forgetting.of(self.config), cache_adapter_of(self)
-        check_keys_alone(self, arguments)
+        check_call(self, arguments)
         if rule != Forgetting():
             check_forgetting(self)
         if (unread := getattr(arguments.get(adapter.argument), "unread_state", None)) is not None:
