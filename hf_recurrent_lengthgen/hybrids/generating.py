@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.hybrids.rows import check_cached, real_of, rows_of
 from hf_recurrent_lengthgen.models.learned_states import recorded
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state, state_dtype
 from hf_recurrent_lengthgen.models.rows import LAYOUT, check_prompts, text_positions
-from hf_recurrent_lengthgen.models.virtual_tokens import GOES_ON
+from hf_recurrent_lengthgen.models.virtual_tokens import GOES_ON, virtual_tokens
 
 
 def check_prompt_rows(inputs: Tensor | None, given: dict[str, Any]) -> None:
@@ -89,6 +89,8 @@ def check_virtual_tokens(
     given: dict[str, Any],
 ) -> None:
     """Refuse to generate where PEFT would put its virtual tokens before each new token, or behind earlier text."""
+    if not virtual_tokens(model):
+        return
     name = type(model).__name__
     if initial_state is not None or attention_cache is not None or recorded(model.config)["active"] is not None:
         raise ValueError(

@@ -4,7 +4,10 @@ Models are known by the `model_type` of their text configuration. A model type o
 `verify_stateful` finds that its states can be carried.
 """
 
-from typing import NamedTuple
+from collections import Counter
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from hf_recurrent_lengthgen.hybrids.cache_adapters import (
     CacheAdapter,
@@ -114,3 +117,19 @@ def stock_type_of(model: StatefulModel) -> StockType:
 def cache_adapter_of(model: HybridModel) -> CacheAdapter:
     """The adapter of a model; a `ValueError` if it takes no cache."""
     return stock_type_of(model).adapter(model)
+
+
+def adapter_targets(model: Any) -> tuple[str, ...]:
+    """Ends of the names of the linear layers that an adapter may target.
+
+    That is all but routers, the head, and layers that share a weight, into which adapters could not be merged.
+    """
+    left_out = {"gate", "router", "shared_expert_gate", *stock_type_of(model).no_adapters}
+    head = model.get_output_embeddings()
+    layers = [
+        (name.rpartition(".")[2], layer) for name, layer in model.named_modules() if isinstance(layer, nn.Linear)
+    ]
+    owners = Counter(id(layer.weight) for _, layer in layers)
+    left_out |= {end for end, layer in layers if owners[id(layer.weight)] > 1}
+    ends = {end for end, layer in layers if layer is not head} - left_out
+    return tuple(sorted(end for end in ends if not end.isdecimal()))  # a number alone would match layers, too

@@ -11,11 +11,10 @@ Called without states, it behaves as the stock model. docs/hybrids.md explains s
 import dataclasses
 import functools
 import inspect
-from collections import Counter
 from typing import Any, cast
 
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
@@ -43,7 +42,13 @@ from hf_recurrent_lengthgen.hybrids.generating import (
 )
 from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
 from hf_recurrent_lengthgen.hybrids.measuring import watched_scans
-from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
+from hf_recurrent_lengthgen.hybrids.registry import (
+    REFUSED,
+    SUPPORTED,
+    adapter_targets,
+    cache_adapter_of,
+    stock_type_of,
+)
 from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_cached, loss_of, of_whole_rows, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
@@ -71,6 +76,7 @@ class StatefulMixin(LearnedStatesMixin):
     _layout: Layout
     check_forgetting = check_forgetting
     watched_scans = watched_scans
+    lora_target_modules = property(adapter_targets)
 
     @property
     def attends(self) -> bool:
@@ -81,21 +87,6 @@ class StatefulMixin(LearnedStatesMixin):
     def no_noise(self: Any) -> str | None:
         """Why the recurrent states cannot be noise; None if they can."""
         return stock_type_of(self).no_noise
-
-    @property
-    def lora_target_modules(self: Any) -> tuple[str, ...]:
-        """Ends of the names of the linear layers that an adapter may target: all but routers and the head, and but
-        layers that share a weight, into which adapters could not be merged.
-        """
-        left_out = {"gate", "router", "shared_expert_gate", *stock_type_of(self).no_adapters}
-        head = self.get_output_embeddings()
-        layers = [
-            (name.rpartition(".")[2], layer) for name, layer in self.named_modules() if isinstance(layer, nn.Linear)
-        ]
-        owners = Counter(id(layer.weight) for _, layer in layers)
-        left_out |= {end for end, layer in layers if owners[id(layer.weight)] > 1}
-        ends = {end for end, layer in layers if layer is not head} - left_out
-        return tuple(sorted(end for end in ends if not end.isdecimal()))  # a number alone would match layers, too
 
     def state_shapes(self: Any) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
@@ -263,8 +254,7 @@ class StatefulMixin(LearnedStatesMixin):
             check_forgetting(self)
             check_forgetting_in_cache(self, rule)
         check_prompt_rows(inputs, kwargs)
-        if virtual_tokens(self):
-            check_virtual_tokens(self, initial_state, attention_cache, args, kwargs)
+        check_virtual_tokens(self, initial_state, attention_cache, args, kwargs)
         if initial_state is None:
             if attention_cache is not None:
                 raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
