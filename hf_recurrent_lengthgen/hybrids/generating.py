@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.models.rows import LAYOUT, check_prompts, text_posit
 from hf_recurrent_lengthgen.models.virtual_tokens import GOES_ON, virtual_tokens
 
 
-def check_prompt_rows(inputs: Tensor | None, given: dict[str, Any]) -> None:
+def _check_prompt_rows(inputs: Tensor | None, given: dict[str, Any]) -> None:
     """Refuse several sequences in a row of the prompts, which stock models mix; arguments as of `generate`."""
     check_prompts(given)
     prompts = (inputs, given.get("input_ids"), given.get("inputs_embeds"))
@@ -81,14 +81,16 @@ def generation_arguments(
     return further | {adapter.argument: cache}
 
 
-def check_virtual_tokens(
+def check_generation(
     model: Any,
+    inputs: Tensor | None,
     initial_state: RecurrentState | None,
     attention_cache: Cache | None,
     positional: tuple[Any, ...],
     given: dict[str, Any],
 ) -> None:
-    """Refuse to generate where PEFT would put its virtual tokens before each new token, or behind earlier text."""
+    """Refuse rows of several sequences, and virtual tokens of PEFT that it would read again or behind earlier text."""
+    _check_prompt_rows(inputs, given)
     if not virtual_tokens(model):
         return
     name = type(model).__name__

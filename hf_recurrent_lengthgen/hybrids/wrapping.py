@@ -34,12 +34,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
-from hf_recurrent_lengthgen.hybrids.generating import (
-    check_prompt_rows,
-    check_virtual_tokens,
-    generation_arguments,
-    read_prompt,
-)
+from hf_recurrent_lengthgen.hybrids.generating import check_generation, generation_arguments, read_prompt
 from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
 from hf_recurrent_lengthgen.hybrids.measuring import watched_scans
 from hf_recurrent_lengthgen.hybrids.registry import (
@@ -253,8 +248,7 @@ class StatefulMixin(LearnedStatesMixin):
         if (rule := Forgetting.of(self.config)) != Forgetting():
             check_forgetting(self)
             check_forgetting_in_cache(self, rule)
-        check_prompt_rows(inputs, kwargs)
-        check_virtual_tokens(self, initial_state, attention_cache, args, kwargs)
+        check_generation(self, inputs, initial_state, attention_cache, args, kwargs)
         if initial_state is None:
             if attention_cache is not None:
                 raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
