@@ -24,7 +24,7 @@ def virtual_tokens(model: Any) -> int:
         ValueError: for a method that trains keys and values.
     """
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    config = getattr(wrapper, "active_peft_config", None)
+    config: Any = getattr(wrapper, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False):
         return 0
     if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
