@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,15 +19,17 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import DataCollatorWithFlattening
 from transformers.trainer_utils import TrainOutput
 from transformers.training_args import OptimizerNames
 
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
-from hf_recurrent_lengthgen.data.segments import split_at_resets
+from hf_recurrent_lengthgen.data.segments import split_at_resets, unpacked
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.methods import PLAIN, Method
 from hf_recurrent_lengthgen.models.recurrent_state import keep_rows, states_checked_by_caller
-from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings, CropLoss
+from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.checks import (
     base_of,
     check_batch,
@@ -39,39 +41,27 @@ from hf_recurrent_lengthgen.trainers.checks import (
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource, ZeroStates
 from hf_recurrent_lengthgen.trainers.metric_callbacks import MetricCallback
 from hf_recurrent_lengthgen.trainers.model_calls import ModelCalls, say_lost, say_passed_by
 from hf_recurrent_lengthgen.trainers.nonfinite_states import StateSizes
 from hf_recurrent_lengthgen.trainers.resumable_runs import ResumableTrainer, RunCallback
-from hf_recurrent_lengthgen.trainers.row_layout import RowLayout, without_padding, zero_rows
+from hf_recurrent_lengthgen.trainers.row_layout import (
+    MICRO_BATCH,
+    MicroBatch,
+    RowLayout,
+    refuse_packed,
+    without_padding,
+    zero_rows,
+)
 from hf_recurrent_lengthgen.trainers.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows, refuse_other_rows
 from hf_recurrent_lengthgen.trainers.step_checks import StepChecks
 from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 
-MICRO_BATCH = "micro_batch_facts"
-"""The key of a `MicroBatch` in the inputs, between `get_batch_samples` and `compute_loss`."""
 UPDATE_IN_BACKWARD = {OptimizerNames.LOMO, OptimizerNames.ADALOMO}
 """Optimizers that change the weights in the backward pass of each micro-batch."""
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.)")
-
-
-@dataclass
-class MicroBatch:
-    """The place of a micro-batch in the run, the layout of its rows, its loss if rows are cropped, whether the loss
-    was computed, and whether weights change after it. (Not a tuple: Trainer rebuilds tuples when it moves a batch to
-    the device.)"""
-
-    place: BatchPlace
-    layout: RowLayout
-    crop_loss: CropLoss | None = None
-    is_trained: bool = False
-    is_last: bool = True
-
-    @property
-    def where(self) -> str:
-        return f"step {self.place.step}, micro-batch {self.place.micro_batch}"
 
 
 INTERVENTIONS: dict[str, type["InitialStateTrainer"]] = {}
@@ -227,14 +217,23 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     def _lay_out(self, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
         """The inputs of the model for a micro-batch: labels that are not scored are -100, rows are cut at resets or
         cropped in pairs, and a `MicroBatch` describes the layout."""
-        inputs = dict(self._scored(self._with_usable_ids(batch)))
+        packed = read_rows(batch) if self._takes_states else None
+        inputs = dict(self._scored(self._with_usable_ids(batch), packed))
+        first_row, sequences = self.args.row_process_index * self._train_batch_size, None
+        from_zero = isinstance(self.initial_states, ZeroStates) and self._align is None
+        if packed is not None and packed.starts is not None and not (from_zero and not self.args.bptt_chunk_length):
+            if self.needs_continued_data or "state_resets" in inputs:
+                refuse_packed(type(self).__name__)
+            inputs = unpacked(inputs, packed)  # a model takes one state per row; from zero it runs rows packed
+            if not isinstance(self.data_collator, DataCollatorWithFlattening):  # whose examples are one sequence each
+                first_row = self.args.row_process_index << 20  # the rows of the processes before this one are unknown
         rows = token_shape_of(inputs)[0]
-        first_row = self.args.row_process_index * self._train_batch_size
         place = BatchPlace(self.args.seed, self.state.global_step, micro_batch, first_row, rows)
         layout, loss = RowLayout(rows), None
         resets = inputs.pop("state_resets", None)
         if self._shared.group is not None:
             if resets is not None:
+                sequences = rows + resets[:, 1:].sum()
                 inputs["seq_idx"] = pad(resets[:, 1:].long(), (1, 0)).cumsum(1)
                 place = replace(place, continues=~resets[:, 0])
             self._checks.ask(self._shared.differ(inputs), refuse_other_rows)
@@ -248,7 +247,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             if self._align is None and resets is not None:
                 cut = split_at_resets(inputs, resets)
                 inputs, place = cut.inputs, replace(place, continues=cut.continues)
-                layout = RowLayout(token_shape_of(inputs)[0], cut.first, cut.last)
+                sequences = token_shape_of(inputs)[0]
+                layout = RowLayout(sequences, cut.first, cut.last)
             elif self._align is not None:
                 if resets is not None and bool(resets[:, 1:].any()):
                     raise ValueError(
@@ -257,7 +257,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 inputs, loss = self._align.crop(inputs, place)
                 place = place if resets is None else replace(place, continues=~resets[:, 0])
                 layout = RowLayout(2 * rows, crops=2, later_from_zero=self._align.second_from_zero)
-        return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss)}
+        return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss, sequences=sequences)}
 
     def _with_usable_ids(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The batch without ids and labels outside the vocabulary, for which the run stops before weights change."""
@@ -314,7 +314,9 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             from_zero, is_broken = zero_rows(state)
             self._checks.ask_initial_state(is_broken, micro_batch.where, type(self.initial_states).__name__)
             self.run_record.given = self.run_record.given + place.rows * (1 - from_zero.double())
-            self._logs.add(zero_states=from_zero)
+            sequences = micro_batch.sequences
+            share = from_zero if sequences is None else 1 - (1 - from_zero) * place.rows / sequences
+            self._logs.add(zero_states=share)
             inputs |= {"initial_state": layout.scatter(state), "output_final_state": True}
         if self._shared.group is not None:
             inputs["sequence_group"] = self._shared.group
@@ -382,6 +384,13 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         self._evaluation_batches = 0
         return super().evaluation_loop(*args, **kwargs)
 
+    @property
+    def _unpacks_evaluation(self) -> bool:
+        """Whether packed sequences are evaluated as rows: those that start from a state, or that processes share."""
+        from_zero = type(self.initial_states).evaluation_state is InitialStateSource.evaluation_state
+        shared = self.args.world_size > 1 and isinstance(self.data_collator, DataCollatorWithFlattening)
+        return not from_zero or shared
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -398,6 +407,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 "evaluate on PackedBlocks."
             )
         if self._takes_states:
+            if self._unpacks_evaluation and (packed := read_rows(inputs)).starts is not None:
+                inputs = unpacked(inputs, packed)
             rows = token_shape_of(inputs)[0]
             first_row = self.args.row_process_index * rows
             place = BatchPlace(self.args.seed, self.state.global_step, self._evaluation_batches, first_row, rows)

@@ -11,16 +11,15 @@ applies.
 import copyreg
 import inspect
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, reduce
 from typing import Any, ForwardRef, get_args
 
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from hf_recurrent_lengthgen.data.segments import split_at_resets
-from hf_recurrent_lengthgen.trainers.base import MICRO_BATCH, InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import base_of
 from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
 
@@ -128,7 +127,7 @@ def _restored(method: Any, other: Any, values: dict[str, Any]) -> Any:
 
 
 class _OnTexts(InitialStateTrainer):
-    """What a method needs with TRL's SFTTrainer: every packed text is a sequence with a state of its own."""
+    """What a method needs with TRL's SFTTrainer."""
 
     _total_train_tokens: int
 
@@ -151,6 +150,12 @@ class _OnTexts(InitialStateTrainer):
         super().__init__(model, args, *positional, **keyword)
         _name_experts(base_of(self.model).config)
         given: Any = self.args
+        packs = getattr(self, "padding_free", False) and not isinstance(self.initial_states, ZeroStates)
+        if packs and given.pad_to_multiple_of:
+            raise ValueError(
+                "pad_to_multiple_of fills packed rows with sequences of one token, which would get states: leave it "
+                "out."
+            )
         if self._align is not None and given.packing and given.packing_strategy == "wrapped":
             rows: Any = self.train_dataset  # the rest of each thousand texts is a shorter row, which would be padded
             self.train_dataset = rows.filter(lambda row: len(row["input_ids"]) == given.max_length)
@@ -161,30 +166,11 @@ class _OnTexts(InitialStateTrainer):
         read: int = self._total_train_tokens
         return read
 
-    def _lay_out(self, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
-        texts = self._with_states(batch)
-        inputs = super()._lay_out(texts, micro_batch)
-        if texts is not batch:  # one row per text: the number of rows on the processes before this one is unknown
-            facts = inputs[MICRO_BATCH]
-            facts.place = replace(facts.place, first_row=self.args.process_index << 20)
-        return inputs
-
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
         if self._align is None:
             return super()._loss(model, inputs, return_outputs, num_items)
         # SFTTrainer would run the model again for its metrics, on labels that are shifted already.
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch=num_items)
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Trainer's, with one row per packed text."""
-        return super().prediction_step(model, self._with_states(inputs), *args, **kwargs)
-
-    def _with_states(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Packed texts as rows: a model takes one state per row. From the zero state it runs them packed."""
-        from_zero = isinstance(self.initial_states, ZeroStates) and self._align is None
-        return batch if from_zero else unpacked(batch)
 
 
 def _name_experts(config: Any) -> None:
@@ -192,16 +178,3 @@ def _name_experts(config: Any) -> None:
     kind = type(config.get_text_config())
     if hasattr(config.get_text_config(), "num_local_experts") and "num_experts" not in kind.attribute_map:
         kind.attribute_map = {**kind.attribute_map, "num_experts": "num_local_experts"}  # as in Mixtral's config
-
-
-def unpacked(batch: dict[str, Any]) -> dict[str, Any]:
-    """One padded row per text of a batch that packs texts into one row, where positions restart; others unchanged.
-
-    Args:
-        batch: `input_ids`, `labels` and `position_ids` (1, N), without an `attention_mask`.
-    """
-    positions = batch.get("position_ids")
-    if positions is None or "attention_mask" in batch:
-        return batch
-    cut = split_at_resets({"input_ids": batch["input_ids"], "labels": batch["labels"]}, positions == 0)
-    return cut.inputs

@@ -5,7 +5,7 @@ change the rows of the model, so a source of initial states still sees one state
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     map_state,
     take_rows,
 )
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
+
+MICRO_BATCH = "micro_batch_facts"
+"""The key of a `MicroBatch` in the inputs, between `get_batch_samples` and `compute_loss`."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,39 @@ class RowLayout:
         if self.last is not None:
             return take_rows(state, self.last)
         return take_rows(state, slice(self.rows // self.crops)) if self.crops > 1 else state
+
+
+@dataclass
+class MicroBatch:
+    """What is known of a micro-batch. (Not a tuple: Trainer rebuilds tuples when it moves a batch to the device.)
+
+    Attributes:
+        place: Its place in the run.
+        layout: How its rows become those of the model.
+        crop_loss: Its loss (`CropLoss`), if rows are cropped.
+        is_trained: Whether the loss was computed.
+        is_last: Whether weights change after it.
+        sequences: Their number, if some begin inside rows, from zero; None if each row is one.
+    """
+
+    place: BatchPlace
+    layout: RowLayout
+    crop_loss: Any = None
+    is_trained: bool = False
+    is_last: bool = True
+    sequences: int | Tensor | None = None
+
+    @property
+    def where(self) -> str:
+        return f"step {self.place.step}, micro-batch {self.place.micro_batch}"
+
+
+def refuse_packed(trainer: str) -> NoReturn:
+    """Raise a `ValueError` for packed rows where each row continues that of the step before."""
+    raise ValueError(
+        f"{trainer} gets rows that continue those of the step before, but several sequences are packed into a row: "
+        "leave data_collator out. reset_at_document of the data begins documents inside rows."
+    )
 
 
 def without_padding(collator: Any) -> Any:

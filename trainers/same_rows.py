@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, StreamRowSampler
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
+from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.trainers.checks import base_of, takes_states
 from hf_recurrent_lengthgen.trainers.chunked_backprop import IGNORED
 from hf_recurrent_lengthgen.trainers.data_place import DataPlace
@@ -55,9 +56,9 @@ class SameRowsTrainer(PushingTrainer):
     def _check_train_data(self) -> None:
         """Raise a `ValueError` for data whose rows do not suit the method."""
 
-    def _scored(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def _scored(self, batch: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
         """A batch with only the labels that the model scores; unchanged for a model without states."""
-        return with_scored_labels(base_of(self.model), batch) if self._takes_states else batch
+        return with_scored_labels(base_of(self.model), batch, rows) if self._takes_states else batch
 
     # --- training ---
 

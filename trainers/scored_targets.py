@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.models.rows import Rows, read_rows
 from hf_recurrent_lengthgen.models.token_inputs import scored_labels
 
 
@@ -24,8 +24,10 @@ def token_labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
     return [name for name, labels in given.items() if isinstance(labels, Tensor) and labels.shape == shape]
 
 
-def with_scored_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def with_scored_labels(model: nn.Module, inputs: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
     """A batch with -100 in the labels that a model with states does not score (see `scored_labels`).
+
+    `rows` are those of the batch, if they were read.
 
     Raises:
         ValueError: for an attention mask or positions that such a model refuses.
@@ -33,7 +35,7 @@ def with_scored_labels(model: nn.Module, inputs: dict[str, Any]) -> dict[str, An
     names = token_labels(model, inputs)
     if not names:
         return inputs
-    rows = read_rows(inputs)
+    rows = read_rows(inputs) if rows is None else rows
     scored = {name: scored_labels(inputs[name], rows, shifted=name == "shift_labels") for name in names}
     return {**inputs, **scored}
 

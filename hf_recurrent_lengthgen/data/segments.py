@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_recurrent_lengthgen.models.rows import LAYOUT, Rows
+
 from .packing import IGNORED_LABEL
 
-_FILL = {"input_ids": 0, "labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
+_FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
 
 
 class Segments(NamedTuple):
@@ -32,13 +34,14 @@ def split_at_resets(inputs: dict[str, Any], state_resets: Tensor) -> Segments:
     than the longest, other ways of packing are better.
 
     Args:
-        inputs: `input_ids` (B, T), optionally `labels` and `shift_labels` (B, T), and values other than tensors, which
-            are passed on. Labels that the model shifts never cross a cut; labels that are shifted already are kept.
+        inputs: `input_ids` (B, T), optionally `labels`, `shift_labels` and an `attention_mask` of 0 and 1 (B, T), and
+            values other than tensors, which are passed on. Labels that the model shifts never cross a cut; labels that
+            are shifted already are kept.
         state_resets: (B, T) bool, True at tokens before which the state is zero.
 
     Raises:
-        ValueError: for state_resets of another dtype or shape; and if rows must be cut, for an `attention_mask` or
-            tensors other than those above.
+        ValueError: for state_resets of another dtype or shape; and if rows must be cut, for tensors other than those
+            above.
     """
     shape = inputs["input_ids"].shape
     if state_resets.dtype != torch.bool or state_resets.shape != shape:
@@ -53,8 +56,8 @@ def split_at_resets(inputs: dict[str, Any], state_resets: Tensor) -> Segments:
         if isinstance(value, Tensor) and (name not in _FILL or value.shape != shape):
             raise ValueError(
                 f"inputs[{name!r}] {tuple(value.shape)} cannot be cut where states reset inside a row; only "
-                f"{', '.join(_FILL)} of shape {tuple(shape)} can: give rows without padding or other tensors, or "
-                "reset at the start of rows only"
+                f"{', '.join(_FILL)} of shape {tuple(shape)} can: give rows without other tensors, or reset "
+                "at the start of rows only"
             )
 
     begins = state_resets.clone()
@@ -69,7 +72,25 @@ def split_at_resets(inputs: dict[str, Any], state_resets: Tensor) -> Segments:
         if isinstance(value, Tensor):
             cut[name] = value.new_full(size, _FILL[name])
             cut[name][segment, place] = value.flatten()
-    cut["attention_mask"] = segment.new_zeros(size)
-    cut["attention_mask"][segment, place] = 1
+    if "attention_mask" not in inputs:
+        cut["attention_mask"] = segment.new_zeros(size)
+        cut["attention_mask"][segment, place] = 1
     of_rows = segment.view(shape)
     return Segments(cut, of_rows[:, 0], of_rows[:, -1], continues)
+
+
+def unpacked(inputs: dict[str, Any], rows: Rows) -> dict[str, Any]:
+    """One padded row per sequence of packed rows.
+
+    Args:
+        inputs: As in `split_at_resets`, and what describes the rows.
+        rows: What it says (`read_rows`); sequences begin inside them.
+
+    Raises:
+        ValueError: for other tensors.
+    """
+    assert rows.starts is not None
+    whole = {name: value for name, value in inputs.items() if name not in LAYOUT}
+    if rows.real is not None:
+        whole["attention_mask"] = rows.real.long()
+    return split_at_resets(whole, rows.starts).inputs

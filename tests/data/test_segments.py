@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_recurrent_lengthgen.data import split_at_resets
+from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, take_rows
+from hf_recurrent_lengthgen.models.rows import read_rows
 from tests.models.families import SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 
 
@@ -115,7 +117,7 @@ def place_rows(part: Tensor, first: Tensor, continues: Tensor, rows: int) -> Ten
 @pytest.mark.parametrize(
     ("extra", "resets", "message"),
     [
-        ({"attention_mask": torch.ones(2, 3)}, None, r"inputs\['attention_mask'\] \(2, 3\) cannot be cut"),
+        ({"position_ids": torch.ones(2, 3)}, None, r"inputs\['position_ids'\] \(2, 3\) cannot be cut"),
         ({"inputs_embeds": torch.ones(2, 3, 4)}, None, r"inputs\['inputs_embeds'\]"),
         ({"labels": torch.ones(2, 4)}, None, r"inputs\['labels'\] \(2, 4\)"),
         ({}, torch.ones(2, 3), r"\(2, 3\) torch.float32, but must be \(2, 3\) torch.bool"),
@@ -126,3 +128,21 @@ def test_what_cannot_be_cut_is_refused(extra: dict[str, Tensor], resets: Tensor 
     inputs = {"input_ids": torch.zeros(2, 3, dtype=torch.int64), **extra}
     with pytest.raises(ValueError, match=message):
         split_at_resets(inputs, torch.ones(2, 3, dtype=torch.bool) if resets is None else resets)
+
+
+def test_packed_sequences_become_padded_rows() -> None:
+    ids = torch.arange(1, 8)[None]
+    batch = {"input_ids": ids, "labels": ids * 10, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]]), "weight": 0}
+    found = unpacked(batch, read_rows(batch))
+    assert found["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0], [6, 7, 0]]
+    assert found["labels"].tolist() == [[10, 20, 30], [40, 50, -100], [60, 70, -100]]
+    assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
+    assert found.keys() == {"input_ids", "labels", "weight", "attention_mask"}
+
+
+def test_padding_stays_padding_in_the_row_of_its_sequence() -> None:
+    ids = torch.arange(1, 7)[None]
+    batch = {"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 0, 2, 0]])}
+    found = unpacked(batch, read_rows(batch))
+    assert found["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    assert found["attention_mask"].tolist() == [[0, 1, 1, 0], [1, 0, 0, 0]]

@@ -17,6 +17,7 @@ import torch
 import toys
 from torch import Tensor
 from torch.utils.data import IterableDataset
+from transformers import DataCollatorWithFlattening
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, ZeroStateTrainer
@@ -134,6 +135,23 @@ def with_padding(rows: int, accumulation: int) -> tuple[dict[str, Tensor], float
         trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=data, eval_dataset=data)
         trainer.train()
         return toys.weights(trainer.model), trainer.evaluate()["eval_loss"]
+
+
+def flattened(rows: int, accumulation: int) -> tuple[dict[str, Tensor], float]:
+    """The weights after an epoch of batches whose sequences are one row, and the loss of an evaluation on them."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = toys.resumable_trainer(
+            folder,
+            BATCH // processes(),
+            rows=rows,
+            gradient_accumulation_steps=accumulation,
+            per_device_eval_batch_size=BATCH // processes(),
+            num_train_epochs=1,
+            save_strategy="no",
+        )
+        trainer.data_collator = DataCollatorWithFlattening()
+        trainer.train()
+        return toys.weights(trainer.model), trainer.evaluate(toys.sequences(rows))["eval_loss"]
 
 
 def classified(problem: str, rows: int) -> tuple[float, Tensor]:

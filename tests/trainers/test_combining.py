@@ -43,7 +43,6 @@ from hf_recurrent_lengthgen.trainers import (
     ZeroStateTrainer,
     combine,
 )
-from hf_recurrent_lengthgen.trainers.combining import unpacked
 from tests.hybrids.tiny_models import tiny_model as tiny_hybrid
 from tests.versions import SINCE_5_23, needs_hybrids
 
@@ -206,15 +205,26 @@ def test_a_packed_text_is_a_sequence_with_a_state_of_its_own(tmp_path: Path) -> 
     assert all("mean_token_accuracy" in entry for entry in trainer.state.log_history if "loss" in entry)
 
 
-@needs_hybrids
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("packing", [False, True], ids=["padding", "packing"])
-@pytest.mark.parametrize("method", [ZeroStateTrainer, StatePassingTrainer])
-def test_hybrids_train_on_padded_and_packed_texts(tmp_path: Path, method: Any, packing: bool) -> None:
-    given: Any = stateful(tiny_hybrid("falcon_h1", vocab_size=384))
+LAYOUTS = {
+    "padding": {},
+    "packing": {"packing": True},
+    "wrapped": {"packing": True, "packing_strategy": "wrapped"},
+    "padding free": {"padding_free": True, "max_length": None},
+}
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=needs_hybrids)], ids=["family", "hybrid"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", [None, ZeroStateTrainer, StatePassingTrainer], ids=["SFT", "zero", "passing"])
+def test_padded_and_packed_texts_give_the_loss_of_each_alone(
+    tmp_path: Path, method: Any, layout: str, hybrid: bool
+) -> None:
+    given: Any = stateful(tiny_hybrid("falcon_h1", vocab_size=384)) if hybrid else model()
     fresh = copy.deepcopy(given)
-    trainer_class, config_class = combine(method, trl.SFTTrainer)
-    settings = SETTINGS | {"max_steps": 1, "packing": packing, "max_length": 80}
+    pair: Any = (trl.SFTTrainer, trl.SFTConfig) if method is None else combine(method, trl.SFTTrainer)
+    trainer_class, config_class = pair
+    settings = SETTINGS | {"max_steps": 1, "max_length": 80} | LAYOUTS[layout]
     trainer = trainer_class(
         given, config_class(str(tmp_path), **settings), train_dataset=texts(), processing_class=tokenizer()
     )
@@ -228,6 +238,7 @@ def test_hybrids_train_on_padded_and_packed_texts(tmp_path: Path, method: Any, p
             losses.append(F.cross_entropy(logits[:-1], labels[first + 1 : last], reduction="none"))
             losses[-1] = losses[-1][labels[first + 1 : last] != -100]
     assert len(losses) > 1
+    assert ("cu_seq_lens_q" in batch) == (layout in ("packing", "padding free"))
     expected = float(torch.cat(losses).mean().detach())
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-3)
 
@@ -238,15 +249,10 @@ def positions_of(batch: dict[str, Any]) -> Tensor:
     return batch["attention_mask"].cumsum(1) - 1
 
 
-def test_packed_texts_become_padded_rows() -> None:
-    ids = torch.arange(1, 8)[None]
-    batch = {"input_ids": ids, "labels": ids * 10, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]]), "seq_idx": 0}
-    found = unpacked(batch)
-    assert found["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0], [6, 7, 0]]
-    assert found["labels"].tolist() == [[10, 20, 30], [40, 50, -100], [60, 70, -100]]
-    assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
-    assert found.keys() == {"input_ids", "labels", "attention_mask"}
-    assert unpacked(found) is found
+def test_packed_rows_that_are_padded_by_sequences_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pad_to_multiple_of fills packed rows"):
+        trained(tmp_path, packing=True, max_length=80, pad_to_multiple_of=8)
+    trained(tmp_path, ZeroStateTrainer, packing=True, max_length=80, pad_to_multiple_of=8)
 
 
 def test_chats_and_adapters(tmp_path: Path) -> None:

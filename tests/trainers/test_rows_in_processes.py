@@ -22,7 +22,7 @@ EVALUATED: list[tuple[Any, ...]] = [
     *(("evaluated", rows, False, True) for rows in ROWS),
 ]
 CLASSIFIED: list[tuple[Any, ...]] = [("classified", *job) for job in product(["number", "any"], [29, 30, 31])]
-PADDED: list[tuple[Any, ...]] = [("with_padding", 31, 2)]
+PADDED: list[tuple[Any, ...]] = [("with_padding", 31, 2), ("flattened", 31, 2)]
 REFUSED: list[tuple[Any, ...]] = [("refused", "input_ids"), ("refused", "labels")]
 FEW: list[tuple[Any, ...]] = [
     ("trained", "state passing", 31, 2),
@@ -98,7 +98,9 @@ def test_an_evaluation_scores_every_row_once(job: tuple[Any, ...], found: Result
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", PADDED, ids=str)
-def test_rows_with_padding_count_the_same_on_several_processes(job: tuple[Any, ...], found: Results) -> None:
+def test_rows_with_padding_and_packed_ones_count_the_same_on_several_processes(
+    job: tuple[Any, ...], found: Results
+) -> None:
     assert_same_weights({n: [weights for weights, _ in each] for n, each in found[job].items()})
     losses = [loss for each in found[job].values() for _, loss in each]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)

@@ -1,0 +1,165 @@
+"""Batches that pack sequences into rows train as batches of the same sequences as rows do: each has its own state."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DataCollatorWithFlattening
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.trainers import (
+    MixedStatesConfig,
+    MixedStatesTrainer,
+    StatePassingConfig,
+    StatePassingTrainer,
+    TbttConfig,
+    TbttTrainer,
+    ZeroStateTrainer,
+)
+from tests.hybrids.tiny_models import tiny_model as tiny_hybrid
+from tests.versions import needs_hybrids
+
+UNEQUAL = ["random noise", "fitted noise", "state passing", "learned state and model", "mixture", "zero state"]
+IN_CHUNKS, OF_ONE_LENGTH = ["state passing in chunks"], ["state passing, alignment", "alignment"]
+Batch = dict[str, Any]
+
+
+def padded(rows: list[Batch]) -> Batch:
+    """A row for each sequence."""
+    ids, labels = ([row[name] for row in rows] for name in ("input_ids", "labels"))
+    lengths = torch.tensor([len(row) for row in ids])
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+        "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+    }
+
+
+def numbered(rows: list[Batch]) -> Batch:
+    """One row with a mask of 1, 1, 2, 2, and padding behind it."""
+    batch = DataCollatorWithFlattening(return_position_ids=False, return_seq_idx=True)(rows)
+    batch["attention_mask"] = batch.pop("seq_idx") + 1
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {name: torch.nn.functional.pad(value, (0, 3), value=fill[name]) for name, value in batch.items()}
+
+
+def in_two_rows(rows: list[Batch]) -> Batch:
+    """The first and the second half of the sequences in a row each, with restarting positions and padding."""
+    half = len(rows) // 2
+    packed = [DataCollatorWithFlattening()(part) for part in (rows[:half], rows[half:])]
+    parts = [{"input_ids": p["input_ids"][0], "labels": p["labels"][0]} for p in packed]
+    positions = pad_sequence([p["position_ids"][0] for p in packed], batch_first=True)
+    return padded(parts) | {"position_ids": positions}
+
+
+FORMS: dict[str, Callable[[list[Batch]], Batch]] = {
+    "seq_idx": DataCollatorWithFlattening(return_position_ids=False, return_seq_idx=True),
+    "borders": DataCollatorWithFlattening(return_position_ids=False, return_flash_attn_kwargs=True),
+    "all": DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True),
+    "numbered mask": numbered,
+    "two rows": in_two_rows,
+}
+
+
+def unequal(toys: ModuleType, count: int) -> list[dict[str, Tensor]]:
+    rows = toys.sequences(count)
+    return [{name: x[: 3 + 5 * i % 7] for name, x in row.items()} for i, row in enumerate(rows)]
+
+
+def trained(
+    toys: ModuleType, path: Path, method: str, collator: Any, data: Any, **changes: Any
+) -> tuple[dict[str, Tensor], list[Any]]:
+    """The weights after 3 steps of two micro-batches, and the shares of zero states in the log."""
+    settings = {"max_steps": 3, "save_strategy": "no", "rows": 16} | changes
+    trainer = toys.resumable_trainer(path, 4, method, double=True, **settings)
+    trainer.train_dataset, trainer.data_collator = data, collator
+    trainer.train()
+    return toys.weights(trainer.model), [entry.get("zero_states") for entry in trainer.state.log_history[:-1]]
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("method", UNEQUAL + IN_CHUNKS + OF_ONE_LENGTH)
+def test_every_source_gives_each_sequence_its_state(toys: ModuleType, tmp_path: Path, method: str) -> None:
+    data = toys.sequences(16) if method in OF_ONE_LENGTH else unequal(toys, 16)
+    expected, shares = trained(toys, tmp_path, method, padded, data)
+    weights, logged = trained(toys, tmp_path, method, DataCollatorWithFlattening(), data)
+    toys.assert_same_weights(weights, expected, atol=1e-9)
+    assert logged == shares
+    assert method in ("zero state", "alignment") or logged[-1] < 1
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_packed_rows_is_unpacked(toys: ModuleType, tmp_path: Path, form: str) -> None:
+    data, without = unequal(toys, 16), {"state_drop_probability": 0.0}  # other drops, from other row numbers
+    expected, shares = trained(toys, tmp_path, "state passing", padded, data, **without)
+    weights, logged = trained(toys, tmp_path, "state passing", FORMS[form], data, **without)
+    toys.assert_same_weights(weights, expected, atol=1e-9)
+    assert logged == shares == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=needs_hybrids)], ids=["family", "hybrid"])
+def test_the_log_counts_sequences(toys: ModuleType, tmp_path: Path, hybrid: bool) -> None:
+    """A first batch of one sequence leaves one state, from which one of the next 8 sequences starts."""
+    model = stateful(tiny_hybrid("falcon_h1")) if hybrid else toys.tiny_model()
+    arguments = StatePassingConfig(
+        str(tmp_path),
+        **toys.QUIET,
+        max_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        state_drop_probability=0.0,
+        per_device_train_batch_size=1,
+        assume_shuffled=True,
+    )
+    positions = [[*range(16)], [0, 1] * 8]
+    ids = toys.token_stream(32).view(2, 16)
+    rows = [
+        {"input_ids": x, "labels": x, "position_ids": torch.tensor(p)} for x, p in zip(ids, positions, strict=True)
+    ]
+    trainer = StatePassingTrainer(model, arguments, train_dataset=rows)
+    trainer._get_train_sampler = lambda *_: None  # type: ignore[method-assign]
+    trainer.train()
+    assert [entry["zero_states"] for entry in trainer.state.log_history[:-1]] == [1.0, 0.875]
+
+
+def test_rows_that_continue_are_not_packed(toys: ModuleType, tmp_path: Path) -> None:
+    few = {"max_steps": 2, "save_strategy": "no", "per_device_train_batch_size": 2}
+    for trainer in (
+        TbttTrainer(toys.tiny_model(), TbttConfig(str(tmp_path), **toys.QUIET, **few), train_dataset=toys.chunks(8)),
+        MixedStatesTrainer(
+            toys.tiny_model(),
+            MixedStatesConfig(str(tmp_path), mixture={"zero": 0.5, "tbtt": 0.5}, **toys.QUIET, **few),
+            train_dataset=toys.chunks(8),
+        ),
+    ):
+        trainer.data_collator = DataCollatorWithFlattening()
+        with pytest.raises(ValueError, match="several sequences are packed into a row"):
+            trainer.train()
+        assert trainer.evaluate(toys.sequences(4))["eval_loss"] > 0
+
+
+def test_packed_evaluation_starts_where_the_source_says(toys: ModuleType, tmp_path: Path) -> None:
+    data = unequal(toys, 8)
+    for method in ("learned state and model", "state passing"):
+        losses = []
+        for collator in (padded, DataCollatorWithFlattening(), FORMS["numbered mask"]):
+            trainer = toys.resumable_trainer(
+                tmp_path, 4, method, double=True, max_steps=2, save_strategy="no", per_device_eval_batch_size=8
+            )
+            trainer.train()
+            trainer.data_collator = collator
+            losses.append(trainer.evaluate(data)["eval_loss"])
+        assert losses == pytest.approx(losses[:1] * 3, rel=1e-6)
+
+
+def test_from_zero_rows_stay_packed(toys: ModuleType, tmp_path: Path) -> None:
+    trainer = toys.resumable_trainer(tmp_path, 4, "zero state", max_steps=1, save_strategy="no")
+    assert isinstance(trainer, ZeroStateTrainer)
+    batch = DataCollatorWithFlattening()(unequal(toys, 4))
+    assert trainer._lay_out(batch, 0)["input_ids"].shape[0] == 1
