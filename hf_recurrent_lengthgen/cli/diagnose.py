@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import draw, in_columns, summary_table, write_page
 from hf_recurrent_lengthgen.diagnosis import PARTS
 from hf_recurrent_lengthgen.diagnosis.diagnose import chosen_parts, compared, diagnose_model
+from hf_recurrent_lengthgen.diagnosis.next_steps import next_steps
 from hf_recurrent_lengthgen.diagnosis.page import diagnosis_figures, diagnosis_page, facts, reasons
 from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings
 from hf_recurrent_lengthgen.evaluation.constant_prompt import newline_token
@@ -70,6 +71,8 @@ def run(arguments: Sequence[str]) -> int:
     page = write_page(folder, diagnosis_page(diagnosis))
     print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
     print(f"{told_of_cache(inputs.cache)}\nReport: {page}")
+    for step in next_steps(diagnosis):
+        print("\n".join([f"\nNext: {step.why}.", *(f"  {command}" for command in step.commands)]))
     return 0
 
 

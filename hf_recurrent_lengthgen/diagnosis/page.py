@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.diagnosis import PARTS
 from hf_recurrent_lengthgen.diagnosis.misalignment import correlation_text
+from hf_recurrent_lengthgen.diagnosis.next_steps import next_steps
 from hf_recurrent_lengthgen.diagnosis.part import Fact, Part, PartRow
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.plotting.findings import Status, findings, interval_text, sentence
@@ -108,6 +109,7 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
     Models given as paths are named by the last part; the section "How this was made" has the full paths.
     """
     given = [model.evaluation.model for model in diagnosis.models]
+    steps = next_steps(diagnosis)
     diagnosis = with_names(diagnosis, short_names(given))
     models, colors = diagnosis.models, page_colors(diagnosis.comparison)
     lead = "".join(
@@ -136,6 +138,11 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
         "<h2>How this was made</h2>",
         provenance(evaluations, given),
     ]
+    if steps:
+        sections.append("<h2>What to do next</h2>")
+    for step in steps:
+        commands = "\n".join(step.commands)
+        sections.append(f"<p>{escape(sentence(step.why))}</p><pre>{escape(commands)}</pre>")
     return html_page(diagnosis.title, sections)
 
 
