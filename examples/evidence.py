@@ -105,6 +105,12 @@ STUDIES = {
         "mimetic/run.py --report",
         2.8,
     ),
+    "published": Study(
+        "Does a published model fail, and what cures it? (its file: --weights, see the README)",
+        [f"published/run.py --seeds {seed}" for seed in SEEDS],
+        "published/run.py --report",
+        0.1,
+    ),
     "scaling_laws": Study(
         "How long must a training sequence be for a state of a given size?",
         [f"scaling_laws/forgetting.py --seeds 0 --sizes {size} --lengths 16 32 64 128" for size in (4, 16, 64)],

@@ -1,0 +1,79 @@
+"""The study of a published model runs in miniature on random weights and goes on; its page holds its numbers."""
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+STUDY = Path(__file__).parents[1] / "examples/published"
+VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "v0", "k_k", "k_a")
+
+
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return runpy.run_path(str(STUDY / "run.py"))
+
+
+def author_file(path: Path) -> Path:
+    """Random weights under the names of the author's file."""
+    layer: dict[str, tuple[int, ...]] = {f"rwkv{{}}.{name}": (1, 1, 32) for name in VECTORS}
+    layer |= {f"rwkv{{}}.{part}1": (32, 8) for part in "wavg"} | {f"rwkv{{}}.{part}2": (8, 32) for part in "wavg"}
+    layer |= {f"rwkv{{}}.{name}.weight": (32, 32) for name in ("receptance", "key", "value", "output")}
+    layer |= {f"{name}.{part}": (32,) for name in ("ln{}a", "ln{}b", "rwkv{}.ln_x") for part in ("weight", "bias")}
+    layer |= {"rwkv{}.r_k": (2, 16), "rosa{}.o.bias": (32,), "ffn{}.x_k": (1, 1, 32)}
+    layer |= {"ffn{}.key.weight": (128, 32), "ffn{}.value.weight": (32, 128)}
+    shapes = {name.format(number): shape for number in (1, 2) for name, shape in layer.items()}
+    shapes |= {"e.weight": (12, 32), "o.weight": (12, 32), "o.bias": (12,), "lno.weight": (32,), "lno.bias": (32,)}
+    torch.save({name: torch.randn(shape) / 6 for name, shape in shapes.items()}, path)
+    return path
+
+
+def test_rows_are_problems_and_only_answers_are_asked(study: dict[str, Any]) -> None:
+    row = study["Problems"](4, 0)[2]
+    digits, asked = [], []
+    for token, label in zip(row["input_ids"].tolist(), row["labels"].tolist(), strict=True):
+        if token < 10 and label == -100:
+            digits.append(token)
+        elif label != -100:
+            asked.append(label)
+        if token == 11:
+            assert asked == [*reversed(digits), 11]
+            digits, asked = [], []
+    assert len(row["input_ids"]) == 128
+    assert (digits, asked) == ([], [])
+    chunks = study["ContinuedProblems"](4, 0, 2)
+    assert len(chunks) == 4
+    assert torch.equal(chunks[2]["input_ids"], row["input_ids"])
+    assert torch.equal(chunks[2]["shift_labels"][:-1], row["labels"][1:])
+
+
+def test_the_page_holds_the_numbers(study: dict[str, Any]) -> None:
+    text = (STUDY / "results/table.md").read_text()
+    assert text in (STUDY / "README.md").read_text()
+    for method in study["METHODS"].values():
+        assert f"| {method.label} | 0, 1" in text
+
+
+@pytest.mark.slow
+def test_it_runs_in_miniature_and_goes_on(
+    study: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--output", str(tmp_path / "out"), "--results", str(tmp_path / "results"), "--seeds", "0", "--tiny"]
+    weights = ["--weights", str(author_file(tmp_path / "author.pth"))]
+    monkeypatch.setattr(sys, "argv", ["run.py", *places, *weights])
+    study["main"]()
+    said = capsys.readouterr().out
+    assert said.count("seed 0 ") == 4
+    monkeypatch.setattr(sys, "argv", ["run.py", *places, "--report"])
+    study["main"]()
+    again = capsys.readouterr().out
+    assert again.strip() == said[said.index("|") :].strip()
+    assert (tmp_path / "results/published.png").stat().st_size > 1000
+    torch.save({"e.weight": torch.zeros(1)}, tmp_path / "other.pth")
+    monkeypatch.setattr(sys, "argv", ["run.py", *places, "--weights", str(tmp_path / "other.pth")])
+    with pytest.raises(ValueError, match=r"other.pth lacks \['o.bias', 'rosa1.o.bias', 'rwkv1.r_k'\]"):
+        study["published"](tmp_path / "other.pth")
