@@ -204,7 +204,7 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
         return [owners[id(weight)] for name, weight in linear.items() if name.endswith(f".{target}")]
 
     defaults: Any = getattr(model, "lora_target_modules", None) or getattr(model.config, "lora_target_modules", ())
-    targets = sorted(targets or defaults)
+    targets = sorted(targets or filter(found, defaults))  # not all variants of a family have all of them
     if shared := [target for target in targets if max(found(target), default=1) > 1]:
         raise ValueError(
             f"{', '.join(shared)} of {type(model).__name__} share a weight with other layers, so adapters on "
