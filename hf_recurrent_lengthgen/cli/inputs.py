@@ -1,11 +1,13 @@
 """Texts, token streams and output folders from what a person types."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import datasets
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -40,6 +42,28 @@ def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
             logging.enable_progress_bar()
         if "bars" in what and data_bars:
             datasets.enable_progress_bars()
+
+
+@contextmanager
+def missing_kernels_told_once() -> Iterator[None]:
+    """Let Transformers say once that a kernel is missing, and never without a GPU, where kernels do not run."""
+    told: list[str] = [] if torch.cuda.is_available() else ["nothing to install"]
+
+    def is_shown(record: Any) -> bool:
+        text = record.getMessage()
+        if not re.search(r"falling back to|fast path is not available", text, re.IGNORECASE):
+            return True
+        told.append(text)
+        return text == told[0]  # which each handler asks
+
+    handlers = logging.get_logger("transformers").handlers
+    for handler in handlers:
+        handler.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_shown)
 
 
 def make_output_folder(name: str) -> Path:

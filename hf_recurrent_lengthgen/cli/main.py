@@ -76,11 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(shown, end="")
         return 0
     try:
-        from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
+        from hf_recurrent_lengthgen.cli.inputs import missing_kernels_told_once, quiet_libraries
 
         command = import_module(f"hf_recurrent_lengthgen.cli.{name}")
         # Progress bars would fill a log.
-        with contextlib.nullcontext() if sys.stderr.isatty() else quiet_libraries("bars"):
+        bars = contextlib.nullcontext() if sys.stderr.isatty() else quiet_libraries("bars")
+        with bars, missing_kernels_told_once():
             return int(command.run(arguments[own + 1 :]))
     except (ValueError, OSError, SafetensorError) as error:  # safetensors raises the last one on a full disk
         if parsed.debug:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from logging import Handler, LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hf_recurrent_lengthgen.cli.inputs import (
     load_documents,
     load_stream,
     make_output_folder,
+    missing_kernels_told_once,
     quiet_libraries,
     token_unit,
 )
@@ -346,3 +348,26 @@ def test_what_stands_for_a_folder_is_not_looked_for_on_the_hub(
     for load in (load_model, load_tokenizer):
         with pytest.raises(ValueError, match=f"{name} is no folder here"):
             load(name)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_missing_kernels_are_told_once_and_never_without_a_gpu(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    shown: list[str] = []
+
+    class Kept(Handler):
+        def emit(self, record: LogRecord) -> None:
+            shown.append(record.getMessage())
+
+    handler, logger = Kept(), logging.get_logger("transformers.integrations.hub_kernels")
+    logging.add_handler(handler)
+    told = ["`f` is falling back to its reference", "The fast path is not available because", "something else"]
+    try:
+        with missing_kernels_told_once():
+            for text in told:
+                logger.warning(text)
+        assert shown == told[:1] * gpu + told[2:]
+        logger.warning(told[1])
+        assert shown[-1] == told[1]
+    finally:
+        logging.remove_handler(handler)
