@@ -56,6 +56,7 @@ class CacheAdapter:
         argument: The name of the cache in the arguments and the output of the model's `forward`.
         arguments: The names that it may have.
         reads_prompts: Whether a mixer that reads several tokens from a stock cache starts from its recurrent state.
+        skips_padding: Whether the stock model leaves out the padding before its tokens where it fills a cache.
         reads_padding: Whether the stock `generate` is right after padding.
         shares: Whether processes can share rows: the layers read and write their states through the cache.
         rounds: Whether mixers need the recurrent state in the dtype of the model. A bfloat16 model then rounds it
@@ -67,6 +68,7 @@ class CacheAdapter:
 
     arguments: ClassVar[tuple[str, ...]] = ("cache", *OLD_CACHE_NAMES)
     reads_prompts: ClassVar[bool] = True
+    skips_padding: ClassVar[bool] = True
     reads_padding: ClassVar[bool] = True
     shares: ClassVar[bool] = True
     rounds: ClassVar[bool] = False
@@ -241,6 +243,7 @@ class XlstmStateCache:
 
 class XlstmCacheAdapter(CacheAdapter):
     shares = False
+    skips_padding = False
 
     def state_cache(
         self,
@@ -300,13 +303,16 @@ def copy_keys(attention: Cache, cache: Any) -> None:
     for source, target in zip(attention.layers, cache.layers, strict=True):
         for name in KEY_ATTRIBUTES:
             if hasattr(source, name):
-                setattr(target, name, copy.deepcopy(getattr(source, name)))
+                value = getattr(source, name)
+                setattr(target, name, value.detach().clone() if isinstance(value, Tensor) else value)
 
 
 def repeated_keys(attention: Cache, copies: int) -> Cache:
-    """A copy of an attention cache with every row repeated `copies` times."""
-    repeated: Any = copy.deepcopy(attention)
+    """A copy of an attention cache with every row repeated `copies` times, without gradients."""
+    repeated: Any = copy.copy(attention)
+    repeated.layers = [copy.copy(layer) for layer in attention.layers]
     for layer in repeated.layers:
         if getattr(layer, "keys", None) is not None:
+            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
             layer.batch_repeat_interleave(copies)
     return repeated

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_positions, reads_tokens, rows_of
-from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
+from hf_recurrent_lengthgen.hybrids.state_cache import NoCache, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.learned_states import learned_row, recorded
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
@@ -148,6 +148,75 @@ def set_positions(
         arguments["position_ids"] = torch.arange(start, start + length, device=model.device)[None]
 
 
+def check_stock_cache(model: HybridModel, cache: Any, arguments: dict[str, Any]) -> None:
+    """Refuse a call that fills or reads a stock cache, and would read other tokens than it is given.
+
+    Raises:
+        ValueError: for what a call with padding returned in place of a cache, for padding that is not on the left, and
+            for a cache that activation checkpointing or a mixer would leave unread.
+    """
+    adapter, name = cache_adapter_of(model), type(model).__name__
+    if isinstance(cache, NoCache):
+        raise ValueError(
+            f"{name} fills no cache where it has read padding or several sequences in a row, so it cannot go on from "
+            "one: call generate, or give use_cache=True and padding on the left only."
+        )
+    if cache is not None and model.training and any(checkpointed(model)):
+        raise ValueError(
+            f"Activation checkpointing leaves {adapter.argument} unread in training: call model.eval(), or carry "
+            "the state with initial_state."
+        )
+    ids = arguments.get("input_ids")
+    ids = arguments.get("inputs_embeds") if ids is None else ids
+    if ids is None or ids.shape[1] < 2 or not (cache is not None or arguments.get("use_cache")):
+        return
+    if has_read(cache):
+        if not adapter.reads_prompts:
+            raise ValueError(
+                f"{name} drops the state of a cache when it reads more than one token: give one at a time, or carry "
+                "the state with initial_state."
+            )
+        return
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape[:2] or bool((mask != 0).all()):
+        return
+    check_padding(model, mask != 0)
+    if not adapter.skips_padding:
+        raise ValueError(f"{name} fills no cache exactly where it reads padding: call generate, or carry the state.")
+
+
+def in_place_of_cache(model: HybridModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The entry of an output that stands for the cache which the stock model would return by default."""
+    fills = not model.training and getattr(model.config.get_text_config(decoder=True), "use_cache", False)
+    return {cache_adapter_of(model).argument: NoCache()} if fills and arguments.get("use_cache") is None else {}
+
+
+def check_padding(model: HybridModel, real: Any) -> None:
+    """Refuse padding (B, T), false there, after which a stock model cannot go on with its cache."""
+    if not cache_adapter_of(model).reads_padding:
+        raise ValueError(
+            f"Transformers generates wrongly with {type(model).__name__} after padding: give prompts of equal length, "
+            "or use_cache=False."
+        )
+    if not bool((real[:, 1:] >= real[:, :-1]).all() & real[:, -1].all()):
+        raise ValueError(
+            "generate takes padding before the prompts only: set padding_side='left' in the tokenizer, and give "
+            "each row a token."
+        )
+
+
+def has_read(cache: Any) -> bool:
+    """Whether a stock cache holds the state of some token."""
+    memories: Any = getattr(cache, "rnn_state", None)
+    if isinstance(memories, dict):  # in xLSTM, of zeros if it is new
+        return _holds_values(memories.values())
+    flags = ("is_recurrent_states_initialized", "is_conv_states_initialized")
+    layers = getattr(cache, "layers", ())
+    return bool(getattr(cache, "linear_cache", None)) or any(
+        any(getattr(layer, flag, {}).values()) for layer in layers for flag in flags
+    )
+
+
 def starts_learned(model: HybridModel, cache: Any) -> bool:
     """Whether a call without a state starts from the learned state that is active, given its stock cache or None.
 
@@ -156,17 +225,11 @@ def starts_learned(model: HybridModel, cache: Any) -> bool:
     """
     if recorded(model.config)["active"] is None:
         return False
-    # a dictionary in the stock cache of xLSTM, of zeros if it is new
-    memories: Any = getattr(cache, "rnn_state", None)
-    of_xlstm = isinstance(memories, dict)
+    of_xlstm = isinstance(getattr(cache, "rnn_state", None), dict)
     if cache is None or isinstance(cache, StateCache) or not (of_xlstm or hasattr(cache, "layers")):
         return cache is None
-    flags = ("is_recurrent_states_initialized", "is_conv_states_initialized")
-    if of_xlstm:  # which a learned state may be, too
-        read = _holds_values(memories.values()) or not _holds_values(learned_row(model) or ())
-    else:
-        read = any(any(getattr(layer, flag, {}).values()) for layer in cache.layers for flag in flags)
-    if not read and not getattr(cache, "linear_cache", None):
+    # zeros in the cache of xLSTM may be the learned state
+    if not has_read(cache) and (not of_xlstm or _holds_values(learned_row(model) or ())):
         raise ValueError(
             "A new cache starts from zero, not from the active learned state: leave the cache out and call generate, "
             "or give cache_from_state(model.first_state(rows))."
@@ -176,6 +239,24 @@ def starts_learned(model: HybridModel, cache: Any) -> bool:
 
 def _holds_values(layers: Iterable[Iterable[Tensor]]) -> bool:
     return any(bool(part.any()) for layer in layers for part in layer)
+
+
+def checkpointed(model: Any) -> list[Any]:
+    """The modules of a model with activation checkpointing."""
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+
+
+@contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Switch activation checkpointing off, under which Transformers would leave the cache of `generate` empty."""
+    modules = checkpointed(model)
+    try:
+        for module in modules:
+            module.gradient_checkpointing = False
+        yield
+    finally:
+        for module in modules:
+            module.gradient_checkpointing = True
 
 
 @contextmanager

@@ -5,6 +5,8 @@ then carries the state to the first call of the model, which reads the prompt as
 stock cache from which the following tokens are generated.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +14,14 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen.hybrids.cache_adapters import repeated_keys
-from hf_recurrent_lengthgen.hybrids.calls import check_attention_cache, check_rows, check_stopped, set_positions
+from hf_recurrent_lengthgen.hybrids.calls import (
+    check_attention_cache,
+    check_padding,
+    check_rows,
+    check_stopped,
+    set_positions,
+    starts_learned,
+)
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import check_cached, real_of, rows_of
 from hf_recurrent_lengthgen.models.learned_states import recorded
@@ -42,32 +51,50 @@ def generation_arguments(
 ) -> dict[str, Any]:
     """Further arguments for the stock `generate`; arguments as in `StatefulMixin.generate`, with the other ones.
 
-    Without a state, it starts from the active learned one.
+    Without a state, it starts from the active learned one. Without that, too, the stock `generate` is left as it is
+    where it reads what it is given.
 
     Raises:
         ValueError: as there.
     """
     adapter = cache_adapter_of(model)
-    if given.get(adapter.argument) is not None:
+    cache = given.get(adapter.argument)
+    from_nothing = initial_state is None and not starts_learned(model, cache)
+    if cache is not None:
+        if from_nothing:
+            return {}
         raise ValueError(f"Give initial_state or {adapter.argument}, not both: each is a state to start from.")
     others = {name: value for name, value in given.items() if name != "generation_config"}
     config = positional[0] if positional else given.get("generation_config")
     config, _ = model._prepare_generation_config(config, **others)
+    if config.output_attentions and not model.attends:
+        raise ValueError(f"{type(model).__name__} has no attentions to return: leave output_attentions out.")
+    if from_nothing and config.use_cache is False:
+        return {}
     if config.use_cache is False:
         raise ValueError("generate keeps the initial state in the cache: leave use_cache on.")
     prompts = (inputs, given.get("input_ids"), given.get("inputs_embeds"))
     prompt = next((x for x in prompts if x is not None), None)
+    if prompt is None and from_nothing:
+        return {}
     if prompt is None:
         raise ValueError("generate from an initial state needs a prompt of at least one token.")
     rows, length = prompt.shape[:2]
     seen = attention_cache.get_seq_length() if isinstance(attention_cache, Cache) else 0
-    real = real_of(given.get("attention_mask"), (rows, length), seen)
+    mask = given.get("attention_mask")
+    mask = _inferred_mask(prompt, config) if mask is None else mask
+    real = real_of(mask, (rows, length), seen)
+    if from_nothing and real is None:
+        return {}
+    if from_nothing and (adapter.skips_padding or not adapter.reads_padding):
+        check_padding(model, real)
+        return {"attention_mask": mask}
     initial_state = model._check_state(model.first_state(rows) if initial_state is None else initial_state, rows)
     read_here = real is not None or (length > 1 and not adapter.reads_prompts)
     if read_here:
         _check_prompt(model, real, attention_cache, config)
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
-    further: dict[str, Any] = {}
+    further: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
     if attention_cache is not None:
         check_attention_cache(model, attention_cache, initial_state, rows)
         # Positions and unread tokens follow from a mask over the whole text.
@@ -110,9 +137,19 @@ def check_generation(
         )
 
 
+def _inferred_mask(prompt: Tensor, config: Any) -> Tensor | None:
+    """The mask (B, T) of a prompt with padding tokens, as Transformers infers it; None if there is none."""
+    pad, ends = config.pad_token_id, config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    if pad is None or pad in ends or prompt.is_floating_point():
+        return None
+    mask = prompt != pad
+    return None if bool(mask.all()) else mask.long()
+
+
 def _check_prompt(model: Any, real: Tensor | None, attention_cache: Cache | None, config: Any) -> None:
     """Refuse a prompt that `read_prompt` cannot read, or that the stock model cannot go on with."""
-    adapter, name = cache_adapter_of(model), type(model).__name__
+    name = type(model).__name__
     if attention_cache is not None:
         what = "drops the state when it reads more than one token" if real is None else "takes no padding"
         raise ValueError(
@@ -120,15 +157,7 @@ def _check_prompt(model: Any, real: Tensor | None, attention_cache: Cache | None
             "last, one row at a time, then generate from that one, the final state and the cache."
         )
     if real is not None:
-        if not adapter.reads_padding:
-            raise ValueError(
-                f"Transformers generates wrongly with {name} after padding: give prompts of equal length."
-            )
-        if not bool((real[:, 1:] >= real[:, :-1]).all() & real[:, -1].all()):
-            raise ValueError(
-                "generate takes padding before the prompts only: set padding_side='left' in the tokenizer, and give "
-                "each row a token."
-            )
+        check_padding(model, real)
         check_rows(model, None, None)
     if config.prefill_chunk_size is not None:
         raise ValueError(f"generate of {name} reads this prompt at once: leave prefill_chunk_size out.")
@@ -156,3 +185,16 @@ def read_prompt(model: Any, state: RecurrentState, arguments: dict[str, Any]) ->
 def _length(arguments: dict[str, Any]) -> int:
     ids = arguments.get("input_ids")
     return int((arguments["inputs_embeds"] if ids is None else ids).shape[1])
+
+
+def preparing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The stock preparation of inputs; with virtual tokens of PEFT, the cache is where PEFT looks for it."""
+
+    @functools.wraps(stock)  # with its signature, by which generate checks its arguments
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = stock(self, *args, **kwargs)
+        if virtual_tokens(self) and "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
+
+    return prepare_inputs_for_generation

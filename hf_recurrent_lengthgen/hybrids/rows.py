@@ -158,7 +158,7 @@ class MovedRows:
             elif name in PER_TOKEN:
                 moved[name] = self.back(value)
             elif name == "hidden_states":
-                moved[name] = tuple(self.back(x) for x in value)
+                moved[name] = tuple(None if x is None else self.back(x) for x in value)  # of chosen layers
             elif name == "router_logits":  # (N L, experts) of each layer
                 moved[name] = tuple(
                     self.back(x.view(self.rows, self.length, -1)).reshape(-1, *x.shape[x.ndim - 1 :]) for x in value

@@ -50,6 +50,18 @@ class Overwritten(Tensor):
             return func(*args, **(kwargs or {}))
 
 
+class NoCache(Cache):
+    """What a call with padding returns where a stock model returns a cache; a call with it is refused.
+
+    Without it, a loop that gives back what it got would go on from nothing.
+    """
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+
 class StateCache(Cache):
     """Carries one `RecurrentState` through a forward pass of a stock model.
 

@@ -26,16 +26,20 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_call,
     check_forgetting_in_cache,
     check_rows,
+    check_stock_cache,
     check_stopped,
     checkpointing,
+    in_place_of_cache,
     set_positions,
     starts_learned,
     targets_of_piece,
+    without_checkpointing,
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
-from hf_recurrent_lengthgen.hybrids.generating import check_generation, generation_arguments, read_prompt
+from hf_recurrent_lengthgen.hybrids.generating import check_generation, generation_arguments, preparing, read_prompt
 from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
+from hf_recurrent_lengthgen.hybrids.losses import LossMixin, divided_by
 from hf_recurrent_lengthgen.hybrids.measuring import watched_scans
 from hf_recurrent_lengthgen.hybrids.registry import (
     REFUSED,
@@ -44,9 +48,8 @@ from hf_recurrent_lengthgen.hybrids.registry import (
     cache_adapter_of,
     stock_type_of,
 )
-from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_cached, loss_of, of_whole_rows, stock_call
+from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_cached, of_whole_rows, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
-from hf_recurrent_lengthgen.hybrids.state_cache import StateCache
 from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.learned_states import LearnedStatesMixin, learned_row
@@ -62,10 +65,9 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     zero_state,
 )
 from hf_recurrent_lengthgen.models.supported_transformers import OLD_CACHE_NAMES
-from hf_recurrent_lengthgen.models.virtual_tokens import virtual_tokens
 
 
-class StatefulMixin(LearnedStatesMixin):
+class StatefulMixin(LossMixin, LearnedStatesMixin):
     """The methods that `stateful` adds to a stock class."""
 
     _layout: Layout
@@ -151,7 +153,9 @@ class StatefulMixin(LearnedStatesMixin):
             output_final_state = True if output_final_state is None else output_final_state
         elif initial_state is None and not output_final_state and attention_cache is None:
             cache = arguments.get(adapter.argument)
-            inside = isinstance(cache, StateCache)  # the backbone of a model that does so
+            inside = hasattr(cache, "final_state")  # the backbone of a model that carries a state
+            if not inside:
+                check_stock_cache(self, cache, arguments)
             learned = starts_learned(self, cache)
             if (rule == Forgetting() or inside) and not learned:
                 rows, arguments = (None, arguments) if inside else stock_call(self, adapter.argument, arguments)
@@ -159,7 +163,7 @@ class StatefulMixin(LearnedStatesMixin):
                     return super().forward(**arguments)  # type: ignore[misc]
                 called = arguments | {"use_cache": False, "return_dict": True}
                 output = rows.read(super().forward, called, self.config)  # type: ignore[misc]
-                output = type(output)(**rows.output(output))
+                output = type(output)(**rows.output(output) | in_place_of_cache(self, arguments))
                 return output if self._wants_dict(arguments) else output.to_tuple()
             if not learned and (arguments.get("use_cache") or cache is not None):
                 check_forgetting_in_cache(self, rule)
@@ -214,15 +218,6 @@ class StatefulMixin(LearnedStatesMixin):
                 return rows.read(super().forward, arguments, self.config)  # type: ignore[misc]
             return super().forward(**of_whole_rows(arguments, ("position_ids",)))  # type: ignore[misc]
 
-    @property
-    def loss_function(self: Any) -> Any:
-        """The stock loss function; while rows are moved for the stock model, it gets what moved back."""
-        return loss_of(super().loss_function)  # type: ignore[misc]
-
-    @loss_function.setter
-    def loss_function(self: Any, value: Any) -> None:
-        self._loss_function = value
-
     def generate(
         self: Any,
         inputs: Tensor | None = None,
@@ -241,28 +236,20 @@ class StatefulMixin(LearnedStatesMixin):
                 only the prompt and the generated tokens, at positions from 0.
 
         Raises:
-            ValueError: if the state does not fit the prompt or holds NaN, with a cache, without
-                `use_cache`, and with padding that is not on the left, or beside an attention cache.
+            ValueError: if the state does not fit the prompt or holds NaN, with a cache, without `use_cache`, and with
+                padding that is not on the left, or beside an attention cache. Without a state, for padding that is not
+                on the left, or that the stock `generate` cannot go on from.
         """
         kwargs = _renamed(kwargs, cache_adapter_of(self).argument == "cache")
         if (rule := Forgetting.of(self.config)) != Forgetting():
             check_forgetting(self)
             check_forgetting_in_cache(self, rule)
         check_generation(self, inputs, initial_state, attention_cache, args, kwargs)
-        if initial_state is None:
-            if attention_cache is not None:
-                raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
-            if not starts_learned(self, kwargs.get(cache_adapter_of(self).argument)):
-                return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        if initial_state is None and attention_cache is not None:
+            raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
         kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-
-    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Transformers; with virtual tokens of PEFT, the cache is where PEFT looks for it."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        if virtual_tokens(self) and "cache" in inputs:
-            inputs["past_key_values"] = inputs.pop("cache")
-        return inputs
+        with without_checkpointing(self):
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse continuous batching."""
@@ -301,14 +288,18 @@ def _stateful_class(stock: Any) -> Any:
         extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
         bound.pop("self")
         arguments = {**_renamed(extra, "cache" in signature.parameters), **bound}
-        return self._forward(initial_state, output_final_state, attention_cache, sequence_group, arguments)
+        with divided_by(arguments.get("num_items_in_batch")):
+            return self._forward(initial_state, output_final_state, attention_cache, sequence_group, arguments)
 
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[p for p in parameters if p not in catch_all] + added + catch_all
     )
     forward.__doc__ = stock.forward.__doc__
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (StatefulMixin, stock), names | {"forward": forward})
+    methods = {"forward": forward}
+    if (prepare := getattr(stock, "prepare_inputs_for_generation", None)) is not None:
+        methods["prepare_inputs_for_generation"] = preparing(prepare)
+    return type(stock.__name__, (StatefulMixin, stock), names | methods)
 
 
 def _renamed(arguments: dict[str, Any], takes_cache: bool) -> dict[str, Any]:
@@ -336,7 +327,7 @@ def _check_stock(model: PreTrainedModel) -> None:
     if any("forward" in vars(module) for module in (model, model.base_model)):
         raise ValueError(
             f"{name} has a replaced forward, as hooks of accelerate make it (device_map over several devices, "
-            "offloading); it would drop the states. Call stateful(model) before."
+            "offloading); it would drop the states. Load it without device_map, call stateful(model), then offload it."
         )
     for refused in (model.config.model_type, model.config.get_text_config(decoder=True).model_type):
         if refused in REFUSED:

@@ -214,7 +214,8 @@ def learned_row(model: Any) -> RecurrentState | None:
     """One row of the state that sequences of a model start from, with gradients; None for the zero state.
 
     Raises:
-        ValueError: if the config names learned states that the model lacks, or that have other shapes.
+        ValueError: if the config names learned states that the model lacks, that have other shapes, or that are
+            offloaded.
     """
     record = recorded(model.config)
     if record["active"] is None:
@@ -227,6 +228,11 @@ def learned_row(model: Any) -> RecurrentState | None:
             "or set model.config.learned_states = None to start from zero."
         )
     state: RecurrentState = map_state(lambda part: part.to(state_dtype(model.dtype)), states.state())
+    if state[0][0].is_meta and model.device.type != "meta":
+        raise ValueError(
+            f"The learned state {record['active']!r} was offloaded with the model (accelerate): offload the model "
+            "first, then add or load the learned state."
+        )
     return check_state(
         state, model.state_shapes(), 1, model.device, state_dtype(model.dtype), f"learned state {record['active']!r}"
     )
@@ -239,6 +245,17 @@ class LearnedStatesMixin:
     def learned_states(self: Any) -> LearnedStates | None:
         """The learned states of the model; None if it never had any."""
         return self.base_model._modules.get(SUBMODULE)
+
+    @property
+    def device(self: Any) -> torch.device:
+        """Where the first weights are, or, if accelerate offloads them, where it brings them for computing."""
+        found: torch.device = super().device  # type: ignore[misc]
+        if found.type != "meta":
+            return found
+        hooks = [module._hf_hook for module in self.modules() if hasattr(module, "_hf_hook")]
+        hooks = [one for hook in hooks for one in getattr(hook, "hooks", [hook])]
+        places = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
+        return torch.device(places[0]) if places else found
 
     def first_state(self: Any, batch_size: int) -> RecurrentState:
         """The state before any token: the active learned state, or zero; rows share memory."""

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from .forgetting import Forgetting
+from .learned_state_files import SUBMODULE
 from .learned_states import LearnedStates, LearnedStatesMixin, learned_row, recorded
 from .packed_rows import Packing
 from .padding import Padding
@@ -68,7 +69,6 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _is_stateful = True
-    _keep_in_fp32_modules_strict = {"learned_states"}  # noqa: RUF012
     _input_embed_layer = "embeddings"
 
     def __init__(self, config: Any) -> None:
@@ -213,6 +213,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         setattr(self, self.norm_name, self.make_norm(config))
         if recorded(config)["names"]:
             self.learned_states = LearnedStates(config)  # type: ignore[misc]
+            self._keep_in_fp32_modules_strict = {SUBMODULE}
         self.gradient_checkpointing = False
         self.post_init()
 

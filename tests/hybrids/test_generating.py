@@ -88,6 +88,7 @@ def test_the_stock_minimax_generates_wrongly_after_padding() -> None:
 
 def test_prompts_that_cannot_be_read_or_continued_are_refused() -> None:
     model, (tokens, mask) = stateful(tiny_model("jamba")), prompts()
+    tokens = tokens.clamp(min=3)
     state, cache = model.zero_state(3), model.new_attention_cache()
     for given, message in (
         ({"attention_mask": mask.flip(1)}, "padding before the prompts only: set padding_side='left'"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from hf_recurrent_lengthgen.hybrids import calls, stateful
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
 from tests.hybrids.measures import parts, random_state, relative_error
 from tests.hybrids.padded_rows import (
@@ -201,7 +201,43 @@ def test_generate_without_a_state_stays_the_stock_one() -> None:
     for options in ({}, {"use_cache": False}):
         given = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, **options}
         assert torch.equal(model.generate(TOKENS, **given), stock.generate(TOKENS, **given))
-    assert model(input_ids=TOKENS, attention_mask=MASK, use_cache=True).past_key_values is not None
+
+
+@torch.no_grad()
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_loop_by_hand_goes_on_from_padding_on_the_left_or_is_told_that_it_cannot(model_type: str) -> None:
+    """Also where the model would fill a cache by default: what stands in its place is refused."""
+    model = stateful(tiny_model(model_type))
+    cache, mask = cache_adapter_of(model).argument, MASK.clone()
+    mask[1] = 1
+    padded = {"input_ids": TOKENS, "attention_mask": mask}
+    held = model(**padded)[cache]
+    with pytest.raises(ValueError, match="fills no cache where it has read padding"):
+        model(input_ids=TOKENS[:, :1], **{cache: held})
+    with pytest.raises(ValueError, match=r"before the prompts only|generates wrongly with \w+ after padding"):
+        model(input_ids=TOKENS, attention_mask=MASK, use_cache=True)
+    adapter = cache_adapter_of(model)
+    if not (adapter.skips_padding and adapter.reads_padding):
+        with pytest.raises(ValueError, match=r"reads padding|after padding"):
+            model(**padded, use_cache=True)
+        return
+    first = model(**padded, use_cache=True)
+    whole = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    places = {"cache_position": torch.tensor([9])} if model_type in ("mamba", "mamba2", "falcon_mamba") else {}
+    second = model(input_ids=TOKENS[:, :1], attention_mask=whole, **{cache: first[cache]}, **places).logits[0, 0]
+    expected = model(input_ids=torch.cat([TOKENS[:1, 2:], TOKENS[:1, :1]], dim=1), use_cache=False).logits[0]
+    assert relative_error([first.logits[0, 2:], second], [expected[:-1], expected[-1]]) < EXACT
+
+
+@torch.no_grad()
+def test_chosen_hidden_states_come_back_alone() -> None:
+    model = stateful(tiny_model("qwen3_next"))
+    chosen = model(input_ids=TOKENS, attention_mask=MASK, output_hidden_states=[0, 2]).hidden_states
+    every = model(input_ids=TOKENS, attention_mask=MASK, output_hidden_states=True).hidden_states
+    for one, other in zip(chosen, every, strict=False):
+        assert one is None or torch.equal(one, other)
+    assert sum(one is not None for one in chosen) == 2
 
 
 @torch.no_grad()

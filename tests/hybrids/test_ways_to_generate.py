@@ -1,0 +1,205 @@
+"""Every way to generate with every family and every hybrid: what each row alone gives in evaluation, or a refusal."""
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from torch import Tensor
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.models.recurrent_state import map_state, take_rows
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.models.families import FAMILIES, build
+
+LENGTHS = (4, 9, 1)
+NEW = 5
+GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+BY_NAME = {family.name: family for family in FAMILIES}
+QUICK = {"gla", "xlstm"}
+OWN = [pytest.param("family", name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in BY_NAME]
+STOCK = [pytest.param("hybrid", name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+
+MASK = torch.tensor([[0] * (9 - length) + [1] * length for length in LENGTHS])
+IDS = torch.randint(3, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1)).masked_fill(MASK == 0, 0)
+TURNED = torch.stack([row.roll(length) for row, length in zip(IDS, LENGTHS, strict=True)])  # padding on the right
+"""Prompts behind padding, and the same before it."""
+
+
+def new_model(kind: str, name: str) -> Any:
+    return (build(BY_NAME[name]) if kind == "family" else stateful(tiny_model(name))).eval()
+
+
+def with_checkpointing(model: Any) -> Any:
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    return model.train()
+
+
+@torch.no_grad()
+def by_calls(model: Any, state: Any) -> Tensor:
+    """Greedy tokens of each row alone, each from a call with the whole text."""
+    found = []
+    for row, length in enumerate(LENGTHS):
+        text = IDS[row : row + 1, -length:]
+        own = {} if state is None else {"initial_state": take_rows(state, slice(row, row + 1))}
+        for _ in range(NEW):
+            logits = model(input_ids=text, **own, **({} if own else {"use_cache": False})).logits
+            text = torch.cat([text, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        found.append(text[:, -NEW:])
+    return torch.cat(found)
+
+
+def alone(model: Any, **given: Any) -> Tensor:
+    """What `generate` gives for each row alone."""
+    rows = [
+        model.generate(IDS[i : i + 1, -length:], **given)[:, length:].flatten() for i, length in enumerate(LENGTHS)
+    ]
+    return torch.stack(rows)
+
+
+def refused(what: Callable[[], Tensor], expected: Tensor) -> bool:
+    """Whether the call is refused in a sentence; if not, it must give these tokens."""
+    try:
+        found = what()
+    except ValueError as refusal:
+        return len(str(refusal).split()) > 6
+    assert torch.equal(found.reshape(len(expected), -1)[:, -expected.shape[1] :], expected)
+    return False
+
+
+@pytest.mark.parametrize(("kind", "name"), [*OWN, *STOCK])
+def test_every_way_to_generate_is_right_or_refused(kind: str, name: str) -> None:
+    model = new_model(kind, name)
+    plain, flags = by_calls(model, None), {"return_dict_in_generate": True, **GREEDY}
+    state = map_state(Tensor.detach, model(IDS[:, -3:].clamp(min=3), output_final_state=True).final_state)
+    carried, left = by_calls(model, state), {"attention_mask": MASK}
+    beams = GREEDY | {"num_beams": 2}
+    ways: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
+        "left": (lambda: model.generate(IDS, **left, **GREEDY), plain),
+        "left, by their ids": (lambda: model.generate(IDS, pad_token_id=0, **GREEDY), plain),
+        "right": (lambda: model.generate(TURNED, attention_mask=TURNED.ne(0).long(), **GREEDY), plain),
+        "no cache": (lambda: model.generate(IDS, **left, use_cache=False, **GREEDY), plain),
+        "state": (lambda: model.generate(IDS, **left, initial_state=state, **GREEDY), carried),
+        "logits": (lambda: model.generate(IDS, **left, output_logits=True, **flags).sequences, plain),
+        "hidden": (lambda: model.generate(IDS, **left, output_hidden_states=True, **flags).sequences, plain),
+        "attentions": (lambda: model.generate(IDS, **left, output_attentions=True, **flags).sequences, plain),
+    }
+    found = {way for way, case in ways.items() if refused(*case)}
+    try:
+        each = alone(model, **beams)
+    except ValueError:
+        found.add("beams")
+    else:
+        found |= {"beams"} if refused(lambda: model.generate(IDS, **left, **beams), each) else set()
+
+    def sampled(**padding: Any) -> Tensor:
+        torch.manual_seed(3)
+        ids = IDS[:1] if padding else IDS[:1, -LENGTHS[0] :]
+        return model.generate(ids, **padding, **GREEDY | {"do_sample": True})[:, -NEW:]  # type: ignore[no-any-return]
+
+    found |= {"sampling"} if refused(lambda: sampled(attention_mask=MASK[:1]), sampled()) else set()
+    with_checkpointing(model)
+    one = take_rows(state, slice(1, 2))
+    training: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
+        "training": (lambda: alone(model, **GREEDY), plain),
+        "training, left": (lambda: model.generate(IDS, **left, **GREEDY), plain),
+        "training, state": (lambda: model.generate(IDS[1:2], initial_state=one, **GREEDY), carried[1:2]),
+    }
+    found |= {way for way, case in training.items() if refused(*case)}
+    if kind == "family":
+        assert found == {"attentions"}
+        return
+    expected = {"right"} | ({"beams"} if name == "xlstm" else set()) | (set() if model.attends else {"attentions"})
+    if name == "minimax":
+        expected |= {way for way in (*ways, "beams", "sampling", "training, left") if way != "no cache"}
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "lfm2" else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+)
+def test_an_attention_cache_with_gradients_is_one_without(name: str) -> None:
+    model = new_model("hybrid", name)
+    if not model.attends:
+        return
+    text = IDS[1:2].repeat(2, 1)
+    expected = by_calls(model, None)[1]
+    one_token = not SUPPORTED[name].adapter.reads_prompts
+    cut = 8 if one_token else 5
+    cache = model.new_attention_cache()
+    read = model(text[:, :cut], attention_cache=cache, output_final_state=True)
+    assert any(getattr(layer, "keys", None) is not None and layer.keys.requires_grad for layer in cache.layers)
+    start = {"initial_state": map_state(Tensor.detach, read.final_state), "attention_cache": cache}
+    before = [layer.keys.clone() for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    for more in ({}, {"num_beams": 2, "num_return_sequences": 2}):
+        found = refused(
+            lambda more=more: model.generate(text[:, cut:], **start, **GREEDY | more)[:, -NEW:][:1],  # type: ignore[misc]
+            expected[None] if not more else alone(model, **GREEDY | {"num_beams": 2})[1:2],
+        )
+        assert found == (name == "minimax")
+    after = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    assert all(map(torch.equal, before, after))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "name"), [*OWN, *STOCK])
+def test_offloaded_models_carry_states(kind: str, name: str) -> None:
+    whole = new_model(kind, name)
+    ids = IDS[1:2]
+    state = whole(ids, output_final_state=True).final_state
+    expected = whole(ids, initial_state=state).logits
+    texts = [whole.generate(ids, **more, **GREEDY) for more in ({}, {"initial_state": state})]
+    with tempfile.TemporaryDirectory() as folder:
+        for offload in (cpu_offload, lambda model, place: disk_offload(model, folder, place)):
+            model = new_model(kind, name)
+            offload(model, torch.device("cpu"))
+            assert next(model.parameters()).is_meta
+            assert model.zero_state(1)[0].conv.device.type == "cpu"
+            torch.testing.assert_close(model(ids, initial_state=state).logits, expected, rtol=0, atol=0)
+            for text, more in zip(texts, ({}, {"initial_state": state}), strict=True):
+                assert torch.equal(model.generate(ids, **more, **GREEDY), text)
+
+
+@pytest.mark.parametrize("places", [{"": "disk"}, {"": "cpu"}], ids=str)
+def test_a_device_map_of_from_pretrained_is_exact_in_families_and_told_to_stateful(places: dict[str, str]) -> None:
+    whole, stock = new_model("family", "gla"), tiny_model("lfm2")
+    state = whole(IDS[1:2], output_final_state=True).final_state
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
+        for model, place in ((whole, folder), (stock, other)):
+            model.save_pretrained(place)
+        given: dict[str, Any] = {"device_map": places, "offload_folder": f"{folder}/offloaded"}
+        loaded = type(whole).from_pretrained(folder, **given)
+        logits = loaded(IDS[1:2], initial_state=state).logits
+        torch.testing.assert_close(logits, whole(IDS[1:2], initial_state=state).logits, rtol=0, atol=0)
+        wrapped: Any = type(stock).from_pretrained(other, **given)
+        if places[""] == "cpu":  # no hooks
+            assert stateful(wrapped).attends
+        else:
+            with pytest.raises(ValueError, match=r"offloading.*call stateful"):
+                stateful(wrapped)
+
+
+def test_a_learned_state_is_added_after_offloading() -> None:
+    model, whole = new_model("family", "gla"), new_model("family", "gla")
+    values = map_state(torch.ones_like, whole.zero_state(1))
+    for one in (model, whole):
+        one.add_learned_state("one", values)
+    cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(ValueError, match="was offloaded with the model"):
+        model(IDS[1:2])
+    model.learned_states.delete_adapter("one")
+    model.add_learned_state("other", values)
+    torch.testing.assert_close(model(IDS[1:2]).logits, whole(IDS[1:2]).logits, rtol=0, atol=0)
+
+
+def test_only_models_with_learned_states_keep_modules_in_float32_for_them() -> None:
+    model = new_model("family", "gla")
+    assert not model._keep_in_fp32_modules_strict
+    with tempfile.TemporaryDirectory() as folder:
+        model.add_learned_state("one")
+        model.save_pretrained(folder)
+        loaded = type(model).from_pretrained(folder, dtype=torch.bfloat16)
+    assert loaded.learned_states["one"].recurrent[0].dtype == torch.float32
