@@ -102,6 +102,18 @@ def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
             )
 
 
+def _check_tied(name: str, model: Any) -> None:
+    """Raise a `ValueError` for a head that the config ties, and the files do not; Transformers then unties it."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    ties = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    ties = ties and bool(getattr(model, "_tied_weights_keys", None))
+    if ties and head is not None and head.weight is not embeddings.weight:
+        raise ValueError(
+            f"The config of {name} ties head and embeddings, but its files hold another head: set tie_word_embeddings "
+            "in config.json to false to use the head, or leave the head out of the files."
+        )
+
+
 def _check_finite(name: str, model: torch.nn.Module) -> None:
     for key, weight in model.named_parameters():
         if weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.numel() and not weight.is_meta:
@@ -288,6 +300,7 @@ def _load(
         raise ValueError(f"The weights in {name} do not fit its config.json, {told}.{advice}")
     if "quantization_config" not in settings:
         _check_dtypes(Path(name), model)
+        _check_tied(name, model)
     _check_finite(name, model)
     return stateful(model) if model_type in SUPPORTED and model_type not in STATEFUL_CLASSES else model
 

@@ -23,6 +23,7 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.cli.main import main
@@ -202,3 +203,38 @@ def test_no_family_shares_weights_of_its_targets() -> None:
             if isinstance(layer, nn.Linear) and name.endswith(tuple(model.config.lora_target_modules))
         ]
         assert len(weights) == len(set(weights))
+
+
+def test_a_learned_state_loads_beside_an_adapter_and_is_not_dropped_silently(tmp_path: Path) -> None:
+    base = saved("mamba2", tmp_path)
+    model = load_model(str(base))
+    model.add_learned_state(state=random_state(model))
+    model.save_learned_state(tmp_path / "state")
+    config = LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False, **COMMON)
+    apart: Any = get_peft_model(model, config)
+    with pytest.warns(UserWarning, match="PEFT saves adapters without the learned state 'default'"):
+        apart.save_pretrained(tmp_path / "adapter")
+    model.save_learned_state(tmp_path / "adapter")
+    expected = logits(apart.eval())
+    torch.testing.assert_close(logits(load_model(str(tmp_path / "adapter"))), expected, rtol=0, atol=1e-6)
+    (tmp_path / "adapter" / "learned_state_config.json").unlink()
+    loaded = load_model(str(tmp_path / "adapter"))
+    assert (logits(loaded) - expected).abs().max() > 1e-3
+    loaded.get_base_model().load_learned_state(tmp_path / "state")
+    torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-6)
+
+
+def random_state(model: Any) -> Any:
+    with torch.no_grad():
+        return model(input_ids=TOKENS[:1]).final_state
+
+
+@pytest.mark.parametrize("make", [lambda tie: build(MAMBA2, tie_word_embeddings=tie), lambda tie: tiny_model("zamba")])
+def test_a_head_that_the_config_ties_and_the_file_does_not_is_refused(make: Any, tmp_path: Path) -> None:
+    make(True).save_pretrained(tmp_path)
+    load_model(str(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = make(True).get_output_embeddings().weight.detach() + 1
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="ties head and embeddings, but its files hold another head"):
+        load_model(str(tmp_path))

@@ -1,6 +1,7 @@
 """Training an initial state."""
 
 import os
+import warnings
 from typing import Any
 
 from torch import nn
@@ -95,7 +96,9 @@ class LearnedStateTrainer(InitialStateTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = str(self.args.output_dir) if output_dir is None else output_dir
         if self.args.train_model:
-            super()._save(output_dir, state_dict)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "PEFT saves adapters without the learned state")  # written below
+                super()._save(output_dir, state_dict)
         if not self.args.train_model or hasattr(self.model, "peft_config"):
             base_of(self.model).save_learned_state(folder)
         if not self.args.train_model and self.processing_class is not None:

@@ -27,6 +27,7 @@ from hf_recurrent_lengthgen.conversion.formats import (
 from hf_recurrent_lengthgen.conversion.key_maps import Rename, Transform
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
+from hf_recurrent_lengthgen.models.configuration_stateful_mamba import FLA_NAMES
 
 WHERE = "This fla checkpoint"
 LOSSES: Settings = {"fuse_cross_entropy": True, "fuse_linear_cross_entropy": False}
@@ -68,8 +69,7 @@ KINDS = {
     "rwkv7": Kind(),
     "mamba": Kind(
         MAMBA_FLAGS,
-        MAMBA_NAMES
-        | {"time_step_rank": "dt_rank", "time_step_scale": "dt_scale", "time_step_init_scheme": "dt_init_scheme"},
+        {ours: theirs for theirs, ours in FLA_NAMES.items()},
         {"use_l2warp": False},
         STEP_SIZES
         | {"state_size": 16, "residual_in_fp32": False}

@@ -6,7 +6,7 @@ and one tensor. `tensor_writing.py` is the other direction.
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,6 +40,8 @@ DTYPES = {
 }
 """Dtypes by their names in safetensors files."""
 
+ROOTS = ("backbone.", "blocks.", "model.", "module.")
+"""How the names of a whole model may begin."""
 COMPILED = "_orig_mod."
 """In the names of the parameters of a module that `torch.compile` wraps."""
 
@@ -105,6 +107,9 @@ class TensorFiles:
             self._stored |= {plain: (file, name) for plain, name in zip(metas, stored, strict=True)}
         if self.index is not None:
             _check_index(self.index, named, {name: file.name for file, name in self._stored.values()})
+        prefix = _wrapper(self.metas)
+        self.metas = {name.removeprefix(prefix): meta for name, meta in self.metas.items()}
+        self._stored = {name.removeprefix(prefix): place for name, place in self._stored.items()}
         self.close()
 
     def keys(self) -> list[str]:
@@ -128,6 +133,20 @@ class TensorFiles:
             self._opened = None  # unmapped before the next file is mapped
             self._opened = (path, (_Safetensors if self.container == "safetensors" else _Pickled)(path))
         return self._opened[1]
+
+
+def _wrapper(names: Iterable[str]) -> str:
+    """What classes around a model, of training scripts and DistributedDataParallel, put before all names."""
+    prefix, rest = "", list(names)
+    while rest:
+        wrapper = rest[0].partition(".")[0] + "."
+        inner = [name.removeprefix(wrapper) for name in rest]
+        if wrapper not in ("model.", "module.") or not all(name.startswith(wrapper) for name in rest):
+            break
+        if wrapper == "model." and not any(name.startswith(ROOTS) for name in inner):
+            break  # the layers of a model without head
+        prefix, rest = prefix + wrapper, inner
+    return prefix
 
 
 def _weight_file(source: Path) -> Path:

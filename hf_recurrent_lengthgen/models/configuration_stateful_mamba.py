@@ -11,6 +11,13 @@ from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 from .forgetting import Forgetting as Forgetting
 from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
+FLA_NAMES = {
+    **{f"dt_{name}": f"time_step_{name}" for name in ("rank", "scale", "init_scheme", "min", "max")},
+    "dt_init_floor": "time_step_floor",
+    "norm_eps": "layer_norm_epsilon",
+}
+"""What flash-linear-attention calls fields of `MambaConfig`."""
+
 
 class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
     """`MambaConfig` plus the fields of `ReferenceLayersConfigMixin`, FalconMamba's epsilon, and sizes of each layer.
@@ -42,9 +49,14 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
 
     @classmethod
     def from_upstream(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
-        """See `StatefulConfigMixin`; a FalconMamba file may lack `mixer_rms_eps`, which means 1e-6 there."""
+        """See `StatefulConfigMixin`; a FalconMamba file may lack `mixer_rms_eps`, which means 1e-6 there.
+
+        Files of fla have names of their own.
+        """
         if config_dict.get("model_type") == "falcon_mamba":
             config_dict = {"mixer_rms_eps": 1e-6} | config_dict
+        if config_dict.get("model_type") in cls.upstream_types:
+            config_dict = {FLA_NAMES.get(name, name): value for name, value in config_dict.items()}
         return super().from_upstream(config_dict)
 
     def check(self) -> None:

@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from .atomic_files import replacing
@@ -56,14 +58,13 @@ def write_folder(folder: str | os.PathLike[str], model: Any, state: RecurrentSta
 
 
 def fingerprint(model: Any) -> str:
-    """SHA-256 of the names, shapes and some values of the parameters of a backbone, without learned states.
+    """SHA-256 of the names, shapes and some values of the own parameters of a backbone.
 
+    Those of learned states and adapters do not count, which may be on the model or not.
     Values are rounded to bfloat16, so that it is the same for weights that were loaded in bfloat16 and in float32.
     """
     digest, samples = hashlib.sha256(), []
-    for name, parameter in model.base_model.named_parameters():
-        if name.startswith(f"{SUBMODULE}."):
-            continue
+    for name, parameter in _own_parameters(model.base_model):
         if parameter.is_meta:
             raise ValueError(f"{name} holds no values (meta device): load the weights first.")
         digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
@@ -72,6 +73,18 @@ def fingerprint(model: Any) -> str:
         samples.append(flat[places].to(torch.bfloat16).cpu())
     digest.update(torch.cat(samples).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _own_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Parameters without those of adapters, which PEFT puts around the layers, and names as without PEFT."""
+    inner = getattr(module, "original_module", None) or getattr(module, "base_layer", None)
+    if isinstance(inner, nn.Module):
+        yield from _own_parameters(inner, prefix)
+        return
+    yield from ((prefix + name, value) for name, value in module.named_parameters(recurse=False))
+    for name, child in module.named_children():
+        if name != SUBMODULE:
+            yield from _own_parameters(child, f"{prefix}{name}.")
 
 
 def read_folder(folder: str | os.PathLike[str], revision: str | None = None) -> tuple[dict[str, Any], RecurrentState]:

@@ -12,6 +12,7 @@ a fingerprint of its weights, `learned_state.safetensors` holds the state.
 
 import os
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -87,10 +88,21 @@ class LearnedStates(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self._config = config
+        self._added: set[str] = set()  # since the model was made, so that its checkpoint may lack them
         record = recorded(config)
         shapes = [LayerShape(*map(tuple, layer)) for layer in record["shapes"]]
         for name in record["names"]:
             self.add_module(name, LearnedState(shapes, state_dtype(torch.get_default_dtype())))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; says that PEFT, which asks for it when it saves, leaves a state out that no checkpoint has."""
+        if kwargs.get("prefix", "").startswith("base_model.") and self.active_adapter in self._added:
+            warnings.warn(
+                f"PEFT saves adapters without the learned state {self.active_adapter!r}: write it beside them, "
+                "model.get_base_model().save_learned_state(FOLDER), for load_model(FOLDER).",
+                stacklevel=2,
+            )
+        return super().state_dict(*args, **kwargs)
 
     @property
     def names(self) -> list[str]:
@@ -137,6 +149,7 @@ class LearnedStates(nn.Module):
                 f"other than {self.names} and those of methods of modules, such as half, float and train."
             )
         self.add_module(adapter_name, state)
+        self._added.add(adapter_name)
         shapes = [[list(part.shape[1:]) for part in layer] for layer in state()]
         self._config.learned_states = {"names": self.names, "active": adapter_name, "shapes": shapes}
 
