@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from .padding import inputs_around
-from .scan_backends import ScanBackend
+from .scan_backends import ScanBackend, backward_once
 from .sequence_pieces import Lengths, Piece
 
 try:
@@ -155,13 +155,8 @@ class _CausalConv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @backward_once
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grad_y.device.type, enabled=False):  # also where backward() is called inside autocast
-            return _CausalConv._backward(ctx, grad_y)
-
-    @staticmethod
-    def _backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, initial_state = ctx.saved_tensors
         grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         grad_weight, grad_bias = torch.zeros_like(weight), torch.zeros_like(bias)
@@ -184,8 +179,8 @@ class _CausalConv(torch.autograd.Function):
 
 
 def token_blocks(x: Tensor) -> list[slice]:
-    """Cut the T tokens of x (B, T, C) into blocks that fit into the cache of a CPU; one block on other devices."""
-    if x.device.type != "cpu":
+    """Cut the T tokens of x (B, T, C) into blocks that fit into the cache of a CPU; one block elsewhere."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():  # else a loop, unrolled for one length
         return [slice(0, x.shape[1])]
     tokens = max(1, _BLOCK_ELEMENTS // (x.shape[0] * x.shape[2]))
     return [slice(start, min(start + tokens, x.shape[1])) for start in range(0, x.shape[1], tokens)]

@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.linalg import solve_triangular
 
 from .chunk_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, to_chunks
+from .scan_backends import backward_once
 
 
 class ChunkedDeltaScan(torch.autograd.Function):
     """A recurrence over chunks, with a backward pass that recomputes them from every few states and what was solved.
 
     `rule` (`DeltaRule` or `LowRank`) has the equations of a chunk, `inputs` are its arguments, (B, T, H, X) each, or
-    (B, T, G, X) if each of G groups serves H / G heads one after another.
+    (B, T, G, X) if each of G groups serves H / G heads one after another; the values come first.
     """
 
     @staticmethod
@@ -47,13 +48,8 @@ class ChunkedDeltaScan(torch.autograd.Function):
         return y, state.view(initial_state.shape).clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @backward_once
     def backward(ctx: Any, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grad_y.device.type, enabled=False):  # also where backward() is called inside autocast
-            return ChunkedDeltaScan._backward(ctx, grad_y, grad_final)
-
-    @staticmethod
-    def _backward(ctx: Any, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         groups, saved = ctx.groups, ctx.saved_tensors
         count = len(groups)
         inputs, starts, solutions = saved[: -2 * count], saved[-2 * count : -count], saved[-count:]
@@ -170,7 +166,7 @@ class DeltaRule(_Rule):
         u = (I - M diag(beta))^-1 (v - (d k) S_0^T)        w = diag(beta) u
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    def __init__(self, v: Tensor, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) -> None:
         self.q, self.k, self.known, self.rate = q, k, v, beta
         self.values = torch.empty_like(v)[:, None]
         pairs = ScalarPairs if g.shape[2] == 1 else ChannelPairs
@@ -179,14 +175,14 @@ class DeltaRule(_Rule):
         self.solve = _inverse(self.pairs.M[1][0] * -beta.mT)  # beta is (Z, Q, 1)
 
     def gradients(self, outs: Tensor, dw: Tensor, u: Tensor, starts: Tensor, grad_ends: Tensor) -> Sequence[Tensor]:
-        """Of q, k, v, g and beta."""
+        """Of v, q, k, g and beta."""
         d_readers, d_writers, dg = self.pairs.gradients(outs, self.values, starts, grad_ends)
         (dq, dk_read), dk, (dy, dv) = d_readers.unbind(1), d_writers[:, 0], outs.unbind(1)
         own = (dy * self.values[:, 0]).sum(-1, keepdim=True)
         dq.addcmul_(own, self.k)
         dk.sub_(dk_read).addcmul_(own, self.q)
         dbeta = (dw.baddbmm_(self.pairs.M[1][0].mT, dv) * u).sum(-1, keepdim=True)
-        return dq, dk, dv, dg, dbeta
+        return dv, dq, dk, dg, dbeta
 
 
 class LowRank(_Rule):
@@ -198,7 +194,7 @@ class LowRank(_Rule):
         w = u = (I - M_ab)^-1 (M_ak v + (d a) S_0^T)
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> None:
+    def __init__(self, v: Tensor, q: Tensor, k: Tensor, g: Tensor, a: Tensor, b: Tensor) -> None:
         self.q, self.gate, self.values = q, g.exp(), torch.stack([v, v], 1)
         self.rate = g.new_ones(len(g), g.shape[1], 1)
         self.pairs = ChannelPairs(g, torch.stack([q * self.gate, a], 1), torch.stack([b, k], 1), exclusive=True)
@@ -207,7 +203,7 @@ class LowRank(_Rule):
         self.solve, self.known = _inverse(-self.pairs.M[1][0]), torch.bmm(self.pairs.M[1][1], v)
 
     def gradients(self, outs: Tensor, dw: Tensor, u: Tensor, starts: Tensor, grad_ends: Tensor) -> Sequence[Tensor]:
-        """Of q, k, v, g, a and b."""
+        """Of v, q, k, g, a and b."""
         M, (dy, dr) = self.pairs.M, outs.unbind(1)
         dv = torch.bmm(M[0][1].mT, dy).baddbmm_(M[1][1].mT, dr).baddbmm_(self.pairs.writes[:, 1], grad_ends.mT)
         d_readers, d_writers, dg = self.pairs.gradients(outs, self.values, starts, grad_ends)
@@ -217,7 +213,7 @@ class LowRank(_Rule):
         own = (dy[:, None] * self.values).sum(-1, keepdim=True)
         dq.add_((own * self.pairs.writers).sum(1))
         db, dk = d_writers.addcmul_(own, self.q[:, None]).unbind(1)
-        return dq, dk, dv, dg, da, db
+        return dv, dq, dk, dg, da, db
 
 
 def _inverse(lower: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .chunk_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, halves, to_chunks
-from .scan_backends import keeps_poison
+from .scan_backends import backward_once, chunked_scan, keeps_poison
 from .sequence_pieces import AffineMap, decays_to_end
 
 
@@ -37,13 +37,13 @@ class ChunkedGatedScan(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        chunk_size: int,
+        initial_state: Tensor,
+        v: Tensor,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
         g: Tensor,
-        bonus: Tensor | None,
-        initial_state: Tensor,
-        chunk_size: int,
+        bonus: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         (batch, length, heads, state_dim), head_dim = q.shape, v.shape[3]
         if not (q.shape == k.shape == g.shape and q.shape[:3] == v.shape[:3]):
@@ -72,13 +72,8 @@ class ChunkedGatedScan(torch.autograd.Function):
         return y, states[-1].view(initial_state.shape).clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @backward_once
     def backward(ctx: Any, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grad_y.device.type, enabled=False):  # also where backward() is called inside autocast
-            return ChunkedGatedScan._backward(ctx, grad_y, grad_final)
-
-    @staticmethod
-    def _backward(ctx: Any, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, bonus, states = ctx.saved_tensors
         grad_q, grad_k, grad_v, grad_g = (
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v, g)
@@ -127,7 +122,11 @@ class ChunkedGatedScan(torch.autograd.Function):
 
             for out, chunks in ((grad_q, dq), (grad_k, dk), (grad_v, dv), (grad_g, gates.result())):
                 from_chunks(chunks, out[:, tokens])
-        return grad_q, grad_k, grad_v, grad_g, grad_bonus, grad_state.view(grad_final.shape).clone(), None
+        gradients = grad_v, grad_q, grad_k, grad_g, *([] if grad_bonus is None else [grad_bonus])
+        return None, grad_state.view(grad_final.shape).clone(), *gradients
+
+
+chunked_gated_scan = chunked_scan(ChunkedGatedScan)
 
 
 def gated_piece(k: Tensor, v: Tensor, g: Tensor) -> AffineMap:

@@ -11,6 +11,7 @@ from torch.nn.functional import rms_norm, silu
 
 from .causal_conv import token_blocks
 from .recurrent_state import state_dtype
+from .scan_backends import backward_once
 
 
 class GatedRMSNorm(nn.Module):
@@ -45,7 +46,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @backward_once
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, weight = ctx.saved_tensors
         grad_x, grad_gate = torch.empty_like(x), torch.empty_like(gate)

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import _register_namedtuple
 
 from .checked_files import no_checksum, read_tensors, write_tensors
 
@@ -59,6 +60,10 @@ class WindowedLayerState(NamedTuple):
     conv: Tensor
     window: Tensor
 
+
+for _kind in (LayerState, WindowedLayerState):  # torch.export saves and loads programs that take and give them
+    _register_namedtuple(_kind, serialized_type_name=f"{__name__}.{_kind.__name__}")
+    torch.serialization.add_safe_globals([_kind])
 
 RecurrentState = tuple[LayerState, ...]  # or WindowedLayerState; only forgetting_scans.py uses its third part
 

@@ -62,16 +62,21 @@ def read_rows(given: Mapping[str, Any], seen: int = 0) -> Rows:
     """
     shape = token_shape(given.get("input_ids"), given.get("inputs_embeds"))
     said = {name: given[name] for name in LAYOUT if given.get(name) is not None}
-    mask = said.get("attention_mask")
+    mask, real = said.get("attention_mask"), None
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 4):
         said.pop("attention_mask")
         mask = mask_of_new_tokens(mask, seen, shape)
         assert mask is not None
         if torch.compiler.is_compiling() or _is_plain(mask):
             real = real_tokens(mask)
-            return _read(said, shape, real) if said else Rows(shape, real)
-        said["attention_mask"] = mask
-    return _read(said, shape, None) if said else Rows(shape)
+        else:
+            said["attention_mask"] = mask
+    if said and torch.compiler.is_exporting():
+        raise ValueError(
+            f"A program of torch.export cannot take {sorted(said)}: they decide how many sequences there are. Leave "
+            "them out, with one sequence in each row."
+        )
+    return _read(said, shape, real) if said else Rows(shape, real)
 
 
 @torch.compiler.disable

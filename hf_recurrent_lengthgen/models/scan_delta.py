@@ -22,6 +22,7 @@ from .chunked_delta_scan import ChunkedDeltaScan, DeltaRule, LowRank
 from .fla_kernels import fla_kernel, scan_with_fla
 from .scan_backends import (
     ScanBackend,
+    chunked_scan,
     decayed_and_written,
     keeps_poison,
     missing_kernel,
@@ -37,6 +38,7 @@ chunk_dplr_delta_rule = fla_kernel("fla.ops.generalized_delta_rule", "chunk_dplr
 
 NORMED_BY_HEAD = "the delta rule erases along keys of norm 1 in each head, and a merged head norms them together"
 """Why heads cannot be merged with their weights."""
+_delta, _dplr = chunked_scan(ChunkedDeltaScan, DeltaRule), chunked_scan(ChunkedDeltaScan, LowRank)
 
 
 def kernel_limit_of(key_dim: int) -> str:
@@ -195,7 +197,7 @@ def _check_shapes(inputs: dict[str, Tensor], initial_state: Tensor) -> None:
                 expected["g"] = batch, length, heads, 1
             if groups and heads % groups == 0:
                 expected["q"] = expected["k"] = batch, length, groups, keys
-        if shapes == expected:
+        if all(shapes[name] == shape for name, shape in expected.items()):  # torch.compile compares no dicts of them
             return
     shared = ", queries and keys (B, T, G, N) where G divides H, gates also (B, T, H, 1), beta (B, T, H)"
     raise ValueError(
@@ -207,14 +209,14 @@ def _check_shapes(inputs: dict[str, Tensor], initial_state: Tensor) -> None:
 def _chunked_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    y, final = ChunkedDeltaScan.apply(DeltaRule, chunk_size, state, q, k, v, g, beta[..., None])
+    y, final = _delta(chunk_size, state, v, q, k, g, beta[..., None])
     return scan_delta_reference(q, k, v, g, beta, state) if keeps_poison(final) else (y, final)
 
 
 def _chunked_dplr(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    y, final = ChunkedDeltaScan.apply(LowRank, chunk_size, state, q, k, v, g, a, b)
+    y, final = _dplr(chunk_size, state, v, q, k, g, a, b)
     return scan_dplr_reference(q, k, v, g, a, b, state) if keeps_poison(final) else (y, final)
 
 

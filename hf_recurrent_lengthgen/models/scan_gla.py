@@ -17,7 +17,7 @@ Shape suffixes as in scan_backends.py.
 import torch
 from torch import Tensor
 
-from .chunked_gated_scan import ChunkedGatedScan, gated_piece
+from .chunked_gated_scan import chunked_gated_scan, gated_piece
 from .fla_kernels import fla_kernel, scan_with_fla
 from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
 from .sequence_pieces import AffineMap
@@ -75,7 +75,7 @@ def piece_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **_: object) -> Affine
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    return ChunkedGatedScan.apply(q, k, v, g, None, state, chunk_size)
+    return chunked_gated_scan(chunk_size, state, v, q, k, g)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:

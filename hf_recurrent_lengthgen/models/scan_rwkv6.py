@@ -14,7 +14,7 @@ used: it ignores the gradient of the final state. Shape suffixes as in scan_back
 import torch
 from torch import Tensor
 
-from .chunked_gated_scan import ChunkedGatedScan, gated_piece
+from .chunked_gated_scan import chunked_gated_scan, gated_piece
 from .fla_kernels import fla_kernel, scan_with_fla
 from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
 from .sequence_pieces import AffineMap
@@ -79,7 +79,7 @@ def piece_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: obje
 def _chunked(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    return ChunkedGatedScan.apply(r, k, v, w, u, state, chunk_size)
+    return chunked_gated_scan(chunk_size, state, v, r, k, w, u)
 
 
 def _step(

@@ -9,7 +9,7 @@ zero-order hold, B by Euler), for each batch row, channel d and state n:
 Four forms behind one function, `scan_selective`:
 
 - `scan_selective_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
-- `_scan`: the same loop, one fused operation per token on slabs that stay in the cache of a CPU. No decay is ever
+- `_loop`: the same loop, one fused operation per token on slabs that stay in the cache of a CPU. No decay is ever
   divided by or summed up, so any decay, zero and complete erasure included, is as exact as in the definition. Its
   backward pass computes the slabs again from one state per chunk: no tensor of B*T*D*N elements exists.
 - `_step`: one token, for decoding.
@@ -21,13 +21,22 @@ many of them whatever N is.
 """
 
 import math
-import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan, scan_in_pieces
+from .scan_backends import (
+    ScanBackend,
+    backward_once,
+    chunked_scan,
+    decayed_and_written,
+    missing_kernel,
+    read_out,
+    run_scan,
+    scan_in_pieces,
+)
 from .sequence_pieces import AffineMap
 
 try:
@@ -38,8 +47,6 @@ else:
     if selective_scan_cuda is None:  # installed without its CUDA extension
         selective_scan_fn = None
 
-# Every copy of this file, as in checkpoints, has operators of its own.
-_OPERATORS = re.sub(r"\W", "_", __name__)
 # On a CPU, exp takes three times longer than exp2, and ten times where it underflows.
 _LOG2_E = math.log2(math.e)
 _BLOCK_ELEMENTS = 2**16  # of a state: 256 KiB in float32
@@ -126,9 +133,10 @@ def _scan_with_torch(
 ) -> tuple[Tensor, Tensor]:
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, dt, A, B, C, initial_state))
     # .mT: a state from this scan continues without a copy
-    # without gradients no graph is needed, and one token at a time is faster
-    scan = _scan if keep or torch.compiler.is_compiling() else _loop
-    y, final_state, _ = scan(x, dt, A.mT, B, C, initial_state.mT, chunk_size, keep)
+    if keep or torch.compiler.is_compiling():
+        y, final_state = _scan(chunk_size, initial_state.mT, x, dt, A.mT, B, C)
+    else:
+        y, final_state, _ = _loop(x, dt, A.mT, B, C, initial_state.mT, chunk_size, False)
     return y.addcmul_(x, D), final_state.mT
 
 
@@ -136,7 +144,8 @@ def _loop(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor, chunk_size: int, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The recurrence without D; A (N, D), states (B, N, D). Third is the state before each chunk, or none."""
-    y, final_state, starts = _empty_results(x, dt, A, B, C, initial_state, chunk_size, keep)
+    y, final_state = x.new_empty(x.shape), x.new_empty(initial_state.shape)
+    starts = x.new_empty(-(-x.shape[1] // chunk_size) if keep else 0, *initial_state.shape)
     for rows, channels in _blocks(initial_state):
         log2_A, state = _log2(A[:, channels]), initial_state[rows, :, channels]
         slabs = _slabs(2, state, min(chunk_size, x.shape[1]))
@@ -153,41 +162,36 @@ def _loop(
     return y, final_state, starts
 
 
-def _empty_results(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor, chunk_size: int, keep: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, length, channels = x.shape
-    state_dim = A.shape[0]
-    chunks = -(-length // chunk_size) if keep else 0
-    return (
-        x.new_empty(batch, length, channels),
-        x.new_empty(batch, state_dim, channels),
-        x.new_empty(chunks, batch, state_dim, channels),
-    )
+class _SelectiveScan(torch.autograd.Function):
+    """`_loop` with a backward pass that makes the slabs again; arguments as of `chunked_scan`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, chunk_size: int, initial_state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        y, final_state, starts = _loop(x, dt, A, B, C, initial_state, chunk_size, True)
+        ctx.save_for_backward(x, dt, A, B, C, starts)
+        ctx.chunk_size = chunk_size
+        return y, final_state
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, grad_y: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_gradients(grad_y, grad_final, ctx.saved_tensors, ctx.chunk_size)
 
 
-@torch.library.custom_op(f"{_OPERATORS}::selective_scan_backward", mutates_args=())
-def _scan_backward(
-    grad_y: Tensor,
-    grad_final: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    starts: Tensor,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, dt, A, B, C and the initial state.
+_scan = chunked_scan(_SelectiveScan)
+
+
+def _gradients(grad_y: Tensor, grad_final: Tensor, saved: Sequence[Tensor], chunk_size: int) -> tuple[Tensor, ...]:
+    """Gradients of the initial state, x, dt, A, B and C.
 
     With g_t the gradient of h_t, which is C_t dy_t + exp(dt_{t+1} A) g_{t+1}, and w_t = g_t exp(dt_t A) h_{t-1} that
     of dt_t A: dC_t = sum_d h_t dy_t, d(dt x)_t = sum_n B_t g_t, dB_t = sum_d dt_t x_t g_t, dA = sum_t dt_t w_t.
     """
-    grad_x, grad_dt, grad_A, grad_B, grad_C, grad_initial = _empty_gradients(
-        grad_y, grad_final, x, dt, A, B, C, starts, chunk_size
-    )
-    for summed in (grad_A, grad_B, grad_C):
-        summed.zero_()
+    x, dt, A, B, C, starts = saved
+    grad_initial, grad_x, grad_dt = (t.new_empty(t.shape) for t in (grad_final, x, dt))
+    grad_A, grad_B, grad_C = (t.new_zeros(t.shape) for t in (A, B, C))
     for rows, channels in _blocks(grad_final):
         A_ND, grad_state = A[:, channels], grad_final[rows, :, channels]
         log2_A = _log2(A_ND)
@@ -215,47 +219,7 @@ def _scan_backward(
             grad_dt[piece][..., channels] = (w.mul_(A_ND).sum(2).addcmul_(grad_u, x_QBD)).transpose(0, 1)
             grad_x[piece][..., channels] = (grad_u * dt_QBD).transpose(0, 1)
         grad_initial[rows, :, channels] = grad_state
-    return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_initial
-
-
-@_scan_backward.register_fake
-def _empty_gradients(
-    grad_y: Tensor,
-    grad_final: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    starts: Tensor,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad_x, grad_dt, grad_A, grad_B, grad_C, grad_initial = (
-        t.new_empty(t.shape) for t in (x, dt, A, B, C, grad_final)
-    )
-    return grad_x, grad_dt, grad_A, grad_B, grad_C, grad_initial
-
-
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    *tensors, _, ctx.chunk_size, _ = inputs  # the initial state is the first of those kept
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)  # it would make zeros for the kept states, too
-    ctx.save_for_backward(*tensors, output[2])
-
-
-def _backward(ctx, grad_y, grad_final, _):  # type: ignore[no-untyped-def]
-    x, *_, starts = saved = ctx.saved_tensors  # read once, as activation checkpointing wants
-    grad_y = torch.zeros_like(x) if grad_y is None else grad_y
-    grad_final = starts.new_zeros(starts.shape[1:]) if grad_final is None else grad_final
-    with torch.autocast(x.device.type, enabled=False):  # also where backward() is called inside autocast
-        gradients = _scan_backward(grad_y, grad_final, *saved, ctx.chunk_size)
-    return *gradients, None, None
-
-
-# Operators, since torch.compile would unroll the loops over time.
-_scan = torch.library.custom_op(f"{_OPERATORS}::selective_scan", _loop, mutates_args=())
-_scan.register_fake(_empty_results)
-_scan.register_autograd(_backward, setup_context=_save)
+    return grad_initial, grad_x, grad_dt, grad_A, grad_B, grad_C
 
 
 def _blocks(state_BND: Tensor) -> list[tuple[slice, slice]]:

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from .scan_backends import (
     ScanBackend,
+    backward_once,
+    chunked_scan,
     decayed_and_written,
     even_pieces,
     keeps_poison,
@@ -130,7 +132,7 @@ def ssd_piece(x: Tensor, dt: Tensor, g: Tensor, B: Tensor) -> AffineMap:
 def _chunked(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    return ChunkedSSD.apply(x, dt, dt * A, B, C, D, state, chunk_size)
+    return chunked_ssd(chunk_size, state, x, dt, dt * A, B, C, D)
 
 
 def _step(
@@ -182,7 +184,7 @@ def _kernel_piece(x: Tensor, dt: Tensor, B: Tensor, chunk_size: int) -> tuple[in
 class ChunkedSSD(torch.autograd.Function):
     """Chunked SSD with a backward pass that recomputes the (Q, Q) matrices of each chunk.
 
-    Its arguments are those of `scan_ssd`, but for log decays g (B, T, H), in place of A, and no choice of backend.
+    Its arguments are those of `scan_ssd` in another order, with log decays g (B, T, H) in place of A.
     With s_i the sum of g up to token i of the chunk, u = dt x, S the state at the chunk's start and
     M_ij = (C_i . B_j) exp(s_i - s_j) for j <= i:
 
@@ -198,14 +200,14 @@ class ChunkedSSD(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        chunk_size: int,
+        initial_state: Tensor,
         x: Tensor,
         dt: Tensor,
         g: Tensor,
         B: Tensor,
         C: Tensor,
         D: Tensor,
-        initial_state: Tensor,
-        chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         groups = B.shape[2]
         y, from_state = torch.empty_like(x, memory_format=torch.contiguous_format), []
@@ -231,13 +233,8 @@ class ChunkedSSD(torch.autograd.Function):
         return y, _from_inner(states[-1], initial_state.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @backward_once
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grad_out.device.type, enabled=False):  # also where backward() is called inside autocast
-            return ChunkedSSD._backward(ctx, grad_out, grad_final)
-
-    @staticmethod
-    def _backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         x, dt, g, B, C, D, states, *from_state = ctx.saved_tensors
         grad_x, grad_B, grad_C, grad_dt, grad_g = (
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, B, C, dt, g)
@@ -277,7 +274,10 @@ class ChunkedSSD(torch.autograd.Function):
             grad_D += (grad_y * x[:, piece]).sum((0, 1, 3))
             grad_x[:, piece] = grad_u.mul_(dt[:, piece, :, None]).addcmul_(grad_y, D[:, None])
             chunk.decay(grad_state, out=grad_state).baddbmm_(chunk.C_ZQN.mT, grad_y_decayed)
-        return grad_x, grad_dt, grad_g, grad_B, grad_C, grad_D, _from_inner(grad_state, grad_final.shape), None
+        return None, _from_inner(grad_state, grad_final.shape), grad_x, grad_dt, grad_g, grad_B, grad_C, grad_D
+
+
+chunked_ssd = chunked_scan(ChunkedSSD)
 
 
 def _sums_around(inside_BHQQ: Tensor, of_queries_BQH: Tensor, of_keys_BQH: Tensor, through_BH: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from torch.nn.functional import pad
 
 from .fla_kernels import fla_kernel, scan_with_fla
 from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
-from .scan_ssd import ChunkedSSD, ssd_piece
+from .scan_ssd import chunked_ssd, ssd_piece
 from .sequence_pieces import AffineMap
 
 chunk_simple_gla = fla_kernel("fla.ops.simple_gla", "chunk_simple_gla")
@@ -196,9 +196,7 @@ def _chunked(
 ) -> tuple[Tensor, Tensor]:
     as_ssd = _AsSSD.of(dt, g, share, w, x, B, C, D)
     nothing = torch.zeros_like(D)
-    y, state = ChunkedSSD.apply(
-        as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys, as_ssd.queries, nothing, state, chunk_size
-    )
+    y, state = chunked_ssd(chunk_size, state, as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys, as_ssd.queries, nothing)
     return as_ssd.outputs(y), as_ssd.after(state)
 
 

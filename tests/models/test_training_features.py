@@ -1,4 +1,4 @@
-"""What users switch on in training: checkpointing, adapters, autocast, compile, embeddings of another size."""
+"""What users switch on in training: checkpointing, adapters, autocast, embeddings of another size."""
 
 import copy
 import warnings
@@ -16,8 +16,6 @@ from hf_recurrent_lengthgen.models.recurrent_state import map_state
 from .families import (
     FAMILIES,
     GLA,
-    MAMBA2,
-    RWKV6,
     VOCABULARY,
     Family,
     build,
@@ -344,55 +342,3 @@ def test_gradients_flow_into_the_initial_and_out_of_the_final_state_of_every_lay
     (analytic,) = torch.autograd.grad(functional(scale), scale)  # type: ignore[arg-type]
     torch.testing.assert_close(analytic, numeric.detach(), rtol=1e-6, atol=1e-8)
     assert analytic.abs() > 1e-3
-
-
-def compiled_step_equals_eager(family: Family, backend: str, length: int, checkpointed: bool) -> None:
-    model = build(family, num_hidden_layers=1).train()  # to trace takes 10 s a layer
-    eager = copy.deepcopy(model)
-    if checkpointed:
-        enable_by("gradient_checkpointing_enable")(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    tokens, state = random_tokens(2, length), random_state(model, 2)
-    mask = torch.ones(2, length).long()
-    mask[0, :2] = 0
-    every = [{}, {"initial_state": state, "attention_mask": mask}]
-    for options in every[1:] if checkpointed or backend != "eager" else every:  # each is a graph of its own
-        results = []
-        for run, owner in ((compiled, model), (eager, eager)):
-            owner.zero_grad()
-            output = run(tokens, labels=tokens, **options)
-            (output.loss + output.final_state[-1].recurrent.sum()).backward()
-            gradients = {name: p.grad for name, p in owner.named_parameters() if p.grad is not None}
-            results.append({"logits": output.logits} | gradients)
-        assert results[0].keys() == results[1].keys()
-        for name, value in results[1].items():
-            assert (value - results[0][name]).norm() <= 1e-4 * value.norm(), name
-
-
-# torch.compile runs into deprecation warnings of torch itself
-def compiling(test: Any) -> Any:
-    for category in ("DeprecationWarning", "FutureWarning:torch"):
-        test = pytest.mark.filterwarnings(f"ignore::{category}")(test)
-    return test
-
-
-@pytest.mark.slow
-@compiling
-@pytest.mark.parametrize(
-    ("family", "checkpointed"),
-    # one for each kind of scan; the scans alone are in test_scans.py
-    [
-        *((family, False) for family in FAMILIES if family.name in ("mamba", "gla", "gated_deltanet", "rwkv7")),
-        *((MAMBA2, True), (RWKV6, True)),
-    ],
-    ids=variant_id,
-)
-def test_the_whole_model_is_one_graph(family: Family, checkpointed: bool) -> None:
-    compiled_step_equals_eager(family, "eager", 70, checkpointed)
-
-
-@pytest.mark.slow
-@compiling
-def test_the_compiled_model_equals_the_eager_one() -> None:
-    compiled_step_equals_eager(MAMBA2, "inductor", 70, False)  # others take minutes, GLA ten
