@@ -1,6 +1,7 @@
 """`lengthgen verify`: whether a checkpoint gives the same results here, without this package, and as its source."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.report import in_columns
@@ -66,7 +67,10 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    had_code = any(Path(options.checkpoint).glob("*.py"))
     verification = verify_checkpoint(**vars(options))
+    if not had_code and (added := len([*Path(options.checkpoint).glob("*.py")])):
+        print(f"Added the code of its model class, {added} files, so that it loads without this package.\n")
     print(table(verification.checks))
     print(f"\n{_verdict(options.checkpoint, verification)}")
     return 0 if verification.passed else 1

@@ -3,11 +3,13 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM
 
+from hf_recurrent_lengthgen.cli import verify as command
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.models import StatefulMambaConfig, StatefulMambaForCausalLM
 from hf_recurrent_lengthgen.records import Check, Verification, read_verification, verified_files, write_verification
@@ -165,3 +167,16 @@ def test_what_cannot_be_verified_is_refused_with_the_reason(checkpoint: Path, tm
         (tmp_path / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match="convert it with lengthgen convert"):
             verify_checkpoint(tmp_path)
+
+
+def test_the_command_tells_of_the_code_that_it_adds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def adding(checkpoint: str, **_: Any) -> Verification:
+        (Path(checkpoint) / "modeling.py").touch()
+        return Verification({}, (), {})
+
+    monkeypatch.setattr(command, "verify_checkpoint", adding)
+    for told in (1, 0):
+        command.run([str(tmp_path)])
+        assert capsys.readouterr().out.count("Added the code of its model class, 1 files") == told
