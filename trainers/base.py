@@ -423,5 +423,9 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         """Trainer's, with the values of the method beside the training loss."""
         if "loss" in logs:
             logs |= self._logs.take(gather_object)
+            if isinstance(self.initial_states, ZeroStates):  # all sequences start from zero, and no state is passed on
+                logs.pop("zero_states", None)
+                if self.args.nonfinite_states == "stop":
+                    logs.pop("reset_states", None)
             logs |= self.initial_states.logs()
         super().log(logs, *args, **kwargs)

@@ -30,7 +30,7 @@ class InitialStateConfig(TrainingArguments):
         default=None,
         metadata={
             "help": "Length T, in tokens, of the two crops that are aligned. Rows must hold T + alignment_max_extra "
-            "tokens. Default: as long as the rows allow, about two thirds of a row."
+            "tokens. Default: the largest even T that the rows allow, about two thirds of a row."
         },
     )
     alignment_min_extra: int = field(

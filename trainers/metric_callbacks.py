@@ -169,6 +169,7 @@ class MetricCallback(TrainerCallback):
         if not self._training or self._measured_at != state.global_step:
             self._measure(state, control)
         metrics.update(self._found)  # `evaluate` returns this mapping
+        self._show_in_notebook(state)
 
     def _measure(self, state: TrainerState, control: TrainerControl) -> None:
         assert self._trainer is not None
@@ -189,6 +190,22 @@ class MetricCallback(TrainerCallback):
         model.training = training
         control.should_log = should_log
         self._measured_at = state.global_step
+        if self._training:
+            self._show_in_notebook(state)
+
+    def _show_in_notebook(self, state: TrainerState) -> None:
+        """Add the values to the line of this step in the table of a notebook, which shows no others than losses."""
+        assert self._trainer is not None
+        for callback in self._trainer.callback_handler.callbacks:
+            if (table := getattr(callback, "training_tracker", None)) is not None:
+                first = callback.first_column
+                line: dict[str, Any] = {first: int(state.epoch or 0) if first == "Epoch" else state.global_step}
+                columns, *rows = table.inner_table
+                if not rows or rows[-1][0] != line[first]:
+                    line = dict.fromkeys(columns, "No log") | line  # as it writes where there is no loss
+                for name, value in self._found.items():
+                    line[name.removeprefix(self.prefix).replace("_", " ").title()] = value
+                table.write_line(line)
 
     def _values(self, model: nn.Module, step: int) -> dict[str, float] | Exception:
         """The values to log, or the error of the first metric that fails."""

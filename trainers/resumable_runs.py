@@ -260,6 +260,14 @@ class ResumableTrainer(SameRowsTrainer):
         if not self._load_converted(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Trainer's, without weights that are missing because they are tied to others that were loaded."""
+        weights = self.model.state_dict()  # type: ignore[union-attr]
+        missing = load_result.missing_keys
+        loaded = {value.data_ptr() for name, value in weights.items() if name not in missing}
+        left = [name for name in missing if name not in weights or weights[name].data_ptr() not in loaded]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=left))
+
     def _load_best_model(self) -> None:
         if not self._load_converted(str(self.state.best_model_checkpoint)):
             super()._load_best_model()

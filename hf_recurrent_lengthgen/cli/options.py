@@ -5,6 +5,7 @@ Some options decide which others exist: those of other interventions and tasks a
 
 import argparse
 import difflib
+import importlib.util
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import yaml
 from transformers import HfArgumentParser
+from transformers.integrations import get_available_reporting_integrations
 
 from hf_recurrent_lengthgen.cli.parsing import HelpFormatter, add_headings, examples_text
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, chosen, goes_with
@@ -111,6 +113,7 @@ def read_options(
         ValueError: for a file that cannot be used, for options without effect or in contradiction, and as the config
             raises.
     """
+    import_own_code(arguments)
     given = [*([] if config_file is None else _flags_of(config_file)), *arguments]
     values = parse(given)
     trainer = INTERVENTIONS[values["intervention"]]
@@ -120,6 +123,35 @@ def read_options(
     named = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in given}
     _check(run, training, named)
     return run, training, trainer
+
+
+def import_own_code(arguments: Sequence[str]) -> None:
+    """Run the file of --import, whose trainers are interventions from then on.
+
+    Raises:
+        ValueError: for a file that cannot be run, with the reason.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--import", "--import_file", "--import-file", dest="file")
+    if (file := parser.parse_known_args(arguments)[0].file) is not None:
+        _run_file(file)
+
+
+def _run_file(file: str) -> None:
+    path, name = Path(file).resolve(), Path(file).stem
+    spec = importlib.util.spec_from_file_location(name, path) if path.suffix == ".py" and path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--import {file}: there is no such Python file.")
+    if name in sys.modules:
+        if getattr(sys.modules[name], "__file__", None) == str(path):
+            return  # it was run already
+        raise ValueError(f"--import {file}: there is another module of the name {name!r}: rename the file.")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # its classes are pickled by this name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"--import {file} fails: {type(error).__name__}: {error}") from error
 
 
 def parse(arguments: Sequence[str]) -> dict[str, Any]:
@@ -202,6 +234,8 @@ class RunParser(HfArgumentParser):
         if "type" in options and "metavar" not in options and len(options.get("choices", ())) not in range(1, 5):
             known = {int: "N", float: "X", str: "TEXT"}
             options["metavar"] = "BOOL" if "const" in options else known.get(options["type"], "NAME")
+        if name == "import_file":  # import is no name for a field
+            flags, options["dest"] = ("--import", *flags), name
         if name == "output_dir":  # the name in all other commands
             flags, options["dest"], options["metavar"] = ("--output", *flags), name, "FOLDER"
         action = self._groups[heading].add_argument(*flags, **options)
@@ -286,9 +320,11 @@ def _flags_of(path: str) -> list[str]:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options as 'option: value' lines, got {type(values).__name__}.")
+    if isinstance(own := values.get("import", values.get("import_file")), str):
+        _run_file(own)  # before the options that it defines are known
     flags, known = [], _known()
     for name, value in values.items():
-        key = "output_dir" if name == "output" else name  # as on the command line
+        key = {"output": "output_dir", "import": "import_file"}.get(name, name)  # as on the command line
         if key not in known:
             raise ValueError(f"{path}: unknown option {key!r}; {_hint(key)}.")
         if isinstance(value, list):
@@ -300,6 +336,13 @@ def _flags_of(path: str) -> list[str]:
 
 def _check(run: RunArguments, training: InitialStateConfig, named: set[str]) -> None:
     """Raise a `ValueError` for contradictions; `named` are the options that were given."""
+    installed = get_available_reporting_integrations()
+    missing = set(training.report_to) - {*installed, "azure_ml", "flyte"}  # these two it does not always list
+    if missing:
+        raise ValueError(
+            f"report_to names {', '.join(sorted(missing))}, which is not installed here, or unknown to Transformers: "
+            f"install it, or choose from {', '.join([*sorted(installed), 'none'])}."
+        )
     resets = sorted(named & {"chunks_before_reset", "reset_at_document"})
     if resets and not continues(training):
         raise ValueError(f"{resets[0]} does nothing here: it belongs to tbtt, which has no share in the mixture.")

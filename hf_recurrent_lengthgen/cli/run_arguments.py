@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, chosen_split
 from hf_recurrent_lengthgen.cli.shared_options import HOW, help_of
+from hf_recurrent_lengthgen.data import split_names
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
@@ -134,20 +135,25 @@ class RunArguments:
     )
     eval_data: str | None = _option(
         "data",
-        "text for eval_loss, as for --data (default: stdlib if that is the training text; passkeys and symbols need "
-        "no text)",
+        "text for eval_loss, as for --data (default: that of --data if it has the split; passkeys and symbols need no "
+        "text)",
         metavar="DATA",
         eval_strategy=MEASURED,
         task=TEXT,
     )
     eval_split: str | None = _option(
         "data",
-        HOW["--split"]["help"].replace("the data", "--eval-data"),
+        HOW["--split"]["help"].replace("the data", "the text for eval_loss"),
         metavar="NAME",
         eval_strategy=MEASURED,
         task=TEXT,
     )
     intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names
+    import_file: str | None = _option(
+        "method",
+        "run this Python file first, which defines an intervention of your own (its class has an `about`)",
+        metavar="FILE.py",
+    )
     chunks_before_reset: int = _option(
         "method",
         "in tbtt: chunks of training_length after which a state is reset to zero, 0 for never",
@@ -197,16 +203,32 @@ class RunArguments:
         return chosen_split(self.data, self.split, "train")
 
     @property
+    def chosen_eval_data(self) -> str:
+        """The text to evaluate on.
+
+        Raises:
+            ValueError: if none is given, and the training text has no validation split.
+        """
+        if self.eval_data is not None:
+            return self.eval_data
+        if self.data == STANDARD_LIBRARY or self.eval_split is not None or "validation" in split_names(self.data):
+            return self.data
+        raise ValueError(
+            f"eval_strategy measures eval_loss on held-out text, and {self.data} has no validation split: give "
+            "eval_data, or a part of the training text, such as --split 'train[:95%]' --eval-split 'train[95%:]'."
+        )
+
+    @property
     def chosen_eval_split(self) -> str:
         """The split to evaluate on."""
-        return chosen_split(self.eval_data or STANDARD_LIBRARY, self.eval_split, "validation")
+        return chosen_split(self.chosen_eval_data, self.eval_split, "validation")
 
     @property
     def evaluates_training_text(self) -> bool:
-        """Whether eval_data is the text that is trained on."""
-        if self.eval_data is None or STANDARD_LIBRARY in (self.data, self.eval_data):
+        """Whether the text to evaluate on is the text that is trained on."""
+        if STANDARD_LIBRARY in (self.data, self.chosen_eval_data):
             return False
-        same = Path(self.data).resolve() == Path(self.eval_data).resolve()
+        same = Path(self.data).resolve() == Path(self.chosen_eval_data).resolve()
         return same and self.chosen_split == self.chosen_eval_split
 
     @property

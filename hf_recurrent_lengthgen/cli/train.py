@@ -12,7 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.adapters import add_adapter, holds_adapter, to_merge
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
-from hf_recurrent_lengthgen.cli.options import command_parser, evaluates, read_options
+from hf_recurrent_lengthgen.cli.options import command_parser, evaluates, import_own_code, read_options
 from hf_recurrent_lengthgen.cli.run_arguments import USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, split_names
@@ -38,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     command = ["lengthgen", "train", *arguments]
     if {"-h", "--help", "--help-all"} & set(arguments):
+        import_own_code(arguments)
         command_parser("--help-all" in arguments).parse_args(["--help"])
     if any(argument.partition("=")[0] == "--config" for argument in arguments):
         raise ValueError("A config file needs no --config: lengthgen train CONFIG.yaml [options].")
@@ -81,8 +82,8 @@ def train(
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.length
-    rows = training_rows(settings, training, tokenizer)
     eval_rows = evaluation_rows(settings, training, tokenizer) if evaluates(training) else None
+    rows = training_rows(settings, training, tokenizer)
     model.config.training_length = settings.length
     if isinstance(rows, TaskStrings):
         _record_task(model.config, rows)
@@ -252,8 +253,8 @@ def _record_task(config: Any, rows: TaskStrings) -> None:
 def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokenizer: Any) -> list[str]:
     """Options of `lengthgen evaluate` that name held-out text if there is some, and a length that the text has."""
     data, split, known = settings.data, "validation", None
-    if settings.eval_data is not None:
-        data, split, known = settings.eval_data, settings.chosen_eval_split, eval_rows
+    if settings.eval_data is not None or settings.eval_split is not None:
+        data, split, known = settings.chosen_eval_data, settings.chosen_eval_split, eval_rows
         if settings.evaluates_training_text:
             print("The command below evaluates on the training text.")
     elif data != STANDARD_LIBRARY and "validation" not in split_names(data):

@@ -64,9 +64,7 @@ def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokeni
         return _symbols(settings, TASK_EVALUATION_SAMPLES, EVALUATION_SEED + training.seed)
     if settings.task == "passkey":
         return _passkeys(settings, TASK_EVALUATION_SAMPLES, seed, tokenizer)
-    data = settings.eval_data or (STANDARD_LIBRARY if settings.data == STANDARD_LIBRARY else None)
-    if data is None:
-        raise ValueError("eval_strategy measures eval_loss on a text: give eval_data.")
+    data = settings.chosen_eval_data
     if settings.task == "babilong":
         return _questions(settings, "test", data, settings.chosen_eval_split, seed, tokenizer)
     if settings.evaluates_training_text:

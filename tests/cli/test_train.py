@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +24,12 @@ from hf_recurrent_lengthgen.cli import train as command
 from hf_recurrent_lengthgen.cli import train_rows
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import _flags_of, command_parser, parse, read_options
+from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Comparison
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.records import read_lineage
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, StatePassingTrainer, ZeroStateTrainer
 
 TINY = {
@@ -428,6 +431,86 @@ def test_an_evaluation_on_the_training_text_and_a_length_that_nobody_named_are_t
     assert "eval_loss is that of the training text" not in told
 
 
+def test_the_validation_split_of_the_training_data_is_what_is_evaluated(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "texts"
+    for split, letter in (("train", "a"), ("validation", "b")):
+        (folder / split).mkdir(parents=True)
+        (folder / split / "one.txt").write_text(letter * 3000)
+    options = {"data": folder, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 64}
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedBlocks, "__init__", spy(seen))
+        assert train(model=checkpoint, **options) == 0
+    assert {chr(stream[0] - 3) for stream in seen} == {"a", "b"}
+    told = capsys.readouterr().out
+    assert "eval_loss" in told
+    assert "training text" not in told
+    assert f"--data {folder} --split validation" in told
+
+
+def spy(seen: list[Any]) -> Callable[..., None]:
+    """A constructor of `PackedBlocks` that also keeps the streams."""
+    original = PackedBlocks.__init__
+
+    def made(self: PackedBlocks, stream: torch.Tensor, length: int) -> None:
+        seen.append(stream)
+        original(self, stream, length)
+
+    return made
+
+
+OWN = """
+from dataclasses import dataclass, field
+from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, RandomNoise
+from hf_recurrent_lengthgen.trainers.checks import zero_state_of
+
+@dataclass
+class OwnConfig(InitialStateConfig):
+    own_size: float = field(default=0.5, metadata={"help": "The size of it."})
+
+class OwnTrainer(InitialStateTrainer):
+    config_class = OwnConfig
+    about = Method("own", "own noise")
+
+    @staticmethod
+    def initial_state_source(args, trainer):
+        return RandomNoise(args.own_size, zero_state_of(trainer))
+"""
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_an_intervention_from_a_file(
+    in_file: bool, train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"own_method_{in_file}".lower()
+    own = write(tmp_path / f"{name}.py", OWN)
+    given: dict[str, Any] = {"intervention": "own", "own_size": 2.5}
+    known = dict(INTERVENTIONS)
+    try:
+        if in_file:
+            config = write(tmp_path / "run.yaml", json.dumps({"import": str(own), **given}))
+            assert train(str(config), model=checkpoint) == 0
+        else:
+            assert train(model=checkpoint, **{"import": own}, **given) == 0
+            with pytest.raises(SystemExit):
+                main(["train", "--import", str(own), "--help"])
+            assert "The size of it." in capsys.readouterr().out
+        lineage = read_lineage(tmp_path / "out")
+        assert lineage is not None
+        assert lineage.steps[0].training is not None
+        assert lineage.steps[0].training.settings[0].method["own_size"] == 2.5
+        broken = write(tmp_path / f"broken_{name}.py", "x = undefined\n")
+        assert train(model=checkpoint, **{"import": broken}) == 1
+        assert "fails: NameError: name 'undefined' is not defined" in capsys.readouterr().err
+    finally:
+        sys.modules.pop(name)
+        INTERVENTIONS.clear()
+        INTERVENTIONS.update(known)
+
+
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
@@ -454,7 +537,13 @@ def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: P
         ({"split": "validation"}, "validation"),
         ({"data": "nowhere.txt"}, "no file or folder nowhere.txt"),
         ({"data": "../nowhere"}, "no file or folder ../nowhere"),
-        ({"eval_strategy": "steps"}, "eval_strategy measures eval_loss on a text"),
+        ({"eval_strategy": "steps"}, "has no validation split: give eval_data, or a part of the training text"),
+        (
+            {"report_to": "wandb"},
+            "report_to names wandb, which is not installed here, or unknown to Transformers: install",
+        ),
+        ({"report_to": "nothing"}, "report_to names nothing, which is not installed here, or unknown"),
+        ({"import": "nowhere.py"}, "--import nowhere.py: there is no such Python file"),
         ({"state_drop_probability": 1.5}, "between 0 and 1"),
         ({"save_strategy": "sometimes"}, None),
     ],

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, default_data_collator
 
+from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.models.recurrent_state import detach_state
 from hf_recurrent_lengthgen.trainers import (
     AlignmentConfig,
     AlignmentTrainer,
+    BatchPlace,
     InitialStateConfig,
     StatePassingConfig,
     StatePassingTrainer,
@@ -25,6 +27,7 @@ from hf_recurrent_lengthgen.trainers import (
     TbttTrainer,
     ZeroStateTrainer,
 )
+from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
 
 ALPHA, SEED = 0.3, 4
 PLAIN: dict[str, Any] = {
@@ -381,3 +384,13 @@ def test_without_alpha_nothing_is_aligned(toys: ModuleType, tmp_path: Path) -> N
     trainer = AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
     trainer.train()
     assert "misalignment" not in trainer.state.log_history[0]
+
+
+def test_blocks_of_three_halves_are_read_as_crops_of_an_even_length(toys: ModuleType) -> None:
+    args = AlignmentConfig.alone()
+    settings = AlignmentSettings.of(args, toys.tiny_model(), None, False)
+    block = next(iter(PackedBlocks(torch.arange(400) % toys.VOCABULARY, 192)))
+    rows = {name: ids[None] for name, ids in block.items()}
+    assert rows["input_ids"].shape == (1, 193)
+    crops, _ = settings.crop(rows, BatchPlace(0, 0, 0, 0, 1))
+    assert crops["input_ids"].shape == (2, 128)

@@ -1,10 +1,11 @@
 """Metrics during training: what is logged, and that training does not notice."""
 
+import importlib
 import random
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evalu
 from hf_recurrent_lengthgen.evaluation.misalignment import Misalignment, long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
 from hf_recurrent_lengthgen.trainers import (
+    InitialStateConfig,
     Metric,
     MetricCallback,
     StatePassingConfig,
     StatePassingTrainer,
+    ZeroStateTrainer,
     context_harm,
     effective_remembrance_at,
     misalignment,
@@ -346,3 +349,44 @@ def test_a_stock_trainer_says_how_to_attach(toys: ModuleType, tmp_path: Path) ->
     trainer = Trainer(toys.tiny_model(), arguments, train_dataset=toys.sequences(4), callbacks=[callback])
     with pytest.raises(ValueError, match=r"attach\(trainer\)"):
         trainer.train()
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Transformers' progress of notebooks, with a display that shows nothing."""
+    display = ModuleType("IPython.display")
+    for name in ("display", "HTML"):
+        setattr(display, name, lambda *_, **__: SimpleNamespace(update=lambda *_: None))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    module = importlib.import_module("transformers.utils.notebook")
+    yield module
+    del sys.modules[module.__name__]
+
+
+@pytest.mark.parametrize("strategy", ["no", "steps", "epoch"])
+def test_the_table_of_a_notebook_has_the_metrics(
+    toys: ModuleType, tmp_path: Path, notebook: Any, strategy: str
+) -> None:
+    settings = toys.QUIET | {"max_steps": 4, "save_strategy": "no", "logging_steps": 2, "eval_steps": 2}
+    args = InitialStateConfig(str(tmp_path), **settings, eval_strategy=strategy, per_device_train_batch_size=2)
+    values = iter(range(10, 99))
+    metric = MetricCallback({"a_metric": lambda _: next(values)}, every_steps=2)
+    rows = toys.sequences(8)
+    trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=rows, eval_dataset=rows, callbacks=[metric])
+    shown = notebook.NotebookProgressCallback()
+    trainer.add_callback(shown)
+    tables: list[Any] = []
+    original = shown.on_train_end
+    shown.on_train_end = lambda *given, **named: (
+        tables.append(shown.training_tracker.inner_table),
+        original(*given, **named),
+    )
+    trainer.callback_handler.callbacks = [shown, *trainer.callback_handler.callbacks[:-1]]  # as Trainer orders them
+    trainer.train()
+    columns, *lines = tables[0]
+    found = [line[columns.index("A Metric")] for line in lines]
+    steps = [line[0] for line in lines]
+    assert (steps, found) == (([0, 1], [11.0, 12.0]) if strategy == "epoch" else ([0, 2, 4], [10.0, 11.0, 12.0]))
+    losses = [line[columns.index("Training Loss")] for line in lines]
+    assert isinstance(losses[-1], float)

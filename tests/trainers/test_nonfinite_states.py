@@ -224,3 +224,20 @@ def test_logs_are_means_and_maxima_over_micro_batches_and_processes() -> None:
 def test_policies_that_do_not_exist_are_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         InitialStateConfig(str(tmp_path), **fields)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "told"),
+    [
+        ("zero state", {}, set()),
+        ("alignment", {}, set()),
+        ("zero state", {"nonfinite_states": "reset"}, {"reset_states"}),
+        ("state passing", {}, {"zero_states", "reset_states"}),
+    ],
+)
+def test_what_happens_to_states_is_logged_where_a_method_gives_some(
+    toys: ModuleType, tmp_path: Path, method: str, settings: dict[str, Any], told: set[str]
+) -> None:
+    trainer = toys.resumable_trainer(tmp_path, method=method, max_steps=1, save_strategy="no", **settings)
+    trainer.train()
+    assert {"zero_states", "reset_states"} & trainer.state.log_history[0].keys() == told

@@ -1,6 +1,7 @@
 """An interrupted run continues bit for bit: after a stop, a kill, a full disk or a broken loss."""
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -13,12 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers.modeling_utils
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerState
 
 import hf_recurrent_lengthgen.trainers.checkpoints as checkpoints
-from hf_recurrent_lengthgen.trainers import StatePassingTrainer
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingTrainer, ZeroStateTrainer
 
 STEPS = 8  # of toys.resumable_trainer; 4 per epoch
 KILLS = ["weights", "optimizer.pt", "scheduler.pt", "rng_state", "initial_states", "trainer_state.json"]
@@ -90,6 +92,31 @@ def test_every_order_of_rows_is_resumed_in_the_second_epoch(
     for step in (5, 7):
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
         assert_same(resume(toys, tmp_path / str(step), checkpoint, method="zero state", **settings), whole)
+
+
+def test_tied_weights_are_not_missing_and_others_are(
+    toys: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        for tied in (True, False):
+            folder = tmp_path / str(tied)
+            model = toys.tiny_model(tie_word_embeddings=tied)
+            args = InitialStateConfig(str(folder), **toys.QUIET, max_steps=1, save_steps=1)
+            ZeroStateTrainer(model, args, train_dataset=toys.sequences(8)).train()
+            trainer = ZeroStateTrainer(model, args, train_dataset=toys.sequences(8))
+            if not tied:
+                path = folder / "checkpoint-1" / "model.safetensors"
+                kept = load_file(path)
+                del kept["lm_head.weight"]
+                save_file(kept, path, {"format": "pt"})
+                (folder / "checkpoint-1" / "digests.sha256").unlink()
+            caplog.clear()
+            trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+            assert ("missing keys" in caplog.text) == (not tied), caplog.text
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 def test_without_the_carried_states_the_run_would_differ(
