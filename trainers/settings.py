@@ -5,6 +5,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import fields
 from enum import Enum
+from inspect import get_annotations
 from numbers import Integral, Real
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -36,9 +37,11 @@ def check_settings(settings: Any) -> None:
     Raises:
         ValueError: with the field, what is allowed and what was given.
     """
-    hints = get_type_hints(type(settings))
+    hints = _hints(type(settings))
     for item in fields(settings):
         value, kinds = getattr(settings, item.name), _kinds(hints[item.name])
+        if Any in kinds:
+            continue
         if value is None and (item.default is None or type(None) in kinds or item.name in MAY_BE_NONE):
             continue
         if not isinstance(value, Real) and not _is_finite(value):
@@ -49,6 +52,19 @@ def check_settings(settings: Any) -> None:
             raise ValueError(f"{item.name} must be {_in_words(kinds)}, got {value!r:.80}.")
         if not isinstance(value, bool | str) and isinstance(value, Real):
             _check_range(item.name, value, item.default)
+
+
+def _hints(settings: type) -> dict[str, Any]:
+    """The annotations of a dataclass; Any for those that name what only type checkers import."""
+    found: dict[str, Any] = {}
+    for base in reversed(settings.__mro__):
+        for name, annotation in get_annotations(base).items():
+            alone = type(name, (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
+            try:
+                found |= get_type_hints(alone)
+            except NameError:
+                found[name] = Any
+    return found
 
 
 def _check_range(name: str, value: Any, default: Any) -> None:

@@ -151,7 +151,7 @@ class RunArguments:
     intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names
     import_file: str | None = _option(
         "method",
-        "run this Python file first, which defines an intervention of your own (its class has an `about`)",
+        "Python file with interventions of your own (default: none)",
         metavar="FILE.py",
     )
     chunks_before_reset: int = _option(

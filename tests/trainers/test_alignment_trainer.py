@@ -267,6 +267,7 @@ def test_the_second_crop_starts_where_it_is_told(
     expected = copy.deepcopy(model).train()
     batches: list[dict[str, Tensor]] = []
     ours = {"alignment_divergence": divergence, "alignment_second_state": second, "state_drop_probability": 0.0}
+    ours["alignment_length"] = length
     config = StatePassingConfig(str(tmp_path), **toys.QUIET | PLAIN, **ours, max_steps=steps)
     data = toys.sequences(12, length=length + largest)
     StatePassingTrainer(model, config, train_dataset=data, data_collator=recording(batches)).train()

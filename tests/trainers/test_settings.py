@@ -157,3 +157,16 @@ def test_any_dataclass_can_be_checked() -> None:
         check_settings(Toy(extra=5))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="extra must hold finite numbers only"):
         check_settings(Toy(extra={"b": math.inf}))
+
+
+@dataclasses.dataclass
+class OfOnesOwn(InitialStateConfig):
+    anything: Any = 3
+    later: "OnlyForTypeCheckers | None" = None  # type: ignore[name-defined] # noqa: F821
+    count: "int" = 3
+
+
+def test_annotations_that_cannot_be_evaluated_are_not_checked() -> None:
+    assert OfOnesOwn.alone(anything="text", later="text").later == "text"
+    with pytest.raises(ValueError, match="count must be an integer"):
+        OfOnesOwn.alone(count="text")
