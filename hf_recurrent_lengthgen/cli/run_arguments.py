@@ -151,7 +151,7 @@ class RunArguments:
     intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names
     import_file: str | None = _option(
         "method",
-        "Python file with interventions of your own (default: none)",
+        "Python file with own interventions (default: none)",
         metavar="FILE.py",
     )
     chunks_before_reset: int = _option(
