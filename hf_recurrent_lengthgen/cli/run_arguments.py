@@ -135,8 +135,7 @@ class RunArguments:
     )
     eval_data: str | None = _option(
         "data",
-        "text for eval_loss, as for --data (default: that of --data if it has the split; passkeys and symbols need no "
-        "text)",
+        "text for eval_loss, as for --data (default: the same, if it has that split; passkeys, symbols: none)",
         metavar="DATA",
         eval_strategy=MEASURED,
         task=TEXT,
