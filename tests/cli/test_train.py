@@ -300,9 +300,8 @@ def test_epochs_are_recorded_as_such(train: Train, checkpoint: Path, tmp_path: P
 def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
     shown = {}
     for option in ("--help", "--help-all"):
-        with pytest.raises(SystemExit) as ended:
-            main(["train", option])
-        assert ended.value.code == 0
+        with contextlib.suppress(SystemExit):
+            assert main(["train", option]) == 0
         shown[option] = capsys.readouterr().out
     positions = [
         shown["--help"].index(part)
