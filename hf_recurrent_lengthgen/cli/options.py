@@ -324,7 +324,7 @@ def _flags_of(path: str) -> list[str]:
         _run_file(own)  # before the options that it defines are known
     flags, known = [], _known()
     for name, value in values.items():
-        key = {"output": "output_dir", "import": "import_file"}.get(name, name)  # as on the command line
+        key = str({"output": "output_dir", "import": "import_file"}.get(name, name))  # as on the command line
         if key not in known:
             raise ValueError(f"{path}: unknown option {key!r}; {_hint(key)}.")
         if isinstance(value, list):
@@ -337,7 +337,7 @@ def _flags_of(path: str) -> list[str]:
 def _check(run: RunArguments, training: InitialStateConfig, named: set[str]) -> None:
     """Raise a `ValueError` for contradictions; `named` are the options that were given."""
     installed = get_available_reporting_integrations()
-    missing = set(training.report_to) - {*installed, "azure_ml", "flyte"}  # these two it does not always list
+    missing = set(training.report_to or ()) - {*installed, "azure_ml", "flyte"}  # these two it does not always list
     if missing:
         raise ValueError(
             f"report_to names {', '.join(sorted(missing))}, which is not installed here, or unknown to Transformers: "
