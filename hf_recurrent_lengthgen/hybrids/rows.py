@@ -30,6 +30,7 @@ from hf_recurrent_lengthgen.models.rows import (
 from hf_recurrent_lengthgen.models.token_inputs import scored_labels
 
 TOKENS, TARGETS = ("input_ids", "inputs_embeds"), ("labels", "shift_labels")
+UNREAD = ("document_ids", "segment_ids", "sequence_ids", "seq_lengths")
 PER_TOKEN, PER_CALL = ("logits", "last_hidden_state"), ("loss", "aux_loss")
 
 _reading: ContextVar[Any] = ContextVar("reading", default=None)
@@ -217,6 +218,13 @@ def _without_seen(mask: Any, shape: tuple[int, int], seen: int) -> Any:
     """A mask without `seen` columns of ones before those of the tokens; other masks are wrong, or unchanged."""
     wide = isinstance(mask, Tensor) and mask.shape == (shape[0], seen + shape[1])
     return mask[:, seen:] if wide and bool((mask[:, :seen] == 1).all()) else mask
+
+
+def refuse_unread(arguments: dict[str, Any]) -> None:
+    """Refuse other names for the sequences of packed rows, which stock models take without reading them."""
+    names = [name for name, x in arguments.items() if x is not None and name not in LAYOUT]
+    if wrong := [name for name in names if "cu_seq" in name or name.endswith(UNREAD)]:
+        raise ValueError(f"{wrong} are not read: say where sequences begin by {', '.join(LAYOUT[:4])}.")
 
 
 def stock_call(model: Any, cache_argument: str, arguments: dict[str, Any]) -> tuple[MovedRows | None, dict[str, Any]]:

@@ -48,7 +48,7 @@ from hf_recurrent_lengthgen.hybrids.registry import (
     cache_adapter_of,
     stock_type_of,
 )
-from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_cached, of_whole_rows, stock_call
+from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_cached, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
@@ -141,6 +141,7 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
         group: Any,
         arguments: dict[str, Any],
     ) -> Any:
+        refuse_unread(arguments)
         rule, adapter = Forgetting.of(self.config), cache_adapter_of(self)
         check_call(self, arguments)
         if rule != Forgetting():

@@ -88,6 +88,14 @@ def test_what_no_recurrent_model_can_follow_is_refused(form: str, more: dict[str
         model(tokens_of(WHOLE), **given, **more)
 
 
+@pytest.mark.parametrize("name", ["segment_ids", "tree_cu_seqlens_q", "seq_lengths"])
+def test_other_names_that_stock_models_would_ignore_are_refused(name: str) -> None:
+    model = stateful(tiny_model("qwen3_next"))
+    for more in ({}, {"output_final_state": True}):
+        with pytest.raises(ValueError, match=f"{name}.* are not read"):
+            model(tokens_of(WHOLE), **{name: torch.zeros(2, 17)}, **more)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_5_text"])
 def test_generate_takes_one_sequence_in_a_row(model_type: str) -> None:

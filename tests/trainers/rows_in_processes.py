@@ -137,15 +137,18 @@ def with_padding(rows: int, accumulation: int) -> tuple[dict[str, Tensor], float
         return toys.weights(trainer.model), trainer.evaluate()["eval_loss"]
 
 
-def flattened(rows: int, accumulation: int) -> tuple[dict[str, Tensor], float]:
-    """The weights after an epoch of batches whose sequences are one row, and the loss of an evaluation on them."""
+def flattened(rows: int, accumulation: int, shared: bool = False) -> tuple[dict[str, Tensor], float]:
+    """The weights after an epoch of batches whose sequences are one row, and the loss of an evaluation on them; rows
+    may be shared by all processes."""
+    batch = BATCH if shared else BATCH // processes()
     with tempfile.TemporaryDirectory() as folder:
         trainer = toys.resumable_trainer(
             folder,
-            BATCH // processes(),
+            batch,
             rows=rows,
             gradient_accumulation_steps=accumulation,
-            per_device_eval_batch_size=BATCH // processes(),
+            per_device_eval_batch_size=batch,
+            context_parallel_size=processes() if shared else 1,
             num_train_epochs=1,
             save_strategy="no",
         )

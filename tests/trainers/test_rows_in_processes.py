@@ -22,7 +22,7 @@ EVALUATED: list[tuple[Any, ...]] = [
     *(("evaluated", rows, False, True) for rows in ROWS),
 ]
 CLASSIFIED: list[tuple[Any, ...]] = [("classified", *job) for job in product(["number", "any"], [29, 30, 31])]
-PADDED: list[tuple[Any, ...]] = [("with_padding", 31, 2), ("flattened", 31, 2)]
+PADDED: list[tuple[Any, ...]] = [("with_padding", 31, 2), ("flattened", 31, 2), ("flattened", 31, 2, True)]
 REFUSED: list[tuple[Any, ...]] = [("refused", "input_ids"), ("refused", "labels")]
 FEW: list[tuple[Any, ...]] = [
     ("trained", "state passing", 31, 2),
