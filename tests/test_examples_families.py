@@ -99,6 +99,13 @@ def test_checkpoints_are_made_once_and_their_cards_again(
     runpy.run_path(str(RUN.with_name("checkpoints.py")), run_name="__main__")
     assert card.read_bytes() == kept[card]
 
+    shutil.rmtree(made / "gla-cured")
+    shutil.rmtree(tmp_path / "out")  # trained again, from the base that is there
+    sys.argv.remove("--cards")
+    runpy.run_path(str(RUN.with_name("checkpoints.py")), run_name="__main__")
+    for name in ("gla-base/model.safetensors", "gla-cured/model.safetensors"):
+        assert (made / name).read_bytes() == kept[made / name]
+
 
 @pytest.mark.parametrize("family", ["rwkv6", "rwkv7"])
 def test_slow_starts_of_rwkv_decay_by_powers_of_the_place_of_a_key(

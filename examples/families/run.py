@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, BambaConfig, Qwen3NextConfig, set_seed
 
-from hf_recurrent_lengthgen import load_model, stateful
+from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.evaluation import attention_apart
 from hf_recurrent_lengthgen.lineage import lineage_of
@@ -289,23 +289,21 @@ class FamilyStudy(Study):
         base = {"learning_rate": spec.learning_rate, "longer": spec.longer}
         return {"model_type": spec.model_type, "config": {**SHARED, **spec.config}, "start": start, "base": base}
 
+    def command(self, family: str, method: str, seed: int) -> str:
+        """What trains an arm again."""
+        return f"examples/families/run.py --families {family} --methods {method} --seeds {seed}"
+
     def facts(self, name: str, seed: int, length: int) -> RunFacts:
         family, _, method = name.partition("/")
         spec, base = FAMILIES[family], method == "base"
-        words = f"examples/families/run.py --families {family} --methods {method} --seeds {seed}"
+        words = self.command(family, method, seed)
         return RunFacts(
-            Lineage() if base else lineage_of(str(self.folder(f"{family}/base", seed))),
+            Lineage() if base else lineage_of(str(self.start(f"{family}/base", seed))),
             self.source,
             length,
             ("python", *words.split()),
             (InitialWeights() if spec.start is None else spec.start.weights) if base else None,
         )
-
-    def loaded(self, folder: Path) -> Any:
-        family = FAMILIES[folder.parent.name]
-        if family.model_type in STOCK:
-            return stateful(AutoModelForCausalLM.from_pretrained(folder))
-        return load_model(str(folder))
 
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:
         found = super().measure(model, length, seed, misalignment) | {"states": self.states(model, length)}
@@ -338,6 +336,10 @@ class FamilyStudy(Study):
         """Of the training rows, in bytes."""
         return self.settings.training_length // FAMILIES[family].shorter
 
+    def cure(self, family: str, method: str) -> tuple[int, dict[str, Any]]:
+        """Steps of a method, and its options."""
+        return self.settings.cure_steps, METHODS[method].options
+
     def arm(self, family: str, method: str, seed: int, checkpoint: bool = False) -> Result | None:
         """Train and measure one, or read its result."""
         spec, settings, length = FAMILIES[family], self.settings, self.length_of(family)
@@ -349,8 +351,9 @@ class FamilyStudy(Study):
         chosen = METHODS[method]
         if chosen.trainer is TbttTrainer:
             data = ContinuedChunks(self.stream, length, 12)
-        training = Training(settings.cure_steps, settings.cure_learning_rate, f"{family}/base", **sizes)
-        return self.run(f"{family}/{method}", seed, training, chosen.trainer, data, **chosen.options)
+        steps, options = self.cure(family, method)
+        training = Training(steps, settings.cure_learning_rate, f"{family}/base", **sizes)
+        return self.run(f"{family}/{method}", seed, training, chosen.trainer, data, checkpoint, **options)
 
 
 def found_arms(study: FamilyStudy, seeds: list[int]) -> Found:
