@@ -17,6 +17,7 @@ from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.plotting.attention_maps import attention_maps_figure
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.names import short_names
+from hf_recurrent_lengthgen.readings.origin import unwrapped
 
 MOST_TOKENS = 1024
 DESCRIPTION = """\
@@ -45,7 +46,7 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     ids, words = _tokens(options)
-    model: Any = load_model(options.model, options.trust_remote_code, merge=True)
+    model: Any = unwrapped(load_model(options.model, options.trust_remote_code, merge=True))
     if not 0 < len(ids) <= MOST_TOKENS:
         raise ValueError(f"The text has {len(ids)} tokens, but must have 1 to {MOST_TOKENS}.")
     if min(ids) < 0 or max(ids) >= model.config.vocab_size:
