@@ -92,13 +92,13 @@ def test_the_wheel_holds_every_module_once(built: Built) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_recipes_tasks_types_license_and_nothing_else(built: Built) -> None:
+def test_the_wheel_holds_recipes_tasks_helps_types_license_and_nothing_else(built: Built) -> None:
     others = {name for name in built.wheel_files if not name.endswith(".py")}
     data = {
         path.relative_to(built.source).as_posix()
-        for folder in ("harness", "recipes")
+        for folder in ("cli", "harness", "recipes")
         for path in (built.source / PACKAGE / folder).rglob("*")
-        if path.suffix in (".json", ".md", ".yaml")
+        if path.suffix in (".json", ".md", ".txt", ".yaml")
     }
     assert len(data) > 40
     names = ["METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"]
