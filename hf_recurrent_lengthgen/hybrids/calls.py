@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.hybrids.state_cache import NoCache, StateCache
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
@@ -171,9 +171,11 @@ def check_stock_cache(model: HybridModel, cache: Any, arguments: dict[str, Any])
     if ids is None or ids.shape[1] < 2 or not (cache is not None or arguments.get("use_cache")):
         return
     if has_read(cache):
-        if not adapter.reads_prompts:
+        # MiniMax counts positions from 0 again, which one token does not see
+        recounts = not adapter.reads_padding and cache.get_seq_length(min(model._layout.attending)) > 0
+        if recounts or not adapter.reads_prompts:
             raise ValueError(
-                f"{name} drops the state of a cache when it reads more than one token: give one at a time, or carry "
+                f"{name} misreads a cache with more than one new token: give one at a time, or carry "
                 "the state with initial_state."
             )
         return
@@ -183,6 +185,25 @@ def check_stock_cache(model: HybridModel, cache: Any, arguments: dict[str, Any])
     check_padding(model, mask != 0)
     if not adapter.skips_padding:
         raise ValueError(f"{name} fills no cache exactly where it reads padding: call generate, or carry the state.")
+
+
+def going_on(model: HybridModel, cache: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call with a stock cache, with what some stock models misread after other tokens.
+
+    Bamba counts positions from 0 again. Models without attention layers apply a mask of the whole text to new tokens.
+    """
+    if not has_read(cache):
+        return arguments
+    given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
+    length, mask = given[0].shape[1], arguments.get("attention_mask")
+    if not model.attends:
+        wide = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > length
+        return arguments | {"attention_mask": mask[:, -length:]} if wide else arguments  # type: ignore[index]
+    takes = "position_ids" in inspect.signature(model.forward).parameters and arguments.get("position_ids") is None
+    if stock_type_of(model).counts_tokens or not takes:
+        return arguments
+    start = cache.get_seq_length(min(model._layout.attending))
+    return arguments | {"position_ids": torch.arange(start, start + length, device=given[0].device)[None]}
 
 
 def in_place_of_cache(model: HybridModel, arguments: dict[str, Any]) -> dict[str, Any]:

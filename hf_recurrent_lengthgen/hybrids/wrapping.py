@@ -29,6 +29,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_stock_cache,
     check_stopped,
     checkpointing,
+    going_on,
     in_place_of_cache,
     set_positions,
     starts_learned,
@@ -157,6 +158,7 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
             inside = hasattr(cache, "final_state")  # the backbone of a model that carries a state
             if not inside:
                 check_stock_cache(self, cache, arguments)
+                arguments = going_on(self, cache, arguments)
             learned = starts_learned(self, cache)
             if (rule == Forgetting() or inside) and not learned:
                 rows, arguments = (None, arguments) if inside else stock_call(self, adapter.argument, arguments)

@@ -224,10 +224,28 @@ def test_a_loop_by_hand_goes_on_from_padding_on_the_left_or_is_told_that_it_cann
         return
     first = model(**padded, use_cache=True)
     whole = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-    places = {"cache_position": torch.tensor([9])} if model_type in ("mamba", "mamba2", "falcon_mamba") else {}
-    second = model(input_ids=TOKENS[:, :1], attention_mask=whole, **{cache: first[cache]}, **places).logits[0, 0]
+    second = model(input_ids=TOKENS[:, :1], attention_mask=whole, **{cache: first[cache]}).logits[0, 0]
     expected = model(input_ids=torch.cat([TOKENS[:1, 2:], TOKENS[:1, :1]], dim=1), use_cache=False).logits[0]
     assert relative_error([first.logits[0, 2:], second], [expected[:-1], expected[-1]]) < EXACT
+
+
+@torch.no_grad()
+@pytest.mark.thinned(4)
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_loop_by_hand_is_the_whole_text_or_refused(model_type: str, step: int) -> None:
+    model = stateful(tiny_model(model_type))
+    cache, pieces = cache_adapter_of(model).argument, [TOKENS[:, :5], *TOKENS[:, 5:].split(step, dim=1)]
+    output = model(pieces[0], use_cache=True)
+    logits = [output.logits]
+    if step > 1 and model_type in ("falcon_mamba", "jamba", "mamba", "minimax", "zamba"):
+        with pytest.raises(ValueError, match="misreads a cache with more than one new token"):
+            model(pieces[1], use_cache=True, **{cache: output[cache]})
+        return
+    for piece in pieces[1:]:
+        output = model(piece, use_cache=True, **{cache: output[cache]})
+        logits.append(output.logits)
+    assert relative_error([torch.cat(logits, dim=1)], [model(TOKENS, use_cache=False).logits]) < EXACT
 
 
 @torch.no_grad()
