@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_l
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.adapters import holds_adapter, write_adapter_base
-from hf_recurrent_lengthgen.data.continued import ContinuedChunks
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
 from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.records import Lineage
@@ -251,6 +251,15 @@ class ResumableTrainer(SameRowsTrainer):
         if checkpoint is None:
             return passes, batches
         place = saved_run(self._own_file(checkpoint)).get("place")
+        if (
+            place is None
+            and not has_length(self.train_dataset)
+            and not isinstance(self.train_dataset, ContinuedStream)
+        ):
+            raise ValueError(
+                f"{checkpoint} is of an earlier version, which did not record the place in a stream: load the weights "
+                "with from_pretrained and start a new run."
+            )
         if has_length(self.train_dataset) or place is None:  # of an earlier version, which had no place
             place = {"read": [], "began": {}, **(place or {}), "passes": passes, "batches": batches}
         self._place.resume(place, place["batches"] > 0)
