@@ -13,6 +13,7 @@ import functools
 import inspect
 from typing import Any, cast
 
+import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -174,7 +175,13 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
                 with forgetting_scans(self, rule):
                     return super().forward(**arguments)  # type: ignore[misc]
             output_final_state = False
-        output_final_state = True if output_final_state is None else output_final_state
+        return self._from_state(initial_state, output_final_state is not False, attention_cache, group, arguments)
+
+    @torch.compiler.disable(reason="wrapped models run uncompiled from a state")
+    def _from_state(
+        self: Any, initial_state: Any, output_final_state: bool, attention_cache: Any, group: Any, arguments: Any
+    ) -> Any:
+        adapter = cache_adapter_of(self)
         seen = attention_cache.get_seq_length() if isinstance(attention_cache, Cache) else 0
         batch_size, length, rows = check_arguments(adapter.argument, arguments, seen)
         if rows is not None:

@@ -1,0 +1,26 @@
+"""Wrapped models under torch.compile: whole texts are compiled, calls with states run as they are."""
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen import stateful
+
+from .tiny_models import tiny_model
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about its own internals
+@pytest.mark.parametrize("name", ["bamba", "falcon_mamba", "mamba2", "qwen3_next", "jamba"])
+def test_a_call_with_a_state_gives_what_the_uncompiled_model_gives(name: str) -> None:
+    torch._dynamo.reset()
+    model = stateful(tiny_model(name))
+    compiled = torch.compile(model, backend="eager")
+    ids = torch.randint(3, 29, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for run in (model, compiled):
+            first = run(ids[:, :12], output_final_state=True)
+            second = run(ids[:, 12:], initial_state=first.final_state)
+            if run is model:
+                expected = second
+    torch.testing.assert_close(second.logits, expected.logits)
+    torch.testing.assert_close(second.final_state, expected.final_state)
