@@ -182,6 +182,11 @@ class RecurrentGenerationMixin(GenerationMixin):
         check_finite_state(state)
         return self._generate(RecurrentCache(state), inputs, *args, **kwargs)
 
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        """As in Transformers; the cache is an argument under PEFT's `prepare_inputs_for_generation`, too."""
+        others = {name: value for name, value in model_kwargs.items() if name != CACHE_NAME}
+        super()._validate_model_kwargs(others)  # type: ignore[misc]
+
     def _generate(self, cache: RecurrentCache | None, *args: Any, **kwargs: Any) -> Any:
         """`GenerationMixin.generate`; afterwards, the state in the cache is the caller's."""
         result: Any = None
