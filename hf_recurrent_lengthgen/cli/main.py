@@ -96,9 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _stored_help(arguments: Sequence[str]) -> str | None:
-    """The help for "COMMAND [ACTION] --help"; None for other arguments."""
+    """The help for "COMMAND [ACTION] --help"; None for other arguments, and where imports cost nothing any more."""
     *words, last = arguments
     file = HELP_FOLDER / f"{' '.join(words)}.txt"
+    if "hf_recurrent_lengthgen.trainers" in sys.modules:  # which may know of interventions of the user's own
+        return None
     if last not in ("-h", "--help") or not all(word.isalnum() for word in words):
         return None
     return file.read_text(encoding="utf-8") if file.is_file() else None
