@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.evaluation.results import EvaluationResult
 from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.models import family_config
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.supported_transformers import TESTED
 from hf_recurrent_lengthgen.plotting.findings import status
 from hf_recurrent_lengthgen.records import Source, Step
 
@@ -87,7 +88,7 @@ def use_section(checkpoint: Checkpoint, place: str, on_hub: bool) -> str:
     load = ["import torch", *([f"from transformers import {', '.join(names)}"] if names else []), ""]
     if ours:
         intro = (
-            "With Transformers and torch; the checkpoint carries the code of its model class "
+            f"With torch and Transformers {TESTED}; the checkpoint carries the code of its model class "
             f"({code('trust_remote_code=True')})."
         )
         if on_hub:

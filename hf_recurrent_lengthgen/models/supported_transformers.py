@@ -13,16 +13,16 @@ from transformers.utils import logging
 OLDEST, NEWEST = (5, 10), (5, 24)
 
 _installed = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-_tested = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+TESTED = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
 if _installed < OLDEST:
     raise ImportError(
-        f"Transformers {transformers.__version__} is installed, and models of hf_recurrent_lengthgen need {_tested}: "
+        f"Transformers {transformers.__version__} is installed, and models of hf_recurrent_lengthgen need {TESTED}: "
         f'pip install "transformers>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}".'
     )
 if _installed > NEWEST:
     logging.get_logger(__name__).warning_once(
         f"Transformers {transformers.__version__} is installed, and models of hf_recurrent_lengthgen were tested with "
-        f"{_tested}: should anything fail, install one of these, or a newer hf_recurrent_lengthgen."
+        f"{TESTED}: should anything fail, install one of these, or a newer hf_recurrent_lengthgen."
     )
 
 # What `generate` calls the cache. The models of this package take `cache` and `past_key_values` with every release.
