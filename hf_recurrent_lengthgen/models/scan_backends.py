@@ -7,6 +7,7 @@ G groups, D inner channels, N state (key) dim, Q chunk; a state is (B, H, P, N) 
 """
 
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
@@ -22,8 +23,8 @@ from .configuration_stateful import SCAN_BACKEND_SETTINGS
 logger = logging.get_logger(__name__)
 
 ScanBackend = Literal["torch", "kernel"]
-# Every copy of this file, as in checkpoints, has operators of its own.
-_OPERATORS = re.sub(r"\W", "_", __name__)
+# Every copy of this file, as in checkpoints, has operators of its own. torch names them in ASCII, folders need not.
+_OPERATORS = f"{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}_{zlib.crc32(__name__.encode()):08x}"
 INSTALL_HINT = 'pip install "hf_recurrent_lengthgen[kernels]"'
 
 

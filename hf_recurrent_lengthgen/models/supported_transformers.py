@@ -25,7 +25,7 @@ if _installed > NEWEST:
         f"{TESTED}: should anything fail, install one of these, or a newer hf_recurrent_lengthgen."
     )
 
-# What `generate` calls the cache. The models of this package take `cache` and `past_key_values` with every release.
+# What `generate` calls the cache. The models of this package take it under all names with every release.
 CACHE_NAME = "cache" if _installed >= (5, 24) else "past_key_values"
 OLD_CACHE_NAMES = ("past_key_values", "cache_params")
 PreTrainedConfig = transformers.PreTrainedConfig  # not imported above, since older releases name it otherwise

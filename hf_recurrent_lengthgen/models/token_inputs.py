@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from .recurrent_cache import RecurrentCache
 from .rows import LAYOUT, Rows, mask_of_new_tokens, read_piece, read_rows, real_tokens, token_shape
+from .supported_transformers import OLD_CACHE_NAMES
 from .virtual_tokens import NO_KEYS
 
 
@@ -47,16 +48,18 @@ def read_inputs(
 
 
 def given_cache(cache: RecurrentCache | None, others: dict[str, Any]) -> RecurrentCache | None:
-    """The cache of a call, which may also be among the other arguments, under the older name `past_key_values`.
+    """The cache of a call, which may also be among the other arguments, under an older name.
 
     Raises:
-        ValueError: if it has both names, or is the cache of another model.
+        ValueError: if it has two names, or is the cache of another model.
     """
-    older = others.pop("past_key_values", None)
-    if cache is not None and older is not None:
-        raise ValueError("cache and past_key_values are two names of one argument: give cache.")
-    check_cache(older if cache is None else cache)
-    return older if cache is None else cache
+    for name in OLD_CACHE_NAMES:
+        older = others.pop(name, None)
+        if cache is not None and older is not None:
+            raise ValueError(f"cache and {name} are two names of one argument: give cache.")
+        cache = older if cache is None else cache
+    check_cache(cache)
+    return cache
 
 
 def check_cache(cache: Any) -> None:

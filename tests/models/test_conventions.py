@@ -49,7 +49,7 @@ def test_the_cache_has_the_names_of_old_and_new_releases(family: Family) -> None
     whole, first = model(tokens), model(tokens[:, :4], use_cache=True)
     assert first.cache is first.past_key_values is first["cache"] is first["past_key_values"]
     assert "past_key_values" in first
-    for name in ("cache", "past_key_values"):
+    for name in ("cache", "past_key_values", "cache_params"):
         cache = model(tokens[:, :4]).cache
         torch.testing.assert_close(model(tokens[:, 4:], **{name: cache}).logits, whole.logits[:, 4:])
         cache = model(tokens[:, :4]).cache

@@ -212,6 +212,13 @@ def test_a_newer_code_format_is_refused(family: Family, tmp_path: Path) -> None:
 
 
 @one_family
+def test_a_folder_of_any_name_loads(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    folder = copy_of(checkpoint[1], tmp_path / "größe 模型")
+    load = "AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)"
+    clean_process(tmp_path / "cwd", load, folder, tmp_path)
+
+
+@one_family
 @pytest.mark.parametrize("part", [0, 7, 1000, -5])
 def test_truncated_weights_are_refused(checkpoint: tuple[Any, Path], tmp_path: Path, part: int) -> None:
     """By safetensors, before any model is made."""
