@@ -120,11 +120,11 @@ def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None
         raise ValueError("resume_from_checkpoint does nothing here: --resume takes the newest complete checkpoint.")
     output = str(training.output_dir)
     if Path(settings.model).resolve() == Path(output).resolve():
-        raise ValueError(f"The trained model would overwrite {settings.model}: give another output_dir.")
+        raise ValueError(f"The trained model would overwrite {settings.model}: give another --output.")
     if any(Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*")) and not settings.resume:
         raise ValueError(
             f"{output} holds checkpoints of an earlier run, which a later --resume would mix up with those of this "
-            "one: continue it with --resume, give another output_dir, or remove them."
+            "one: continue it with --resume, give another --output, or remove them."
         )
 
 
