@@ -27,12 +27,14 @@ def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> 
     for format in FORMATS.values():
         if format.recognizes(settings, metas):
             return format
-    kind = "no config.json" if settings is None else f"the model type {model_type!r}"
+    tensors = f"no config.json, and its tensors have names such as {min(metas, default='none')!r}"
+    kind = tensors if settings is None else f"the model type {model_type!r}"
     formats = "; ".join(f"{format.name} ({format.title})" for format in FORMATS.values())
     raise ValueError(
-        f"{where} has {kind}, which is none of the layouts that can be converted: {formats}. Their model types are "
-        f"{', '.join(sorted(STATEFUL_CLASSES))}; mamba-ssm has none. Other recurrent models and hybrids of "
-        "Transformers need no conversion: load them with hf_recurrent_lengthgen.load_model."
+        f"{where} is in none of the layouts that can be converted. It has {kind}. The layouts: {formats}. "
+        f"Their model types are {', '.join(sorted(STATEFUL_CLASSES))}; mamba-ssm has none. "
+        "Other recurrent models and hybrids of Transformers need no conversion: "
+        "load them with hf_recurrent_lengthgen.load_model."
     )
 
 

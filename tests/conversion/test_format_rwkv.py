@@ -405,6 +405,11 @@ def test_rwkv6_of_fla_is_told_from_that_of_the_authors() -> None:
     assert detect({"model_type": "rwkv5"}, {}, "").name == "rwkv-hf"
 
 
+def test_a_pth_with_names_of_its_own_is_told_by_them() -> None:
+    with pytest.raises(ValueError, match=r"^mine\.pth is in none of the layouts .* names such as 'e\.weight'"):
+        detect(None, {"e.weight": Meta((12, 32), torch.float32)}, "mine.pth")
+
+
 @pytest.mark.parametrize(
     ("mark", "value", "told"),
     [
