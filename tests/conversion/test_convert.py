@@ -208,7 +208,7 @@ def test_options_are_checked(options: dict[str, Any], message: str, source: Path
 def test_what_is_of_no_known_layout_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    message = r"model type 'llama', which is none of .*mamba-ssm.*types are delta_net, falcon_mamba, .*load_model"
+    message = r"model type 'llama'\. The layouts: .*mamba-ssm.*types are delta_net, falcon_mamba, .*load_model"
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(str(tmp_path), tmp_path / "ours")
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "model_type": "llama"}')
