@@ -12,18 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from tests.hybrids.measures import parts, random_state, relative_error
 from tests.hybrids.support import TOLERANCE, measure_errors
-from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
 
 # One type for each kind of mixer; the others run with the slow tests.
 QUICK = {"falcon_h1", "kimi_linear", "lfm2", "minimax", "nemotron_h", "qwen3_next", "xlstm", "zamba", "zaya"}
-TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
-SLOW_TYPES = [
-    pytest.param(name, marks=[] if name == "falcon_h1" else [pytest.mark.slow]) for name in sorted(SUPPORTED)
-]
+TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
+SLOW_TYPES = [pytest.param(name, marks=[] if name == "falcon_h1" else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
 LENGTHS = (1, 2, 3, 63, 64, 65, 200)
 
 

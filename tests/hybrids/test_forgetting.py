@@ -8,10 +8,9 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM, StatefulMambaForCausalLM
 from hf_recurrent_lengthgen.readings import load_reading, read_text, save_reading, start_of
-from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
 
 OURS = {
     "mamba": StatefulMambaForCausalLM,
@@ -151,7 +150,7 @@ def test_what_a_stock_cache_cannot_hold_is_refused() -> None:
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize("model_type", sorted(set(SUPPORTED) - set(FORGETFUL)))
+@pytest.mark.parametrize("model_type", sorted(set(SUPPORTED_TYPES) - set(FORGETFUL)))
 def test_other_recurrences_are_refused(model_type: str) -> None:
     model = stateful(tiny_model(model_type))
     with pytest.raises(ValueError, match=REFUSAL), forgetting(model, window=4):

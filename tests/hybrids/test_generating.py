@@ -11,13 +11,13 @@ from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models.recurrent_state import map_state, take_rows
 from tests.hybrids.measures import random_state
 from tests.hybrids.padded_rows import tokens_of
-from tests.hybrids.tiny_models import tiny_model
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 
 QUICK = {"falcon_h1", "jamba", "lfm3", "qwen3_next", "xlstm", "zaya"}
 TYPES = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-    for name, kind in sorted(SUPPORTED.items())
-    if kind.adapter.reads_padding
+    for name in SUPPORTED_TYPES
+    if SUPPORTED[name].adapter.reads_padding
 ]
 LENGTHS = (4, 13, 1)
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}

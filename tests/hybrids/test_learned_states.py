@@ -10,18 +10,17 @@ from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MambaF
 
 from hf_recurrent_lengthgen.evaluation import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
 from tests.versions import needs_hybrids
 
-from .tiny_models import tiny_model
+from .tiny_models import SUPPORTED_TYPES, tiny_model
 
 pytestmark = needs_hybrids
 
 GENERATION = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 QUICK = ("granitemoehybrid", "lfm2", "qwen3_next")  # Mamba-2 and attention, convolutions only, the delta rule
-TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
 OF_OTHER_KINDS = ("xlstm",)
 """Types whose parts are no memory alone: a random state has denominators that are negative."""
 

@@ -12,10 +12,10 @@ from hf_recurrent_lengthgen.hybrids.cache_adapters import Mamba1CacheAdapter
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, StockType
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from tests.hybrids import support
-from tests.hybrids.tiny_models import TINY, VOCABULARY, tiny_model
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, TINY, VOCABULARY, tiny_model
 
 QUICK = {"bamba", "lfm2_moe"}
-TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
 
 # How the code of a model shows that it carries something recurrent from call to call.
 SIGNS = re.compile(r"update_conv_state|update_recurrent_state|rnn_state|linear_cache|recurrent_states|time_decay")

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models.recurrent_state import map_state, take_rows
-from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
 from tests.models.families import FAMILIES, build
 
 LENGTHS = (4, 9, 1)
@@ -21,7 +21,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_
 BY_NAME = {family.name: family for family in FAMILIES}
 QUICK = {"gla", "xlstm"}
 OWN = [pytest.param("family", name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in BY_NAME]
-STOCK = [pytest.param("hybrid", name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+STOCK = [pytest.param("hybrid", name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
 
 MASK = torch.tensor([[0] * (9 - length) + [1] * length for length in LENGTHS])
 IDS = torch.randint(3, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1)).masked_fill(MASK == 0, 0)
@@ -119,7 +119,7 @@ def test_every_way_to_generate_is_right_or_refused(kind: str, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "lfm2" else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+    "name", [pytest.param(name, marks=[] if name == "lfm2" else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
 )
 def test_an_attention_cache_with_gradients_is_one_without(name: str) -> None:
     model = new_model("hybrid", name)

@@ -11,6 +11,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+
 VOCABULARY = 29
 
 LAYERS = ["linear_attention", "full_attention", "linear_attention"]
@@ -157,6 +159,7 @@ TINY: dict[str, dict[str, Any]] = {
     "zaya": {"head_dim": 8, "num_experts": 2, "moe_intermediate_size": 16, "router_hidden_size": 8},
 }
 TINY = {name: config for name, config in TINY.items() if name in CONFIG_MAPPING}  # else newer than Transformers
+SUPPORTED_TYPES = sorted(SUPPORTED.keys() & TINY.keys())
 
 
 COMPOSITE = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
