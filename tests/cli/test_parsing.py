@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_recurrent_lengthgen import cli
+from hf_recurrent_lengthgen.cli.convert import _setting as setting
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
 from hf_recurrent_lengthgen.cli.options import command_parser, read_options
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, not_negative, positive
@@ -44,7 +45,7 @@ def options(command: str) -> Iterator[tuple[argparse.ArgumentParser, argparse.Ac
 def test_every_whole_number_is_a_count(command: str) -> None:
     """A parser's `type=int` is `not_negative`; a kind of number that this test does not know must be added to it."""
     for parser, action in options(command):
-        if action.type in (None, float):  # of text, below; of other numbers, test_other_numbers_are_checked
+        if action.type in (None, float, setting):  # of text, below; of other numbers, test_other_numbers_are_checked
             continue
         kind = parser._registry_get("type", action.type, action.type)
         assert kind in (counts, positive, not_negative), action.option_strings

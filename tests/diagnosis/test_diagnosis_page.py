@@ -77,6 +77,7 @@ def test_the_first_words_are_the_verdict(page: str) -> None:
         "Numbers",
         "What the words mean",
         "How this was made",
+        "What to do next",
     ]
 
 

@@ -10,14 +10,13 @@ from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.evaluation import attention_caches, shared_prefixes
 from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import prefix_tree, read_tree, rows_with_room, tokens_to_read
-from tests.hybrids.tiny_models import TINY, tiny_model
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 from tests.versions import HAS_HYBRIDS
 
 VOCABULARY = 29
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-REFUSED = {"inkling_text", "inkling2_text", "recurrent_gemma"}
-HYBRIDS = sorted(set(TINY) - REFUSED) if HAS_HYBRIDS else []
+HYBRIDS = SUPPORTED_TYPES if HAS_HYBRIDS else []
 
 
 def llama() -> Any:
