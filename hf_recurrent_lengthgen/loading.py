@@ -104,10 +104,11 @@ def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
 
 def _check_tied(name: str, model: Any) -> None:
     """Raise a `ValueError` for a head that the config ties, and the files do not; Transformers then unties it."""
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     ties = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
-    ties = ties and bool(getattr(model, "_tied_weights_keys", None))
-    if ties and head is not None and head.weight is not embeddings.weight:
+    if not (ties and getattr(model, "_tied_weights_keys", None)):
+        return
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
         raise ValueError(
             f"The config of {name} ties head and embeddings, but its files hold another head: set tie_word_embeddings "
             "in config.json to false to use the head, or leave the head out of the files."

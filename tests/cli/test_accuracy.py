@@ -117,7 +117,7 @@ def test_training_reads_the_strings_of_its_seed_and_evaluates_on_others(
 
     monkeypatch.setattr(train_rows, "string_task", spy)
     assert train(seed=7, eval_strategy="steps", gradient_accumulation_steps=2) == 0
-    training, evaluation = used
+    training, evaluation = sorted(used, key=len)
     assert (len(training), training.seed) == (12, 7)  # 2 steps of 2 x 3
     assert (len(evaluation), evaluation.seed) == (256, EVALUATION_SEED + 7)
     monkeypatch.setattr(train_rows, "TASK_SAMPLES", 9)
