@@ -33,22 +33,22 @@ def author_file(path: Path) -> Path:
 
 
 def test_rows_are_problems_and_only_answers_are_asked(study: dict[str, Any]) -> None:
-    row = study["Problems"](4, 0)[2]
-    digits, asked = [], []
-    for token, label in zip(row["input_ids"].tolist(), row["labels"].tolist(), strict=True):
-        if token < 10 and label == -100:
-            digits.append(token)
-        elif label != -100:
-            asked.append(label)
-        if token == 11:
-            assert asked == [*reversed(digits), 11]
-            digits, asked = [], []
-    assert len(row["input_ids"]) == 128
-    assert (digits, asked) == ([], [])
+    problems, tokens, labels = study["Problems"](40, 0), [11], [-100]
+    for index in range(40):
+        row = problems[index]
+        real = int(row["attention_mask"].sum())
+        one, size = row["input_ids"][:real].tolist(), real // 2 - 1
+        assert one == [*one[:size], 10, *one[:size][::-1], 11]
+        assert row["labels"].tolist() == [-100] * (size + 1) + one[size + 1 :] + [-100] * (128 - real)
+        assert len(row["input_ids"]) == 128
+        tokens += one
+        labels += row["labels"][:real].tolist()
     chunks = study["ContinuedProblems"](4, 0, 2)
     assert len(chunks) == 4
-    assert torch.equal(chunks[2]["input_ids"], row["input_ids"])
-    assert torch.equal(chunks[2]["shift_labels"][:-1], row["labels"][1:])
+    for index in range(4):
+        place = index * 128
+        assert chunks[index]["input_ids"].tolist() == tokens[place : place + 128]
+        assert chunks[index]["shift_labels"].tolist() == labels[place + 1 : place + 129]
 
 
 def test_the_page_holds_the_numbers(study: dict[str, Any]) -> None:

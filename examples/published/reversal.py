@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from hf_recurrent_lengthgen.data import ContinuedChunks
@@ -94,7 +95,7 @@ def problem(digits: Tensor) -> Tensor:
 
 
 class Problems(Dataset[dict[str, Tensor]]):
-    """Rows of `ROW` tokens: one problem, or two of random shares; the loss is on what follows a comma."""
+    """Rows of one problem of 1 to 63 digits, padded to `ROW` tokens; the loss is on what follows the comma."""
 
     def __init__(self, rows: int, seed: int) -> None:
         self.rows, self.seed = rows, seed
@@ -104,24 +105,32 @@ class Problems(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed * 2**32 + index)
-        whole = ROW // 2 - 1  # digits of one problem that fills the row
-        first = int(torch.randint(1, whole - 1, (), generator=generator))
-        sizes = (whole,) if float(torch.rand((), generator=generator)) < 0.5 else (first, whole - 1 - first)
-        parts = [problem(torch.randint(10, (size,), generator=generator)) for size in sizes]
-        answers = [torch.arange(2 * size + 2) > size for size in sizes]
-        tokens = torch.cat(parts)
-        return {"input_ids": tokens, "labels": torch.where(torch.cat(answers), tokens, -100)}
+        size = int(torch.randint(1, ROW // 2, (), generator=generator))
+        tokens = problem(torch.randint(10, (size,), generator=generator))
+        places = torch.arange(ROW)
+        padded = pad(tokens, (0, ROW - len(tokens)), value=END)
+        scored = (places > size) & (places < len(tokens))
+        return {
+            "input_ids": padded,
+            "attention_mask": (places < len(tokens)).long(),
+            "labels": torch.where(scored, padded, -100),
+        }
 
 
 class ContinuedProblems(ContinuedChunks):
-    """The same rows in a row, for TBTT: each continues the one before it."""
+    """The same problems one after another, for TBTT: each row continues the one before it."""
 
     def __init__(self, rows: int, seed: int, chunks_before_reset: int) -> None:
         problems = Problems(rows, seed)
-        items = [problems[index] for index in range(rows)]
-        end = torch.tensor([END])
-        self.labels = torch.cat([*(item["labels"] for item in items), end - end - 100])
-        super().__init__(torch.cat([*(item["input_ids"] for item in items), end]), ROW, chunks_before_reset)
+        tokens, labels, count = [torch.tensor([END])], [torch.tensor([-100])], 1
+        while count <= rows * ROW:
+            item = problems[len(tokens) - 1]
+            real = item["attention_mask"].bool()
+            tokens.append(item["input_ids"][real])
+            labels.append(item["labels"][real])
+            count += len(tokens[-1])
+        self.labels = torch.cat(labels)[: rows * ROW + 1]
+        super().__init__(torch.cat(tokens)[: rows * ROW + 1], ROW, chunks_before_reset)
 
     def __getitem__(self, key: int | ChunkKey) -> dict[str, Tensor]:
         item = super().__getitem__(key)

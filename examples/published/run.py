@@ -48,11 +48,11 @@ HERE = Path(__file__).resolve().parent
 class Settings:
     """Rows are of `ROW` tokens; a share `zero` of them starts from the zero state, in TBTT each of `chunks`."""
 
-    steps: int = 1200
+    steps: int = 3000
     batch_size: int = 8
     learning_rate: float = 1e-3
-    zero: float = 0.5
-    chunks: int = 4
+    zero: float = 0.1
+    chunks: int = 12
     alone: tuple[int, ...] = (1, 2, 5, 10, 20, 30, 40, 50, 60)
     rows: int = 200
     digits: int = 30
