@@ -32,6 +32,7 @@ from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.loading import load_language_model, load_model
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.families import FAMILIES, MAMBA2, RWKV7, build
+from tests.versions import HAS_HYBRIDS, needs_hybrids
 
 TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -80,6 +81,7 @@ QUICK |= {("mamba2", "activated"), ("mamba2", "embeddings"), ("zamba", "plain"),
 CASES = [
     pytest.param(name, option, marks=[] if (name, option) in QUICK else [pytest.mark.slow])
     for name in MODELS
+    if HAS_HYBRIDS or name not in {"bamba", *SHARED}
     for option in OPTIONS
 ]
 
@@ -175,7 +177,7 @@ def test_other_methods_train_and_load_with_peft_and_are_refused_by_name(kind: st
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["zamba", "mamba2 tied"])
+@pytest.mark.parametrize("name", [pytest.param("zamba", marks=needs_hybrids), "mamba2 tied"])
 def test_adapters_on_shared_weights_are_measured_as_the_peft_model(name: str, tmp_path: Path) -> None:
     base, adapter = saved(name, tmp_path), tmp_path / "adapter"
     config = LoraConfig(r=2, target_modules=TARGETS.get(name, ["lm_head"]), init_lora_weights=False, **COMMON)
@@ -187,6 +189,7 @@ def test_adapters_on_shared_weights_are_measured_as_the_peft_model(name: str, tm
         assert main(["maps", str(adapter), "--token-ids", "3", "4", "5", "--output", str(tmp_path / "maps")]) == 0
 
 
+@needs_hybrids
 @pytest.mark.parametrize("name", ["zamba", "zamba2"])
 def test_layers_that_share_weights_are_no_targets_by_themselves(name: str) -> None:
     model = stateful(tiny_model(name))
@@ -231,7 +234,13 @@ def random_state(model: Any) -> Any:
         return model(input_ids=TOKENS[:1]).final_state
 
 
-@pytest.mark.parametrize("make", [lambda tie: build(MAMBA2, tie_word_embeddings=tie), lambda tie: tiny_model("zamba")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tie: build(MAMBA2, tie_word_embeddings=tie),
+        pytest.param(lambda tie: tiny_model("zamba"), marks=needs_hybrids),
+    ],
+)
 def test_a_head_that_the_config_ties_and_the_file_does_not_is_refused(make: Any, tmp_path: Path) -> None:
     make(True).save_pretrained(tmp_path)
     load_model(str(tmp_path))

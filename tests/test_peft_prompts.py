@@ -19,9 +19,9 @@ from peft import (
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from tests.hybrids.tiny_models import tiny_model
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 from tests.models.families import FAMILIES, MAMBA2, RWKV7, build
+from tests.versions import HAS_HYBRIDS, needs_hybrids
 
 COMMON = {"task_type": "CAUSAL_LM", "num_attention_heads": 1}
 METHODS: dict[str, Callable[[], Any]] = {
@@ -36,7 +36,7 @@ KEYS: dict[str, Callable[[], Any]] = {
 }
 MODELS: dict[str, Callable[[], Any]] = {
     **{family.name: lambda family=family: build(family) for family in FAMILIES},
-    **{f"stock {name}": lambda name=name: stateful(tiny_model(name)) for name in SUPPORTED},
+    **{f"stock {name}": lambda name=name: stateful(tiny_model(name)) for name in SUPPORTED_TYPES if HAS_HYBRIDS},
 }
 QUICK = ("mamba2", "stock falcon_h1", "stock minimax")
 NAMES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
@@ -115,6 +115,7 @@ def test_virtual_tokens_with_padding_states_and_beams(family: Any) -> None:
         model.generate(input_ids=ids, prefill_chunk_size=2, **GREEDY)
 
 
+@needs_hybrids
 def test_a_hybrid_starts_from_virtual_tokens_or_from_a_state() -> None:
     base = stateful(tiny_model("falcon_h1"))
     model, ids = prompted(base, METHODS["prompt"]).eval(), torch.tensor([[3, 4, 5]])
@@ -136,7 +137,7 @@ def test_methods_that_train_keys_are_refused(name: str, method: str) -> None:
             call(input_ids=ids)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "stock falcon_h1"])
+@pytest.mark.parametrize("name", ["mamba2", pytest.param("stock falcon_h1", marks=needs_hybrids)])
 def test_adaption_prompts_are_refused_by_peft(name: str) -> None:
     with pytest.raises(ValueError, match="Unsupported model type for adaption prompt"):
         get_peft_model(MODELS[name](), AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1))
