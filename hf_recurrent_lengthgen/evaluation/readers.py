@@ -299,8 +299,10 @@ class CacheReader(Reader):
 
     carries = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, argument: str) -> None:
+        """`argument` is what the model's `forward` calls the cache."""
         super().__init__(model, "its cache holds more than keys and values")
+        self._argument = argument
         self.branches = attention_caches.holds_keys_only(self._new_cache())
 
     def _new_cache(self) -> DynamicCache:
@@ -308,7 +310,7 @@ class CacheReader(Reader):
 
     def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
         cache = self._new_cache() if cache is None else cache
-        logits = self._forward(input_ids, logits_to_keep, use_cache=True, **{CACHE_NAME: cache})
+        logits = self._forward(input_ids, logits_to_keep, use_cache=True, **{self._argument: cache})
         return logits, cache
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
@@ -370,13 +372,15 @@ def reader_of(model: Any) -> Reader:
         changed = torch.cat([ids[:, :-1], (ids[:, -1:] + 1) % whole.vocabulary], dim=1)
         if not _equal(at_once[:, :-1], whole.read(changed)[0][:, :-1]):
             raise ValueError(f"{whole.name} attends to later tokens: give a causal language model.")
-        if CACHE_NAME not in parameters or positions < 2:
+        # the code of a checkpoint may have the older name with a newer Transformers, too
+        argument = next((name for name in ("cache", "past_key_values") if name in parameters), None)
+        if argument is None or positions < 2:
             return whole
         if changing := rope_types(config) & LENGTH_DEPENDENT_ROPE:
             return Reader(model, f"its {changing.pop()} position encoding depends on the length of the text")
         begin = max(1, positions // 3 - 1)
         try:
-            reader = CacheReader(model)
+            reader = CacheReader(model, argument)
             first, cache = reader.read(ids[:, :begin])
             second, _ = reader.read(ids[:, begin:], cache)
         except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:

@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.learned_states import learned_row, recorded
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
+from hf_recurrent_lengthgen.models.supported_transformers import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.virtual_tokens import NO_KEYS
 
 
@@ -148,6 +149,22 @@ def set_positions(
         arguments["position_ids"] = torch.arange(start, start + length, device=model.device)[None]
 
 
+def with_one_cache(arguments: dict[str, Any], takes_cache: bool) -> dict[str, Any]:
+    """Arguments in which a cache under an older name is named `cache`, if the stock `forward` takes that.
+
+    Raises:
+        ValueError: for a cache under two names.
+    """
+    given = [name for name in ("cache", *OLD_CACHE_NAMES) if arguments.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are names of one argument: give {given[0]}.")
+    older = [name for name in OLD_CACHE_NAMES if name in arguments]
+    if not takes_cache or not older:
+        return arguments
+    others = {name: value for name, value in arguments.items() if name not in ("cache", *older)}
+    return others | {"cache": arguments[given[0]] if given else None}
+
+
 def check_stock_cache(model: HybridModel, cache: Any, arguments: dict[str, Any]) -> None:
     """Refuse a call that fills or reads a stock cache, and would read other tokens than it is given.
 
@@ -192,13 +209,15 @@ def going_on(model: HybridModel, cache: Any, arguments: dict[str, Any]) -> dict[
 
     Bamba counts positions from 0 again. Models without attention layers apply a mask of the whole text to new tokens.
     """
-    if not has_read(cache):
+    if cache is None:
         return arguments
     given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
     length, mask = given[0].shape[1], arguments.get("attention_mask")
     if not model.attends:
-        wide = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > length
+        wide = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > length and has_read(cache)
         return arguments | {"attention_mask": mask[:, -length:]} if wide else arguments  # type: ignore[index]
+    if not has_read(cache):
+        return arguments
     takes = "position_ids" in inspect.signature(model.forward).parameters and arguments.get("position_ids") is None
     if stock_type_of(model).counts_tokens or not takes:
         return arguments

@@ -30,14 +30,16 @@ from hf_recurrent_lengthgen.models.rows import LAYOUT, check_prompts, text_posit
 from hf_recurrent_lengthgen.models.virtual_tokens import GOES_ON, virtual_tokens
 
 
+def _prompt(inputs: Tensor | None, given: dict[str, Any]) -> Tensor | None:
+    return next((x for x in (inputs, given.get("input_ids"), given.get("inputs_embeds")) if x is not None), None)
+
+
 def _check_prompt_rows(inputs: Tensor | None, given: dict[str, Any]) -> None:
     """Refuse several sequences in a row of the prompts, which stock models mix; arguments as of `generate`."""
     check_prompts(given)
-    prompts = (inputs, given.get("input_ids"), given.get("inputs_embeds"))
-    prompt = next((x for x in prompts if x is not None), None)
     if given.get("position_ids") is not None:
         given["position_ids"] = text_positions(given["position_ids"])
-        if prompt is not None:
+        if (prompt := _prompt(inputs, given)) is not None:
             check_cached({name: given.get(name) for name in LAYOUT} | {"input_ids": prompt})
 
 
@@ -73,8 +75,7 @@ def generation_arguments(
         return {}
     if config.use_cache is False:
         raise ValueError("generate keeps the initial state in the cache: leave use_cache on.")
-    prompts = (inputs, given.get("input_ids"), given.get("inputs_embeds"))
-    prompt = next((x for x in prompts if x is not None), None)
+    prompt = _prompt(inputs, given)
     if prompt is None and from_nothing:
         return {}
     if prompt is None:

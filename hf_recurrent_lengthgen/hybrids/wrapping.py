@@ -35,6 +35,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     set_positions,
     starts_learned,
     targets_of_piece,
+    with_one_cache,
     without_checkpointing,
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
@@ -66,7 +67,6 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     state_dtype,
     zero_state,
 )
-from hf_recurrent_lengthgen.models.supported_transformers import OLD_CACHE_NAMES
 
 
 class StatefulMixin(LossMixin, LearnedStatesMixin):
@@ -250,7 +250,7 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
                 padding that is not on the left, or beside an attention cache. Without a state, for padding that is not
                 on the left, or that the stock `generate` cannot go on from.
         """
-        kwargs = _renamed(kwargs, cache_adapter_of(self).argument == "cache")
+        kwargs = with_one_cache(kwargs, cache_adapter_of(self).argument == "cache")
         if (rule := Forgetting.of(self.config)) != Forgetting():
             check_forgetting(self)
             check_forgetting_in_cache(self, rule)
@@ -297,7 +297,7 @@ def _stateful_class(stock: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
         bound.pop("self")
-        arguments = {**_renamed(extra, "cache" in signature.parameters), **bound}
+        arguments = with_one_cache({**bound, **extra}, "cache" in signature.parameters)
         with divided_by(arguments.get("num_items_in_batch")):
             return self._forward(initial_state, output_final_state, attention_cache, sequence_group, arguments)
 
@@ -310,13 +310,6 @@ def _stateful_class(stock: Any) -> Any:
     if (prepare := getattr(stock, "prepare_inputs_for_generation", None)) is not None:
         methods["prepare_inputs_for_generation"] = preparing(prepare)
     return type(stock.__name__, (StatefulMixin, stock), names | methods)
-
-
-def _renamed(arguments: dict[str, Any], takes_cache: bool) -> dict[str, Any]:
-    """Arguments in which a cache under an older name is named `cache`, if the stock `forward` takes that."""
-    if not takes_cache:
-        return arguments
-    return {"cache" if name in OLD_CACHE_NAMES else name: value for name, value in arguments.items()}
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evalu
 from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, StateReader, reader_of
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk, chunk_borders, reading_plan, state_elements, stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.models.supported_transformers import CACHE_NAME
 from tests.evaluation.test_stateful_models import plain_nll
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import MAMBA2, build
@@ -44,6 +45,24 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS))
+
+
+class OlderCode(LlamaForCausalLM):
+    """As code in checkpoints may be: its cache has the name of before Transformers 5.24."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **others: Any) -> Any:
+        return super().forward(input_ids, **{CACHE_NAME: past_key_values}, **others)
+
+
+def test_older_code_carries_its_cache_with_newer_releases() -> None:
+    model = OlderCode(LlamaConfig(**SIZES, **HEADS)).eval()
+    reader = reader_of(model)
+    assert type(reader) is CacheReader
+    ids = torch.arange(12)[None] % 29
+    with torch.no_grad():
+        first, cache = reader.read(ids[:, :5])
+        second, _ = reader.read(ids[:, 5:], cache)
+        torch.testing.assert_close(torch.cat([first, second], 1), model(ids).logits)
 
 
 ATTENTION = {

@@ -192,6 +192,13 @@ def test_what_does_not_go_with_states_is_refused(model: Any, arguments: dict[str
         model(**{"input_ids": TOKENS, "output_final_state": True} | arguments)
 
 
+def test_a_cache_has_one_name(model: Any) -> None:
+    caches = {"past_key_values": Cache(layers=[]), "cache_params": Cache(layers=[])}
+    for run in (model, model.generate):
+        with pytest.raises(ValueError, match="past_key_values and cache_params are names of one argument"):
+            run(input_ids=TOKENS, **caches)
+
+
 def test_states_that_do_not_fit_are_refused(model: Any) -> None:
     state = model.zero_state(2)
     first = state[0]
