@@ -231,6 +231,8 @@ def _read_files(splits: dict[str, list[str]], split: str) -> list[datasets.Datas
             for each, files in splits.items()
         }
         own = {each: files for each, files in own.items() if files}
+        if len(kinds) > 1 and named & own.keys() and named - own.keys():
+            raise ValueError(f"its {kind} files have no split {min(named - own.keys())!r}, which {split!r} names, too")
         if named <= own.keys() or len(kinds) == 1:  # `datasets` says what is wrong with the split of a single kind
             options = {"sample_by": "document"} if kind == "text" else {}
             found.append(datasets.load_dataset(kind, data_files=own, split=split, **options))

@@ -175,6 +175,12 @@ def test_files_of_several_kinds_in_a_folder_and_by_a_pattern(tmp_path: Path, col
     assert read(pattern) == ["a row"] * 2 + ["c row"] * 2 + ["a\nmore", "c\nmore"]
     with pytest.raises(ValueError, match=r"test.*there are \['train', 'validation'\]"):
         read(tmp_path, "test")
+    (tmp_path / "validation" / "c.txt").unlink()
+    assert read(tmp_path, "validation") == ["c row"] * 2
+    with pytest.raises(
+        ValueError, match=r"its text files have no split 'validation', which 'train\+validation' names"
+    ):
+        read(tmp_path, "train+validation")
     with pytest.raises(ValueError, match=r"README.md cannot be read; files may end in .txt"):
         read(f"{tmp_path}/*.md")
     with pytest.raises(ValueError, match=r"there is no file or folder .*x\*"):
