@@ -155,7 +155,7 @@ class AlignmentSettings:
         length = self.length
         if length is None:  # the largest even T with T + max_extra <= tokens, as a block has one token more than T
             lengths = (*range(tokens - tokens % 2, 2, -2), 3)  # of 2, no crops share a token with T/2 before it
-            length = next((n for n in lengths if n + self._range(n)[1] <= tokens), 0)
+            length = next((n for n in lengths if n + self._range(n)[1] <= tokens), 2)  # which is refused below
             self._check(length, f"With rows of {tokens} tokens, read as crops of {length}")
             logger.warning_once(
                 f"alignment_length is not given: rows of {tokens} tokens are read as crops of T = {length}, up to "
