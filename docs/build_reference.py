@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.cli.main import COMMANDS, main
 from hf_recurrent_lengthgen.trainers import InitialStateConfig
 
 ACTIONS = {
-    "recipe": ("list", "show", "run", "smoke", "copy"),
+    "recipe": ("list", "show", "copy"),
     "state": ("read", "show", "ask", "crop", "compare", "merge"),
 }
 """Commands whose actions have a help of their own."""

@@ -6,8 +6,8 @@
 It converts the checkpoint and verifies the conversion, post-trains it with state passing and verifies the result,
 evaluates both far beyond the training length, and writes the model card. The defaults are those of Buitrago Ruiz & Gu,
 2025 (arXiv:2507.02782, B.1, B.2) for Mamba-2 130m: 100 steps of 2^19 tokens of the Pile, at a tenth of the learning
-rate of pre-training (for other sizes see hf_recurrent_lengthgen/recipes/README.md). `lengthgen recipe run` does the
-same without a script. --smoke uses a tiny random model and a few steps: a minute on a CPU.
+rate of pre-training (for other sizes see hf_recurrent_lengthgen/recipes/README.md). --smoke uses a tiny random model
+and a few steps: a minute on a CPU.
 """
 
 import argparse

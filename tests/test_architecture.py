@@ -69,7 +69,7 @@ MAY_IMPORT = {
         "records",
         "conversion",
     ),
-    "recipes": ("data", "trainers"),
+    "recipes": (),
     "trainers": (
         "models",
         "hybrids",

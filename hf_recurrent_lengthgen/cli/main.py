@@ -39,13 +39,13 @@ PURPOSES = {
         "card": "write the model card of a checkpoint",
         "push": "push a checkpoint to the Hub as one commit",
         "pull": "download a checkpoint from the Hub, and check it",
-        "recipe": "reproduce a checkpoint of a paper, from conversion to push",
+        "recipe": "training runs of papers, as files for train",
     },
     "Set up": {"completion": "print a script that completes commands in your shell"},
 }
 COMMANDS = {name: what for commands in PURPOSES.values() for name, what in commands.items()}
 """Modules beside this one, which take long to import, so that only the one that runs is imported."""
-CONTINUED = ("push", "pull", "recipe", "state")
+CONTINUED = ("push", "pull", "state")
 """Commands that keep what they have done when they are interrupted, and do not say so themselves."""
 HELP_FOLDER = Path(__file__).with_name("help")
 """The helps of commands, "state read.txt", because their parsers take seconds to import (`tests/cli/helps.py`)."""

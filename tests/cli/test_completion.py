@@ -36,8 +36,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("evaluate m --data boo", {"books.txt"}),
         ("train --intervention state", {"state_passing", "statex"}),
         ("train --save-st", {"--save-steps", "--save-strategy"}),
-        ("recipe s", {"show", "smoke"}),
-        ("recipe run --un", {"--until"}),
+        ("recipe s", {"show"}),
+        ("state read --tr", {"--trust-remote-code"}),
         ("harness --h", {"--help"}),
     ],
 )

@@ -12,7 +12,6 @@ import pytest
 from hf_recurrent_lengthgen.cli.harness import as_lm_eval_spells_it
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
-from hf_recurrent_lengthgen.recipes.catalogue import CHECKPOINTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -51,7 +50,7 @@ ELSEWHERE = {
         "pull me/",
     ),
     "state_files": ("serve",),
-    "recipes": ("recipe smoke", "recipe run", "--data my-texts"),
+    "recipes": ("--data my-texts",),
     "harness": ("pretrained=MODEL",),
 }
 """Commands that need the Hub, a GPU or data, or do not end: their options are read, and no more."""
@@ -132,16 +131,3 @@ def test_files_that_pages_name_are_there() -> None:
     }
     assert len(named) > 10
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
-
-
-def test_a_recipe_like_another_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [block] = [block for language, block in BLOCK.findall(text_of("recipes")) if language == "yaml"]
-    assert main(["recipe", "copy", str(tmp_path / "my-recipes")]) == 0
-    recipe = tmp_path / "my-recipes" / "checkpoints" / "mine.yaml"
-    recipe.write_text(block, encoding="utf-8")
-    assert main(["recipe", "show", str(recipe)]) == 0
-    assert "--max-steps=200" in capsys.readouterr().out
-
-
-def test_the_number_of_recipes_is_that_of_the_folder() -> None:
-    assert f"names {len(list(CHECKPOINTS.glob('*.yaml')))} recipes" in text_of("recipes")

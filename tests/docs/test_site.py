@@ -113,7 +113,7 @@ def test_every_command_is_in_the_reference(site: Path, pages: dict[Path, Page]) 
         # that of lm_eval goes on below ours
         start = "Run lm-evaluation-harness" if name == "harness" else f"usage: lengthgen {name} "
         assert start in page.words
-    assert "usage: lengthgen recipe run " in page.words
+    assert "usage: lengthgen recipe show " in page.words
     assert "~/.cache/hf_recurrent_lengthgen" in page.words
     assert str(Path.home()) not in page.words
 

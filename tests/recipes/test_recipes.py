@@ -14,15 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 import hf_recurrent_lengthgen.models  # noqa: F401  (registers the model types)
 from hf_recurrent_lengthgen.cli import retrieve
+from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
-from hf_recurrent_lengthgen.recipes import RECIPES, align_llama, copy_recipes
+from hf_recurrent_lengthgen.recipes import RECIPES, copy_recipes, load_recipe, recipe_names
 from hf_recurrent_lengthgen.trainers import MixedStatesTrainer
 
-CHECKPOINTS = sorted(RECIPES.glob("checkpoints/*.yaml"))  # test_catalogue.py
-FILES = sorted(set(RECIPES.glob("*/*.yaml")) - set(CHECKPOINTS))
+FILES = sorted(RECIPES.glob("*/*.yaml"))
 MODELS = sorted(RECIPES.glob("models/*.json"))
 COMMANDS = re.findall(
-    r"^\|.*\| `(?:lengthgen train|python -m hf_recurrent_lengthgen.recipes.align_llama) (.*)` \|$",
+    r"^\|.*\| `lengthgen train (.*)` \|$",
     (RECIPES / "README.md").read_text(),
     flags=re.MULTILINE,
 )
@@ -164,7 +164,7 @@ RUNS = {values_of(arguments)["output_dir"].removeprefix("output/"): values_of(ar
 def test_every_file_is_in_the_readme_and_no_run_writes_over_another() -> None:
     used = {shlex.split(arguments)[0] for arguments in COMMANDS}
     assert used == {path.relative_to(RECIPES).as_posix() for path in FILES}
-    assert len(RUNS) == len(COMMANDS) > 35
+    assert len(RUNS) == len(COMMANDS) > 30
 
 
 def is_number(text: str) -> bool:
@@ -179,10 +179,7 @@ def test_every_run_is_accepted_as_it_is_written(arguments: str, monkeypatch: pyt
     monkeypatch.chdir(RECIPES)
     arguments = arguments.replace("SIGMA", "0.1") + " --use-cpu true"
     file, *flags = shlex.split(arguments)
-    if "/llama" in file:
-        settings, training = align_llama.read([file, *flags])
-    else:
-        settings, training, _ = read_options(flags, file)
+    settings, training, _ = read_options(flags, file)
     for name, value in values_of(arguments).items():
         read = getattr(settings if hasattr(settings, name) else training, name)
         read = getattr(read, "value", read)  # of an enumeration
@@ -204,7 +201,7 @@ def test_models_are_files_here_official_checkpoints_or_results_of_other_runs(val
         or model in expanded
         or model.removeprefix("output/") in RUNS
         or re.fullmatch(
-            r"AntonV/mamba2-(130m|370m|780m|1\.3b)-hf|state-spaces/mamba-[13]\d0m-hf|fla-hub/gla-.*|meta-llama/.*",
+            r"AntonV/mamba2-(130m|370m|780m|1\.3b)-hf|state-spaces/mamba-[13]\d0m-hf|fla-hub/gla-.*",
             model,
         )
     )
@@ -288,6 +285,27 @@ def test_warmup_stable_decay_is_that_of_the_paper() -> None:
 def test_a_copy_holds_the_recipes_alone(tmp_path: Path) -> None:
     copied = copy_recipes(tmp_path / "mine")
     names = {path.relative_to(copied).as_posix() for path in copied.rglob("*") if path.is_file()}
-    assert names == {"README.md"} | {path.relative_to(RECIPES).as_posix() for path in [*FILES, *MODELS, *CHECKPOINTS]}
+    assert names == {"README.md"} | {path.relative_to(RECIPES).as_posix() for path in [*FILES, *MODELS]}
     with pytest.raises(ValueError, match="mine exists: give a new folder"):
         copy_recipes(tmp_path / "mine")
+
+
+def test_the_command_lists_shows_and_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "list"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == recipe_names()
+    assert all(re.search(r"arXiv:\d{4}\.\d{5}|Output Alignment", load_recipe(name).title) for name in recipe_names())
+    assert main(["recipe", "show", "post_training/tbtt"]) == 0
+    text, _, runs = capsys.readouterr().out.partition("\nRuns, in a copy of the recipes:\n")
+    assert text == (RECIPES / "post_training/tbtt.yaml").read_text()
+    assert runs.splitlines()[0] == "  lengthgen train post_training/tbtt.yaml"
+    assert sum(len(load_recipe(name).runs) for name in recipe_names()) == len(COMMANDS)
+    assert main(["recipe", "copy", str(tmp_path / "mine")]) == 0
+    assert (tmp_path / "mine/README.md").is_file()
+
+
+def test_a_name_that_is_not_there_gets_the_near_ones() -> None:
+    with pytest.raises(ValueError, match="did you mean post_training/tbtt"):
+        load_recipe("post_training/tbbt")
+    with pytest.raises(ValueError, match="lengthgen recipe list lists all"):
+        load_recipe("zzz")
