@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences, standard_library_corpus, token_stream
-from hf_recurrent_lengthgen.diagnosis.diagnose import compared, diagnose_model
+from hf_recurrent_lengthgen.diagnosis.diagnose import diagnose_model
 from hf_recurrent_lengthgen.diagnosis.page import verdicts
 from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
@@ -65,7 +65,7 @@ def test_the_planted_head_is_named_and_its_short_state_removes_the_harm(
     assert keys.restored.mean < 0.2 * states.patching.harm.mean
     assert states.attention is not None
     assert states.attention.recurrent[-1].mean > 5 * abs(states.attention.attention[-1].mean)
-    told, silent = verdicts(compared("t", [broken, whole]))
+    told, silent = verdicts(Diagnosis("t", (broken, whole)))
     assert told.headline.startswith("Planted breaks beyond")
     assert told.reason.startswith("The states of layer")
     assert f"left training at {worst_head.leaves_at}" in told.reason

@@ -11,13 +11,13 @@ from matplotlib.text import Annotation
 
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.scaling_laws import LawFit, LawLine, Relation, Threshold
 from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
 from hf_recurrent_lengthgen.plotting.style import DARK
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "scaling_laws"))
 from law import Law, fit_law
 from law_figure import law_figure
+from scaling_laws import LawFit, LawLine, Relation, Threshold
 
 
 def fit(band: bool = True, r_squared: float = 0.99961) -> LawFit:

@@ -19,20 +19,15 @@ from hf_recurrent_lengthgen import Forgetting, forgetting, load_model
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
-from hf_recurrent_lengthgen.evaluation.forgetting_search import (
-    INSERTIONS,
-    PAPER,
-    forgetting_grid,
-    in_words,
-    rule_of,
-    search_forgetting,
-)
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
+from hf_recurrent_lengthgen.models.forgetting_switch import in_words
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from forgetting_search import INSERTIONS, PAPER, forgetting_grid, rule_of, search_forgetting
 from small_setting import Result, Study, Training, draw, markdown, nll_last, over_seeds, panels, parse
 
 WINDOWS = (0.5, 1, 2, 4)

@@ -13,10 +13,10 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from scaling_laws import forget_threshold, loss_ratio
 
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import Curve
-from hf_recurrent_lengthgen.evaluation.scaling_laws import forget_threshold, loss_ratio
 from hf_recurrent_lengthgen.plotting.images import save_png
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.evaluation.scaling_laws import (
+from scaling_laws import (
     MILLION,
     THOUSAND,
     LawFit,
@@ -18,6 +17,8 @@ from hf_recurrent_lengthgen.evaluation.scaling_laws import (
     fit_exponential_law,
     fit_linear_law,
 )
+
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 
 Quantity = Literal["forget", "recall"]

@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import ScaledTranslation
+from scaling_laws import LawFit, Threshold
 
-from hf_recurrent_lengthgen.evaluation.scaling_laws import LawFit, Threshold
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, MUTED, ROLE_COLORS, new_axes
 
 POINT, LINE = ROLE_COLORS["base"], ROLE_COLORS["cured"]

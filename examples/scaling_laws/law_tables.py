@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from law import Law
+from scaling_laws import Threshold
 from small_setting import markdown
-
-from hf_recurrent_lengthgen.evaluation.scaling_laws import Threshold
 
 
 def short(threshold: Threshold) -> str:

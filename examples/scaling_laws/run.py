@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scaling_laws import forget_threshold, loss_ratio, recall_threshold
 
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import Curve
-from hf_recurrent_lengthgen.evaluation.scaling_laws import forget_threshold, loss_ratio, recall_threshold
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 

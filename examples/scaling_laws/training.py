@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from scaling_laws import state_elements
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.cli.inputs import load_stream
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
-from hf_recurrent_lengthgen.evaluation.scaling_laws import state_elements
 from hf_recurrent_lengthgen.evaluation.statistics import bin_means, position_edges
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 
 from hf_recurrent_lengthgen.adapters import refuse_adapter
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
-from hf_recurrent_lengthgen.evaluation.forgetting_search import in_words
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
 from hf_recurrent_lengthgen.evaluation.results import (
@@ -29,6 +28,7 @@ from hf_recurrent_lengthgen.json_files import read_json_object
 from hf_recurrent_lengthgen.loading import load_language_model
 from hf_recurrent_lengthgen.methods import EXPANSION, FORGETTING, PLAIN, Method
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.forgetting_switch import in_words
 from hf_recurrent_lengthgen.plotting.names import with_names
 from hf_recurrent_lengthgen.private_text import portable, portable_command, portable_text
 from hf_recurrent_lengthgen.records import (

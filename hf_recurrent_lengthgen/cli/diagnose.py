@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.cli.measuring import (
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import draw, in_columns, summary_table, write_page
 from hf_recurrent_lengthgen.diagnosis import PARTS
-from hf_recurrent_lengthgen.diagnosis.diagnose import chosen_parts, compared, diagnose_model
+from hf_recurrent_lengthgen.diagnosis.diagnose import chosen_parts, diagnose_model
 from hf_recurrent_lengthgen.diagnosis.next_steps import next_steps
 from hf_recurrent_lengthgen.diagnosis.page import diagnosis_figures, diagnosis_page, facts, reasons
 from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
             model, given = on_device(subject.model, options.device), (inputs.tokens, inputs.training_length)
             about: Any = {"label": subject.label, "role": subject.role, "data": inputs.data}
             diagnosed.append(diagnose_model(model, *given, settings=settings, cache=inputs.cache, **about))
-    diagnosis = compared("Length generalization, and why", diagnosed)
+    diagnosis = Diagnosis("Length generalization, and why", tuple(diagnosed))
     folder = Path(options.output)
     write_result(folder / "result.json", diagnosis)
     for name, figure in diagnosis_figures(diagnosis).items():

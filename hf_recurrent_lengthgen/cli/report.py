@@ -80,7 +80,7 @@ def in_columns(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def estimate_text(estimate: Estimate, sign: str = "", digits: int = 3) -> str:
+def estimate_text(estimate: Estimate, sign: str = "") -> str:
     """ "+1.363 [1.301, 1.425]", or the mean alone where there is no interval."""
-    mean = f"{estimate.mean:{sign}.{digits}f}"
-    return mean if estimate.low is None else f"{mean} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+    mean = f"{estimate.mean:{sign}.3f}"
+    return mean if estimate.low is None else f"{mean} [{estimate.low:.3f}, {estimate.high:.3f}]"

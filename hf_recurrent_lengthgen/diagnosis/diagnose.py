@@ -1,14 +1,12 @@
 """All diagnoses of one model: how far it holds, and why it fails where it does not."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from hf_recurrent_lengthgen.diagnosis import PARTS
-from hf_recurrent_lengthgen.diagnosis.misalignment import misalignment_and_loss
 from hf_recurrent_lengthgen.diagnosis.part import DEFAULTS, DiagnosisSettings, Part
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel
 from hf_recurrent_lengthgen.evaluation.evaluate import NOT_SAID, Measurement
 from hf_recurrent_lengthgen.evaluation.json_schema import to_json
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
@@ -63,8 +61,3 @@ def _checked(part: Part[Any], result: Any) -> Any:
         raise TypeError(f"{part.name} must return {part.result.__name__}, got {type(result).__name__}.")
     to_json(result)
     return result
-
-
-def compared(title: str, models: Sequence[DiagnosedModel]) -> Diagnosis:
-    """Diagnosed models side by side, with the rank correlation of their numbers."""
-    return Diagnosis(title, tuple(models), misalignment_and_loss(models))

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.diagnosis import PARTS
-from hf_recurrent_lengthgen.diagnosis.misalignment import correlation_text
 from hf_recurrent_lengthgen.diagnosis.next_steps import next_steps
 from hf_recurrent_lengthgen.diagnosis.part import Fact, Part, PartRow
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
@@ -125,8 +124,6 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
         f'<div class="cards">{cards}</div>',
         *_sections(diagnosis),
     ]
-    if diagnosis.correlation is not None:
-        sections += ["<h2>Over the models</h2>", f"<p>{escape(correlation_text(diagnosis.correlation))}</p>"]
     sections += ["<h2>Numbers</h2>", table(models, colors, [*evaluation_rows(models), *_rows(diagnosis)])]
     if missing := not_measured(diagnosis):
         entries = "".join(f"<li>{escape(words)}</li>" for words in missing)

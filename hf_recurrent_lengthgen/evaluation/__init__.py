@@ -9,15 +9,12 @@ from .diagnosis_results import Diagnosis
 from .effective_remembrance import effective_remembrance
 from .evaluate import EvaluationSettings, evaluate_model
 from .files import read_result, write_result
-from .forgetting_search import search_forgetting
 from .map_results import AttentionMaps, read_maps, save_maps
 from .misalignment import long_short_misalignment
-from .rank_correlation import rank_correlation
 from .readers import reading_together
-from .results import Comparison, DataRecord, DataSource, EvaluationResult, ForgettingSearch
+from .results import Comparison, DataRecord, DataSource, EvaluationResult
 from .retrieval import retrieval_accuracy
 from .retrieval_results import RetrievalComparison, RetrievalResult
-from .scaling_laws import fit_exponential_law, fit_linear_law, forget_threshold, recall_threshold, state_elements
 from .state_diagnosis import diagnose_states
 from .state_distance import state_drift
 from .state_patching import patch_heads
@@ -36,7 +33,6 @@ __all__ = [
     "Diagnosis",
     "EvaluationResult",
     "EvaluationSettings",
-    "ForgettingSearch",
     "RetrievalComparison",
     "RetrievalResult",
     "StateObserver",
@@ -47,24 +43,17 @@ __all__ = [
     "diagnose_states",
     "effective_remembrance",
     "evaluate_model",
-    "fit_exponential_law",
-    "fit_linear_law",
-    "forget_threshold",
     "long_short_misalignment",
     "measure_accuracy",
     "patch_heads",
-    "rank_correlation",
     "read_maps",
     "read_result",
     "read_rows",
     "reading_together",
-    "recall_threshold",
     "retrieval_accuracy",
     "rows_of",
     "save_maps",
-    "search_forgetting",
     "state_drift",
-    "state_elements",
     "stream_nll",
     "string_accuracy",
     "window_nll",

@@ -95,31 +95,6 @@ class ConstantPrompt(PartResult):
     exceeded_from: int | None
 
 
-@document("rank_correlation")
-@dataclass(frozen=True)
-class RankCorrelation:
-    """Spearman's rank correlation of two numbers over a set of models.
-
-    Attributes:
-        metric, score: Names of the two numbers.
-        coefficient: From -1 to 1; equal values share the mean of their ranks.
-        p_value: Two-sided: the share of pairings whose coefficient is at least as far from 0, among all pairings of
-            the two sets of values (`exact`) or among `pairings` random ones.
-        least_p_value: The smallest possible p_value for this number of models without equal values.
-    """
-
-    metric: str
-    score: str
-    models: tuple[str, ...]
-    metric_values: tuple[float, ...]
-    score_values: tuple[float, ...]
-    coefficient: float
-    p_value: float
-    least_p_value: float
-    pairings: int
-    exact: bool
-
-
 @dataclass(frozen=True)
 class DiagnosedModel:
     """The results for one model.
@@ -140,15 +115,10 @@ class DiagnosedModel:
 @document("diagnosis", version=2)
 @dataclass(frozen=True)
 class Diagnosis:
-    """Models diagnosed on the same data, in the order in which they are shown.
-
-    `correlation` is the rank correlation of misalignment and long-context loss over the models; None for fewer than
-    three.
-    """
+    """Models diagnosed on the same data, in the order in which they are shown."""
 
     title: str
     models: tuple[DiagnosedModel, ...]
-    correlation: RankCorrelation | None
 
     def __post_init__(self) -> None:
         _ = self.comparison  # checks that the models can be compared

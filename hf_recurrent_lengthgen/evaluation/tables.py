@@ -9,13 +9,7 @@ from typing import Any
 from hf_recurrent_lengthgen.evaluation.accuracy_results import AccuracyComparison, AccuracyResult
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.results import (
-    ComparedModel,
-    Comparison,
-    Estimate,
-    EvaluationResult,
-    ForgettingSearch,
-)
+from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, EvaluationResult
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 
@@ -23,7 +17,7 @@ Row = dict[str, Any]
 
 WITH_ROWS: Any = (
     *(AccuracyComparison, AccuracyResult, Comparison, Diagnosis),
-    *(EvaluationResult, ForgettingSearch, RetrievalComparison, RetrievalResult),
+    *(EvaluationResult, RetrievalComparison, RetrievalResult),
 )
 
 
@@ -42,8 +36,7 @@ def rows_of(result: Any) -> list[Row]:
     Evaluations and diagnoses have one row per model, metric and bin of positions [start, stop): `nll` (nats per
     token), `harm` (nats), `in_window_nll`, and in diagnoses `remembrance`, the total variation of predictions without
     the tokens before `start`. Retrieval has one row per model, depth or bAbI task, and length (tokens), with Wilson's
-    interval; accuracy one per model and length, with the interval of whole answers; a search of forgetting one per
-    setting.
+    interval; accuracy one per model and length, with the interval of whole answers.
 
     Raises:
         ValueError: for other types.
@@ -65,16 +58,6 @@ def rows_of(result: Any) -> list[Row]:
             | dict(zip(("low", "high"), each.answers.interval(), strict=True))
             for each in result.lengths
         ]
-    if isinstance(result, ForgettingSearch):
-        return [
-            {
-                "model": result.model,
-                **{name: getattr(trial, name) for name in ("retention", "insertion", "window", "delta_scale")},
-                **_estimate(trial.loss, "loss"),
-                **_estimate(trial.gain, "gain"),
-            }
-            for trial in result.trials
-        ]
     names = ", ".join(kind.__name__ for kind in WITH_ROWS)
     raise ValueError(f"A {type(result).__name__} has no table: give one of {names}.")
 
@@ -87,10 +70,6 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
     writer.writerows(rows)
     with replacing(path) as temporary:
         temporary.write_text(text.getvalue(), encoding="utf-8")
-
-
-def _estimate(estimate: Estimate, name: str) -> Row:
-    return {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
 def _bin(role: str, found: EvaluationResult, metric: str, start: int, stop: int, *values: Any) -> Row:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .forgetting import Forgetting
+
 
 class _Block:
     """An open `with` block: its thread, and the configuration of the model before and inside."""
@@ -64,3 +66,10 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
             for name in names:
                 if vars(module).get(name) is changed:
                     setattr(module, name, this.before)
+
+
+def in_words(rule: Forgetting) -> str:
+    """The settings that differ from no forgetting: "retention 0.9999, insertion 0.75", "window 4,096"."""
+    changed = [(name, value) for name, value in rule._asdict().items() if value != Forgetting._field_defaults[name]]
+    words = [f"{name.replace('_', ' ')} {value:{',' if name == 'window' else ''}}" for name, value in changed]
+    return ", ".join(words) or "no forgetting"

@@ -787,7 +787,7 @@ def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Pa
         DiagnosedModel(model.role, model.evaluation, {"remembrance": remembrance}, {"states": "no_states"})
         for model in models
     )
-    write_result(tmp_path / "result.json", Diagnosis("Diagnosis", diagnosed, None))
+    write_result(tmp_path / "result.json", Diagnosis("Diagnosis", diagnosed))
     text = str(build_card(work.cured, [tmp_path / "result.json"]))
     assert "change predictions by 0.250 [0.200, 0.300]" in text
     assert "Not measured: states (no_states)." in text
@@ -809,7 +809,7 @@ def test_an_evaluation_that_is_also_in_a_diagnosis_is_shown_once(work: Work, tmp
             DiagnosedModel(role, replace(evaluation, command="lengthgen diagnose a"), {"misalignment": near}, {})
             for role, evaluation in zip(roles, evaluations, strict=True)
         )
-        write_result(tmp_path / "diagnosis.json", Diagnosis("Diagnosis", models, None))
+        write_result(tmp_path / "diagnosis.json", Diagnosis("Diagnosis", models))
         return str(build_card(work.cured, [work.results, tmp_path / "diagnosis.json"][::order]))
 
     text = written_with(*found)

@@ -1,6 +1,6 @@
 """Diagnoses made by hand, of models trained on 16 tokens and read to 1,024, as in conftest.py."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import (
@@ -8,7 +8,6 @@ from hf_recurrent_lengthgen.evaluation.diagnosis_results import (
     DiagnosedModel,
     Diagnosis,
     Misalignment,
-    RankCorrelation,
     Remembrance,
 )
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate, PartResult, Role
@@ -137,15 +136,6 @@ def expected(base: Heads | None = None) -> Diagnosis:
             diagnosed("base", "base", 1.4, states(drifting, broken=broken)),
             diagnosed("cured", "sp", 0.02, states({}, harm=0.005)),
         ),
-        None,
-    )
-
-
-def correlation(p_value: float, coefficient: float = 0.9, exact: bool = True, count: int = 5) -> RankCorrelation:
-    names: Sequence[str] = [f"m{index}" for index in range(count)]
-    values = tuple(float(index) for index in range(count))
-    return RankCorrelation(
-        "misalignment", "loss", tuple(names), values, values, coefficient, p_value, 0.017, 120, exact
     )
 
 

@@ -80,7 +80,7 @@ def test_each_part_is_that_of_its_own_function(model: Any, tokens: np.ndarray) -
     for (layer, head), (other_layer, other) in zip(seen.ranking, states.ranking, strict=True):
         assert (layer.layer, head.head) == (other_layer.layer, other.head)
         assert head.late_distance == pytest.approx(other.late_distance, rel=1e-2)
-    document = Diagnosis("both", (found,), None)
+    document = Diagnosis("both", (found,))
     assert from_json(to_json(document), Diagnosis) == document
 
 

@@ -9,7 +9,6 @@ from hf_recurrent_lengthgen.diagnosis.page import diagnosis_figures, diagnosis_p
 from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from tests.diagnosis.diagnoses import (
-    correlation,
     diagnosed,
     expected,
     hybrid,
@@ -33,7 +32,7 @@ def page() -> str:
 @pytest.fixture(scope="module")
 def llama() -> Diagnosis:
     """A model without states, and of which nothing else was asked."""
-    return Diagnosis("t", (without_parts(diagnosed("other", "llama", 1.4), "It has no state."),), None)
+    return Diagnosis("t", (without_parts(diagnosed("other", "llama", 1.4), "It has no state."),))
 
 
 FIGURES = STATE_FIGURES | EVALUATED | {"remembrance", "constant_prompt"}
@@ -168,7 +167,7 @@ def test_models_with_and_without_states_stand_side_by_side(llama: Diagnosis) -> 
     unpatched = diagnosed("other", "hybrid", 0.0, dataclasses.replace(states({}, known=False), patching=None))
     for name in ("remembrance", "constant prompt"):
         unpatched = with_part(unpatched, name, None)
-    page = diagnosis_page(Diagnosis("t", (base, unpatched, *llama.models), None))
+    page = diagnosis_page(Diagnosis("t", (base, unpatched, *llama.models)))
     text = Reader(page).text
     assert drawn(page) == FIGURES
     assert "Heads that drift of all; the furthest, in standard deviations of training 3 of 8" in text
@@ -179,10 +178,9 @@ def test_models_with_and_without_states_stand_side_by_side(llama: Diagnosis) -> 
 def test_eight_models_are_told() -> None:
     base = expected().models[0]
     others = [without_parts(diagnosed("other", f"model {index}", 0.0)) for index in range(7)]
-    page = diagnosis_page(Diagnosis("t", (base, *others), correlation(0.01)))
+    page = diagnosis_page(Diagnosis("t", (base, *others)))
     text = Reader(page).text
     assert page.count('class="card"') == 8
-    assert "Over the models Over 5 models, misalignment and loss have a rank correlation of 0.90" in text
     assert "3 of its 8 heads drift" in text
 
 
@@ -190,7 +188,7 @@ def test_a_hybrid_has_attention_apart_and_other_models_no_empty_rows(page: str) 
     assert "long states" not in Reader(page).text
     assert "attention_harm" not in diagnosis_figures(expected())
     model = diagnosed("base", "bamba", 1.4, hybrid())
-    text = Reader(diagnosis_page(Diagnosis("t", (model, expected().models[1]), None))).text
+    text = Reader(diagnosis_page(Diagnosis("t", (model, expected().models[1])))).text
     for words in (
         "Bamba breaks beyond 64 tokens. The states of layer 1 left training at 32 tokens (1 of its 8 heads drifts",
         "Harm of long states alone +1.200 nats",
@@ -214,15 +212,14 @@ def test_everything_given_is_escaped() -> None:
         ),
         refused={evil: evil},
     )
-    told = dataclasses.replace(correlation(0.01), metric=evil, score=evil)
-    page = diagnosis_page(Diagnosis(evil, (model,), told))
+    page = diagnosis_page(Diagnosis(evil, (model,)))
     assert "<script" not in page
     assert Reader(page).text.count("alert(1)") >= 20
 
 
 def test_one_sequence_gives_a_page_without_intervals() -> None:
     model = diagnosed("base", "base", 1.0, width=None)
-    text = Reader(diagnosis_page(Diagnosis("t", (with_part(model, "remembrance", None),), None))).text
+    text = Reader(diagnosis_page(Diagnosis("t", (with_part(model, "remembrance", None),)))).text
     assert "? unclear" in text
     assert "Bands:" not in text
     assert "one sequence cannot tell" in text
@@ -230,7 +227,7 @@ def test_one_sequence_gives_a_page_without_intervals() -> None:
 
 def test_a_text_no_longer_than_training_has_no_remembrance_beyond_it() -> None:
     model = with_part(diagnosed("base", "base", 1.0), "remembrance", remembrance(0.0, length=16))
-    text = Reader(diagnosis_page(Diagnosis("t", (model,), None))).text
+    text = Reader(diagnosis_page(Diagnosis("t", (model,)))).text
     assert "Texts of 16 tokens do not show" in text
     assert "Effective Remembrance of tokens beyond the training length, 0 to 1 not measured" in text
 
@@ -239,14 +236,14 @@ def test_a_text_no_longer_than_training_has_no_remembrance_beyond_it() -> None:
 def test_the_page_of_a_large_model_stays_small() -> None:
     drifting = {(layer, number): 50.0 - layer for layer in range(12) for number in range(64)}
     large = diagnosed("base", "base", 1.4, states(drifting, layers=24, heads=64))
-    page = diagnosis_page(Diagnosis("t", (large,), None))
+    page = diagnosis_page(Diagnosis("t", (large,)))
     assert "768 of 1,536 heads drift" in page
     assert len(page) < 1_000_000
 
 
 def test_paths_are_told_once_and_named_by_their_ends() -> None:
     models = diagnosed("base", "/data/run 7/base", 1.0), diagnosed("cured", "/data/run 7/cured", 0.0)
-    page = diagnosis_page(Diagnosis("t", models, None))
+    page = diagnosis_page(Diagnosis("t", models))
     assert "Base breaks beyond 64 tokens. Cured cures it" in Reader(page).text.replace("  ", " ")
     assert "Models base: /data/run 7/base; cured: /data/run 7/cured Command" in Reader(page).text
     assert page.count("/data/run 7/base") == 1

@@ -9,7 +9,6 @@ from hf_recurrent_lengthgen.diagnosis import page
 from hf_recurrent_lengthgen.diagnosis import states as states_part
 from hf_recurrent_lengthgen.diagnosis.attention import attention_text
 from hf_recurrent_lengthgen.diagnosis.constant_prompt import constant_prompt_text
-from hf_recurrent_lengthgen.diagnosis.misalignment import correlation_text
 from hf_recurrent_lengthgen.diagnosis.page import diagnosis_summary, not_measured, verdicts
 from hf_recurrent_lengthgen.diagnosis.remembrance import remembrance_text
 from hf_recurrent_lengthgen.diagnosis.state_words import drift_text, left_text, retention_text
@@ -19,7 +18,6 @@ from hf_recurrent_lengthgen.evaluation.state_results import PatchedHeads, StateD
 from hf_recurrent_lengthgen.plotting.findings import sentence
 from tests.diagnosis.diagnoses import (
     constant_prompt,
-    correlation,
     diagnosed,
     expected,
     hybrid,
@@ -41,7 +39,7 @@ def facts(model: DiagnosedModel) -> dict[str, str]:
 
 
 def reason(model: DiagnosedModel) -> str:
-    return verdicts(Diagnosis("", (model,), None))[0].reason
+    return verdicts(Diagnosis("", (model,)))[0].reason
 
 
 def test_the_expected_pair_is_told_in_two_lines() -> None:
@@ -280,7 +278,7 @@ def test_a_hybrid_is_told_what_states_and_attention_do_apart() -> None:
 
 def test_a_cure_that_does_not_work_is_told() -> None:
     models = expected().models[0], diagnosed("cured", "sp", 1.3, states({(0, 2): 7.0}, restored=0.8))
-    verdict = verdicts(Diagnosis("", models, None))[1]
+    verdict = verdicts(Diagnosis("", models))[1]
     assert verdict.headline == "Sp does not cure it."
     assert verdict.reason.startswith("The states of layer 0 left training at 32 tokens (1 of its 8 heads drifts")
     assert "80% of the harm" in verdict.reason
@@ -291,16 +289,16 @@ def test_of_many_models_only_the_first_that_breaks_is_explained() -> None:
     models = tuple(
         diagnosed("other", name, harm, found) for name, harm in (("a", 0.0), ("b", 1.0), ("c", 1.0), ("d", 0.0))
     )
-    reasons = [verdict.reason for verdict in verdicts(Diagnosis("", models, None))]
+    reasons = [verdict.reason for verdict in verdicts(Diagnosis("", models))]
     assert [bool(told) for told in reasons] == [False, True, False, False]
-    assert all(verdict.reason for verdict in verdicts(Diagnosis("", models[:3], None)))
-    holding = Diagnosis("", tuple(diagnosed("other", name, 0.0, found) for name in "abcd"), None)
+    assert all(verdict.reason for verdict in verdicts(Diagnosis("", models[:3])))
+    holding = Diagnosis("", tuple(diagnosed("other", name, 0.0, found) for name in "abcd"))
     assert not any(verdict.reason for verdict in verdicts(holding))
 
 
 def test_models_without_states_have_a_verdict_and_no_reason() -> None:
     model = without_parts(diagnosed("other", "llama", 1.4), "It has no state.")
-    assert verdicts(Diagnosis("", (model,), None))[0] == ("Llama breaks beyond 64 tokens.", "")
+    assert verdicts(Diagnosis("", (model,)))[0] == ("Llama breaks beyond 64 tokens.", "")
     assert facts(model) == {}
 
 
@@ -327,27 +325,17 @@ def test_the_constant_prompt_is_told_with_its_limit() -> None:
     )
 
 
-def test_a_correlation_by_chance_is_not_said_to_be_there() -> None:
-    assert correlation_text(correlation(0.02)) == (
-        "Over 5 models, misalignment and loss have a rank correlation of 0.90 (Spearman; p = 0.02 over all pairings; "
-        "at least 0.017 for 5 models)."
-    )
-    told = correlation_text(correlation(0.3, coefficient=-0.4, exact=False))
-    assert "rank correlation of \N{MINUS SIGN}0.40 (Spearman; p = 0.3 over 120 random pairings" in told
-    assert told.endswith("That does not show a correlation.")
-
-
 def test_what_was_not_measured_is_told_with_the_reason() -> None:
     base, cured = expected().models
     assert not_measured(expected()) == []
     partly = with_part(base, "states", replace(states_of(base), left_out=("Inputs were not read.",)))
     refused = replace(with_part(cured, "constant prompt", None), refused={"constant prompt": "No such token."})
-    assert not_measured(Diagnosis("", (partly, refused), None)) == [
+    assert not_measured(Diagnosis("", (partly, refused))) == [
         "base, states: Inputs were not read.",
         "sp, constant prompt: No such token.",
     ]
     bare = without_parts(cured, "It keeps no state.")
-    assert not_measured(Diagnosis("", (bare,), None)) == [
+    assert not_measured(Diagnosis("", (bare,))) == [
         "sp, states: It keeps no state.",
         "Effective Remembrance: not requested.",
         "Long-short misalignment: not requested.",

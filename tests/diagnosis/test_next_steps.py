@@ -16,7 +16,7 @@ COMMAND = "lengthgen diagnose folder/a folder/b --data 'my text.txt' --length 51
 
 def steps(*models: DiagnosedModel) -> list[Step]:
     given = [replace(model, evaluation=replace(model.evaluation, command=COMMAND)) for model in models]
-    return next_steps(Diagnosis("", tuple(given), None))
+    return next_steps(Diagnosis("", tuple(given)))
 
 
 def test_a_model_that_fails_is_trained_and_measured_again() -> None:
@@ -67,4 +67,4 @@ def test_the_page_ends_with_it() -> None:
     text = diagnosis_page(expected())
     assert "lengthgen evaluate sp --length 4096" in text[text.index("What to do next") :]
     one = diagnosed("control", "a", 1.4)
-    assert "What to do next" not in diagnosis_page(Diagnosis("", (one,), None))
+    assert "What to do next" not in diagnosis_page(Diagnosis("", (one,)))

@@ -30,7 +30,6 @@ QUICK = {
     "train": "--max-steps 2 --report-to none --eval-strategy no",
     "evaluate": "--sequences 2",
     "diagnose": "--sequences 2 --length 512 --patched-heads 0",
-    "forget --search": "--sequences 2 --length 64 --window 16",
     "retrieve": "--lengths 256",
     "accuracy": "--samples 4",
     "verify": "--length 70",
@@ -88,7 +87,7 @@ def run_commands(page: str, block: str, monkeypatch: pytest.MonkeyPatch) -> None
         if any(part in " ".join(words) for part in ELSEWHERE.get(page, ())):
             read_only(command, arguments, monkeypatch)
             continue
-        quick = QUICK.get("forget --search" if "--search" in arguments else command, "")
+        quick = QUICK.get(command, "")
         assert main([command, *arguments, *shlex.split(quick)]) == 0, line
 
 

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from hf_recurrent_lengthgen.evaluation.json_schema import to_json
-from hf_recurrent_lengthgen.evaluation.results import (
-    DataRecord,
-    DataSource,
-    Estimate,
-    ForgettingSearch,
-    ForgettingTrial,
-)
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.evaluation.tables import read_rows, rows_of, write_csv
 from tests.diagnosis.diagnoses import expected
@@ -93,14 +87,6 @@ def test_retrieval_has_a_row_for_each_cell(tmp_path: Path) -> None:
     with open(tmp_path / "r.csv", newline="") as file:
         read = list(csv.DictReader(file))
     assert [{name: "" if value is None else str(value) for name, value in row.items()} for row in rows] == read
-
-
-def test_a_search_has_a_row_for_each_setting(tmp_path: Path) -> None:
-    estimate = Estimate(1.0, None, None)
-    trials = tuple(ForgettingTrial(1.0, 1.0, window, 1.0, (1.0,), estimate, estimate) for window in (None, 8))
-    search = ForgettingSearch("m", "0" * 64, 16, 1, 0.95, DATA, trials)
-    (tmp_path / "s.json").write_text(to_json(search))
-    assert [row["window"] for row in read_rows(tmp_path / "s.json")] == [None, 8]
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"kind": "laws"}', "[" * 100_000, '{"kind": "comparison"}'])

@@ -1,7 +1,9 @@
 """Thresholds from curves and accuracies made up by hand, and laws that come back from points on them."""
 
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.evaluation.results import Curve
-from hf_recurrent_lengthgen.evaluation.scaling_laws import (
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "scaling_laws"))
+from scaling_laws import (
     LawFit,
     NoFitError,
     Relation,
@@ -25,7 +30,6 @@ from hf_recurrent_lengthgen.evaluation.scaling_laws import (
     recall_threshold,
     state_elements,
 )
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 TABLE_2 = ((48, 1536, 19.3), (48, 1024, 12.9), (24, 768, 4.8), (12, 768, 2.4), (12, 512, 1.6), (6, 512, 0.8))
 """Layers, width and state size in millions of the models of arXiv:2410.07145, Table 2."""

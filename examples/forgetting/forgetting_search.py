@@ -7,7 +7,7 @@ candidate, and no forgetting always is one.
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, NOT_SAID, EvaluationSettings, estimate
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_digest
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, ForgettingSearch, ForgettingTrial
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar, stream_nll
 from hf_recurrent_lengthgen.evaluation.text_configs import vocabulary_size
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_switch import forgetting
+from hf_recurrent_lengthgen.models.forgetting_switch import forgetting, in_words
 
 SEARCH_LENGTH = 32 * 1024
 """Context length of the paper's search, in tokens."""
@@ -31,6 +32,53 @@ RETENTIONS = (1.0, 0.9999, 0.999, 0.99)
 INSERTIONS = (1.0, 0.9, 0.75, 0.5)
 PAPER = Forgetting(retention=0.9999, insertion=0.75)
 """The result of the paper's search for its Mamba-2 with 370M parameters, trained on 8k tokens."""
+
+
+@dataclass(frozen=True)
+class ForgettingTrial:
+    """One setting of forgetting at inference (`models.forgetting.Forgetting`) and the mean loss with it.
+
+    `losses` holds the loss of each text. `gain` is the loss without forgetting minus this one, paired by text.
+    """
+
+    retention: float
+    insertion: float
+    window: int | None
+    delta_scale: float
+    losses: tuple[float, ...]
+    loss: Estimate
+    gain: Estimate
+
+
+@document("forgetting_search", version=2)
+@dataclass(frozen=True)
+class ForgettingSearch:
+    """Mean loss of whole texts of `length` positions with each setting; the first setting is no forgetting.
+
+    `weights` is the SHA-256 of the model's parameters.
+    """
+
+    model: str
+    weights: str
+    length: int
+    sequences: int
+    confidence: float
+    data: DataRecord
+    trials: tuple[ForgettingTrial, ...]
+
+    def __post_init__(self) -> None:
+        if not self.trials:
+            raise ValueError("A search needs at least one setting, got none.")
+        first = self.trials[0]
+        if (first.retention, first.insertion, first.window, first.delta_scale) != (1, 1, None, 1):
+            raise ValueError(f"The first setting of a search must be no forgetting, got {first}.")
+        if any(len(trial.losses) != self.sequences for trial in self.trials):
+            raise ValueError(f"Each setting of a search needs the losses of all {self.sequences} texts.")
+
+    @property
+    def best(self) -> ForgettingTrial:
+        """The setting with the lowest mean loss; of equal ones the first, so none rather than an ineffective one."""
+        return min(self.trials, key=lambda trial: trial.loss.mean)
 
 
 def forgetting_grid(
@@ -44,13 +92,6 @@ def forgetting_grid(
     settings += [Forgetting(window=window) for window in windows]
     settings += [Forgetting(delta_scale=scale) for scale in delta_scales]
     return list(dict.fromkeys(settings))
-
-
-def in_words(rule: Forgetting) -> str:
-    """The settings that differ from no forgetting: "retention 0.9999, insertion 0.75", "window 4,096"."""
-    changed = [(name, value) for name, value in rule._asdict().items() if value != Forgetting._field_defaults[name]]
-    words = [f"{name.replace('_', ' ')} {value:{',' if name == 'window' else ''}}" for name, value in changed]
-    return ", ".join(words) or "no forgetting"
 
 
 def search_forgetting(

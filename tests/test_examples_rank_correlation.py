@@ -1,14 +1,17 @@
 """Rank correlations against the paper's table, scipy, and counting by hand."""
 
-from typing import Any
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import RankCorrelation
-from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.evaluation.rank_correlation import rank_correlation
+from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis, Misalignment
+from tests.diagnosis.diagnoses import diagnosed, with_part
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "alignment"))
+from rank_correlation import RankCorrelation, late_loss, misalignment_and_loss, rank_correlation
 
 # "Output Alignment", Table 1: training loss, misalignment, log perplexity at 16k, LongBench-E score.
 TABLE = {
@@ -83,12 +86,36 @@ def test_many_models_are_paired_at_random_and_agree_with_the_t_test() -> None:
     assert strongest.p_value == strongest.least_p_value == 1 / 100_000
 
 
-def test_models_are_matched_by_name_and_the_result_has_a_file_form(tmp_path: Any) -> None:
+def test_models_are_matched_by_name() -> None:
     found = rank_correlation({"a": 1, "b": 2, "c": 3}, {"c": 30, "a": 10, "b": 20})
     assert found.coefficient == pytest.approx(1)
-    assert found.score_values == (10, 20, 30)
-    write_result(tmp_path / "correlation.json", found)
-    assert read_result(tmp_path / "correlation.json", RankCorrelation) == found
+
+
+def test_a_diagnosis_gives_both_numbers() -> None:
+    models = [
+        with_part(diagnosed("other", name, harm), "misalignment", Misalignment(value, None, None, (value,)))
+        for name, harm, value in (("a", 1.4, 3.0), ("b", 0.02, 2.0), ("c", 0.7, 2.5))
+    ]
+    with pytest.raises(ValueError, match="at least 3 models, got 2"):
+        misalignment_and_loss(Diagnosis("t", (*models[:2], with_part(models[2], "misalignment", None))))
+    found = misalignment_and_loss(Diagnosis("t", tuple(models)))
+    assert (found.models, found.coefficient) == (("a", "b", "c"), pytest.approx(1))
+    evaluation = models[0].evaluation
+    curve, (start, stop) = evaluation.position_wise.coarse, evaluation.harm.last_range
+    late = [(b - a, mean) for a, b, mean in zip(curve.edges, curve.edges[1:], curve.mean, strict=False) if a >= start]
+    assert curve.edges[-1] == stop
+    assert late_loss(evaluation) == pytest.approx(sum(w * x for w, x in late) / sum(w for w, _ in late))
+
+
+def test_a_correlation_by_chance_is_not_said_to_be_there() -> None:
+    names = tuple("abcde")
+    assert str(RankCorrelation("misalignment", "loss", names, 0.9, 0.02, 0.017, 120, True)) == (
+        "Over 5 models, misalignment and loss have a rank correlation of 0.90 (Spearman; p = 0.02 over all pairings; "
+        "at least 0.017 for 5 models)."
+    )
+    told = str(RankCorrelation("misalignment", "loss", names, -0.4, 0.3, 0.017, 120, False))
+    assert "rank correlation of -0.40 (Spearman; p = 0.3 over 120 random pairings" in told
+    assert told.endswith("That does not show a correlation.")
 
 
 @pytest.mark.parametrize(

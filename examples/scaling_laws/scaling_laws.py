@@ -16,12 +16,11 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import t as student
 
+from hf_recurrent_lengthgen.evaluation.constant_prompt import FAILURE_FACTOR
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
 from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 
-FAILURE_FACTOR = 2.0
-"""A model fails where its loss exceeds this factor times the largest loss inside the training length (section 4.2)."""
 STEEPEST = 30.0
 """The exponential is searched up to c^(range of sizes) = e^30 and e^-30."""
 LARGEST_EXPONENT = 300.0

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,23 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen import Forgetting, forgetting
-from hf_recurrent_lengthgen.cli.forget import conclusion, search_table
-from hf_recurrent_lengthgen.evaluation import forgetting_search, streaming
+from hf_recurrent_lengthgen.evaluation import streaming
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.forgetting_search import (
-    PAPER,
-    forgetting_grid,
-    in_words,
-    rule_of,
-    search_forgetting,
-)
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, ForgettingSearch
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen.models import StatefulMamba2Config as Config
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM as Model
+from hf_recurrent_lengthgen.models.forgetting_switch import in_words
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+
+sys.path.append(str(Path(__file__).parents[1] / "examples" / "forgetting"))
+import forgetting_search
+from forgetting_search import PAPER, ForgettingSearch, forgetting_grid, rule_of, search_forgetting
 
 SYMBOLS = 6
 GRID = forgetting_grid((1.0, 0.99, 0.95, 0.8), (1.0, 0.5))
@@ -100,27 +98,17 @@ def test_where_the_past_misleads_some_forgetting_is_best(changing: np.ndarray) -
     best = min(GRID, key=lambda rule: np.mean(expected[rule]))
     assert best.retention == 0.8
     assert rule_of(found.best) == best
-    assert conclusion(found).startswith(f"Best is {in_words(best)}: loss ")
-    assert "chance" not in conclusion(found)
 
 
-def test_where_the_past_never_misleads_no_forgetting_is_best_and_that_is_said(steady: np.ndarray) -> None:
+def test_where_the_past_never_misleads_no_forgetting_is_best(steady: np.ndarray) -> None:
     found = search(Statistician(), steady)
     assert rule_of(found.best) == Forgetting()
-    assert "Not to forget is best" in search_table(found)
 
 
 def test_of_equal_settings_no_forgetting_is_best(steady: np.ndarray) -> None:
     found = search(Statistician(), steady, rules=[Forgetting(delta_scale=0.5), Forgetting(delta_scale=0.25)])
     assert len({trial.loss.mean for trial in found.trials}) == 1
     assert found.best is found.trials[0]
-
-
-def test_a_gain_that_may_be_chance_is_called_so(changing: np.ndarray, steady: np.ndarray) -> None:
-    for texts in (changing[:1], np.stack([changing[0], steady[0]])):
-        found = search(Statistician(), texts)
-        assert found.best.gain.mean > 0
-        assert "may be chance" in conclusion(found)
 
 
 def mamba2(**fields: Any) -> Model:
