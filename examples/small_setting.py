@@ -30,7 +30,7 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
-from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
+from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
 SETTINGS = replace(demo.DEFAULTS, cure_steps=200, evaluation_multiple=32, sequences=16)
 TINY = replace(

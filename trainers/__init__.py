@@ -1,37 +1,37 @@
-"""Trainers that choose the initial state of training sequences; imported as hf_recurrent_lengthgen.trainers."""
+"""Trainers that choose the initial state of training sequences; imported as hf_recurrent_lengthgen.trainers.
 
-from hf_recurrent_lengthgen.trainers.alignment_config import AlignmentConfig
-from hf_recurrent_lengthgen.trainers.alignment_trainer import AlignmentTrainer
-from hf_recurrent_lengthgen.trainers.base import INTERVENTIONS, InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.combining import combine
-from hf_recurrent_lengthgen.trainers.fitted_noise_config import FittedNoiseConfig
-from hf_recurrent_lengthgen.trainers.fitted_noise_trainer import FittedNoiseTrainer
-from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource, PassedStates, ZeroStates
-from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
-from hf_recurrent_lengthgen.trainers.learned_state_trainer import LearnedStateTrainer
-from hf_recurrent_lengthgen.trainers.learned_states import LearnedStateSource
-from hf_recurrent_lengthgen.trainers.metric_callbacks import (
-    Metric,
-    MetricCallback,
-    context_harm,
-    effective_remembrance_at,
-    misalignment,
-    nll_by_length,
-)
-from hf_recurrent_lengthgen.trainers.mixed_states import MixedStates
-from hf_recurrent_lengthgen.trainers.mixed_states_config import MixedStatesConfig
-from hf_recurrent_lengthgen.trainers.mixed_states_trainer import MixedStatesTrainer
-from hf_recurrent_lengthgen.trainers.noise_states import FittedNoise, RandomNoise
-from hf_recurrent_lengthgen.trainers.random_noise_config import RandomNoiseConfig
-from hf_recurrent_lengthgen.trainers.random_noise_trainer import RandomNoiseTrainer
-from hf_recurrent_lengthgen.trainers.state_passing_config import StatePassingConfig
-from hf_recurrent_lengthgen.trainers.state_passing_trainer import StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.statex_config import StateXConfig
-from hf_recurrent_lengthgen.trainers.statex_trainer import StateXTrainer
-from hf_recurrent_lengthgen.trainers.tbtt_config import TbttConfig
-from hf_recurrent_lengthgen.trainers.tbtt_trainer import TbttTrainer
-from hf_recurrent_lengthgen.trainers.zero_state_trainer import ZeroStateTrainer
+The names are loaded on first use: a trainer loads its own file and what it needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.trainers.alignment import AlignmentConfig, AlignmentTrainer
+    from hf_recurrent_lengthgen.trainers.base import INTERVENTIONS, InitialStateTrainer
+    from hf_recurrent_lengthgen.trainers.combining import combine
+    from hf_recurrent_lengthgen.trainers.fitted_noise import FittedNoise, FittedNoiseConfig, FittedNoiseTrainer
+    from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
+    from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
+    from hf_recurrent_lengthgen.trainers.learned_state import (
+        LearnedStateConfig,
+        LearnedStateSource,
+        LearnedStateTrainer,
+    )
+    from hf_recurrent_lengthgen.trainers.metric_callbacks import (
+        Metric,
+        MetricCallback,
+        context_harm,
+        effective_remembrance_at,
+        misalignment,
+        nll_by_length,
+    )
+    from hf_recurrent_lengthgen.trainers.mixed_states import MixedStates, MixedStatesConfig, MixedStatesTrainer
+    from hf_recurrent_lengthgen.trainers.random_noise import RandomNoise, RandomNoiseConfig, RandomNoiseTrainer
+    from hf_recurrent_lengthgen.trainers.state_passing import PassedStates, StatePassingConfig, StatePassingTrainer
+    from hf_recurrent_lengthgen.trainers.statex import StateXConfig, StateXTrainer
+    from hf_recurrent_lengthgen.trainers.tbtt import TbttConfig, TbttTrainer
+    from hf_recurrent_lengthgen.trainers.zero_state import ZeroStates, ZeroStateTrainer
 
 __all__ = [
     "INTERVENTIONS",
@@ -70,3 +70,35 @@ __all__ = [
     "misalignment",
     "nll_by_length",
 ]
+_METHODS = {
+    "alignment": ("AlignmentConfig", "AlignmentTrainer"),
+    "fitted_noise": ("FittedNoise", "FittedNoiseConfig", "FittedNoiseTrainer"),
+    "learned_state": ("LearnedStateConfig", "LearnedStateSource", "LearnedStateTrainer"),
+    "mixed_states": ("MixedStates", "MixedStatesConfig", "MixedStatesTrainer"),
+    "random_noise": ("RandomNoise", "RandomNoiseConfig", "RandomNoiseTrainer"),
+    "state_passing": ("PassedStates", "StatePassingConfig", "StatePassingTrainer"),
+    "statex": ("StateXConfig", "StateXTrainer"),
+    "tbtt": ("TbttConfig", "TbttTrainer"),
+    "zero_state": ("ZeroStateTrainer", "ZeroStates"),
+}
+_OTHERS = {
+    "base": ("INTERVENTIONS", "InitialStateTrainer"),
+    "combining": ("combine",),
+    "initial_state_config": ("InitialStateConfig",),
+    "initial_states": ("BatchPlace", "InitialStateSource"),
+}
+_HOMES = {name: file for file, names in {**_METHODS, **_OTHERS}.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use (PEP 562); `INTERVENTIONS` holds all methods, so it imports all of them."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for file in _METHODS if name == "INTERVENTIONS" else ():
+        import_module(f"{__name__}.{file}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'metric_callbacks')}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,25 +1,30 @@
-"""Cross-entropy plus output alignment, L* = L_train + alpha L_misalign: pure functions, without a Trainer.
+"""Cross-entropy plus output alignment, L* = L_train + alpha L_misalign: pure functions, and their loss in a Trainer.
 
 Du et al., 2025 (arXiv:2506.11769), Eq. 4 and section 4.2. A step takes B rows of T + l_extra tokens and runs the first
 T and the last T tokens of each as two crops, 2B rows. Both crops are trained on. Where both have read at least T/2
 tokens, the symmetric cross-entropy of Eq. 1 pulls together their predictions after the same token. (The listing of
-appendix D pairs output 1 with itself by mistake.)
+appendix D pairs output 1 with itself by mistake.) l_extra is drawn once for each optimizer step and is the same in all
+micro-batches and processes.
 
 With h = T // 2, the overlap is [h + l_extra, T) in crop 1 and [h, T - l_extra) in crop 2. It has T - h - l_extra
 positions, so l_extra is at most T - h - 1; the paper's T/2 would leave none.
 
-The Jeffreys divergence is an option of ours. With H the entropy, SCE(p, q) = KL(p, q) + KL(q, p) + H(p) + H(q): its
-least value is not at p = q, but where both are certain of one token. Jeffreys(p, q) = KL(p, q) + KL(q, p) is 0 for any
-p = q.
+Two options are ours. With H the entropy, SCE(p, q) = KL(p, q) + KL(q, p) + H(p) + H(q): its least value is not at
+p = q, but where both are certain of one token. The Jeffreys divergence, KL(p, q) + KL(q, p), is 0 for any p = q. And a
+second crop that starts from zero, while the first starts from a given state, aligns predictions with and without that
+state: two crops from one state cannot, because they never read more than T tokens.
 """
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from transformers.utils import logging
 
 from hf_recurrent_lengthgen.evaluation.misalignment import (
     blocks,
@@ -28,7 +33,10 @@ from hf_recurrent_lengthgen.evaluation.misalignment import (
     log_normalizers,
     sce_gradients,
 )
+from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
+
+logger = logging.get_logger(__name__)
 
 IGNORED = -100
 """Target that is not scored."""
@@ -232,7 +240,7 @@ def aligned_cross_entropy(
         logits: Finite logits (2B, T, V) for the rows of `two_crops`: crop 1 of each row first, then crop 2.
         targets: Shifted targets (2B, T), -100 where nothing is scored (`shifted_targets`).
         extra: l_extra in tokens, 1 to `largest_extra(T)`.
-        alpha: Weight of the misalignment, at least 0; the paper finds 0.1 to 0.3 good and 0.5 harmful.
+        alpha: Weight of the misalignment, at least 0.
         num_items: Number of targets to divide by; None for the scored targets of this call.
         overlap_items: Number of overlap positions to divide by; None for those of this call.
         chunk_size: Positions whose probabilities are in memory at once; by default from `LOGITS_PER_CHUNK`.
@@ -264,3 +272,139 @@ def aligned_cross_entropy(
             logits, targets.to(logits.device), extra, alpha, num_items, overlap_items, chunk, divergence
         )
     )
+
+
+@dataclass
+class CropLoss:
+    """The share of one micro-batch in L* (Eq. 4) of its step: a `compute_loss_func` for Trainer.
+
+    Attributes:
+        alpha: Weight of the misalignment.
+        divergence: "sce" or "jeffreys", see `aligned_cross_entropy`.
+        extra: l_extra, tokens between the starts of the two crops.
+        overlap: Aligned pairs of outputs in the micro-batch.
+        step_overlap: Aligned pairs of outputs in the whole step, over all micro-batches and processes.
+        misalignment: Mean misalignment of the micro-batch; None until the loss is computed.
+    """
+
+    alpha: float
+    divergence: Divergence
+    extra: int
+    overlap: int
+    step_overlap: int
+    misalignment: Tensor | None = None
+
+    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        """The loss of outputs with logits (2B, T, V) on shifted targets (2B, T).
+
+        `num_items_in_batch` are the targets of the whole step, or None where Trainer averages over micro-batches.
+        """
+        divisor = None if num_items_in_batch is None else self.step_overlap
+        result = aligned_cross_entropy(
+            outputs["logits"],
+            labels,
+            self.extra,
+            alpha=self.alpha,
+            divergence=self.divergence,
+            num_items=num_items_in_batch,
+            overlap_items=divisor,
+        )
+        self.misalignment = result.misalignment * ((divisor or self.overlap) / self.overlap)
+        return result.loss
+
+
+@dataclass(frozen=True)
+class AlignmentSettings:
+    """The settings `alignment_*` in the arguments of a run, checked."""
+
+    args: InitialStateConfig
+
+    @classmethod
+    def of(
+        cls, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None, gives_states: bool
+    ) -> "AlignmentSettings":
+        """From the arguments of a trainer; `gives_states` is whether its method gives initial states.
+
+        Raises:
+            ValueError: if the model or `own_loss` has a loss other than next-token cross-entropy, if the length does
+                not allow the shifts, or if the second crop is to start from zero as both crops do.
+        """
+        if own_loss is not None:
+            raise ValueError(
+                "compute_loss_func cannot be combined with alignment_alpha, which computes the loss: leave one out."
+            )
+        if getattr(getattr(model, "config", None), "output_router_logits", False):
+            raise ValueError(
+                "The alignment loss would leave out the model's router loss: set output_router_logits=False."
+            )
+        settings = cls(args)
+        if settings.second_from_zero and not gives_states:
+            raise ValueError(
+                "alignment_second_state='zero' has no effect where both crops start from zero: leave it out, or use a "
+                "method that gives states, such as TbttTrainer or StatePassingTrainer."
+            )
+        if settings.length is not None:
+            settings._check(settings.length, f"With alignment_length {settings.length}")
+        return settings
+
+    @property
+    def length(self) -> int | None:
+        """T, tokens of a crop; None for as many as the rows allow."""
+        return self.args.alignment_length
+
+    @property
+    def second_from_zero(self) -> bool:
+        """Whether the second crop starts from zero, whatever the state of the first."""
+        return self.args.alignment_second_state == "zero"
+
+    @property
+    def max_extra(self) -> int:
+        """Largest l_extra where the length is given."""
+        return self._range(self.length)[1] if self.length is not None else 0
+
+    def _range(self, length: int) -> tuple[int, int]:
+        high = self.args.alignment_max_extra
+        return self.args.alignment_min_extra, largest_extra(length) if high is None else high
+
+    def _check(self, length: int, given: str) -> None:
+        low, high = self._range(length)
+        if not low <= high <= largest_extra(length):
+            raise ValueError(
+                f"{given}, l_extra must lie between 1 and {largest_extra(length)}, so that both crops share tokens "
+                f"with at least T/2 tokens of context; got {low} to {high}."
+            )
+
+    def crop(self, inputs: dict[str, Any], place: BatchPlace) -> tuple[dict[str, Any], CropLoss]:
+        """The 2B rows of a micro-batch with shifted targets (all first crops, then all second crops), and their loss.
+
+        Raises:
+            ValueError: if rows are too short, hold padding or have no labels.
+        """
+        tokens = inputs["input_ids"].shape[1]
+        length = self.length
+        if length is None:  # the largest even T with T + max_extra <= tokens, as a block has one token more than T
+            lengths = (*range(tokens - tokens % 2, 2, -2), 3)  # of 2, no crops share a token with T/2 before it
+            length = next((n for n in lengths if n + self._range(n)[1] <= tokens), 2)  # which is refused below
+            self._check(length, f"With rows of {tokens} tokens, read as crops of {length}")
+            logger.warning_once(
+                f"alignment_length is not given: rows of {tokens} tokens are read as crops of T = {length}, up to "
+                f"{self._range(length)[1]} tokens apart."
+            )
+        low, high = self._range(length)
+        if tokens < length + high:
+            raise ValueError(
+                f"Rows have {tokens} tokens, but crops of {length} that start up to {high} tokens apart need "
+                f"{length + high}: give longer rows, or a smaller alignment_length or alignment_max_extra."
+            )
+        if tokens > length + high:
+            logger.warning_once(
+                f"Rows have {tokens} tokens, but the alignment loss reads at most {length + high} of them: give "
+                "shorter rows or a larger alignment_length."
+            )
+        extra = sample_extra(replace(place, micro_batch=0), low, high)
+        crops = two_crops(inputs, length, extra)
+        targets = shifted_targets(crops)
+        # Trainer counts targets in `shift_labels`, and hands `labels` to the loss.
+        overlap = overlap_positions(place.rows, length, extra)
+        loss = CropLoss(self.args.alignment_alpha, self.args.alignment_divergence, extra, overlap, overlap)
+        return crops | {"labels": targets, "shift_labels": targets}, loss

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from accelerate.utils import gather_object
@@ -29,11 +29,10 @@ from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.methods import PLAIN, Method
 from hf_recurrent_lengthgen.models.recurrent_state import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.models.rows import read_rows
-from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
+from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.checks import (
     base_of,
     check_batch,
-    check_config,
     check_no_forgetting,
     check_train_data,
     check_trainer,
@@ -41,11 +40,8 @@ from hf_recurrent_lengthgen.trainers.checks import (
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource, ZeroStates
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 from hf_recurrent_lengthgen.trainers.metric_callbacks import MetricCallback
-from hf_recurrent_lengthgen.trainers.model_calls import ModelCalls, say_lost, say_passed_by
-from hf_recurrent_lengthgen.trainers.nonfinite_states import StateSizes
-from hf_recurrent_lengthgen.trainers.resumable_runs import ResumableTrainer, RunCallback
 from hf_recurrent_lengthgen.trainers.row_layout import (
     MICRO_BATCH,
     MicroBatch,
@@ -54,10 +50,12 @@ from hf_recurrent_lengthgen.trainers.row_layout import (
     without_padding,
     zero_rows,
 )
-from hf_recurrent_lengthgen.trainers.scored_targets import token_shape_of
-from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows, refuse_other_rows
-from hf_recurrent_lengthgen.trainers.step_checks import StepChecks
-from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
+from hf_recurrent_lengthgen.trainers.run.arguments import check_config
+from hf_recurrent_lengthgen.trainers.run.model_calls import ModelCalls, say_lost, say_passed_by
+from hf_recurrent_lengthgen.trainers.run.resumable_runs import ResumableTrainer, RunCallback
+from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
+from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows, refuse_other_rows
+from hf_recurrent_lengthgen.trainers.run.step_checks import StateSizes, StepChecks, StepLogs
 
 UPDATE_IN_BACKWARD = {OptimizerNames.LOMO, OptimizerNames.ADALOMO}
 """Optimizers that change the weights in the backward pass of each micro-batch."""
@@ -152,7 +150,11 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         self._align: AlignmentSettings | None = None
         if self.args.alignment_alpha:
             self._align = AlignmentSettings.of(self.args, self.model, self._own_loss, self.needs_states)
-        self.compute_loss_func = self._align or self._own_loss
+        self.compute_loss_func = self._own_loss if self._align is None else self._not_aligned
+
+    def _not_aligned(self, *_: Any, **__: Any) -> NoReturn:
+        """Called in place of the loss of a micro-batch, which `compute_loss` gives."""
+        say_passed_by(self)
 
     def _make_source(self) -> None:
         self.initial_states = self.initial_state_source(self.args, self)
@@ -220,7 +222,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         packed = read_rows(batch) if self._takes_states else None
         inputs = dict(self._scored(self._with_usable_ids(batch), packed))
         first_row, sequences = self.args.row_process_index * self._train_batch_size, None
-        from_zero = isinstance(self.initial_states, ZeroStates) and self._align is None
+        from_zero = self.initial_states.always_zero and self._align is None
         if packed is not None and packed.starts is not None and not (from_zero and not self.args.bptt_chunk_length):
             if self.needs_continued_data or "state_resets" in inputs:
                 refuse_packed(type(self).__name__)
@@ -423,7 +425,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         """Trainer's, with the values of the method beside the training loss."""
         if "loss" in logs:
             logs |= self._logs.take(gather_object)
-            if isinstance(self.initial_states, ZeroStates):  # all sequences start from zero, and no state is passed on
+            if self.initial_states.always_zero:  # all sequences start from zero, and no state is passed on
                 logs.pop("zero_states", None)
                 if self.args.nonfinite_states == "stop":
                     logs.pop("reset_states", None)

@@ -1,8 +1,6 @@
 """What a trainer refuses before training starts, with the reason."""
 
-import dataclasses
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, RandomSampler
-from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
@@ -18,10 +15,11 @@ from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL, sampled_digest
 from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.token_inputs import check_token_ids
-from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
+from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
-from hf_recurrent_lengthgen.trainers.nonfinite_states import recurrent_layers
-from hf_recurrent_lengthgen.trainers.scored_targets import token_labels
+from hf_recurrent_lengthgen.trainers.run.arguments import check_arguments, keep_states_in_full_precision
+from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels
+from hf_recurrent_lengthgen.trainers.run.step_checks import recurrent_layers
 
 STATE_ARGUMENTS = {"initial_state", "output_final_state"}
 
@@ -130,84 +128,6 @@ def check_state_limits(model: nn.Module, args: Any) -> None:
 def _has_recurrent_part(base: Any) -> bool:
     """Whether some layer has a recurrent part; assumed of models without `zero_state`."""
     return not hasattr(base, "zero_state") or bool(recurrent_layers(base.zero_state(1)))
-
-
-def check_config(trainer: type[Any], args: Any) -> None:
-    """Raise a `ValueError` for arguments that are not of the trainer's own config class."""
-    if not isinstance(args, trainer.config_class):
-        raise ValueError(
-            f"{trainer.__name__} needs args of class {trainer.config_class.__name__}, which has all fields of "
-            f"TrainingArguments; got {type(args).__name__}."
-        )
-
-
-def check_arguments(args: TrainingArguments) -> None:
-    """Raise a `ValueError` for arguments under which states would be lost or mixed up."""
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs in one process (DataParallel) would mix up carried states: start one process per GPU "
-            "with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES to one GPU."
-        )
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size is not supported, because carried states belong to one batch size: set "
-            "per_device_train_batch_size."
-        )
-    if args.label_smoothing_factor:
-        raise ValueError(
-            "label_smoothing_factor is not supported, because Trainer would smooth against unshifted labels: leave it "
-            "out."
-        )
-    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        if (getattr(args, name, None) or {}).get("use_reentrant"):
-            raise ValueError(
-                "Reentrant activation checkpointing loses gradients through recurrent states: set use_reentrant=False."
-            )
-    if getattr(args, "ignore_data_skip", False):
-        raise ValueError(
-            "ignore_data_skip would let a resumed run read the rows of its epoch from the first one again: leave it "
-            "out."
-        )
-    if not getattr(args, "dataloader_in_order", True) and args.dataloader_num_workers > 1:
-        raise ValueError(
-            "dataloader_in_order=False gives batches in the order in which workers finish them, which no resumed run "
-            "could repeat: leave it out."
-        )
-    if getattr(args.accelerator_config, "split_batches", False):
-        raise ValueError(
-            "split_batches in accelerator_config is not supported, because rows would move between processes: leave "
-            "it out and set per_device_train_batch_size."
-        )
-    started = int(os.environ.get("WORLD_SIZE", 1))
-    if started > args.world_size:
-        raise ValueError(
-            f"{started} processes were started, but each one runs by itself and would train on all of the data: "
-            "without GPUs, set use_cpu=True."
-        )
-    if args.world_size > 1:
-        _check_same_on_processes(args)
-
-
-def _check_same_on_processes(args: TrainingArguments) -> None:
-    """Raise a `ValueError` for arguments with which several processes would not train the weights that one would."""
-    if not getattr(args, "average_tokens_across_devices", True):
-        raise ValueError(
-            "average_tokens_across_devices=False would make the weight of a token depend on the other tokens of its "
-            "process: leave it out."
-        )
-    config = args.accelerator_config
-    for name, other in (("even_batches", False), ("use_seedable_sampler", False), ("dispatch_batches", False)):
-        if getattr(config, name, None) is other:
-            raise ValueError(
-                f"{name}=False in accelerator_config would give {args.world_size} processes other rows than a single "
-                "process: leave it out."
-            )
-    strategy = args.train_sampling_strategy
-    if str(getattr(strategy, "value", strategy)) not in ("random", "sequential"):
-        raise ValueError(
-            f"train_sampling_strategy {strategy!r} orders rows by the batches of one process, so {args.world_size} "
-            "processes would see other batches than a single process: leave it out, or train with one process."
-        )
 
 
 def check_shuffled(trainer: str, dataset: Any, args: Any, make_sampler: Callable[[], Any] | None) -> None:
@@ -400,19 +320,3 @@ def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:
     if reason is not None:
         raise ValueError(f"{type(base).__name__} cannot start from noise: {reason}. Use passed or learned states.")
     return lambda rows: base_of(trainer.model).zero_state(rows)
-
-
-def keep_states_in_full_precision(accelerator_state: Any) -> None:
-    """Make FSDP cast weights but not states, which its default policy would cast at every module.
-
-    Raises:
-        ValueError: for FSDP version 1, which is untested with states.
-    """
-    plugin = getattr(accelerator_state, "fsdp_plugin", None)
-    if plugin is None:
-        return
-    if getattr(plugin, "fsdp_version", 1) != 2:
-        raise ValueError("FSDP version 1 is not supported: set fsdp_version: 2 in the accelerate config.")
-    policy = plugin.mixed_precision_policy
-    if policy is not None and getattr(policy, "cast_forward_inputs", False):
-        plugin.mixed_precision_policy = dataclasses.replace(policy, cast_forward_inputs=False)

@@ -21,7 +21,6 @@ from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import base_of
-from hf_recurrent_lengthgen.trainers.initial_states import ZeroStates
 
 
 def combine(
@@ -150,7 +149,7 @@ class _OnTexts(InitialStateTrainer):
         super().__init__(model, args, *positional, **keyword)
         _name_experts(base_of(self.model).config)
         given: Any = self.args
-        packs = getattr(self, "padding_free", False) and not isinstance(self.initial_states, ZeroStates)
+        packs = getattr(self, "padding_free", False) and not self.initial_states.always_zero
         if packs and given.pad_to_multiple_of:
             raise ValueError(
                 "pad_to_multiple_of fills packed rows with sequences of one token, which would get states: leave it "

@@ -175,42 +175,5 @@ class InitialStateConfig(TrainingArguments):
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name in own}
 
 
-@dataclass
-class CarriedStateConfig(InitialStateConfig):
-    """What state passing and TBTT share.
-
-    Raises:
-        ValueError: if `state_drop_probability` is not between 0 and 1, and as in `InitialStateConfig`.
-    """
-
-    state_drop_probability: float = field(
-        default=0.0,
-        metadata={
-            "help": "Probability that a training sequence starts from the zero state instead of a carried one, drawn "
-            "independently for each sequence. Default 0."
-        },
-    )
-    carry_conv_state: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether to carry the short-convolution part of the state, too; otherwise it starts from zero. "
-            "Default: true."
-        },
-    )
-
-
-@dataclass
-class NoiseConfig(InitialStateConfig):
-    """What both kinds of noise share."""
-
-    noise_at_evaluation: bool = field(
-        default=False,
-        metadata={
-            "help": "Also start evaluation from noise. An ablation that hurts the first tokens (Buitrago Ruiz and Gu, "
-            "2025, section 4.2). Default: false."
-        },
-    )
-
-
 def _default(name: str) -> Any:
     return InitialStateConfig.__dataclass_fields__[name].default

@@ -31,7 +31,7 @@ from hf_recurrent_lengthgen.evaluation.evaluate import HARM_THRESHOLD, Evaluatio
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingTrainer, ZeroStateTrainer
-from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
+from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
 
 PIECE = 15 * 10**6  # bytes
 SECONDS, EVALUATION_SECONDS, CHECKPOINT_SECONDS = 30.0, 40.0, 120.0

@@ -35,7 +35,7 @@ from hf_recurrent_lengthgen.trainers import (
     TbttTrainer,
     ZeroStateTrainer,
 )
-from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
+from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from readme_tables import fill

@@ -31,7 +31,7 @@ from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2Fo
 from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.training_runs import RunFacts, training_run
+from hf_recurrent_lengthgen.trainers.run.records import RunFacts, training_run
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from hf_recurrent_lengthgen.trainers import (
     StateXConfig,
     TbttConfig,
 )
-from hf_recurrent_lengthgen.trainers.mixed_states_config import mixable
+from hf_recurrent_lengthgen.trainers.mixed_states import mixable
 
 # Buitrago Ruiz & Gu, 2025 (arXiv:2507.02782), B.2 and Figure 1: post-training of Mamba-2
 PAPER_STEPS = 500

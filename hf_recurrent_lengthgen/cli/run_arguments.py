@@ -25,7 +25,7 @@ USUAL_LENGTH = 2048
 
 def _continuing() -> list[str]:
     """The interventions that take rows which continue one another."""
-    return [name for name, trainer in INTERVENTIONS.items() if trainer.needs_continued_data is not False]
+    return [name for name, trainer in sorted(INTERVENTIONS.items()) if trainer.needs_continued_data is not False]
 
 
 def _option(
@@ -171,7 +171,9 @@ class RunArguments:
     def __post_init__(self) -> None:
         check_settings(self)
         if self.intervention not in INTERVENTIONS:
-            raise ValueError(f"intervention must be one of {', '.join(INTERVENTIONS)}, got {self.intervention!r}.")
+            raise ValueError(
+                f"intervention must be one of {', '.join(sorted(INTERVENTIONS))}, got {self.intervention!r}."
+            )
         if empty := [item.name for item in fields(self) if getattr(self, item.name) == ""]:
             raise ValueError(f"{empty[0]} is empty: give a value, or leave it out.")
         if self.task == "babilong" and self.task_files is None:

@@ -28,8 +28,8 @@ from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
-from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint
-from hf_recurrent_lengthgen.trainers.training_runs import RunFacts
+from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
+from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
 SEQUENCES = 32  # of lengthgen evaluate
 

@@ -36,7 +36,7 @@ from hf_recurrent_lengthgen.records import (
     write_lineage,
     write_verification,
 )
-from hf_recurrent_lengthgen.trainers.hub_pushes import write_own_card
+from hf_recurrent_lengthgen.trainers.run.hub_pushes import write_own_card
 from tests.cards.conftest import Work
 from tests.hybrids.tiny_models import tiny_model
 from tests.versions import needs_hybrids

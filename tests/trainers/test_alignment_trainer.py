@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.trainers import (
     TbttTrainer,
     ZeroStateTrainer,
 )
-from hf_recurrent_lengthgen.trainers.alignment import AlignmentSettings
+from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
 ALPHA, SEED = 0.3, 4
 PLAIN: dict[str, Any] = {

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.trainer_callback import TrainerState
 
-from hf_recurrent_lengthgen.trainers.checkpoints import (
+from hf_recurrent_lengthgen.trainers.run.checkpoints import (
     DIGESTS_FILE,
     begin_save,
     checkpoint_to_resume,
@@ -224,6 +224,6 @@ def test_a_checkpoint_of_before_digests_is_taken_with_a_line_in_the_log(
 ) -> None:
     folder = make_checkpoint(tmp_path, 5)
     told: list[str] = []
-    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.checkpoints.logger.warning", told.append)
+    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.run.checkpoints.logger.warning", told.append)
     assert checkpoint_to_resume(True, tmp_path) == str(folder)
     assert told == [f"{folder} has no {DIGESTS_FILE}, so the content of its files is not checked."]

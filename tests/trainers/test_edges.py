@@ -184,7 +184,7 @@ def test_a_trial_of_a_search_changes_alpha(
     monkeypatch.setattr(Trainer, "_hp_search_setup", lambda self, trial: setattr(self.args, "alignment_alpha", trial))
     trainer._hp_search_setup(0.5)
     assert trainer._align is not None
-    assert trainer._align.alpha == 0.5
+    assert trainer._align.args.alignment_alpha == 0.5
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,9 @@ def test_tokens_that_alignment_never_reads_are_told(
     toys: ModuleType, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(logging.get_logger("hf_recurrent_lengthgen.trainers.alignment"), "warning_once", told.append)
+    monkeypatch.setattr(
+        logging.get_logger("hf_recurrent_lengthgen.trainers.alignment_loss"), "warning_once", told.append
+    )
     config = settings(AlignmentConfig, alignment_length=5)
     AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8)).train()
     assert "Rows have 9 tokens, but the alignment loss reads at most 7 of them" in told[0]

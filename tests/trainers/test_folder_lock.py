@@ -7,11 +7,11 @@ from types import ModuleType
 
 import pytest
 
-from hf_recurrent_lengthgen.trainers.folder_lock import locked
+from hf_recurrent_lengthgen.trainers.run.folder_lock import locked
 
 TWO_PROCESSES = """
 import os, signal, sys, time
-from hf_recurrent_lengthgen.trainers.folder_lock import locked
+from hf_recurrent_lengthgen.trainers.run.folder_lock import locked
 
 folder = sys.argv[1]
 ends, says = os.pipe()
@@ -43,8 +43,8 @@ def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest
         raise OSError(37, "No locks available")
 
     told: list[str] = []
-    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.folder_lock.fcntl.flock", refuse)
-    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.folder_lock.logger.warning", told.append)
+    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.run.folder_lock.fcntl.flock", refuse)
+    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.run.folder_lock.logger.warning", told.append)
     with locked(tmp_path) as free:
         assert free
     assert told == [

@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.records import Lineage, write_lineage
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.hub_pushes import check_texts, has_card_of_another, leave_out_pickles
+from hf_recurrent_lengthgen.trainers.run.hub_pushes import check_texts, has_card_of_another, leave_out_pickles
 
 from ..hub.client import PYTHON, STRANGER, environment  # noqa: TID252
 from ..hub.conftest import hub  # noqa: F401, TID252
@@ -209,7 +209,7 @@ def test_a_card_with_what_was_asked_for_is_trainers(
 
 def test_secrets_are_refused_and_paths_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.hub_pushes.logger.warning", told.append)
+    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.run.hub_pushes.logger.warning", told.append)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/alice/base"}')
     check_texts(tmp_path, "hf_test")
     assert "adapter_config.json, line 1: a path of your machine: /home/alice/base" in told[0]

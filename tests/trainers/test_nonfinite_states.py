@@ -11,13 +11,13 @@ import torch
 
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingConfig, StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.nonfinite_states import (
+from hf_recurrent_lengthgen.trainers.row_layout import zero_rows
+from hf_recurrent_lengthgen.trainers.run.step_checks import (
     StateSizes,
+    StepLogs,
     part_norms,
     recurrent_rms,
 )
-from hf_recurrent_lengthgen.trainers.row_layout import zero_rows
-from hf_recurrent_lengthgen.trainers.step_logs import StepLogs
 
 
 def state_of_ones(rows: int = 3) -> RecurrentState:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_recurrent_lengthgen.trainers.checkpoints import newest_complete_checkpoint, what_is_missing
+from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint, what_is_missing
 from tests.versions import SINCE_5_23
 
 # 24 rows are 6 global batches of 4, so 3 steps in each of 2 epochs, without a smaller batch: Trainer fills such a

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerState
 
-import hf_recurrent_lengthgen.trainers.checkpoints as checkpoints
+import hf_recurrent_lengthgen.trainers.run.checkpoints as checkpoints
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingTrainer, ZeroStateTrainer
 
 STEPS = 8  # of toys.resumable_trainer; 4 per epoch

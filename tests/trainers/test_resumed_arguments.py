@@ -9,9 +9,15 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingConfig, ZeroStateTrainer
-from hf_recurrent_lengthgen.trainers.checkpoints import load_initial_states, save_initial_states
-from hf_recurrent_lengthgen.trainers.resumed_arguments import APPLIED, COMPUTING, MAY_CHANGE, WATCHING, fixed_arguments
-from hf_recurrent_lengthgen.trainers.training_runs import settings
+from hf_recurrent_lengthgen.trainers.run.checkpoints import load_initial_states, save_initial_states
+from hf_recurrent_lengthgen.trainers.run.records import settings
+from hf_recurrent_lengthgen.trainers.run.resumed_settings import (
+    APPLIED,
+    COMPUTING,
+    MAY_CHANGE,
+    WATCHING,
+    fixed_arguments,
+)
 
 FIXED = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "train_sampling_strategy"),

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
 from hf_recurrent_lengthgen.trainers.checks import check_shares_rows, check_trainer
-from hf_recurrent_lengthgen.trainers.same_rows import refuse_stream
-from hf_recurrent_lengthgen.trainers.shared_rows import SharedRows
+from hf_recurrent_lengthgen.trainers.run.same_rows import refuse_stream
+from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
 
 # what one process trains with 4 rows of 9 tokens in a micro-batch, by processes and context_parallel_size; no 3, since
 # Transformers computes losses in float32, where a third is rounded, and Adam divides by small gradients

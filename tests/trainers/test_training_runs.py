@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StatePassingTrainer,
 )
-from hf_recurrent_lengthgen.trainers.training_runs import RunFacts, rows_seen, training_run
+from hf_recurrent_lengthgen.trainers.run.records import RunFacts, rows_seen, training_run
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
 QUICK = {"max_steps": 3, "per_device_train_batch_size": 2, "report_to": "none", "dataloader_pin_memory": False}

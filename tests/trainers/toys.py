@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments, trainer_callback
 from transformers.utils import logging
 
-import hf_recurrent_lengthgen.trainers.checkpoints as checkpoints
+import hf_recurrent_lengthgen.trainers.run.checkpoints as checkpoints
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
 from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,

@@ -1,24 +1,93 @@
-"""Training an initial state."""
+"""A learned initial state: all sequences start from one state, which is trained ("state tuning" among users of RWKV).
+
+h_{-1} = theta, a parameter with the gradient of the loss summed over rows
+"""
 
 import os
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.models.learned_state_files import STATE_FILE
+from hf_recurrent_lengthgen.models.learned_states import LearnedState
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     clone_state,
     detach_state,
     load_state,
+    map_state,
 )
 from hf_recurrent_lengthgen.papers import LEARNED_STATE
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import base_of, check_model, check_no_forgetting
-from hf_recurrent_lengthgen.trainers.learned_state_config import LearnedStateConfig
-from hf_recurrent_lengthgen.trainers.learned_states import LearnedStateSource
+from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
+
+
+class LearnedStateSource(InitialStateSource):
+    """Every sequence starts from the same learned state, also in evaluation.
+
+    Args:
+        learned: The parameters.
+    """
+
+    def __init__(self, learned: LearnedState) -> None:
+        self._learned = learned
+
+    def initial_state(self, place: BatchPlace) -> RecurrentState:
+        """The learned state for every row; gradients flow into it."""
+        return map_state(lambda part: part.expand(place.rows, *part.shape[1:]), self._learned())
+
+    def evaluation_state(self, place: BatchPlace) -> RecurrentState:
+        """The learned state for every row."""
+        return self.initial_state(place)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: value.cpu() for name, value in self._learned.state_dict().items()}
+
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Restore what `state_dict` returned."""
+        self._learned.load_state_dict(tensors)
+
+
+@dataclass
+class LearnedStateConfig(InitialStateConfig):
+    """`TrainingArguments` and the settings of a learned initial state (state tuning).
+
+    Raises:
+        ValueError: for `load_best_model_at_end` without `train_model`, and as in `InitialStateConfig`.
+    """
+
+    train_model: bool = field(
+        default=False, metadata={"help": "Whether to train the weights of the model, too. Default: only the state."}
+    )
+    learn_conv_state: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether to learn the short-convolution part of the state, too; otherwise it stays zero. "
+            "Default: true."
+        },
+    )
+
+    adapter_name: str = field(
+        default="default",
+        metadata={
+            "help": "Name of the state in model.learned_states; one that is there is trained further. "
+            "Default: default."
+        },
+    )
+
+    def check(self) -> None:
+        if self.load_best_model_at_end and not self.train_model:
+            raise ValueError(
+                "load_best_model_at_end needs checkpoints with weights, but only the state is trained: leave it out, "
+                "or set train_model=True."
+            )
+        super().check()
 
 
 class LearnedStateTrainer(InitialStateTrainer):

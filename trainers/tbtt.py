@@ -1,12 +1,26 @@
-"""Post-training on texts cut into chunks, with the state carried from chunk to chunk."""
+"""Truncated backpropagation through time (Buitrago Ruiz and Gu, 2025, section 4.5; Chen et al., 2024, appendix F).
 
+    h_{-1} of row i in step n  =  h_T of row i in step n - 1, without gradient
+
+The rows continue one another, so row i of the previous step is the text before; the source is that of state passing.
+"""
+
+from dataclasses import dataclass
 from typing import Any
 
 from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.initial_states import PassedStates
-from hf_recurrent_lengthgen.trainers.tbtt_config import TbttConfig
+from hf_recurrent_lengthgen.trainers.state_passing import CarriedStateConfig, PassedStates
+
+
+@dataclass
+class TbttConfig(CarriedStateConfig):
+    """`TrainingArguments` and the settings of TBTT (Buitrago Ruiz and Gu, 2025, section 4.5).
+
+    The layout of texts in rows and the number of chunks before a reset are settings of the data
+    (`hf_recurrent_lengthgen.data.ContinuedChunks`).
+    """
 
 
 class TbttTrainer(InitialStateTrainer):

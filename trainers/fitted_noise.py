@@ -1,74 +1,24 @@
-"""Initial states drawn from Gaussians (Buitrago Ruiz and Gu, 2025, sections 4.2 and 4.3).
+"""Fitted noise: sequences start from a Gaussian that resembles final states (Buitrago Ruiz and Gu, 2025, section 4.3).
 
-Each row has its own generator, so its noise depends on (seed, step, micro-batch, global row) only. The states of short
-convolutions and token shifts start from zero. CPU and GPU generators give different numbers.
+h_{-1} ~ N(mean, variance), with the moving mean and variance of final states (Eq. 5 and 6)
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, LayerStatistics, RecurrentState
-from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
-
-ZeroState = Callable[[int], RecurrentState]
-"""Makes the zero state of a model for a number of rows."""
-
-
-def standard_normal(place: BatchPlace, zero: RecurrentState) -> RecurrentState:
-    """The zero state `zero` with its recurrent parts replaced by independent standard normal numbers."""
-    device, dtype = zero[0].recurrent.device, zero[0].recurrent.dtype
-    sizes = [layer.recurrent[0].numel() for layer in zero]
-    rows = [
-        torch.randn(sum(sizes), generator=place.row_generator(row, "noise", device), device=device, dtype=dtype)
-        for row in range(place.rows)
-    ]
-    parts = torch.stack(rows).split(sizes, dim=1)
-    return tuple(
-        LayerState(part.reshape_as(layer.recurrent), layer.conv) for part, layer in zip(parts, zero, strict=True)
-    )
+from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
+from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.checks import zero_state_of
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
+from hf_recurrent_lengthgen.trainers.random_noise import NoiseConfig, NoiseSource, ZeroState, standard_normal
 
 
-class _Noise(InitialStateSource):
-    """What both kinds of noise share.
-
-    Args:
-        zero_state: Makes the zero state of the model.
-        at_evaluation: Also start evaluation from noise. In the paper this ablation hurts the first tokens.
-    """
-
-    def __init__(self, zero_state: ZeroState, at_evaluation: bool) -> None:
-        self.at_evaluation = at_evaluation
-        self._zero_state = zero_state
-
-    def evaluation_state(self, place: BatchPlace) -> RecurrentState | None:
-        """Noise if `at_evaluation`, else the zero state."""
-        return self.initial_state(place) if self.at_evaluation else None
-
-
-class RandomNoise(_Noise):
-    """Every element of the recurrent state is drawn from N(0, sigma^2) (section 4.2).
-
-    Args:
-        sigma: Standard deviation, above 0. The paper sweeps it for each model, so it has no default.
-        zero_state: Makes the zero state of the model.
-        at_evaluation: Also start evaluation from noise.
-    """
-
-    def __init__(self, sigma: float, zero_state: ZeroState, at_evaluation: bool = False) -> None:
-        if not 0.0 < sigma < float("inf"):
-            raise ValueError(f"noise_sigma must be a finite number above 0, got {sigma}.")
-        super().__init__(zero_state, at_evaluation)
-        self.sigma = sigma
-
-    def initial_state(self, place: BatchPlace) -> RecurrentState:
-        """Fresh noise for every row."""
-        noise = standard_normal(place, self._zero_state(place.rows))
-        return tuple(LayerState(layer.recurrent.mul_(self.sigma), layer.conv) for layer in noise)
-
-
-class FittedNoise(_Noise):
+class FittedNoise(NoiseSource):
     """Noise with the moving mean and variance of final states, per layer and head (section 4.3, Eq. 5 and 6).
 
         mean     <- (1 - beta) Mean(h_T)     + beta mean
@@ -205,3 +155,47 @@ def _moments(sums: Tensor) -> LayerStatistics:
     count, total, squares = sums.unbind(1)
     mean = total / count
     return LayerStatistics(mean.float(), (squares / count - mean.square()).clamp(min=0).float())
+
+
+@dataclass
+class FittedNoiseConfig(NoiseConfig):
+    """`TrainingArguments` and the settings of fitted noise (Buitrago Ruiz and Gu, 2025, section 4.3)."""
+
+    fitted_noise_beta: float = field(
+        default=0.1,
+        metadata={"help": "Weight of the past in the moving statistics, beta of Eq. 5 and 6. Default 0.1."},
+    )
+    fitted_noise_groups: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of groups of heads in a layer that share statistics (of channels in Mamba-1). Default: "
+            "each head has its own."
+        },
+    )
+
+
+class FittedNoiseTrainer(InitialStateTrainer):
+    """`Trainer` from noise with the mean and variance of final states (Buitrago Ruiz and Gu, 2025, section 4.3).
+
+    The statistics of each layer are read from the source:
+
+        trainer = FittedNoiseTrainer(model, FittedNoiseConfig("out"), train_dataset=blocks)
+        trainer.train()
+        trainer.initial_states.statistics[0].mean  # of layer 0, one per head
+    """
+
+    config_class = FittedNoiseConfig
+    about = Method(
+        "fitted_noise",
+        "fitted noise states",
+        "Training texts start from random states with the mean and variance of final states",
+        "noise-states",
+        UNEXPLORED_STATES,
+    )
+    args: FittedNoiseConfig
+
+    @staticmethod
+    def initial_state_source(args: FittedNoiseConfig, trainer: Any) -> FittedNoise:
+        return FittedNoise(
+            zero_state_of(trainer), args.fitted_noise_beta, args.fitted_noise_groups, args.noise_at_evaluation
+        )

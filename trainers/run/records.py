@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.methods import MIMETIC_INITIALIZATION, OUTPUT_ALIGNM
 from hf_recurrent_lengthgen.private_text import portable
 from hf_recurrent_lengthgen.records import Hardware, InitialWeights, Lineage, Settings, TrainingRun
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.resumed_optimizers import as_json, made_with
+from hf_recurrent_lengthgen.trainers.run.resumed_settings import as_json, made_with
 
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer

@@ -25,7 +25,10 @@ from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStre
 from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.records import Lineage
-from hf_recurrent_lengthgen.trainers.checkpoints import (
+from hf_recurrent_lengthgen.trainers.checks import layout_of
+from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
+from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource
+from hf_recurrent_lengthgen.trainers.run.checkpoints import (
     TRAINER_STATE_FILE,
     begin_save,
     checkpoint_to_resume,
@@ -37,21 +40,18 @@ from hf_recurrent_lengthgen.trainers.checkpoints import (
     save_initial_states,
     saved_run,
 )
-from hf_recurrent_lengthgen.trainers.checks import layout_of
-from hf_recurrent_lengthgen.trainers.data_place import DataPlace
-from hf_recurrent_lengthgen.trainers.folder_lock import locked
-from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource
-from hf_recurrent_lengthgen.trainers.interrupts import InterruptCallback
-from hf_recurrent_lengthgen.trainers.resumed_arguments import fixed_arguments
-from hf_recurrent_lengthgen.trainers.resumed_optimizers import (
+from hf_recurrent_lengthgen.trainers.run.data_place import DataPlace
+from hf_recurrent_lengthgen.trainers.run.folder_lock import locked
+from hf_recurrent_lengthgen.trainers.run.interrupts import InterruptCallback
+from hf_recurrent_lengthgen.trainers.run.records import RATES, RunFacts, RunRecord, record_lineage
+from hf_recurrent_lengthgen.trainers.run.resumed_settings import (
     apply_changes,
     check_same_kind,
+    fixed_arguments,
     made_before,
     remember_settings,
 )
-from hf_recurrent_lengthgen.trainers.same_rows import SameRowsTrainer
-from hf_recurrent_lengthgen.trainers.training_runs import RATES, RunFacts, RunRecord, record_lineage
+from hf_recurrent_lengthgen.trainers.run.same_rows import SameRowsTrainer
 
 logger = logging.get_logger(__name__)
 

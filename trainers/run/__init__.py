@@ -1,0 +1,1 @@
+"""What is there because `Trainer` is what it is: each file answers one fact about it."""

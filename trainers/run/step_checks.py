@@ -1,0 +1,183 @@
+"""What must hold before the weights change, asked of the device once per step, and what a step logs.
+
+`Trainer` goes on from a loss that is not finite, never sees a state, and logs nothing of a method. Each number that is
+read from the device waits for all that it has to do. So a step puts its questions (are the ids those of the
+vocabulary, are losses and states finite) and reads the answers together; logged values are read when they are logged.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+
+logger = logging.get_logger(__name__)
+
+
+class StateSizes(NamedTuple):
+    """The sizes of the final states of a micro-batch: what can be said about them when the states are gone.
+
+    Attributes:
+        norms: `part_norms`.
+        layers: `recurrent_layers`.
+        rms: `recurrent_rms`.
+        max_rms: Root mean square of a layer's recurrent state above which it counts as exploded; None for no limit.
+    """
+
+    norms: Tensor
+    layers: list[int]
+    rms: Tensor
+    max_rms: float | None
+
+    @classmethod
+    def of(cls, state: RecurrentState, max_rms: float | None) -> "StateSizes":
+        norms = part_norms(state)
+        return cls(norms, recurrent_layers(state), recurrent_rms(state, norms), max_rms)
+
+    def broken_rows(self) -> Tensor:
+        """Rows with a value that is not finite or a layer above `max_rms`, (B,)."""
+        broken = ~self.norms.isfinite().all(0).all(0)
+        return broken if self.max_rms is None else broken | (self.rms > self.max_rms).any(0)
+
+    def describe_broken(self) -> str:
+        """The first broken layer, its defect and the rows, in words."""
+        rms = dict(zip(self.layers, self.rms, strict=True))
+        for index in range(len(self.norms)):
+            for part, name in enumerate(LayerState._fields):
+                rows = (~self.norms[index, part].isfinite()).nonzero().flatten().tolist()
+                if rows:
+                    return f"layer {index}, part '{name}' has NaN or infinite values in rows {rows}"
+            if self.max_rms is not None and index in rms and bool((rms[index] > self.max_rms).any()):
+                rows = (rms[index] > self.max_rms).nonzero().flatten().tolist()
+                return (
+                    f"layer {index} has exploded in rows {rows}: the root mean square of its recurrent state is "
+                    f"{float(rms[index].max()):.3g}, above max_state_rms {self.max_rms:g}"
+                )
+        raise AssertionError("no broken state to describe")
+
+    def logs(self, broken: Tensor | None) -> dict[str, Tensor]:
+        """Values to log; `broken` are rows to leave out, None for none."""
+        kept = self.rms if broken is None else self.rms[:, ~broken]
+        share = kept.new_zeros(()) if broken is None else broken.double().mean()
+        sizes = {"state_rms": kept.mean(), "state_rms_max": kept.max()} if kept.numel() else {}
+        return {"reset_states": share, **sizes}
+
+
+def part_norms(state: RecurrentState) -> Tensor:
+    """Euclidean norms of the parts of a state, (layers, 2, B); not finite where a value is not."""
+    return torch.stack(
+        [torch.stack([torch.linalg.vector_norm(part.flatten(1), dim=1) for part in layer]) for layer in state]
+    )
+
+
+def recurrent_layers(state: RecurrentState) -> list[int]:
+    """Indices of the layers with a recurrent part; attention, feed-forward and convolution-only layers have none."""
+    return [index for index, layer in enumerate(state) if layer.recurrent.shape[1:].numel()]
+
+
+def recurrent_rms(state: RecurrentState, norms: Tensor) -> Tensor:
+    """Root mean square per row of the L layers with a recurrent part, (L, B), from the `part_norms` of the state."""
+    layers = recurrent_layers(state)
+    sizes = [state[index].recurrent.shape[1:].numel() for index in layers]
+    return norms[layers, 0] / norms.new_tensor(sizes).sqrt()[:, None]
+
+
+class StepLogs:
+    """Collects scalars and reads them from the device only when they are logged.
+
+    A name that ends in "_max" is logged as a maximum, other names as means.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[Tensor, int]] = {}
+
+    def add(self, **values: Tensor) -> None:
+        """Add one scalar per name."""
+        for name, value in values.items():
+            value = value.detach().float()
+            total, count = self._values.get(name, (value, 0))
+            if count:
+                total = torch.maximum(total, value) if _is_max(name) else total + value
+            self._values[name] = total, count + 1
+
+    def take(self, gather: Callable[[list[dict[str, float]]], list[dict[str, float]]]) -> dict[str, float]:
+        """Values over all processes, whose lists `gather` joins; a value may be missing in some processes."""
+        own = {name: float(total if _is_max(name) else total / count) for name, (total, count) in self._values.items()}
+        self._values = {}
+        everyone = gather([own])
+        names = sorted({name for values in everyone for name in values})
+        found = {name: [values[name] for values in everyone if name in values] for name in names}
+        return {name: max(values) if _is_max(name) else sum(values) / len(values) for name, values in found.items()}
+
+
+def _is_max(name: str) -> bool:
+    return name.endswith("_max")
+
+
+class StepChecks:
+    """The questions about the micro-batches of a step.
+
+    Args:
+        hint: Says how to continue a run that stops now.
+    """
+
+    def __init__(self, hint: Callable[[], str]) -> None:
+        self._hint = hint
+        self._waiting: list[tuple[Tensor, Callable[[bool], None]]] = []
+
+    def ask(self, question: Tensor, then: Callable[[bool], None]) -> None:
+        """Call `then` with the answer, a tensor with one boolean, in `read`."""
+        self._waiting.append((question, then))
+
+    def read(self) -> None:
+        """Answer the questions in the order in which they were asked, up to one whose answer raises."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        device = waiting[0][0].device
+        answers: list[bool] = torch.stack([asked.to(device) for asked, _ in waiting]).tolist()
+        for found, (_, then) in zip(answers, waiting, strict=True):
+            then(found)
+
+    def ask_initial_state(self, is_broken: Tensor, where: str, source: str) -> None:
+        """Stop at initial states with NaN or infinite values."""
+
+        def then(found: bool) -> None:
+            if found:
+                raise ValueError(
+                    f"The initial_state of {where} has NaN or infinite values: {source} must give finite ones. "
+                    f"{self._hint()}"
+                )
+
+        self.ask(is_broken, then)
+
+    def ask_loss(self, loss: Tensor, where: str) -> None:
+        """Stop at a loss that is not finite."""
+        loss = loss.detach()
+
+        def then(found: bool) -> None:
+            if found:
+                raise ValueError(
+                    f"The loss of {where} is {loss.item()}. {self._hint()} Lower the learning rate, clip gradients "
+                    "(max_grad_norm), and look for batches without labels."
+                )
+
+        self.ask(~loss.isfinite(), then)
+
+    def ask_final_state(self, sizes: StateSizes, broken: Tensor, where: str, resets: bool, logs: StepLogs) -> None:
+        """Log the sizes of final states; stop at broken ones, or tell that they are reset."""
+
+        def then(found: bool) -> None:
+            if found:
+                told = f"final_state of {where}: {sizes.describe_broken()}."
+                if not resets:
+                    raise ValueError(
+                        f"{told} {self._hint()} To go on from zero in these rows, set nonfinite_states='reset'."
+                    )
+                logger.warning(f"{told} The states of these rows are reset to zero.")
+            logs.add(**sizes.logs(broken if found else None))
+
+        self.ask(broken.any(), then)

@@ -1,0 +1,190 @@
+"""State passing: sequences start from final states of others (Buitrago Ruiz and Gu, 2025, arXiv:2507.02782, 4.4).
+
+    h_{-1} of row i in step n  =  0 with probability p, else h_T of row i in step n - 1, without gradient
+
+The rows are shuffled, so row i of the previous step is another text.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    LayerState,
+    RecurrentState,
+    concatenate_rows,
+    detach_state,
+    keep_rows,
+    map_state,
+    state_batch_size,
+    take_rows,
+    zero_conv,
+)
+from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
+from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
+
+
+class PassedStates(InitialStateSource):
+    """The final state of the same row in the previous step.
+
+    With shuffled rows, this is the state of a different sequence: state passing (section 4.4). With rows that continue
+    one another, it is truncated backpropagation through time (section 4.5).
+
+    Each micro-batch of gradient accumulation carries its own states, so that all states of a step come from the
+    previous step. A smaller batch uses and replaces the states of its first rows; the other rows keep theirs.
+
+    Args:
+        drop_probability: Probability that a sequence starts from zero, drawn independently for each sequence (0.1 in
+            the paper), so that the model stays good without context.
+        carry_conv_state: Whether the states of the short convolutions are carried, too.
+    """
+
+    def __init__(self, drop_probability: float = 0.1, carry_conv_state: bool = True) -> None:
+        if not 0.0 <= drop_probability <= 1.0:
+            raise ValueError(f"drop_probability must be between 0 and 1, got {drop_probability}.")
+        self.drop_probability = drop_probability
+        self.carry_conv_state = carry_conv_state
+        self._carried: dict[int, RecurrentState] = {}
+
+    def initial_state(self, place: BatchPlace) -> RecurrentState | None:
+        """The carried states, with some rows dropped to zero; None if the micro-batch has none yet."""
+        carried = self._carried.get(place.micro_batch)
+        if carried is None:
+            return None
+        keep = place.uniform("drop") >= self.drop_probability
+        if place.continues is not None:
+            keep = keep.to(place.continues.device) & place.continues
+        return keep_rows(_resize_rows(carried, place.rows), keep)
+
+    def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
+        state = map_state(_in_own_memory, detach_state(final_state))
+        if not self.carry_conv_state:
+            state = zero_conv(state)
+        carried = self._carried.get(place.micro_batch)
+        if carried is not None and state_batch_size(carried) > place.rows:
+            state = concatenate_rows([state, take_rows(carried, slice(place.rows, None))])
+        self._carried[place.micro_batch] = state
+
+    def reset(self) -> None:
+        """Forget all carried states."""
+        self._carried = {}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Carried states as `micro_batches.{micro_batch}.layers.{layer}.{part}`."""
+        return {
+            f"micro_batches.{micro_batch}.layers.{index}.{part_name}": part.cpu().contiguous()
+            for micro_batch, state in self._carried.items()
+            for index, layer in enumerate(state)
+            for part_name, part in zip(LayerState._fields, layer, strict=True)
+        }
+
+    def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ValueError: if a part is missing or unknown.
+        """
+        names = LayerState._fields
+        layers: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            found = re.fullmatch(rf"micro_batches\.(\d+)\.layers\.(\d+)\.({'|'.join(names)})", key)
+            if found is None:
+                raise ValueError(f"These tensors are not carried states: {sorted(tensors)[:4]}.")
+            layers.setdefault((int(found[1]), int(found[2])), {})[found[3]] = value.to(device)
+        carried: dict[int, RecurrentState] = {}
+        for (micro_batch, index), parts in sorted(layers.items()):
+            before = carried.get(micro_batch, ())
+            place = f"micro_batches.{micro_batch}.layers.{len(before)}"
+            missing = names if index > len(before) else [name for name in names if name not in parts]
+            if missing:
+                raise ValueError(f"The carried states lack {[f'{place}.{name}' for name in missing]}.")
+            carried[micro_batch] = (*before, LayerState(**parts))
+        self._carried = carried
+
+
+def _in_own_memory(part: Tensor) -> Tensor:
+    """The part; a copy if it would keep more memory alive than its own, as a slice of all inputs of a layer does."""
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+
+
+def _resize_rows(state: RecurrentState, rows: int) -> RecurrentState:
+    """The first `rows` rows of a state, padded with zero rows."""
+    missing = rows - state_batch_size(state)
+    if missing <= 0:
+        return take_rows(state, slice(rows))
+    return concatenate_rows([state, map_state(lambda part: part.new_zeros(missing, *part.shape[1:]), state)])
+
+
+@dataclass
+class CarriedStateConfig(InitialStateConfig):
+    """What state passing and TBTT share.
+
+    Raises:
+        ValueError: if `state_drop_probability` is not between 0 and 1, and as in `InitialStateConfig`.
+    """
+
+    state_drop_probability: float = field(
+        default=0.0,
+        metadata={
+            "help": "Probability that a training sequence starts from the zero state instead of a carried one, drawn "
+            "independently for each sequence. Default 0."
+        },
+    )
+    carry_conv_state: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether to carry the short-convolution part of the state, too; otherwise it starts from zero. "
+            "Default: true."
+        },
+    )
+
+
+@dataclass
+class StatePassingConfig(CarriedStateConfig):
+    """`TrainingArguments` and the settings of state passing (Buitrago Ruiz and Gu, 2025, section 4.4)."""
+
+    state_drop_probability: float = field(
+        default=0.1,
+        metadata={
+            "help": "Probability that a training sequence starts from the zero state instead of a passed one, drawn "
+            "independently for each sequence. Default 0.1 for state passing, as in the paper (section 4.4), else 0."
+        },
+    )
+    assume_shuffled: bool = field(
+        default=False,
+        metadata={
+            "help": "Declare that the training data are shuffled, for streams and samplers that cannot be checked: "
+            "passed states must come from other sequences. Default: false."
+        },
+    )
+
+
+class StatePassingTrainer(InitialStateTrainer):
+    """`Trainer` in which sequences start from final states of others (Buitrago Ruiz and Gu, 2025, section 4.4).
+
+    A drop-in replacement for `Trainer` and `TrainingArguments`:
+
+        trainer = StatePassingTrainer(model, StatePassingConfig("out"), train_dataset=blocks)
+    """
+
+    config_class = StatePassingConfig
+    about = Method(
+        "state_passing",
+        "state passing",
+        "In state passing, training texts start from the final states of other texts instead of from nothing, so that "
+        "the model also learns from the states that long texts lead to",
+        "state-passing",
+        UNEXPLORED_STATES,
+    )
+    needs_shuffled_data = True
+    args: StatePassingConfig
+
+    @staticmethod
+    def initial_state_source(args: StatePassingConfig, trainer: Any) -> PassedStates:
+        return PassedStates(args.state_drop_probability, args.carry_conv_state)
