@@ -1,8 +1,7 @@
 """What the studies share: stages that are trained, measured and kept, the setting of `lengthgen demo`, pictures.
 
-A stage is one training run and its measurement. Its folder holds the checkpoint; its result is one small file, there
-or in the folder that a study has for results. A finished stage with the same settings is not run again, so an
-interrupted study continues where it stopped.
+A stage is one training run and its measurement. Its folder holds the checkpoint; `ArmResults` keep its result. A
+finished stage with the same settings is not run again, so an interrupted study continues where it stopped.
 """
 
 import argparse
@@ -14,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from arm_results import ArmResults, Result, read_json
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -38,7 +38,6 @@ TINY = replace(
     **{"hidden_size": 16, "head_dim": 16, "state_size": 4, "training_length": 16, "batch_size": 4},
     **{"base_steps": 2, "cure_steps": 2, "evaluation_multiple": 4, "sequences": 2},
 )
-Result = dict[str, Any]
 
 
 def options_of(description: str | None, results: Path | None = None) -> argparse.ArgumentParser:
@@ -49,7 +48,7 @@ def options_of(description: str | None, results: Path | None = None) -> argparse
     parser.add_argument("--report", action="store_true", help="train nothing, report on what is there")
     parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
     if results is not None:
-        parser.add_argument("--results", default=str(results), help="folder of the small files (%(default)s)")
+        parser.add_argument("--results", default=str(results), help="folder of the results (%(default)s)")
     return parser
 
 
@@ -59,11 +58,6 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if options.tiny and options.results == parser.get_default("results"):
         options.results = f"{options.output}/tiny_{Path(options.results).parent.name}"
     return options
-
-
-def read_json(file: Path) -> Any:
-    """None if there is no such file."""
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 def parse(description: str | None) -> argparse.Namespace:
@@ -91,6 +85,8 @@ class Stages:
         options: Those of `options_of`.
         settings: A dataclass, which is a part of what tells results from those of other settings.
         texts: What is measured, in words, which is another.
+
+    A report takes the results of stages that ended into the one file of the study.
     """
 
     collator: Any = None
@@ -100,32 +96,28 @@ class Stages:
         self.settings, self.description = settings, texts
         self.output = Path(options.output)
         self.results = Path(getattr(options, "results", self.output))
+        self.kept = ArmResults(self.results)
         self.report_only: bool = options.report
+        if self.report_only:
+            self.kept.merge()
 
     def folder(self, name: str, seed: int) -> Path:
         """Of a stage."""
         return self.output / f"seed{seed}" / name
 
-    def result_file(self, name: str, seed: int) -> Path:
-        """Of a stage."""
-        if self.results == self.output:
-            return self.folder(name, seed) / "stage.json"
-        return self.results / name / f"seed{seed}.json"
-
     def result(self, name: str, seed: int) -> Result | None:
         """Of a finished stage; None if it has other settings."""
-        found: Result | None = read_json(self.result_file(name, seed))
+        kept = self.kept.get(name, seed)
         settings = json.loads(json.dumps(asdict(self.settings)))
-        return found if found is not None and found["key"]["settings"] == settings else None
+        return kept if kept is not None and kept["key"]["settings"] == settings else None
 
     def measured(self, names: Iterable[str], seeds: Sequence[int]) -> dict[str, dict[int, Result]]:
         """Measurements by stage and seed, of the stages that have any."""
-        kept = {name: {seed: self.result(name, seed) for seed in seeds} for name in names}
-        found = {
-            name: {seed: result["measured"] for seed, result in results.items() if result is not None}
-            for name, results in kept.items()
+        measured = {
+            name: {seed: result["measured"] for seed in seeds if (result := self.result(name, seed)) is not None}
+            for name in names
         }
-        return {name: results for name, results in found.items() if results}
+        return {name: results for name, results in measured.items() if results}
 
     def made_of(self, name: str) -> dict[str, Any]:
         """How the model of a stage is made at the start, so that results of older settings are not taken for new."""
@@ -210,28 +202,27 @@ class Stages:
             trainer.train()
             trainer.save_model()
             trained.write_text(json.dumps(key), encoding="utf-8")
-            found = {"key": key, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
+            result = {"key": key, "log": [entry for entry in trainer.state.log_history if "loss" in entry]}
             for step in training.snapshots:
                 at = self.loaded(folder / f"checkpoint-{step}")
-                found[f"after {step} steps"] = self.measure(at, length, seed)
-            found["measured"] = self.measure(model, length, seed)
-        found["cpu_seconds"] = round(time.process_time() - began)
-        with replacing(self.result_file(name, seed)) as file:
-            file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        loss = float(found["log"][-1]["loss"])
-        print(f"seed {seed} {name}: loss {loss:.3f}, {self.shown(found['measured'])}", flush=True)
-        if kept is not None and kept["key"] == key and kept["measured"] != found["measured"]:
+                result[f"after {step} steps"] = self.measure(at, length, seed)
+            result["measured"] = self.measure(model, length, seed)
+        result["cpu_seconds"] = round(time.process_time() - began)
+        self.kept.put(name, seed, result)
+        loss = float(result["log"][-1]["loss"])
+        print(f"seed {seed} {name}: loss {loss:.3f}, {self.shown(result['measured'])}", flush=True)
+        if kept is not None and kept["key"] == key and kept["measured"] != result["measured"]:
             print(
                 f"Note: trained again, seed {seed} {name} has other results than before, as other machines round sums "
-                "differently. Stages that are there went on from the earlier one: delete their files for one start.",
+                "differently. Stages that are there went on from the earlier one: delete their results for one start.",
                 flush=True,
             )
-        return found
+        return result
 
-    def write_results(self, path: Path, found: dict[str, dict[int, Result]]) -> None:
+    def write_results(self, path: Path, results: dict[str, dict[int, Result]]) -> None:
         """Measurements by stage and seed as JSON, one seed of a stage a line."""
         stages = []
-        for name, seeds in found.items():
+        for name, seeds in results.items():
             rows = ",\n".join(f"{json.dumps(str(seed))}: {json.dumps(result)}" for seed, result in seeds.items())
             stages.append(f"{json.dumps(name)}: {{\n{rows}}}")
         setting = json.dumps({"texts": self.description, **asdict(self.settings)})
@@ -282,7 +273,7 @@ class Study(Stages):
             settings=EvaluationSettings(seed=seed, progress=False),
         )
         position, harm = result.position_wise.coarse, result.harm.curves.coarse
-        found = {
+        measured = {
             "nll": {"edges": position.edges, "mean": [round(x, 4) for x in position.mean]},
             "harm": {"edges": harm.edges, "mean": [round(x, 4) for x in harm.mean]},
             "harm_last": asdict(result.harm.last),
@@ -291,8 +282,8 @@ class Study(Stages):
             "context_use": asdict(result.in_window.context_use),
         }
         if misalignment:
-            found["misalignment"] = long_short_misalignment(model, self.texts, length, seed=0, progress=False).mean
-        return found
+            measured["misalignment"] = long_short_misalignment(model, self.texts, length, seed=0, progress=False).mean
+        return measured
 
     def shown(self, measured: Result) -> str:
         return f"harm {measured['harm_last']['mean']:+.3f}"
@@ -303,8 +294,8 @@ class Study(Stages):
         """Harm against position, for each label a color and the measurements of its seeds; `length` of their rows."""
         length = length or self.settings.training_length
         first = length // 2
-        for label, (color, found) in lines.items():
-            draw(axis, found, "harm", first, color=color, label=label)
+        for label, (color, results) in lines.items():
+            draw(axis, results, "harm", first, color=color, label=label)
         axis.axhline(0, color=INK, linewidth=1, zorder=0)
         position_axis(axis, first, self.length)
         mark_training_lengths(axis, [length])
@@ -346,19 +337,19 @@ def legend_below(picture: Figure, axes: Sequence[Axes], columns: int) -> None:
     picture.legend(handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=FONT_SIZE - 1)
 
 
-def draw(axis: Axes, found: Sequence[Result], curve: str, first: int, **style: Any) -> None:
+def draw(axis: Axes, results: Sequence[Result], curve: str, first: int, **style: Any) -> None:
     """The mean over seeds of "nll" or "harm" from `first` tokens of context on, and the band from least to most."""
-    edges = found[0][curve]["edges"]
+    edges = results[0][curve]["edges"]
     skipped = sum(edge < first - 1 for edge in edges[:-1])
     x = [((a + 1) * b) ** 0.5 for a, b in pairwise(edges)][skipped:]
-    columns = list(zip(*(result[curve]["mean"][skipped:] for result in found), strict=True))
+    columns = list(zip(*(result[curve]["mean"][skipped:] for result in results), strict=True))
     axis.plot(x, [sum(column) / len(column) for column in columns], linewidth=2, **style)
     axis.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=style["color"], alpha=0.18, lw=0)
 
 
-def over_seeds(found: Sequence[Result], quantity: str, form: str = ".3f") -> str:
+def over_seeds(results: Sequence[Result], quantity: str, form: str = ".3f") -> str:
     """Mean and, from two seeds on, least and most of a measured number, or of "nll_last"."""
-    values = [nll_last(result) if quantity == "nll_last" else result[quantity] for result in found]
+    values = [nll_last(result) if quantity == "nll_last" else result[quantity] for result in results]
     values = [value["mean"] if isinstance(value, dict) else value for value in values]
     text = format(sum(values) / len(values), form)
     return text if len(values) < 2 else f"{text} ({min(values):{form}} to {max(values):{form}})"

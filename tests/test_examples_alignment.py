@@ -33,13 +33,15 @@ def test_arms_are_studied_and_the_missing_one_is_made_again(
     assert [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")] == [
         f"seed 3 {name}" for name in ("base", *ARMS)
     ]
-    found = [json.loads((results / name / "seed3.json").read_text())["measured"] for name in ("base", *ARMS)]
+    found = [
+        json.loads((results / "running" / name / "seed3.json").read_text())["measured"] for name in ("base", *ARMS)
+    ]
     assert len({arm["harm_last"]["mean"] for arm in found}) == 3
     assert (results / "alignment.png").read_bytes().startswith(b"\x89PNG")
 
     table = (results / "alignment.md").read_text()
     assert table in printed
-    (results / ARMS[0] / "seed3.json").unlink()
+    (results / "running" / ARMS[0] / "seed3.json").unlink()
     runpy.run_path(str(RUN), run_name="__main__")
     again = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
     assert again == [f"seed 3 {ARMS[0]}"]

@@ -51,17 +51,17 @@ def test_a_family_is_studied_and_goes_on_with_the_arm_that_is_missing(
     assert [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")] == [
         f"seed 3 {family}/{method}" for method in METHODS
     ]
-    assert {path.parent.name for path in results.glob(f"{family}/*/seed3.json")} == {*METHODS}
-    states = json.loads((results / family / "base/seed3.json").read_text())["measured"]["states"]
+    assert {path.parent.name for path in results.glob(f"running/{family}/*/seed3.json")} == {*METHODS}
+    states = json.loads((results / "running" / family / "base/seed3.json").read_text())["measured"]["states"]
     assert list(states) == ["1", "2", "4"]
     assert all(size > 0 for layers in states.values() for size in layers)
     assert (results / "families.png").read_bytes().startswith(b"\x89PNG")
 
     table = (results / "families.md").read_text()
-    older = results / family / "tbtt/seed3.json"
+    older = results / "running" / family / "tbtt/seed3.json"
     older.write_text(older.read_text().replace('"model_type": "', '"model_type": "other_'))
     shutil.rmtree(output / f"seed3/{family}/base")  # as where the checkpoints were not kept
-    base = results / family / "base/seed3.json"
+    base = results / "running" / family / "base/seed3.json"
     elsewhere = json.loads(base.read_text())
     elsewhere["measured"]["context_use"]["mean"] += 1.0
     base.write_text(json.dumps(elsewhere))

@@ -51,7 +51,7 @@ def test_the_settings_are_compared_and_an_interrupted_study_continues(
         assert kept["mean"][:inside] == plain["mean"][:inside]
         assert kept["mean"][inside:] != plain["mean"][inside:]
 
-    (out / "seed3" / "forgetting_delta_scale.json").unlink()
+    (out / "running/forgetting/delta_scale/seed3.json").unlink()
     run_study(monkeypatch, "--output", out, "--seeds", 3)
     again = capsys.readouterr().out
     assert [line.split()[2] for line in again.splitlines() if line.startswith("seed")] == ["delta_scale"]

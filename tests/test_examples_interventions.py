@@ -35,7 +35,7 @@ def test_the_interventions_are_compared_and_an_interrupted_study_continues(
     assert len(curve["edges"]) == len(curve["mean"]) + 1
     assert curve["edges"][-1] == 64
 
-    (tmp_path / "out" / "seed3" / "tbtt" / "stage.json").unlink()
+    (tmp_path / "out/running/tbtt/seed3.json").unlink()
     run_study("interventions", monkeypatch, *arguments)
     again = capsys.readouterr().out
     assert [line for line in again.splitlines() if line.startswith("seed")] == [

@@ -63,7 +63,7 @@ def test_a_study_goes_on_where_it_stopped_and_reports_without_training(
     assert f"<!-- teacher -->\n{table}\n<!-- end -->" in (tmp_path / "README.md").read_text()
     assert (tmp_path / "results/tasks.png").is_file()  # of the teachers
 
-    lost = tmp_path / "results/copying" / family / f"layer_2_of_one/{rate}/seed4.json"
+    lost = tmp_path / "results/running/copying" / family / f"layer_2_of_one/{rate}/seed4.json"
     measured = json.loads(lost.read_text())["measured"]
     lost.unlink()
     run_study(monkeypatch, tmp_path, *arguments, "--report")
@@ -223,7 +223,7 @@ def test_the_readme_holds_the_results(names: dict[str, Any]) -> None:
     options = Namespace(tiny=False, output="", results=FOLDER / "results", report=True)
     study, readme = names["StringStudy"](options), (FOLDER / "README.md").read_text()
     for name, (_, layout) in names["STUDIES"].items():
-        found = names["found_results"](study, name)
+        found = names["measured"](study, name)
         assert f"<!-- {name} -->\n{names['table'](layout, found) if found else ''}<!-- end -->\n" in readme
         assert (f"(results/{name}.png)" in readme) == bool(found and layout.drawn)
 
@@ -240,5 +240,5 @@ def test_tiny_runs_keep_away_from_the_results_of_the_readme(
     }
     before = (FOLDER / "README.md").read_bytes()
     main()
-    assert (tmp_path / "tiny_mimetic/copying/mamba2/default/0.01/seed0.json").is_file()
+    assert (tmp_path / "tiny_mimetic/running/copying/mamba2/default/0.01/seed0.json").is_file()
     assert (FOLDER / "README.md").read_bytes() == before

@@ -31,7 +31,7 @@ def test_the_study_runs_and_continues(
     assert set(results["stages"]["sum_none_log"]["4"]["errors"]) == set(map(str, results["setting"]["lengths"]))
     assert (tmp_path / "output_representations.png").read_bytes().startswith(b"\x89PNG")
 
-    (tmp_path / "seed4" / "length_rope_identity.json").unlink()
+    (tmp_path / "running/length_rope_identity/seed4.json").unlink()
     run_study(monkeypatch, "--output", tmp_path, "--seeds", 4)
     again = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
     assert again == [line for line in printed.splitlines() if line.startswith("seed 4 length_rope_identity:")]

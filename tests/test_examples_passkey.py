@@ -34,7 +34,7 @@ def test_arms_are_studied_and_the_missing_one_is_made_again(
     assert [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")] == [
         f"seed 3 {name}" for name in ARMS
     ]
-    base = json.loads((results / "base/seed3.json").read_text())
+    base = json.loads((results / "running/base/seed3.json").read_text())
     assert [name for name in base if name.startswith("after")] == ["after 1 steps", "after 2 steps"]
     assert list(base["measured"]["accuracy"]) == ["64", "128", "256"]
     tables = [(results / f"{name}.md").read_text() for name in ("tuning", "tokens")]
@@ -43,7 +43,7 @@ def test_arms_are_studied_and_the_missing_one_is_made_again(
     assert words == ["| 512", "| 1,024", "| 2,048"]  # 4 rows of 128 words a step
     assert (results / "passkey.png").read_bytes().startswith(b"\x89PNG")
 
-    (results / "fitted_noise/seed3.json").unlink()
+    (results / "running/fitted_noise/seed3.json").unlink()
     shutil.rmtree(output / "seed3/base")  # as where the checkpoints were not kept
     runpy.run_path(str(RUN), run_name="__main__")
     again = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]

@@ -59,18 +59,16 @@ def test_the_study_runs_continues_and_reports_without_training(
         law = read_result(output / f"{name}.json", Law)
         assert [threshold.tried for threshold in law.thresholds] == [lengths] * 3
         assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    first = json.loads((output / "runs.json").read_text())
-
-    (lost,) = (output / "runs").glob("text_N=8_T=16_*")
+    (lost,) = (output / "running").glob("text N=8 T=16 */seed3.json")
+    first = json.loads(lost.read_text())
     lost.unlink()
     run_study(monkeypatch, *arguments)
     assert capsys.readouterr().out.count("seed=3: ") == 1
-    again = json.loads((output / "runs.json").read_text())
-    assert [{**result, "seconds": 0} for result in again] == [{**result, "seconds": 0} for result in first]
+    assert {**json.loads(lost.read_text()), "seconds": 0} == {**first, "seconds": 0}
     lost.unlink()
     run_study(monkeypatch, *arguments, "--report")
     assert capsys.readouterr().out.count("seed=3: ") == 0
-    assert len(json.loads((output / "runs.json").read_text())) == 14
+    assert len((output / "runs.jsonl").read_text().splitlines()) == 14
 
 
 @pytest.mark.slow
@@ -139,7 +137,8 @@ def test_a_needle_stands_where_it_should_and_is_the_answer() -> None:
 
 
 def test_the_readme_holds_the_results(modules: dict[str, Any]) -> None:
-    results = json.loads((FOLDER / "runs.json").read_text())
+    kept = modules["ArmResults"](FOLDER, "runs")
+    results = [kept.get(*arm) for arm in kept.arms()]
     readme = (FOLDER / "README.md").read_text()
     for name, table in modules["tables"](results).items():
         assert f"<!-- {name} -->\n{table}<!-- end -->" in readme

@@ -1,7 +1,6 @@
 """What the studies share: results of other settings are not reported, and tiny runs keep away from READMEs."""
 
 import argparse
-import json
 import sys
 from argparse import Namespace
 from dataclasses import make_dataclass
@@ -27,9 +26,7 @@ def test_results_of_other_settings_are_none(shared: Any, tmp_path: Path) -> None
         shared.Stages(Namespace(output=tmp_path, results=tmp_path / "results", report=True), settings(steps), "")
         for steps in ((1, 2), (1, 3))
     ]
-    file = studies[0].result_file("base", 0)
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"key": {"settings": {"steps": [1, 2]}}, "measured": {"share": 0.5}}))
+    studies[0].kept.put("base", 0, {"key": {"settings": {"steps": [1, 2]}}, "measured": {"share": 0.5}})
     assert [study.measured(["base", "other"], [0, 1]) for study in studies] == [{"base": {0: {"share": 0.5}}}, {}]
 
 

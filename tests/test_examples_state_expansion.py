@@ -49,7 +49,10 @@ def test_arms_are_compared_and_an_interrupted_study_goes_on(
 ) -> None:
     """The state of the first layer grows by `larger`."""
     study("--bases", base, "--seeds", 3, "--arms", *arms)
-    stages = {file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob(f"results/{base}/*/seed3.json")}
+    stages = {
+        file.parent.name: json.loads(file.read_text())
+        for file in tmp_path.glob(f"results/running/{base}/*/seed3.json")
+    }
     assert set(stages) == {"base", "large_base", *(f"{arm}_{steps}" for arm in arms for steps in (1, 2))}
     states = {name: result["state"] - stages["base"]["state"] for name, result in stages.items()}
     assert [states[f"{arm}_2"] // larger for arm in arms] == [0, 4 if arms[1] == "inherit_all" else 1, 1]
@@ -57,7 +60,7 @@ def test_arms_are_compared_and_an_interrupted_study_goes_on(
     table = page.partition(f"<!-- {base} -->\n")[2].partition("<!-- end -->")[0]
     assert table.count("\n| ") == 2 + 3 + 2 * len(arms)
     assert (tmp_path / "state_expansion.png").read_bytes().startswith(b"\x89PNG")
-    file = tmp_path / f"results/{base}/{arms[1]}_2/seed3.json"
+    file = tmp_path / f"results/running/{base}/{arms[1]}_2/seed3.json"
     file.unlink()
     capsys.readouterr()
     study("--bases", base, "--seeds", 3, "--arms", *arms)
@@ -80,7 +83,9 @@ def test_models_with_other_numbers_of_heads_are_trained_from_nothing(
     study: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study("--bases", "heads", "--seeds", 0, 1)
-    states = [json.loads((tmp_path / f"results/heads/{heads}/seed1.json").read_text())["state"] for heads in (1, 2)]
+    states = [
+        json.loads((tmp_path / f"results/running/heads/{heads}/seed1.json").read_text())["state"] for heads in (1, 2)
+    ]
     assert states[0] == 2 * states[1]
     table = (tmp_path / "README.md").read_text().partition("<!-- heads -->\n")[2]
     assert table.count("| 0, 1 |") == 2

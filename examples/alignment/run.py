@@ -2,8 +2,8 @@
 
 The setting is that of `interventions/`. Every arm reads the same rows as two crops of 128 bytes each and takes the
 cross-entropy of both; arms differ in the initial states of the crops and in the term that is added. An arm is one
-training and its measurement: one small file in --results. Arms that have a file are not run again. At the end,
-alignment.md and alignment.png are written beside the results, from all arms that are there.
+training and its measurement. Arms that have a result in --results are not run again. At the end, alignment.md and
+alignment.png are written beside the results, from all arms that are there.
 """
 
 import sys
@@ -73,8 +73,8 @@ class AlignmentStudy(Study):
     """Stages are named base, or SOURCE/TERM."""
 
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:
-        found = super().measure(model, length, seed, misalignment)
-        return found | self.divergences_inside(model, length) | self.divergences_beyond(model, length)
+        measured = super().measure(model, length, seed, misalignment)
+        return measured | self.divergences_inside(model, length) | self.divergences_beyond(model, length)
 
     @torch.inference_mode()
     def divergences_inside(self, model: Any, length: int) -> dict[str, float]:
@@ -82,8 +82,8 @@ class AlignmentStudy(Study):
         contexts: tuple[list[Tensor], list[Tensor]] = [], []
         for number, text in enumerate(torch.as_tensor(self.texts)):
             for end, sizes in context_pairs(len(text), length, PAIRS, 0, number):
-                for found, size in zip(contexts, sizes, strict=True):
-                    found.append(model(text[None, end - size : end], logits_to_keep=1).logits[0, -1])
+                for logits, size in zip(contexts, sizes, strict=True):
+                    logits.append(model(text[None, end - size : end], logits_to_keep=1).logits[0, -1])
         return divergences("inside", *map(torch.stack, contexts))
 
     @torch.inference_mode()
@@ -138,36 +138,37 @@ def divergences(where: str, a: Tensor, b: Tensor) -> dict[str, float]:
 
 def report(study: AlignmentStudy, seeds: list[int]) -> None:
     """Table, picture and numbers of the arms that are there; the README's, too, for the results beside it."""
-    found = study.measured(["base", *arms()], seeds)
-    if not found:
+    measured = study.measured(["base", *arms()], seeds)
+    if not measured:
         print("No arm has a result yet.")
         return
     rows = []
-    for name, results in found.items():
+    for name, results in measured.items():
         values = list(results.values())
         labels = ["base", ""] if name == "base" else [part.label for part in arms()[name]]
         numbers = [over_seeds(values, "harm_last", "+.3f"), over_seeds(values, "nll_last")]
         numbers += [over_seeds(values, key) for key in ("in_window", "context_use", "inside_sce", "inside_jeffreys")]
         rows.append([*labels, ", ".join(map(str, results)), *numbers, over_seeds(values, "beyond_jeffreys")])
-    start, stop = next(iter(next(iter(found.values())).values()))["harm_range"]
+    start, stop = next(iter(next(iter(measured.values())).values()))["harm_range"]
     length = study.settings.training_length
     head = ["crops start", "added", "seeds", f"harm at {start:,}-{stop:,}", "loss there", f"loss inside {length}"]
     table = markdown([*head, "context use", "SCE inside", "Jeffreys inside", "Jeffreys beyond"], rows)
     study.results.mkdir(parents=True, exist_ok=True)
     (study.results / "alignment.md").write_text(table, encoding="utf-8")
-    figure(study, found)
+    figure(study, measured)
     if study.results == HERE / "results":
         picture = "![Harm against position: a panel for each way to start the crops](results/alignment.png)\n"
         fill(HERE / "README.md", {"figure": picture, "table": table})
     print(table)
 
 
-def figure(study: AlignmentStudy, found: dict[str, dict[int, Result]]) -> None:
+def figure(study: AlignmentStudy, measured: dict[str, dict[int, Result]]) -> None:
     """Harm against position, a panel for each way to start the crops."""
     picture, axes = panels([f"Crops start: {source.label}" for source in SOURCES.values()], 2)
     for axis, start in zip(axes, SOURCES, strict=True):
         looks = {"base": ("base", "#d55e00")} | {f"{start}/{added}": term[:2] for added, term in TERMS.items()}
-        lines = {label: (color, [*found[name].values()]) for name, (label, color) in looks.items() if name in found}
+        there = {name: look for name, look in looks.items() if name in measured}
+        lines = {label: (color, [*measured[name].values()]) for name, (label, color) in there.items()}
         study.draw_harm(axis, lines)
     legend_below(picture, axes, 5)
     save_png(picture, study.results / "alignment.png")

@@ -136,25 +136,25 @@ def row(family: str, checkpoints: Path) -> list[str]:
     """What the results in the base's folder say of both."""
     base, cured = folders(family, checkpoints)
     models = read_result(base / "results/comparison.json", Comparison).models
-    found = {model.role: model.evaluation for model in models}
-    losses = [f"{found[role].in_window.loss.mean:.3f}" for role in METHODS.values()]
+    evaluations = {model.role: model.evaluation for model in models}
+    losses = [f"{evaluations[role].in_window.loss.mean:.3f}" for role in METHODS.values()]
     links = f"[base]({base.name}/README.md), [cured]({cured.name}/README.md)"
     training = next(model.training for model in models if model.role == "cured")
     steps = "" if training is None else f"{training.steps:,}, {training.state_drop_probability}"
-    harms = [f"{harm:+.3f}" for harm in octaves(found["cured"])]
+    harms = [f"{harm:+.3f}" for harm in octaves(evaluations["cured"])]
     harms = [*harms, *[""] * len(OCTAVES)][: len(OCTAVES)]
-    return [FAMILIES[family].label, links, steps, interval(found["base"].harm.last), *harms, *losses]
+    return [FAMILIES[family].label, links, steps, interval(evaluations["base"].harm.last), *harms, *losses]
 
 
 def octaves(evaluation: EvaluationResult) -> list[float]:
     """Harm at T to 2T, 2T to 4T, ... of a training length T, in nats per byte."""
     curve, length = evaluation.harm.curves.coarse, evaluation.training_length
     bins = [(a, b - a, mean) for (a, b), mean in zip(pairwise(curve.edges), curve.mean, strict=True)]
-    found = []
+    harms = []
     for start in (length << octave for octave in range((evaluation.evaluated_length // length).bit_length() - 1)):
         inside = [(size, mean) for first, size, mean in bins if start <= first < 2 * start]
-        found.append(sum(size * mean for size, mean in inside) / sum(size for size, _ in inside))
-    return found
+        harms.append(sum(size * mean for size, mean in inside) / sum(size for size, _ in inside))
+    return harms
 
 
 def interval(estimate: Estimate) -> str:

@@ -1,10 +1,10 @@
 """Do the families fail beyond their training length, and what cures them?
 
 For each family and seed a base is trained from nothing on rows of 128 or 64 bytes, and each method trains it further
-with equally many steps and tokens. An arm is one such training and its measurement: one small file in --results.
-Arms that have a file are not run again, so an interrupted study continues, and several commands with different
---families share the work. Checkpoints are written to --output. At the end, families.md and families.png are written
-beside the results, from all arms that are there.
+with equally many steps and tokens. An arm is one such training and its measurement. Arms that have a result in
+--results are not run again, so an interrupted study continues, and several commands with different --families share
+the work. Checkpoints are written to --output. At the end, families.md and the figures are written beside the results,
+from all arms that are there.
 """
 
 import sys
@@ -258,7 +258,7 @@ METHODS = {
         {"mixture": {"zero": 0.2, "fitted_noise": {"share": 0.8, **FIRST}}},
     ),
 }
-Found = dict[str, dict[str, dict[int, Result]]]
+Measured = dict[str, dict[str, dict[int, Result]]]
 VARIANTS = ("_default", "_negative", "_short")
 """Ends of the names of families that differ from another in one thing."""
 EXTRA = ("fitted_noise_first", "fitted_noise_first_zero")
@@ -306,26 +306,26 @@ class FamilyStudy(Study):
         )
 
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:
-        found = super().measure(model, length, seed, misalignment) | {"states": self.states(model, length)}
+        measured = super().measure(model, length, seed, misalignment) | {"states": self.states(model, length)}
         if getattr(model, "attends", False):
             apart = attention_apart(model, self.texts, length, progress=False)
-            found["apart"] = {
+            measured["apart"] = {
                 name: round(float((getattr(apart, name) - apart.neither).mean()), 4)
                 for name in ("both", "recurrent", "attention")
             }
-        return found
+        return measured
 
     @torch.no_grad()
     def states(self, model: Any, length: int) -> dict[str, Any]:
         """Root mean square of the recurrent states of each layer after 1, 2, 4, ... training lengths."""
         texts = torch.as_tensor(self.texts)[:8, :-1]
-        state, found = None, {}
+        state, sizes = None, {}
         for number, chunk in enumerate(texts.split(length, dim=1), 1):
             state = model(input_ids=chunk, initial_state=state, logits_to_keep=1, output_final_state=True).final_state
             if number & (number - 1) == 0:
                 parts = [layer.recurrent.float() for layer in state if layer.recurrent.numel()]
-                found[str(number)] = [float(f"{float(part.square().mean().sqrt()):.4g}") for part in parts]
-        return found
+                sizes[str(number)] = [float(f"{float(part.square().mean().sqrt()):.4g}") for part in parts]
+        return sizes
 
     def start(self, name: str, seed: int) -> Path:
         """The checkpoint of a base, which is trained again where it was not kept."""
@@ -356,14 +356,14 @@ class FamilyStudy(Study):
         return self.run(f"{family}/{method}", seed, training, chosen.trainer, data, checkpoint, **options)
 
 
-def found_arms(study: FamilyStudy, seeds: list[int]) -> Found:
+def measured_arms(study: FamilyStudy, seeds: list[int]) -> Measured:
     """Measurements by family, method and seed."""
-    found: Found = {}
+    measured: Measured = {}
     names = [f"{family}/{method}" for family in FAMILIES for method in ("base", *METHODS)]
     for name, results in study.measured(names, seeds).items():
         family, _, method = name.partition("/")
-        found.setdefault(family, {})[method] = results
-    return found
+        measured.setdefault(family, {})[method] = results
+    return measured
 
 
 def growth(result: Result) -> float:
@@ -386,12 +386,12 @@ def over_parts(results: dict[int, Result], part: str) -> str:
 
 def report(study: FamilyStudy, seeds: list[int]) -> None:
     """Table, picture and numbers of the arms that are there."""
-    found = found_arms(study, seeds)
-    if not found:
+    measured = measured_arms(study, seeds)
+    if not measured:
         print("No arm has a result yet.")
         return
     rows = []
-    for family, methods in found.items():
+    for family, methods in measured.items():
         for method, results in methods.items():
             values = list(results.values())
             numbers = [over_seeds(values, "harm_last", "+.3f")]
@@ -399,12 +399,12 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
             grown = [growth(value) for value in values]
             numbers.append(f"{sum(grown) / len(grown):.2g} ({min(grown):.2g} to {max(grown):.2g})")
             rows.append([FAMILIES[family].label, label_of(method), ", ".join(map(str, results)), *numbers])
-    start, stop = next(iter(next(iter(next(iter(found.values())).values())).values()))["harm_range"]
+    start, stop = next(iter(next(iter(next(iter(measured.values())).values())).values()))["harm_range"]
     head = ["family", "method", "seeds", f"harm at {start:,}-{stop:,}", "loss inside", "context use"]
     table = markdown([*head, "growth of states"], rows)
     rows = [
         [FAMILIES[family].label, label_of(method), *(over_parts(results, part) for part in PARTS)]
-        for family, methods in found.items()
+        for family, methods in measured.items()
         for method, results in methods.items()
         if all("apart" in result for result in results.values())
     ]
@@ -414,38 +414,39 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
     study.results.mkdir(parents=True, exist_ok=True)
     text = "\n".join(tables.values())
     (study.results / "families.md").write_text(text, encoding="utf-8")
-    variants = {name: methods for name, methods in found.items() if name.endswith(VARIANTS)}
-    families = {name: methods for name, methods in found.items() if name not in variants}
+    variants = {name: methods for name, methods in measured.items() if name.endswith(VARIANTS)}
+    families = {name: methods for name, methods in measured.items() if name not in variants}
     parts = {"families": families, "variants": variants}
     figures = {f"{name} figure": figure(study, name, part) for name, part in parts.items() if part}
     if study.results == HERE / "results":
         fill(HERE / "README.md", tables | figures)
         fill(ROOT / "README.md", {"families": summary(families)})
-        fill(ROOT / "docs/delta_rule.md", {"lengths": lengths_table(found)})
+        fill(ROOT / "docs/delta_rule.md", {"lengths": lengths_table(measured)})
     print(text)
 
 
-def summary(found: Found) -> str:
+def summary(measured: Measured) -> str:
     """Mean harm of the base, after plain training and after state passing; of the recurrent part in hybrids."""
     shown = ("base", "control", "state_passing")
     rows = [
         [FAMILIES[family].label, *(f"{recurrent_harm(methods[method]):+.2f}" for method in shown)]
-        for family, methods in found.items()
+        for family, methods in measured.items()
         if methods.keys() >= {*shown}
     ]
     return markdown(["", *map(label_of, shown)], rows).replace("-0.00", "+0.00")
 
 
-def lengths_table(found: Found) -> str:
+def lengths_table(measured: Measured) -> str:
     """Families with two training lengths: mean harm of the base and after state passing, at each."""
 
     def cell(family: str) -> str:
-        methods = found.get(family, {})
+        methods = measured.get(family, {})
         harms = [recurrent_harm(methods[method]) for method in ("base", "state_passing") if method in methods]
         return ", then ".join(f"{harm:+.2f}" for harm in harms)
 
     pairs = [(name, f"{name}_short") for name in FAMILIES if f"{name}_short" in FAMILIES]
-    rows = [[FAMILIES[long].label, cell(long), cell(short)] for long, short in pairs if {long, short} & found.keys()]
+    pairs = [pair for pair in pairs if {*pair} & measured.keys()]
+    rows = [[FAMILIES[long].label, cell(long), cell(short)] for long, short in pairs]
     return markdown(["", "rows of 128", "rows of 16"], rows).replace("-0.00", "+0.00")
 
 
@@ -458,10 +459,10 @@ def recurrent_harm(results: dict[int, Result]) -> float:
     return float(sum(harms) / len(harms))
 
 
-def figure(study: FamilyStudy, name: str, found: Found) -> str:
+def figure(study: FamilyStudy, name: str, measured: Measured) -> str:
     """Harm against position, a panel for each family, as NAME.png; what a README says to show it."""
-    picture, axes = panels([FAMILIES[family].label for family in found], min(4, len(found)))
-    for axis, (family, methods) in zip(axes, found.items(), strict=True):
+    picture, axes = panels([FAMILIES[family].label for family in measured], min(4, len(measured)))
+    for axis, (family, methods) in zip(axes, measured.items(), strict=True):
         lines = {
             label_of(method): ("#d55e00" if method == "base" else METHODS[method].color, [*results.values()])
             for method, results in methods.items()

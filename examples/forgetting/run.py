@@ -3,7 +3,7 @@
 After Fig. 4 of arXiv:2410.07145: less retention and insertion (RRI), a sliding window on the states, and LongMamba's
 smaller steps. The model is the base of `lengthgen demo`, one per seed; state passing, a cure by training, stands
 beside. RRI is searched for on texts of the training split. Writes into the output folder: forgetting.png,
-forgetting.md, forgetting.json, and per seed both checkpoints, the searches and measurements. An interrupted run
+forgetting.md, forgetting.json, both checkpoints and the searches of each seed, and the results. An interrupted run
 continues.
 """
 
@@ -74,7 +74,7 @@ def search(study: Study, seed: int) -> tuple[Forgetting, dict[str, float]]:
     texts = evaluation_sequences(study.stream, max(1, study.settings.sequences // 2), study.length + 1)
     folder = study.folder("base", seed)
     with quiet_libraries("warnings", "bars"):
-        found = search_forgetting(
+        searched = search_forgetting(
             load_model(str(folder)),
             texts,
             forgetting_grid(RETENTIONS, INSERTIONS),
@@ -83,37 +83,26 @@ def search(study: Study, seed: int) -> tuple[Forgetting, dict[str, float]]:
             EvaluationSettings(progress=False),
             file=folder / "forgetting_search.json",
         )
-    return rule_of(found.best), {in_words(rule_of(trial)): round(trial.loss.mean, 4) for trial in found.trials}
+    return rule_of(searched.best), {in_words(rule_of(trial)): round(trial.loss.mean, 4) for trial in searched.trials}
 
 
 def measure(
     study: Study, stage: str, name: str, rule: Forgetting, seed: int, more: dict[str, Any] | None = None
 ) -> None:
-    """Measure the model of a stage under a setting, into a file of its folder."""
-    folder = study.folder(stage, seed)
-    trained = json.loads((folder / "stage.json").read_text(encoding="utf-8"))["key"]
-    key = {"trained": trained, "texts": study.description, "forgetting": rule._asdict(), **(more or {})}
-    kept = measured(study, name, seed)
+    """Measure the model of a stage under a setting."""
+    folder, trained = study.folder(stage, seed), study.kept.get(stage, seed)
+    assert trained is not None
+    key = {"trained": trained["key"], "texts": study.description, "forgetting": rule._asdict(), **(more or {})}
+    kept = study.kept.get(f"forgetting/{name}", seed)
     if kept is not None and kept["key"] == json.loads(json.dumps(key)):
         return
     with quiet_libraries("warnings", "bars"):
         model = load_model(str(folder))
         with forgetting(model, **rule._asdict()):
-            found = study.measure(model, study.settings.training_length, seed, misalignment=False)
-    result = {"key": key, "measured": {"setting": in_words(rule), **found, **(more or {})}}
-    file_of(study, name, seed).write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(f"seed {seed} {name} ({in_words(rule)}): harm {found['harm_last']['mean']:+.3f}", flush=True)
-
-
-def file_of(study: Study, name: str, seed: int) -> Path:
-    """Where the measurement of a setting is kept."""
-    return study.output / f"seed{seed}" / f"forgetting_{name}.json"
-
-
-def measured(study: Study, name: str, seed: int) -> Result | None:
-    """What is kept of a measurement."""
-    file = file_of(study, name, seed)
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+            results = study.measure(model, study.settings.training_length, seed, misalignment=False)
+    result = {"key": key, "measured": {"setting": in_words(rule), **results, **(more or {})}}
+    study.kept.put(f"forgetting/{name}", seed, result)
+    print(f"seed {seed} {name} ({in_words(rule)}): harm {results['harm_last']['mean']:+.3f}", flush=True)
 
 
 def labels(study: Study) -> dict[str, str]:
@@ -129,19 +118,19 @@ def octaves(result: Result, length: int) -> dict[int, float]:
     """Mean loss of the positions [T/2, T), [T, 2T) and so on, by where they begin."""
     curve = result["nll"]
     bins = list(zip(pairwise(curve["edges"]), curve["mean"], strict=True))
-    found, start = {}, length // 2
+    losses, start = {}, length // 2
     while start < curve["edges"][-1]:
         inside = [(b - a, mean) for (a, b), mean in bins if start <= a < 2 * start]
-        found[start] = sum(size * mean for size, mean in inside) / sum(size for size, _ in inside)
+        losses[start] = sum(size * mean for size, mean in inside) / sum(size for size, _ in inside)
         start *= 2
-    return found
+    return losses
 
 
-def tables(study: Study, found: dict[str, dict[int, Result]]) -> str:
+def tables(study: Study, measured: dict[str, dict[int, Result]]) -> str:
     """Harm and losses; and the loss per octave, as means over seeds."""
     length = study.settings.training_length
     rows, by_octave = [], []
-    for name, results in found.items():
+    for name, results in measured.items():
         values = [result | {"cut_off": nll_last(result) - result["harm_last"]["mean"]} for result in results.values()]
         numbers = [over_seeds(values, "harm_last", "+.3f"), over_seeds(values, "nll_last")]
         numbers.append(over_seeds(values, "cut_off"))
@@ -150,7 +139,7 @@ def tables(study: Study, found: dict[str, dict[int, Result]]) -> str:
         losses = [octaves(result, length) for result in values]
         means = [sum(loss[start] for loss in losses) / len(losses) for start in losses[0]]
         by_octave.append([labels(study)[name], *(f"{mean:.3f}" for mean in means)])
-    first = next(iter(found["base"].values()))
+    first = next(iter(measured["base"].values()))
     start, stop = first["harm_range"]
     head = ["forgetting", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
     head += [f"the same given at most {length} bytes", f"loss inside {length}", "context use"]
@@ -158,7 +147,7 @@ def tables(study: Study, found: dict[str, dict[int, Result]]) -> str:
     return f"{markdown(head, rows)}\n{markdown(['loss at positions', *starts], by_octave)}"
 
 
-def figure(study: Study, found: dict[str, dict[int, Result]]) -> None:
+def figure(study: Study, measured: dict[str, dict[int, Result]]) -> None:
     """Loss and harm against position, after Fig. 4 of arXiv:2410.07145, and the loss with each window."""
     length = study.settings.training_length
     methods = {
@@ -179,7 +168,7 @@ def figure(study: Study, found: dict[str, dict[int, Result]]) -> None:
     for axis, (curve, lines) in zip(axes, shown, strict=True):
         first = length // 8 if curve == "nll" else length // 2
         for name, (label, color, line) in lines.items():
-            draw(axis, list(found[name].values()), curve, first, color=color, linestyle=line, label=label)
+            draw(axis, list(measured[name].values()), curve, first, color=color, linestyle=line, label=label)
         position_axis(axis, first, study.length)
         mark_training_lengths(axis, [length])
     axes[1].axhline(0, color=INK, linewidth=1, zorder=0)
@@ -190,19 +179,19 @@ def figure(study: Study, found: dict[str, dict[int, Result]]) -> None:
 
 def report(study: Study, seeds: list[int]) -> None:
     """Figure, tables and numbers of what is there."""
-    found: dict[str, dict[int, Result]] = {}
+    measured: dict[str, dict[int, Result]] = {}
     for name in labels(study):
-        kept = {seed: measured(study, name, seed) for seed in seeds}
-        found[name] = {seed: result["measured"] for seed, result in kept.items() if result is not None}
-    missing = [name for name, results in found.items() if not results]
+        kept = {seed: study.kept.get(f"forgetting/{name}", seed) for seed in seeds}
+        measured[name] = {seed: result["measured"] for seed, result in kept.items() if result is not None}
+    missing = [name for name, results in measured.items() if not results]
     if missing:
         raise SystemExit(f"Nothing is measured yet of {', '.join(missing)}: run without --report.")
-    text = tables(study, found)
+    text = tables(study, measured)
     (study.output / "forgetting.md").write_text(text, encoding="utf-8")
-    study.write_results(study.output / "forgetting.json", found)
-    figure(study, found)
+    study.write_results(study.output / "forgetting.json", measured)
+    figure(study, measured)
     print(text)
-    for seed, result in found["rri_searched"].items():
+    for seed, result in measured["rri_searched"].items():
         print(f"searched, seed {seed}: {result['setting']}")
 
 

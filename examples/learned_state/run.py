@@ -3,7 +3,7 @@
 Three kinds of tasks for the Mamba-2 of `model_cards/mamba2-base`, which reads bytes of Python source: a format (every
 line is a comment), another alphabet (upper case), and facts (arbitrary pairs of four letters, of which all are
 trained, and all are asked). The learning rate of each method and task is the better of two on a seed that is not
-reported. Results go to results.json beside this file, and an interrupted run continues; then table and picture are
+reported. Results go to results.jsonl beside this file, and an interrupted run continues; then table and picture are
 written.
 
     python examples/learned_state/run.py           # all, about ten minutes on one core
@@ -11,7 +11,6 @@ written.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -28,7 +27,6 @@ from torch import Tensor
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.adapters import add_adapter
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences, standard_library_corpus, token_stream
-from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.trainers import (
     InitialStateConfig,
@@ -38,6 +36,7 @@ from hf_recurrent_lengthgen.trainers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from arm_results import ArmResults
 from readme_tables import fill
 
 HERE = Path(__file__).resolve().parent
@@ -131,35 +130,31 @@ def run(method: str, task: str, seed: int, rate: float, steps: int) -> dict[str,
     return {"before": before, "after": measure(model, task, ids), "parameters": trained, "seconds": round(seconds, 1)}
 
 
-def study(file: Path, tasks: Sequence[str], seeds: Sequence[int], shorter: int) -> dict[str, Any]:
-    """All runs that `file` does not hold yet; steps are divided by `shorter`."""
-    found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+def train(kept: ArmResults, tasks: Sequence[str], seeds: Sequence[int], shorter: int) -> None:
+    """All runs that have no result yet; steps are divided by `shorter`."""
 
-    def kept(method: str, task: str, seed: int, rate: float) -> dict[str, Any]:
-        name = f"{task}, {method}, seed {seed}, rate {rate:g}"
-        if name not in found:
+    def after(method: str, task: str, seed: int, rate: float) -> float:
+        arm = f"{task}/{method}/{rate:g}"
+        result = kept.get(arm, seed)
+        if result is None:
             steps = STEPS["style" if task in STYLES else "facts"] // shorter
-            found[name] = {"task": task, "method": method, "seed": seed, "rate": rate} | run(
-                method, task, seed, rate, steps
-            )
-            with replacing(file) as temporary:
-                Path(temporary).write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{name}: {found[name]['before']:.3f} -> {found[name]['after']:.3f}", flush=True)
-        return dict(found[name])
+            result = {"rate": rate} | run(method, task, seed, rate, steps)
+            kept.put(arm, seed, result)
+            print(f"{arm}, seed {seed}: {result['before']:.3f} -> {result['after']:.3f}", flush=True)
+        return float(result["after"])
 
     for task in tasks:
         for method, rates in RATES.items():
-            results = {rate: kept(method, task, TUNING_SEED, rate)["after"] for rate in rates}
+            results = {rate: after(method, task, TUNING_SEED, rate) for rate in rates}
             best = min(results, key=results.__getitem__) if task in STYLES else max(results, key=results.__getitem__)
             for seed in seeds:
-                kept(method, task, seed, best)
-    return found
+                after(method, task, seed, best)
 
 
-def of(found: dict[str, Any], task: str, method: str, field: str) -> list[float]:
+def of(kept: ArmResults, task: str, method: str, field: str) -> list[float]:
     """A field of all reported runs of a task and method."""
-    runs = [one for one in found.values() if (one["task"], one["method"]) == (task, method)]
-    return [one[field] for one in runs if one["seed"] != TUNING_SEED]
+    arms = [place for place in kept.arms() if place[0].startswith(f"{task}/{method}/") and place[1] != TUNING_SEED]
+    return [result[field] for place in arms if (result := kept.get(*place)) is not None]
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -169,21 +164,21 @@ def spread(values: Sequence[float], form: str) -> str:
     return mean if low == high else f"{mean} ({low:{form}} to {high:{form}})"
 
 
-def table(found: dict[str, Any], tasks: Sequence[str]) -> str:
+def table(kept: ArmResults, tasks: Sequence[str]) -> str:
     """Markdown with one row per task."""
     lines = ["| task | measure | base | learned state | LoRA | learning rates |", "|---|---|---|---|---|---|"]
     for task in tasks:
         style = task in STYLES
         form, what = (".3f", "nats per byte") if style else (".0%", "values recalled")
-        told = f"{task}: {STYLES[task]}" if style else task
-        cells = [spread(of(found, task, method, "after"), form) for method in RATES]
-        rates = ", ".join(f"{of(found, task, method, 'rate')[0]:g}" for method in RATES)
-        base = spread(of(found, task, "learned state", "before"), form)
-        lines.append(f"| {told} | {what} | {base} | {' | '.join(cells)} | {rates} |")
+        name = f"{task}: {STYLES[task]}" if style else task
+        cells = [spread(of(kept, task, method, "after"), form) for method in RATES]
+        rates = ", ".join(f"{of(kept, task, method, 'rate')[0]:g}" for method in RATES)
+        base = spread(of(kept, task, "learned state", "before"), form)
+        lines.append(f"| {name} | {what} | {base} | {' | '.join(cells)} | {rates} |")
     return "\n".join(lines) + "\n"
 
 
-def draw(found: dict[str, Any], tasks: Sequence[str]) -> Figure:
+def draw(kept: ArmResults, tasks: Sequence[str]) -> Figure:
     """Loss in the styles, and recall of facts by their number."""
     styles, facts = [task for task in tasks if task in STYLES], [task for task in tasks if task not in STYLES]
     figure = Figure(figsize=(8, 3), layout="constrained")
@@ -191,7 +186,7 @@ def draw(found: dict[str, Any], tasks: Sequence[str]) -> Figure:
     colors = {"base": "0.7", "learned state": "C0", "LoRA": "C1"}
     for place, (name, color) in enumerate(colors.items()):
         runs = [
-            of(found, task, "LoRA" if name == "base" else name, "before" if name == "base" else "after")
+            of(kept, task, "LoRA" if name == "base" else name, "before" if name == "base" else "after")
             for task in styles
         ]
         x = [number + (place - 1) * 0.27 for number in range(len(styles))]
@@ -204,7 +199,7 @@ def draw(found: dict[str, Any], tasks: Sequence[str]) -> Figure:
     left.legend(frameon=False, fontsize=8)
     numbers = [int(task.partition(" ")[0]) for task in facts]
     for name in RATES:
-        runs = [of(found, task, name, "after") for task in facts]
+        runs = [of(kept, task, name, "after") for task in facts]
         right.plot(numbers, [statistics.mean(values) for values in runs], "o-", color=colors[name], label=name)
         right.fill_between(numbers, [min(v) for v in runs], [max(v) for v in runs], color=colors[name], alpha=0.2)
     right.set_xscale("log", base=2)
@@ -226,13 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     tasks = [*STYLES, *(f"{number} facts" for number in (FACTS[:2] if options.tiny else FACTS))]
-    file = options.output / "results.json"
-    if options.report:
-        found = json.loads(file.read_text())
-    else:
-        found = study(file, tasks, SEEDS[:1] if options.tiny else SEEDS, 100 if options.tiny else 1)
-    fill(options.output / "README.md", {"table": table(found, tasks)})
-    save_png(draw(found, tasks), options.output / "learned_state.png")
+    kept = ArmResults(options.output, "results")
+    if not options.report:
+        train(kept, tasks, SEEDS[:1] if options.tiny else SEEDS, 100 if options.tiny else 1)
+    kept.merge()
+    fill(options.output / "README.md", {"table": table(kept, tasks)})
+    save_png(draw(kept, tasks), options.output / "learned_state.png")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from starts import FAMILIES
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE
 
 COLORS = ("#d55e00", "#0072b2", "#56b4e9", "#009e73", "#aa4499", "#a8780f")
-Found = Mapping[tuple[str, tuple[str, ...]], Mapping[int, Result]]
+Measured = Mapping[tuple[str, tuple[str, ...]], Mapping[int, Result]]
 """Measurements by family and labels, then by seed."""
 
 
@@ -33,20 +33,20 @@ class Layout(NamedTuple):
     panel: int | None = None
 
 
-def table(layout: Layout, found: Found) -> str:
+def table(layout: Layout, results: Measured) -> str:
     """One row for each arm: mean over seeds, least and most."""
     rows = [
         [FAMILIES[family], *labels, ", ".join(map(str, seeds))]
         + [over_seeds(list(seeds.values()), measure, ".2f") for measure in layout.measures]
-        for (family, labels), seeds in found.items()
+        for (family, labels), seeds in results.items()
     ]
     return markdown(["model", *layout.columns, "seeds", *layout.measures], rows)
 
 
-def figure(layout: Layout, found: Found) -> Figure:
+def figure(layout: Layout, results: Measured) -> Figure:
     """Means over seeds as lines, with bands from least to most."""
     drawn: dict[str, dict[str, dict[float, list[float]]]] = {}  # by panel, line and x
-    for (family, labels), seeds in found.items():
+    for (family, labels), seeds in results.items():
         title = [FAMILIES[family]]
         if layout.panel is not None:
             title.append(f"{layout.columns[layout.panel]} {labels[layout.panel]}")

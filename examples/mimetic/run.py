@@ -1,8 +1,8 @@
 """Does a mimetic start help small Mambas to copy and recall, and which part of it?
 
-An arm is one training from nothing on strings of 5 to 10 symbols, and its accuracy at up to 4 times that length: one
-small file in --results. Arms that have a file are not run again, so an interrupted study continues, and several
-commands with different --studies, --families or --seeds share the work. The studies:
+An arm is one training from nothing on strings of 5 to 10 symbols, and its accuracy at up to 4 times that length. Arms
+that have a result in --results are not run again, so an interrupted study continues, and several commands with
+different --studies, --families or --seeds share the work. The studies:
 
 rates          four starts at four learning rates, copying
 switches       all 16 combinations of the four switches in one layer, copying (Fig. 3)
@@ -28,7 +28,7 @@ from hf_recurrent_lengthgen.surgery.mimetic import PAPER_SWITCHES, SWITCHES
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from readme_tables import fill
-from reports import Found, Layout, figure, table
+from reports import Layout, Measured, figure, table
 from small_setting import options_of, parsed
 from starts import FAMILIES, TASKS, Arm, Sizes, StringStudy
 
@@ -121,15 +121,15 @@ STUDIES: dict[str, tuple[Callable[[str], Iterator[Row]], Layout]] = {
 }
 
 
-def found_results(study: StringStudy, name: str) -> Found:
+def measured(study: StringStudy, name: str) -> Measured:
     """Measurements of the arms that have any, of all seeds."""
-    seeds = sorted({int(file.stem.removeprefix("seed")) for file in study.results.rglob("seed*.json")})
-    found = {
+    seeds = sorted({seed for _, seed in study.kept.arms()})
+    of_arms = {
         (family, labels): {seed: result["measured"] for seed in seeds if (result := study.arm(arm, seed))}
         for family in FAMILIES
         for labels, arm in STUDIES[name][0](family)
     }
-    return {key: results for key, results in found.items() if results}
+    return {key: results for key, results in of_arms.items() if results}
 
 
 def report(study: StringStudy) -> None:
@@ -137,13 +137,13 @@ def report(study: StringStudy) -> None:
     study.report_only = True
     parts = {}
     for name, (_, layout) in STUDIES.items():
-        found, picture = found_results(study, name), study.results / f"{name}.png"
-        parts[name] = table(layout, found) if found else ""
-        print(f"{name}:\n\n{parts[name]}" if found else f"{name}: no results yet.\n")
+        results, picture = measured(study, name), study.results / f"{name}.png"
+        parts[name] = table(layout, results) if results else ""
+        print(f"{name}:\n\n{parts[name]}" if results else f"{name}: no results yet.\n")
         if layout.drawn:
-            parts[f"{name} figure"] = f"![Accuracy in the study {name}](results/{name}.png)\n" if found else ""
-            if found:
-                save_png(figure(layout, found), picture)
+            parts[f"{name} figure"] = f"![Accuracy in the study {name}](results/{name}.png)\n" if results else ""
+            if results:
+                save_png(figure(layout, results), picture)
     page = study.results.parent / "README.md"
     if page.is_file():
         fill(page, parts)

@@ -152,8 +152,8 @@ class StringStudy(Stages):
         """Shares of right symbols, each given those before it, by multiple, and the area under their curve."""
         task = string_task(**model.config.task)
         lengths = [multiple * task.longest for multiple in self.settings.multiples]
-        found = accuracy_by_length(model, task, lengths, samples=self.settings.samples)
-        shares = {length // task.longest: round(share.character, 4) for length, share in found.items()}
+        accuracy = accuracy_by_length(model, task, lengths, samples=self.settings.samples)
+        shares = {length // task.longest: round(share.character, 4) for length, share in accuracy.items()}
         return {f"{multiple}x": share for multiple, share in shares.items()} | {"area": area_under_curve(shares)}
 
     def shown(self, measured: Result) -> str:

@@ -2,7 +2,7 @@
 
 arXiv:2506.11769, section 3 (Figure 1) and appendices C and F, in
 small: strings of 1 to 10 bits in training, up to 50 in the test. Writes into the output folder:
-output_representations.png, .md and .json, and one file per run. An interrupted study continues.
+output_representations.png, .md and .json, and the results of runs (`ArmResults`). An interrupted study continues.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.ticker import NullLocator
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
@@ -25,6 +24,7 @@ from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, MUTED, mark_trainin
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arm_results import ArmResults, Result
 from baselines import DecoderTransformer, ScalarRegression
 from bit_strings import BitStrings, errors_by_length
 from small_setting import markdown, panels
@@ -82,18 +82,19 @@ def model_of(stage: Stage, setting: Setting) -> ScalarRegression:
     return ScalarRegression(StatefulMamba2Model(config), size)
 
 
-def run(stage: Stage, seed: int, setting: Setting, output: Path) -> dict[str, Any]:
+def run(stage: Stage, seed: int, setting: Setting, output: Path) -> Result:
     """Train and measure, or read what is there with the same settings."""
-    file = output / f"seed{seed}" / f"{name_of(stage)}.json"
+    results, name = ArmResults(output), name_of(stage)
     key = json.loads(json.dumps({"setting": asdict(setting), "stage": asdict(stage), "seed": seed}))
-    if file.is_file() and (kept := json.loads(file.read_text(encoding="utf-8")))["key"] == key:
+    kept = results.get(name, seed)
+    if kept is not None and kept["key"] == key:
         return kept
     set_seed(seed)
     model = model_of(stage, setting)
     samples = setting.steps * setting.batch_size
     data = BitStrings(stage.quantity, TRAINED, samples, seed, stage.target, stage.uniform_mean)
     arguments = TrainingArguments(
-        output_dir=str(file.parent / "trainer"),
+        output_dir=str(output / f"seed{seed}/trainer"),
         max_steps=setting.steps,
         per_device_train_batch_size=setting.batch_size,
         learning_rate=setting.learning_rate,
@@ -114,20 +115,17 @@ def run(stage: Stage, seed: int, setting: Setting, output: Path) -> dict[str, An
         trainer.train()
     errors = errors_by_length(model, data, setting.lengths, setting.samples)
     log = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    found = {"key": key, "losses": log, "parameters": sum(p.numel() for p in model.parameters())}
-    found["errors"] = {str(length): float(f"{error:.4g}") for length, error in errors.items()}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found), encoding="utf-8")
-    print(
-        f"seed {seed} {name_of(stage)}: loss {log[-1]:.2g}, error at 50 bits {found['errors']['50']:.2g}", flush=True
-    )
-    return found
+    result: Result = {"key": key, "losses": log, "parameters": sum(p.numel() for p in model.parameters())}
+    result["errors"] = {str(length): float(f"{error:.4g}") for length, error in errors.items()}
+    results.put(name, seed, result)
+    print(f"seed {seed} {name}: loss {log[-1]:.2g}, error at 50 bits {result['errors']['50']:.2g}", flush=True)
+    return result
 
 
-Found = dict[Stage, dict[int, dict[str, Any]]]
+ByStage = dict[Stage, dict[int, Result]]
 
 
-def inside(result: dict[str, Any]) -> float:
+def inside(result: Result) -> float:
     """Mean error at the measured lengths of training."""
     return statistics.fmean(error for length, error in result["errors"].items() if int(length) <= TRAINED[1])
 
@@ -139,11 +137,11 @@ def cell(values: Iterable[float]) -> str:
     return mean if len(numbers) == 1 else f"{mean} ({min(numbers):.2g} to {max(numbers):.2g})"
 
 
-def table(found: Found) -> str:
+def table(results: ByStage) -> str:
     """Mean squared errors in the units of the quantity."""
     beyond = (12, 20, 30, 50)
     rows = []
-    for stage, seeds in found.items():
+    for stage, seeds in results.items():
         quantity = f"{stage.quantity}, uniform" if stage.uniform_mean else stage.quantity
         errors = [cell(inside(result) for result in seeds.values())]
         errors += [cell(result["errors"][str(length)] for result in seeds.values()) for length in beyond]
@@ -151,7 +149,7 @@ def table(found: Found) -> str:
     return markdown(["predicted", "model", "target", "seeds", "1 to 10 bits", *(f"{n} bits" for n in beyond)], rows)
 
 
-def picture(found: Found, lengths: tuple[int, ...], path: Path) -> None:
+def picture(results: ByStage, lengths: tuple[int, ...], path: Path) -> None:
     """Figures 1a, 1b, 1c and 4b: error against length, the mean over seeds and the band from least to most."""
     titles = ("Mean, by position encoding", "Length, by position encoding", "Length, by target", "Sum, by target")
     figure, axes = panels([f"{title} (squared error)" for title in titles], 2)
@@ -162,7 +160,7 @@ def picture(found: Found, lengths: tuple[int, ...], path: Path) -> None:
         axis.set_xlim(1, max(lengths))
         by_target = len({stage.target for stage in group}) > 1
         for stage, color in zip(group, colors, strict=False):
-            columns = [[seed["errors"][str(length)] for seed in found[stage].values()] for length in lengths]
+            columns = [[seed["errors"][str(length)] for seed in results[stage].values()] for length in lengths]
             label = f"NoPE, target {TARGETS[stage.target]}" if by_target else MODELS[stage.model]
             axis.plot(lengths, [statistics.fmean(column) for column in columns], color=color, linewidth=2, label=label)
             axis.fill_between(lengths, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.18, lw=0)
@@ -182,14 +180,14 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that the command works")
     options = parser.parse_args()
     setting, output = TINY if options.tiny else Setting(), Path(options.output)
-    found: Found = {stage: {} for stage in STAGES}
+    results: ByStage = {stage: {} for stage in STAGES}
     for seed in options.seeds:
         for stage in STAGES:
-            found[stage][seed] = run(stage, seed, setting, output)
-    text = table(found)
+            results[stage][seed] = run(stage, seed, setting, output)
+    text = table(results)
     (output / "output_representations.md").write_text(text, encoding="utf-8")
     lines = []
-    for stage, seeds in found.items():
+    for stage, seeds in results.items():
         kept = {str(seed): {key: result[key] for key in ("losses", "errors")} for seed, result in seeds.items()}
         rows = ",\n".join(f"{json.dumps(seed)}: {json.dumps(result)}" for seed, result in kept.items())
         lines.append(f"{json.dumps(name_of(stage))}: {{\n{rows}}}")
@@ -197,7 +195,7 @@ def main() -> None:
     (output / "output_representations.json").write_text(
         f'{{"setting": {json.dumps(asdict(setting))},\n"stages": {{\n{stages}}}}}\n', encoding="utf-8"
     )
-    picture(found, setting.lengths, output / "output_representations.png")
+    picture(results, setting.lengths, output / "output_representations.png")
     print(text)
 
 

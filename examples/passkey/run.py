@@ -2,9 +2,8 @@
 
 For each seed a base is trained from nothing on prompts of 128 words and measured on its way (Chen et al., 2024, Fig.
 8). Then it is fine-tuned, plainly or from given states (Buitrago Ruiz and Gu, 2025, B.4 and Fig. 7). The loss is that
-of the key and its period, as in B.4. An arm is one training and its measurement: one small file in --results. Arms
-that have a file are not run again. At the end, the tables and the figure are written beside the results, from all arms
-that are there.
+of the key and its period, as in B.4. An arm is one training and its measurement. Arms that have a result in --results
+are not run again. At the end, the tables and the figure are written beside the results, from all arms that are there.
 """
 
 import argparse
@@ -159,16 +158,16 @@ class PasskeyStudy(Stages):
         depths = [place / (self.settings.depths - 1) for place in range(self.settings.depths)]
         grid = PasskeyGrid(self.tokenizer, depths, self.settings.samples, seed=EVALUATION_SEED)
         settings = EvaluationSettings(progress=False)
-        found = retrieval_accuracy(model, grid, self.settings.lengths, settings=settings)
-        pairs = zip(found.lengths, found.by_length, strict=True)
+        retrieval = retrieval_accuracy(model, grid, self.settings.lengths, settings=settings)
+        pairs = zip(retrieval.lengths, retrieval.by_length, strict=True)
         return {str(length): share.right / share.samples for length, share in pairs}
 
 
-def accuracy_row(found: Sequence[dict[str, float]]) -> list[str]:
+def accuracy_row(shares: Sequence[dict[str, float]]) -> list[str]:
     """Percent by length: mean and, from two seeds on, least and most."""
     cells = []
-    for length in found[0]:
-        values = [100 * result[length] for result in found]
+    for length in shares[0]:
+        values = [100 * result[length] for result in shares]
         text = f"{sum(values) / len(values):.0f}"
         cells.append(text if len(values) < 2 else f"{text} ({min(values):.0f} to {max(values):.0f})")
     return cells
@@ -176,14 +175,14 @@ def accuracy_row(found: Sequence[dict[str, float]]) -> list[str]:
 
 def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
     """Tables and figure of the arms that are there; the README's, too, for the results beside it."""
-    found = study.measured(ARMS, seeds)
-    if not found:
+    arms = study.measured(ARMS, seeds)
+    if not arms:
         print("No arm has a result yet.")
         return
     heads = [f"{length:,}" for length in study.settings.lengths]
     rows = [
         [LABELS[name], ", ".join(map(str, results)), *accuracy_row([r["accuracy"] for r in results.values()])]
-        for name, results in found.items()
+        for name, results in arms.items()
     ]
     tables = {"tuning": markdown(["fine-tuned with", "seeds", *heads], rows)}
     ways = by_words(study, seeds)
@@ -193,7 +192,7 @@ def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
     for name, table in tables.items():
         (study.results / f"{name}.md").write_text(table, encoding="utf-8")
         print(table)
-    figure(study, found, ways)
+    figure(study, arms, ways)
     if study.results == HERE / "results":
         picture = "![Share of keys found against length, by method and by words read](results/passkey.png)\n"
         fill(HERE / "README.md", {"figure": picture, **tables})
@@ -201,22 +200,20 @@ def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
 
 def by_words(study: PasskeyStudy, seeds: Sequence[int]) -> dict[int, list[dict[str, float]]]:
     """Accuracies of the base on its way and at its end, by words read; one entry per seed."""
-    found: dict[int, list[dict[str, float]]] = {}
+    ways: dict[int, list[dict[str, float]]] = {}
     for base in filter(None, (study.result("base", seed) for seed in seeds)):
         training = base["key"]["training"]
         keys = {steps: f"after {steps} steps" for steps in training["snapshots"]} | {training["steps"]: "measured"}
         for steps, key in keys.items():
             words = steps * training["batch_size"] * training["training_length"]
-            found.setdefault(words, []).append(base[key]["accuracy"])
-    return found
+            ways.setdefault(words, []).append(base[key]["accuracy"])
+    return ways
 
 
-def figure(study: PasskeyStudy, found: dict[str, dict[int, Result]], ways: dict[int, list[dict[str, float]]]) -> None:
+def figure(study: PasskeyStudy, arms: dict[str, dict[int, Result]], ways: dict[int, list[dict[str, float]]]) -> None:
     """Share of keys found against length: by method, and by words that the base has read."""
     picture, axes = panels(["Keys found, after fine-tuning", "Keys found by the base, by words read"], 2)
-    lines = [
-        (LABELS[name], COLORS[name], [r["accuracy"] for r in results.values()]) for name, results in found.items()
-    ]
+    lines = [(LABELS[name], COLORS[name], [r["accuracy"] for r in results.values()]) for name, results in arms.items()]
     shades = ["#c6dbef", "#9ecae1", "#6baed6", "#3182bd", "#08306b"][-len(ways) :] if ways else []
     later = [(f"{n:,}", shade, shares) for (n, shares), shade in zip(ways.items(), shades, strict=True)]
     for axis, drawn in zip(axes, (lines, later), strict=True):

@@ -3,14 +3,13 @@
 RWKV-7 of two layers, trained by its author to reverse numbers, one in a row (see README.md for the file, which
 --weights names). It goes on training with each method, with the same problems, steps and seeds, and is measured
 alone, from the zero state, and in streams of 64 problems with the state carried. An arm is one training and its
-measurement: one small file in --results. Arms that have a file are not run again, so an interrupted study goes on.
+measurement. Arms that have a result in --results are not run again, so an interrupted study goes on.
 
     python examples/published/run.py --weights 260123_reverse_L2_only_rwkv7.pth
     python examples/published/run.py --report          # table and figure from the results that are there
 """
 
 import hashlib
-import json
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,6 @@ from torch.utils.data import Dataset
 from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states
 from hf_recurrent_lengthgen.models import StatefulRWKV7ForCausalLM
-from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK
 from hf_recurrent_lengthgen.trainers import (
@@ -151,9 +149,8 @@ class Reversal(Stages):
         """Measure the published weights on the problems of a seed."""
         if self.result(name, seed) is None:
             measured = self.measure(self.new_model(name, ROW, seed), ROW, seed)
-            found = {"key": {"settings": asdict(self.settings), **self.made_of(name)}, "measured": measured}
-            with replacing(self.result_file(name, seed)) as file:
-                file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            key = {"settings": asdict(self.settings), **self.made_of(name)}
+            self.kept.put(name, seed, {"key": key, "measured": measured})
 
 
 def percent(results: list[Result], *keys: Any) -> str:
@@ -169,15 +166,15 @@ def percent(results: list[Result], *keys: Any) -> str:
 
 def report(study: Reversal, seeds: list[int]) -> None:
     """Table and figure of the arms that are there."""
-    found = study.measured(METHODS, seeds)
-    if not found:
+    arms = study.measured(METHODS, seeds)
+    if not arms:
         print("No arm has a result yet.")
         return
     alone = [n for n in (20, 40, 60) if n in study.settings.alone]
     places = [n for n in (2, 4, 16, 64) if n <= study.settings.problems]
     head = ["", "seeds", *(f"alone, {n} digits" for n in alone), *(f"problem {n}" for n in places), "heads that drift"]
     rows = []
-    for name, results in found.items():
+    for name, results in arms.items():
         values = list(results.values())
         cells = [percent(values, "alone", str(n)) for n in alone]
         cells += [percent(values, "stream", n - 1) for n in places]
@@ -185,17 +182,17 @@ def report(study: Reversal, seeds: list[int]) -> None:
         rows.append([METHODS[name].label, ", ".join(map(str, results)), *cells, drifting])
     table = markdown(head, rows)
     (study.results / "table.md").write_text(table, encoding="utf-8")
-    figure(study, found)
+    figure(study, arms)
     if study.results == HERE / "results":
         fill(HERE / "README.md", {"table": table})
     print(table)
 
 
-def figure(study: Reversal, found: dict[str, dict[int, Result]]) -> None:
+def figure(study: Reversal, arms: dict[str, dict[int, Result]]) -> None:
     """Share of right digits alone, by digits, and in a stream, by problems."""
     digits = study.settings.digits
     picture, axes = panels(["One problem, from the zero state", f"Problems of {digits} digits, state carried"], 2)
-    for name, results in found.items():
+    for name, results in arms.items():
         method, values = METHODS[name], list(results.values())
         lengths = [int(n) for n in values[0]["alone"]]
         curves = (

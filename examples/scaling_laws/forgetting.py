@@ -1,8 +1,8 @@
 """T_forget without a mimetic start: authors' initializer, TBTT over 12 chunks, a learning rate for each state size.
 
 First each size is trained with each learning rate at one length; the rate of the least training loss is that of all
-its runs. A run is one small file in --results; runs that have a file are not run again. At the end, forgetting.md,
-law.json and forgetting.png are written beside the results, from all runs that are there.
+its runs. Runs that have a result in --results are not run again. At the end, forgetting.md, law.json and
+forgetting.png are written beside the results, from all runs that are there.
 """
 
 import argparse
@@ -21,12 +21,13 @@ from hf_recurrent_lengthgen.plotting.images import save_png
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arm_results import ArmResults
 from law import fit_law
 from law_figure import law_figure
 from law_tables import formulas, short
 from readme_tables import fill
 from small_setting import markdown
-from training import Result, Run, found_or_trained
+from training import Result, Run, result_of, trained
 
 HERE = Path(__file__).resolve().parent
 SIZES = (4, 8, 16, 32, 64)
@@ -50,26 +51,24 @@ class ForgettingStudy:
     def __init__(self, options: argparse.Namespace) -> None:
         self.run = replace(TINY if options.tiny else RUN, **({"steps": options.steps} if options.steps else {}))
         self.results, self.device = Path(options.results), options.device
+        self.kept = ArmResults(self.results, "forgetting")
         self.report_only: bool = options.report
+        if self.report_only:
+            self.kept.merge()
 
     def result(self, run: Run) -> Result | None:
-        """Of a run, which is trained if it has no file; None if only a report is wanted and there is none."""
-        there = run.file(self.results).is_file()
-        if not there and self.report_only:
-            return None
-        found = found_or_trained(run, self.results, self.device)
-        if not there:
-            print(
-                f"{run.label} lr={run.learning_rate:g}: loss {found['training_loss']}, {found['seconds']} s",
-                flush=True,
-            )
-        return found
+        """Of a run, which is trained if it has none; None if only a report is wanted and there is none."""
+        result = result_of(run, self.kept)
+        if result is None and not self.report_only:
+            result = trained(run, self.kept, self.device)
+            words = f"loss {result['training_loss']}, {result['seconds']} s"
+            print(f"{run.label} lr={run.learning_rate:g}: {words}", flush=True)
+        return result
 
     def rate(self, size: int) -> float | None:
         """The learning rate of the least training loss; None if one was not tried."""
         swept = [replace(self.run, state_size=size, length=SWEPT, learning_rate=rate) for rate in RATES]
-        found = [self.result(run) for run in swept]
-        losses = [result["training_loss"] for result in found if result is not None]
+        losses = [result["training_loss"] for run in swept if (result := self.result(run)) is not None]
         return RATES[losses.index(min(losses))] if len(losses) == len(RATES) else None
 
     def runs(self, size: int, seed: int, lengths: Sequence[int]) -> dict[int, Result]:
@@ -78,13 +77,13 @@ class ForgettingStudy:
         if rate is None:
             return {}
         settings = replace(self.run, state_size=size, seed=seed, learning_rate=rate)
-        found = {length: self.result(replace(settings, length=length)) for length in lengths}
-        return {length: result for length, result in found.items() if result is not None}
+        results = {length: self.result(replace(settings, length=length)) for length in lengths}
+        return {length: result for length, result in results.items() if result is not None}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", default=str(HERE / "results"), help="folder of the small files (%(default)s)")
+    parser.add_argument("--results", default=str(HERE / "results"), help="folder of the results (%(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="state sizes N (all)")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="training lengths (all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds in this order (0 1 2)")
@@ -99,16 +98,16 @@ def main() -> None:
     study = ForgettingStudy(options)
     rows, thresholds, seconds = [], [], 0.0
     for seed, size in product(options.seeds, options.sizes):
-        found = study.runs(size, seed, options.lengths)
-        if not found:
+        results = study.runs(size, seed, options.lengths)
+        if not results:
             continue
-        curves = {n: Curve(tuple(result["edges"]), tuple(result["mean"]), None, None) for n, result in found.items()}
-        elements = next(iter(found.values()))["state_elements"]
+        curves = {n: Curve(tuple(result["edges"]), tuple(result["mean"]), None, None) for n, result in results.items()}
+        elements = next(iter(results.values()))["state_elements"]
         thresholds.append(forget_threshold(elements, curves, skip=SKIP))
         ratios = [f"{loss_ratio(curves[n], n, SKIP):.2f}" if n in curves else "" for n in options.lengths]
-        rate = next(iter(found.values()))["run"]["learning_rate"]
+        rate = next(iter(results.values()))["run"]["learning_rate"]
         rows.append([str(size), f"{elements:,}", f"{rate:g}", str(seed), *ratios, short(thresholds[-1])])
-        seconds += sum(result["seconds"] for result in found.values())
+        seconds += sum(result["seconds"] for result in results.values())
     if not rows:
         print("No size has a learning rate and a run yet.")
         return

@@ -3,12 +3,11 @@
 text    bytes of text: from which training length on do models of a state size not fail on 8,192 bytes (T_forget)?
 needle  a symbol after a mark, among other symbols: up to which length do they recall it (T_recall)?
 
-Writes into the output folder: runs.json, forget.json and recall.json (`law.Law`), forget.png,
-recall.png, tables.md, and each run into a folder below it. An interrupted study continues.
+Writes into the output folder: runs.jsonl (`ArmResults`), forget.json and recall.json (`law.Law`), forget.png,
+recall.png and tables.md. An interrupted study continues.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,11 +25,12 @@ from hf_recurrent_lengthgen.plotting.images import save_png
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arm_results import ArmResults
 from law import Law, fit_law
 from law_figure import law_figure
 from law_tables import formulas, short
 from small_setting import markdown
-from training import Result, Run, found_or_trained
+from training import Result, Run, result_of, trained
 
 STATE_SIZES = (4, 8, 16, 32, 64)
 TEXT = Run("text", state_size=4, length=16, seed=0)
@@ -89,9 +89,9 @@ def accuracy(result: Result) -> dict[int, float]:
     return {int(length): share for length, share in result["accuracy"].items()}
 
 
-def elements(found: Mapping[int, Result]) -> int:
+def elements(results: Mapping[int, Result]) -> int:
     """State elements, which all training lengths share."""
-    (count,) = {result["state_elements"] for result in found.values()}
+    (count,) = {result["state_elements"] for result in results.values()}
     return int(count)
 
 
@@ -99,11 +99,11 @@ def forget(results: Sequence[Result]) -> tuple[Law, str]:
     """The law of T_forget, and the table of loss ratios."""
     thresholds, rows = [], []
     lengths = sorted(LENGTHS["text"])
-    for size, seed, found in families(results, "text"):
-        curves = {length: curve(result) for length, result in found.items()}
-        thresholds.append(forget_threshold(elements(found), curves, skip=SKIP))
+    for size, seed, of_family in families(results, "text"):
+        curves = {length: curve(result) for length, result in of_family.items()}
+        thresholds.append(forget_threshold(elements(of_family), curves, skip=SKIP))
         ratios = [f"{loss_ratio(curves[n], n, SKIP):.2f}" if n in curves else "" for n in lengths]
-        rows.append([str(size), f"{elements(found):,}", str(seed), *ratios, short(thresholds[-1])])
+        rows.append([str(size), f"{elements(of_family):,}", str(seed), *ratios, short(thresholds[-1])])
     law = fit_law("forget", thresholds, RULES["forget"], **UNITS)
     return law, markdown(["N", "state elements", "seed", *map(str, lengths), "T_forget"], rows)
 
@@ -112,11 +112,11 @@ def recall(results: Sequence[Result]) -> tuple[Law, str]:
     """The law of T_recall, and the table of each training length's own."""
     thresholds, rows = [], []
     lengths = sorted(LENGTHS["needle"])
-    for size, seed, found in families(results, "needle"):
-        shares = {length: accuracy(result) for length, result in found.items()}
-        thresholds.append(recall_threshold(elements(found), shares))
-        own = [short(recall_threshold(elements(found), {n: shares[n]})) if n in shares else "" for n in lengths]
-        rows.append([str(size), f"{elements(found):,}", str(seed), *own, short(thresholds[-1])])
+    for size, seed, of_family in families(results, "needle"):
+        shares = {length: accuracy(result) for length, result in of_family.items()}
+        thresholds.append(recall_threshold(elements(of_family), shares))
+        own = [short(recall_threshold(elements(of_family), {n: shares[n]})) if n in shares else "" for n in lengths]
+        rows.append([str(size), f"{elements(of_family):,}", str(seed), *own, short(thresholds[-1])])
     law = fit_law("recall", thresholds, RULES["recall"], **UNITS)
     return law, markdown(["N", "state elements", "seed", *map(str, lengths), "T_recall"], rows)
 
@@ -129,9 +129,6 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
 
 def report(results: Sequence[Result], output: Path) -> None:
     """Files and tables of the results that are there."""
-    lines = ",\n".join(json.dumps(result) for result in results)
-    with replacing(output / "runs.json") as temporary:
-        temporary.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     for name, (law, _) in (("forget", forget(results)), ("recall", recall(results))):
         write_result(output / f"{name}.json", law)
         save_png(law_figure(law), output / f"{name}.png")
@@ -150,15 +147,17 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true", help="sizes that show in seconds that the command works")
     options = parser.parse_args()
     torch.set_num_threads(1)  # more threads are no faster at these sizes
-    folder = Path(options.output) / "runs"
+    kept = ArmResults(Path(options.output), "runs")
     wanted = list(runs(["needle", "text"], options.seeds))
     if options.quick:
         wanted = [replace(run, **QUICK) for run in wanted if run.state_size <= 16 and run.length <= 64]
-    missing = [run for run in wanted if not run.file(folder).is_file() and options.task in (None, run.task)]
-    for place, run in enumerate([] if options.report else missing, 1):
-        result = found_or_trained(run, folder)
-        print(f"[{place}/{len(missing)}] {run.label}: {result['seconds']} s", flush=True)
-    found = [found_or_trained(run, folder) for run in wanted if run.file(folder).is_file()]
-    if not {"text", "needle"} <= {result["run"]["task"] for result in found}:
-        sys.exit(f"{folder} has no run of both tasks yet: run without --report and --task.")
-    report(found, Path(options.output))
+    asked = [] if options.report else [run for run in wanted if options.task in (None, run.task)]
+    missing = [run for run in asked if result_of(run, kept) is None]
+    for place, run in enumerate(missing, 1):
+        print(f"[{place}/{len(missing)}] {run.label}: {trained(run, kept)['seconds']} s", flush=True)
+    if options.report:
+        kept.merge()
+    results = [result for run in wanted if (result := result_of(run, kept)) is not None]
+    if not {"text", "needle"} <= {result["run"]["task"] for result in results}:
+        sys.exit(f"{options.output} has no run of both tasks yet: run without --report and --task.")
+    report(results, Path(options.output))

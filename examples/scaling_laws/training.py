@@ -1,6 +1,6 @@
 """The runs behind the laws: a tiny Mamba-2 of some state size, trained on bytes of text or on finding a needle.
 
-A run is a few numbers and a seed (`Run`); its result is a file, so that an interrupted study continues where it
+A run is a few numbers and a seed (`Run`); its result is kept, so that an interrupted study continues where it
 stopped. Models start with mimetic initialization (arXiv:2410.11135), with heads that forget almost nothing, unless
 `mimetic_c` is None.
 """
@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
+from arm_results import ArmResults, Result
 from scaling_laws import state_elements
 from torch import Tensor, nn
 
@@ -27,11 +26,9 @@ from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
 from hf_recurrent_lengthgen.evaluation.statistics import bin_means, position_edges
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.models.recurrent_state import detach_state
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
-Result = dict[str, Any]
 VALUES = 16
 """Symbols of the needle task; after them come the mark before the needle and the question."""
 MARK, QUESTION = VALUES, VALUES + 1
@@ -80,23 +77,26 @@ class Run:
     def label(self) -> str:
         return f"{self.task} N={self.state_size} T={self.length} seed={self.seed}"
 
-    def file(self, folder: Path) -> Path:
-        """Of the result; all settings are in its name, the most of them as a hash."""
+    @property
+    def arm(self) -> str:
+        """The name of its result; all settings are in it, the most of them as a hash."""
         settings = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
-        return folder / f"{self.label.replace(' ', '_')}_{settings}.json"
+        return f"{self.task} N={self.state_size} T={self.length} {settings}"
 
 
-def found_or_trained(run: Run, folder: Path, device: str = "cpu") -> Result:
-    """The result of a run, which is trained on a device if it has no file yet."""
-    file = run.file(folder)
-    if not file.is_file():
-        began = time.perf_counter()
-        result = {"run": asdict(run), **train(run, device), "seconds": round(time.perf_counter() - began, 1)}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as temporary:
-            temporary.write_text(json.dumps(result), encoding="utf-8")
-    found: Result = json.loads(file.read_text(encoding="utf-8"))
-    return found
+def result_of(run: Run, kept: ArmResults) -> Result | None:
+    """The result of a run; None if there is none."""
+    return kept.get(run.arm, run.seed)
+
+
+def trained(run: Run, kept: ArmResults, device: str = "cpu") -> Result:
+    """Train a run on a device, and keep its result."""
+    began = time.perf_counter()
+    result = {"run": asdict(run), **train(run, device), "seconds": round(time.perf_counter() - began, 1)}
+    kept.put(run.arm, run.seed, result)
+    result = kept.get(run.arm, run.seed)  # as JSON has it
+    assert result is not None
+    return result
 
 
 def train(run: Run, device: str = "cpu") -> Result:

@@ -288,9 +288,9 @@ def without_recall(settings: Settings, pairs: int) -> float:
 def measured(model: Any, settings: Settings) -> Result:
     """Share of right values by the number of pairs, from the zero state; parameters; elements of the state."""
     lengths = list(settings.evaluated_pairs)
-    found = accuracy_by_length(model, recall(settings, 0), lengths, samples=settings.evaluation_rows)
+    accuracy = accuracy_by_length(model, recall(settings, 0), lengths, samples=settings.evaluation_rows)
     return {
-        "accuracy": {str(pairs): round(share.character, 4) for pairs, share in found.items()},
+        "accuracy": {str(pairs): round(share.character, 4) for pairs, share in accuracy.items()},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state": sum(torch.Size(shape.recurrent).numel() for shape in model.state_shapes()),
     }

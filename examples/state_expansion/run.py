@@ -5,10 +5,9 @@ A base with a state that is too small is trained from nothing. Each arm then tra
 ("reinit"). "Large from the start" is a base whose first layer was large before its first step, trained on alike.
 "heads" are models of GLA with different numbers of heads, trained from nothing.
 
-An arm of a seed is one small file in --results. Arms that have a file are not run again, so an interrupted study
-continues, and several commands with different --bases or --seeds share the work. Weights of bases are written to
---output. At the end, the tables of README.md and state_expansion.png beside --results are written anew, from all arms
-that are there.
+Arms that have a result in --results are not run again, so an interrupted study continues, and several commands with
+different --bases or --seeds share the work. Weights of bases are written to --output. At the end, the tables of
+README.md and state_expansion.png beside --results are written anew, from all arms that are there.
 """
 
 import json
@@ -28,14 +27,13 @@ from hf_recurrent_lengthgen.plotting.style import FONT_SIZE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arm_results import ArmResults
 from arms import ARMS, BASES, TINY, Result, Settings, expanded, fit, new_gla, new_model, without_recall
 from readme_tables import fill
 from small_setting import legend_below, markdown, options_of, panels, parsed
 
 HERE = Path(__file__).resolve().parent
 HEADS = "heads"
-Found = dict[str, dict[int, Result]]
-"""Results by stage and seed."""
 
 
 class Study:
@@ -43,6 +41,7 @@ class Study:
 
     def __init__(self, output: Path, results: Path, settings: Settings) -> None:
         self.output, self.results, self.settings = output, results, settings
+        self.kept = ArmResults(results)
         self.key = json.loads(json.dumps(asdict(settings)))
 
     def arms(self, name: str) -> dict[str, Callable[[int], Any]]:
@@ -56,17 +55,14 @@ class Study:
             for arm in BASES[name].arms
         }
 
-    def found(self, name: str, stage: str) -> dict[int, Result]:
+    def measured(self, name: str, stage: str) -> dict[int, Result]:
         """Results of a stage with these settings, by seed."""
-        files = sorted((self.results / name / stage).glob("seed*.json"))
-        kept = {int(file.stem.removeprefix("seed")): json.loads(file.read_text(encoding="utf-8")) for file in files}
-        return {seed: result for seed, result in kept.items() if result["settings"] == self.key}
+        arm = f"{name}/{stage}"
+        results = {seed: result for seed in self.kept.seeds(arm) if (result := self.kept.get(arm, seed))}
+        return {seed: result for seed, result in results.items() if result["settings"] == self.key}
 
     def _write(self, name: str, stage: str, seed: int, result: Result) -> Result:
-        file = self.results / name / stage / f"seed{seed}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as temporary:
-            temporary.write_text(json.dumps({**result, "settings": self.key}) + "\n", encoding="utf-8")
+        self.kept.put(f"{name}/{stage}", seed, {**result, "settings": self.key})
         print(f"seed {seed} {name}/{stage}: {result['accuracy']}, {result['seconds']} s", flush=True)
         return result
 
@@ -75,7 +71,7 @@ class Study:
         stage = "large_base" if large else "base"
         file = self.output / name / stage / f"seed{seed}.pt"
         model = new_model(BASES[name], self.settings, seed, large)
-        kept = torch.load(file, weights_only=True) if seed in self.found(name, stage) and file.is_file() else {}
+        kept = torch.load(file, weights_only=True) if seed in self.measured(name, stage) and file.is_file() else {}
         if kept.get("settings") == self.key:
             model.load_state_dict(kept["weights"])
             return model
@@ -99,7 +95,7 @@ class Study:
     def run(self, name: str, arms: list[str], seed: int) -> None:
         """Train the arms that have no result."""
         for stage, train in self.arms(name).items():
-            if (name == HEADS or stage.rpartition("_")[0] in arms) and seed not in self.found(name, stage):
+            if (name == HEADS or stage.rpartition("_")[0] in arms) and seed not in self.measured(name, stage):
                 with quiet_libraries("warnings", "bars"):
                     train(seed)
 
@@ -123,12 +119,12 @@ def base_table(study: Study, name: str) -> str:
     pairs, last = [str(number) for number in settings.evaluated_pairs], str(settings.pairs[1])
     rows = []
     for stage, label in (("base", "base"), ("large_base", "base, large")):
-        if seeds := study.found(name, stage):
+        if seeds := study.measured(name, stage):
             rows.append([label, f"{settings.base_steps:,}", *cells(seeds, pairs), ""])
     for steps in settings.steps:
-        vanilla = study.found(name, f"vanilla_{steps}")
+        vanilla = study.measured(name, f"vanilla_{steps}")
         for arm in base.arms:
-            if seeds := study.found(name, f"{arm}_{steps}"):
+            if seeds := study.measured(name, f"{arm}_{steps}"):
                 both = [seed for seed in seeds if seed in vanilla and arm != "vanilla"]
                 gains = [seeds[seed]["accuracy"][last] - vanilla[seed]["accuracy"][last] for seed in both]
                 label = f"**{ARMS[arm].label}**" if arm == base.matched else ARMS[arm].label
@@ -146,7 +142,7 @@ def heads_table(study: Study) -> str:
     pairs = [str(number) for number in study.settings.evaluated_pairs]
     rows = []
     for stage in study.arms(HEADS):
-        if seeds := study.found(HEADS, stage):
+        if seeds := study.measured(HEADS, stage):
             losses = spread([result["loss"][-1] for result in seeds.values()])
             rows.append([stage, *cells(seeds, pairs), losses])
     head = ["heads", "seeds", "parameters", "state", *(f"{number} pairs" for number in pairs), "training loss"]
@@ -161,7 +157,7 @@ def figure(study: Study, path: Path) -> None:
         (name, steps): lines
         for name, base in BASES.items()
         for steps in settings.steps
-        if len(lines := {arm: seeds for arm in base.arms if (seeds := study.found(name, f"{arm}_{steps}"))}) > 1
+        if len(lines := {arm: seeds for arm in base.arms if (seeds := study.measured(name, f"{arm}_{steps}"))}) > 1
     }
     if not shown:
         return
@@ -205,7 +201,9 @@ def main() -> None:
     study = Study(
         Path(options.output) / "state_expansion", Path(options.results), TINY if options.tiny else Settings()
     )
-    if not options.report:
+    if options.report:
+        study.kept.merge()
+    else:
         for seed in options.seeds:
             for name in options.bases:
                 study.run(name, options.arms, seed)

@@ -1,0 +1,83 @@
+"""Results of a study by arm and seed: one file in the repository, one line for each, and small files while it runs.
+
+An arm is one training and its measurement.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hf_recurrent_lengthgen.models.atomic_files import replacing
+
+Result = dict[str, Any]
+
+
+class ArmResults:
+    """Results below a folder: `NAME.jsonl` has those of a finished study, sorted; `running/` those that came since.
+
+    Several commands may share the work. An arm that ends writes a file of its own in `running/`, which git ignores and
+    which counts where both have the arm; `merge` takes these into NAME.jsonl.
+    """
+
+    def __init__(self, folder: Path, name: str = "arms") -> None:
+        self.file, self.running = folder / f"{name}.jsonl", folder / "running"
+        self._read_at: int | None = None
+        self._merged: dict[tuple[str, int], Result] = {}
+
+    def running_file(self, arm: str, seed: int) -> Path:
+        """Of an arm that ended since the last merge; `arm` may have slashes."""
+        return self.running / arm / f"seed{seed}.json"
+
+    def get(self, arm: str, seed: int) -> Result | None:
+        """None if there is none."""
+        own = read_json(self.running_file(arm, seed))
+        return self._lines().get((arm, seed)) if own is None else own
+
+    def put(self, arm: str, seed: int, result: Result) -> None:
+        """Keep the result of an arm that ended."""
+        with replacing(self.running_file(arm, seed)) as file:
+            file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    def arms(self) -> list[tuple[str, int]]:
+        """Arms and seeds that have a result, sorted."""
+        return sorted({*self._lines(), *(place for place, _ in self._files())})
+
+    def seeds(self, arm: str) -> list[int]:
+        """Those for which an arm has a result, sorted."""
+        return [seed for name, seed in self.arms() if name == arm]
+
+    def merge(self) -> None:
+        """Take the small files into the one file, and delete them."""
+        files = dict(self._files())
+        if not files:
+            return
+        everything = self._lines() | {place: read_json(file) for place, file in files.items()}
+        lines = [json.dumps({"arm": arm, "seed": seed, **everything[arm, seed]}) for arm, seed in sorted(everything)]
+        with replacing(self.file) as whole:
+            whole.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        for file in files.values():
+            file.unlink()
+            for folder in file.parents:
+                if folder == self.file.parent or any(folder.iterdir()):
+                    break
+                folder.rmdir()
+
+    def _files(self) -> Iterator[tuple[tuple[str, int], Path]]:
+        for file in self.running.rglob("seed*.json"):
+            arm = file.parent.relative_to(self.running).as_posix()
+            yield (arm, int(file.stem.removeprefix("seed"))), file
+
+    def _lines(self) -> dict[tuple[str, int], Result]:
+        """The results of the one file, which is read again if another command has merged into it."""
+        changed = self.file.stat().st_mtime_ns if self.file.is_file() else None
+        if changed != self._read_at:
+            lines = map(json.loads, self.file.read_text(encoding="utf-8").splitlines()) if changed else ()
+            self._merged = {(line.pop("arm"), line.pop("seed")): line for line in lines}
+            self._read_at = changed
+        return self._merged
+
+
+def read_json(file: Path) -> Any:
+    """None if there is no such file."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
