@@ -1,7 +1,7 @@
 """A document of 100,000 tokens read once by a hybrid, kept in files, asked by other processes, cropped, asked again.
 
     python -m benchmarks.state_files                       # model_cards/bamba-cured
-    python -m benchmarks.state_files --model model_cards/mamba2-cured --decays
+    python -m benchmarks.state_files --model model_cards/mamba2-cured
 
 Prints time and bytes of each step as a table. Each process that asks compares one of its answers with that of a model
 which reads document and question at once.
@@ -32,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--model", default="model_cards/bamba-cured", help="checkpoint (default: %(default)s)")
     options.add_argument("--length", type=int, default=100_000, help="tokens of the document (default: %(default)s)")
     options.add_argument("--every", type=int, default=10_000, help="tokens between two files (default: %(default)s)")
-    options.add_argument("--decays", action="store_true", help="also record decays")
     options.add_argument("--ask", type=Path, help=argparse.SUPPRESS)  # in the processes that ask
     return options
 
@@ -82,7 +81,7 @@ def main() -> None:
     document, _ = texts(tokenizer, options.length)
     with tempfile.TemporaryDirectory() as temporary:
         folder, half = Path(temporary) / "document", Path(temporary) / "half.safetensors"
-        steps = read_into(folder, model, document, options.every, tokenizer=tokenizer, record_decays=options.decays)
+        steps = read_into(folder, model, document, options.every, tokenizer=tokenizer)
         reading_time, last = seconds(lambda: list(steps)[-1])
         save_reading(Path(temporary) / "alone", last)
         files = len(positions_in(folder))

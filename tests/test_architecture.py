@@ -50,7 +50,6 @@ MAY_IMPORT = {
     ),
     "diagnosis": ("evaluation", "plotting"),
     "readings": ("models", "evaluation"),
-    "serving": ("readings",),
     "harness": ("models", "hybrids", "loading", "data", "evaluation"),
     "cards": (
         "models",
@@ -101,7 +100,6 @@ MAY_IMPORT = {
         "readings",
         "recipes",
         "records",
-        "serving",
         "surgery",
         "trainers",
         "verification",

@@ -205,20 +205,6 @@ def test_a_document_is_read_once_and_asked_from_the_file(
         run_example("ask_a_long_document.py", monkeypatch, *arguments)
 
 
-@pytest.mark.slow
-def test_merged_readings_are_compared_with_the_texts_one_after_the_other(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_example("merged_readings.py", monkeypatch, "--model", checkpoint, "--length", 20, "--scored", 5, "--groups", 3)
-    title, _, best, *rows = capsys.readouterr().out.splitlines()
-    assert title.endswith("2 texts of 20 tokens, 3 groups; ± standard error")
-    assert [row[:24].strip() for row in (best, *rows)] == [
-        *("one after the other", "in order", "mean over cyclic orders", "mean", "sum"),
-        *("last text alone", "first text alone", "one token"),
-    ]
-    assert all(len(row.split()) == len(row[:24].split()) + 8 for row in rows)
-
-
 @pytest.mark.parametrize(
     "wrong", [("--length", 0), ("--tokens", 0), ("--every", 0), ("--ask", ""), ("--document", "missing.txt")]
 )

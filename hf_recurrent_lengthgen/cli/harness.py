@@ -20,10 +20,6 @@ of this package are known. Their groups, which the page on the harness of the do
   lengthgen_ruler         the 13 tasks of RULER, by length
   lengthgen_longbench_e   the 13 tasks of LongBench-E
   lengthgen_longbench2    the 20 tasks of LongBench v2
-  lengthgen_mrcr          which of 2, 4 or 8 equal requests of a conversation; generated, by length
-  lengthgen_openai_mrcr   the same on OpenAI's conversations
-  lengthgen_oolong        statistics of many short texts; generated, by length (a task, not a group)
-  lengthgen_oolong_synth  the same on the texts of OOLONG-synth (a task)
   lengthgen_graphwalks    walks through graphs that fill the context
   lengthgen_longproc      long answers by a procedure
   lengthgen_pg19          perplexity of books
@@ -31,7 +27,7 @@ of this package are known. Their groups, which the page on the harness of the do
 EXAMPLES = """\
 lengthgen harness --tasks lengthgen_common_sense --model-args pretrained=MODEL --batch-size 16
 lengthgen harness --tasks lengthgen_recall --model-args pretrained=MODEL --metadata data_dir=FOLDER
-lengthgen harness --tasks lengthgen_oolong --model-args pretrained=MODEL --metadata max_seq_lengths=[4096,8192]
+lengthgen harness --tasks lengthgen_ruler --model-args pretrained=MODEL --metadata data_dir=RULER
 lengthgen harness --tasks lengthgen_pg19 --model-args pretrained=MODEL --metadata data_dir=BOOKS
 lengthgen harness ls groups
 """

@@ -30,7 +30,6 @@ PURPOSES = {
     },
     "Read once, ask often": {
         "state": "keep what a model has read in files, and ask them",
-        "serve": "answer requests of OpenAI clients, also from such files",
     },
     "Convert and publish": {
         "convert": "make a checkpoint of another library one that takes states",

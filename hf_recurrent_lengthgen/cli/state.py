@@ -18,16 +18,11 @@ from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.readings import (
     Reading,
     ask,
-    compare_readings,
     crop_reading,
     load_reading,
-    merge_readings,
     positions_in,
     read_into,
-    save_reading,
-    without_attention,
 )
-from hf_recurrent_lengthgen.readings.merging import MERGINGS
 from hf_recurrent_lengthgen.readings.origin import OVERRIDES
 
 DESCRIPTION = """\
@@ -51,12 +46,6 @@ ASK = """\
 Continue prompts after the text of a reading. The answers are those that the model would give after reading text and
 prompt at once. The reading stays as it is.
 """
-MERGE = """\
-Make one reading that stands for several texts: the mean or sum of their states, or the state after all texts in order
-as if no text depended on another (PICASO), or its mean over the cyclic orders or over all orders. The last three need
-readings with --decays. Keys and values of attention layers cannot be merged and are left out. The documentation tells
-how good this is ("State files"): measure it on your texts.
-"""
 READING = {"metavar": "READING", "help": "file of a reading, or a folder, whose last reading is taken"}
 
 
@@ -76,8 +65,6 @@ def command_parser() -> CommandParser:
     read.data.add_argument("--length", type=positive, metavar="N", help="tokens to read at most (default: all)")
     what = "tokens between two files (default: %(default)s)"
     read.method.add_argument("--every", type=positive, default=65536, metavar="N", help=what)
-    what = "also record what the text leaves of an earlier state, for lengthgen state merge"
-    read.method.add_argument("--decays", action="store_true", help=what)
     read.run.add_argument("--output", required=True, metavar="FOLDER", help="folder for the files")
     add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
     show = add_action("show", "show what is known of a reading", "lengthgen state show book")
@@ -97,17 +84,7 @@ def command_parser() -> CommandParser:
     for action in (asked, cropped):
         required = action is cropped
         action.data.add_argument("--position", type=positive, metavar="N", required=required, help=what)
-    what = "show how far the states of two readings are apart"
-    compared = add_action("compare", what, "lengthgen state compare book other-book")
-    compared.data.add_argument("reading", **READING)
-    compared.data.add_argument("other", metavar="OTHER", help="the other one, of the same model")
-    examples = "lengthgen state merge one two --how mean --output both.safetensors"
-    merged = add_action("merge", "make one reading that stands for several texts", examples, MERGE)
-    merged.data.add_argument("readings", nargs="+", **READING)
-    what = "how to merge (default: %(default)s)"
-    merged.method.add_argument("--how", choices=MERGINGS, default="mean", help=what)
-    for action in (cropped, merged):
-        action.run.add_argument("--output", required=True, metavar="FILE", help="file to write")
+    cropped.run.add_argument("--output", required=True, metavar="FILE", help="file to write")
     for action in (read, asked):
         add_shared(action, "--device", "--dtype", "--trust-remote-code")
     return parser
@@ -115,9 +92,7 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    {"read": _read, "show": _show, "ask": _ask, "crop": _crop, "compare": _compare, "merge": _merge}[options.action](
-        options
-    )
+    {"read": _read, "show": _show, "ask": _ask, "crop": _crop}[options.action](options)
     return 0
 
 
@@ -136,15 +111,8 @@ def _read(options: argparse.Namespace) -> None:
     if not len(tokens):
         raise ValueError(f"{options.data} is empty: give a text.")
     found = positions_in(options.output)
-    readings = read_into(
-        options.output,
-        model,
-        tokens,
-        options.every,
-        tokenizer=tokenizer,
-        chunk_length=options.chunk_length,
-        record_decays=options.decays,
-    )
+    reading: Any = {"tokenizer": tokenizer, "chunk_length": options.chunk_length}
+    readings = read_into(options.output, model, tokens, options.every, **reading)
     with tqdm(total=len(tokens), unit="tok", unit_scale=True, disable=None) as bar:
         for reading in readings:
             if found and reading.position == found[-1]:
@@ -169,7 +137,6 @@ def _show(options: argparse.Namespace) -> None:
         rows.append(["weights", origin.weights])
         rows.append(["tokenizer", origin.tokenizer or "unknown"])
     rows.append(["tokens", reading.prefix or "unknown"])
-    rows.append(["decays", "recorded" if reading.decays else "not recorded"])
     print(in_columns([*rows, *sorted([name, value] for name, value in reading.metadata.items())]))
 
 
@@ -192,18 +159,3 @@ def _ask(options: argparse.Namespace) -> None:
 def _crop(options: argparse.Namespace) -> None:
     reading = crop_reading(options.reading, options.position, options.output)
     print(f"The reading after {reading.position:,} tokens: {options.output}")
-
-
-def _compare(options: argparse.Namespace) -> None:
-    distances = compare_readings(load_reading(options.reading), load_reading(options.other))
-    rows = [["layer", "recurrent", "convolution"]]
-    rows += [[str(i), f"{layer.recurrent:.3g}", f"{layer.conv:.3g}"] for i, layer in enumerate(distances)]
-    print(in_columns(rows))
-    print(f"Norm of the difference, divided by that of {options.reading}.")
-
-
-def _merge(options: argparse.Namespace) -> None:
-    readings = [without_attention(load_reading(path)) for path in options.readings]
-    merged = merge_readings(readings, options.how)
-    save_reading(options.output, merged)
-    print(f"One reading of {len(readings)} texts, {merged.position:,} tokens: {options.output}")

@@ -78,18 +78,6 @@ def graphwalks_rows(config_source: str, data_file: str, data_dir: str | None = N
     return {"train": datasets.load_dataset("openai/graphwalks", data_files=data_file, split="train")}
 
 
-def task_lines(config_source: str, folder: Path) -> list[dict[str, Any]]:
-    """The JSON lines of `TASK.jsonl`.
-
-    Raises:
-        ValueError: without this file, and for lines that are not JSON objects.
-    """
-    path = folder / f"{load_yaml(config_source, resolve_func=False)['task']}.jsonl"
-    if not path.exists():
-        raise ValueError(f"{folder} has no {path.name}.")
-    return json_lines(path)
-
-
 def folder_of(data_dir: str) -> Path:
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():

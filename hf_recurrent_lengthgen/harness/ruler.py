@@ -9,8 +9,10 @@ from typing import Any
 
 import datasets
 
-from hf_recurrent_lengthgen.harness.lengths import LENGTHS, check_lengths
 from hf_recurrent_lengthgen.harness.local_files import Splits, folder_of, json_lines
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""The lengths that have a metric."""
 
 
 def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | None = None, **metadata: Any) -> Splits:
@@ -31,7 +33,8 @@ def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | No
             'they need pip install "lm_eval[ruler]" and a network connection.'
         )
     folder = folder_of(data_dir)
-    check_lengths(max_seq_lengths or ())
+    if unknown := sorted(set(max_seq_lengths or ()) - set(LENGTHS)):
+        raise ValueError(f"max_seq_lengths must be some of {', '.join(map(str, LENGTHS))}, got {unknown}.")
     paths = {length: folder / str(length) / "data" / task / "validation.jsonl" for length in LENGTHS}
     wanted = max_seq_lengths or [length for length, path in paths.items() if path.exists()]
     if missing := [str(paths[length]) for length in wanted if not paths[length].exists()]:

@@ -25,7 +25,3 @@ def metadata_tokenizer(metadata: dict[str, Any], purpose: str) -> PreTrainedToke
             "or the metadata."
         )
     return load_tokenizer(str(named), bool(metadata.get("trust_remote_code")))
-
-
-def number_of_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    return len(tokenizer.encode(text, add_special_tokens=False))

@@ -293,30 +293,6 @@ def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Ma
     write_tensors(path, tensors, header)
 
 
-def read_state_file(
-    path: str | os.PathLike[str], device: torch.device | str, kind: str, newest: int
-) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Header and tensors of a safetensors file of one kind, up to the format version `newest`."""
-    name = kind.replace("_", " ")
-    if os.path.isdir(path):
-        raise ValueError(f"{path} is a folder: give a file that holds a {name}.")
-    header, tensors, has_checksum = read_tensors(path, device)
-    if header.get("format") != kind:
-        raise ValueError(
-            f"{path} holds no {name}: its format is {header.get('format')!r}. load_state reads a state alone, "
-            "load_reading of hf_recurrent_lengthgen.readings one with its text, model, keys and values."
-        )
-    version = header.get("format_version", "")
-    if not version.isdecimal() or int(version) > newest:
-        raise ValueError(
-            f"{path} has {name} format version {version!r}, this code reads up to {newest}: "
-            "update hf_recurrent_lengthgen."
-        )
-    if not has_checksum:
-        warnings.warn(no_checksum(path), stacklevel=3)
-    return header, tensors
-
-
 def load_state(
     path: str | os.PathLike[str], device: torch.device | str = "cpu"
 ) -> tuple[RecurrentState, dict[str, str]]:
@@ -332,7 +308,22 @@ def load_state(
     Warns:
         UserWarning: for a file without a checksum, as earlier versions wrote it.
     """
-    header, tensors = read_state_file(path, device, STATE_FORMAT, STATE_FORMAT_VERSION)
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: give a file that holds a recurrent state.")
+    header, tensors, has_checksum = read_tensors(path, device)
+    if header.get("format") != STATE_FORMAT:
+        raise ValueError(
+            f"{path} holds no recurrent state: its format is {header.get('format')!r}. load_state reads a state "
+            "alone, load_reading of hf_recurrent_lengthgen.readings one with its text, model, keys and values."
+        )
+    version = header.get("format_version", "")
+    if not version.isdecimal() or int(version) > STATE_FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has recurrent state format version {version!r}, this code reads up to {STATE_FORMAT_VERSION}: "
+            "update hf_recurrent_lengthgen."
+        )
+    if not has_checksum:
+        warnings.warn(no_checksum(path), stacklevel=2)
     layers = header.get("num_layers", "")
     count = min(int(layers), len(tensors)) if layers.isdecimal() else 0  # a damaged number must not allocate memory
     parts = WindowedLayerState._fields if "layers.0.window" in tensors else LayerState._fields

@@ -7,8 +7,6 @@ from hf_recurrent_lengthgen.readings.folders import (
     read_into,
     save_reading,
 )
-from hf_recurrent_lengthgen.readings.merging import LayerDistance, compare_readings, merge_readings
-from hf_recurrent_lengthgen.readings.mlx_caches import load_mlx_cache, save_mlx_cache
 from hf_recurrent_lengthgen.readings.origin import Origin
 from hf_recurrent_lengthgen.readings.reading import (
     LayerKeys,
@@ -21,21 +19,16 @@ from hf_recurrent_lengthgen.readings.reading import (
 )
 
 __all__ = [
-    "LayerDistance",
     "LayerKeys",
     "Origin",
     "Reading",
     "ask",
     "branch",
-    "compare_readings",
     "crop_reading",
-    "load_mlx_cache",
     "load_reading",
-    "merge_readings",
     "positions_in",
     "read_into",
     "read_text",
-    "save_mlx_cache",
     "save_reading",
     "start_of",
     "without_attention",

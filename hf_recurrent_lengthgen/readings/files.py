@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_recurrent_lengthgen.models.checked_files import CHECKSUM, no_checksum, read_tensors, write_tensors
@@ -19,9 +18,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     WindowedLayerState,
     check_finite_state,
     layer_state,
-    read_state_file,
 )
-from hf_recurrent_lengthgen.readings.decays import Decay
 from hf_recurrent_lengthgen.readings.origin import Origin
 from hf_recurrent_lengthgen.readings.reading import LayerKeys, Reading
 from hf_recurrent_lengthgen.versions import version_of
@@ -39,7 +36,7 @@ _KNOWN: tuple[str, ...] = (
     "prefix_sha256",
     "attention",
 )
-_KNOWN += ("next_position", "key_layers", "continues", "decays", "model_attends", CHECKSUM, *_ORIGIN)
+_KNOWN += ("next_position", "key_layers", "continues", "model_attends", CHECKSUM, *_ORIGIN)
 
 
 class Continued(NamedTuple):
@@ -58,7 +55,6 @@ class Header(NamedTuple):
         keys: For each layer with keys, the position of the first one in this file, and how many tokens it has read.
         continues: The file that holds the keys before, for the layers whose first key here is at its position.
         continued: The layers for which it does.
-        matrices: For each layer with a decay, whether it is a matrix; () without decays.
     """
 
     layers: int
@@ -70,7 +66,6 @@ class Header(NamedTuple):
     keys: dict[int, tuple[int, int]]
     continues: Continued | None
     continued: frozenset[int]
-    matrices: tuple[bool, ...]
 
 
 def write_file(path: str | os.PathLike[str], reading: Reading, continues: Continued | None = None) -> None:
@@ -98,7 +93,6 @@ def write_file(path: str | os.PathLike[str], reading: Reading, continues: Contin
             continued.append(index)
         tensors |= {f"layers.{index}.keys": key, f"layers.{index}.values": values}
         keys[index] = (first, tokens)
-    tensors |= {f"layers.{index}.decay": decay.factor for index, decay in enumerate(reading.decays)}
     header = {
         "format": FORMAT,
         "format_version": f"{MAJOR}.{MINOR}",
@@ -109,7 +103,6 @@ def write_file(path: str | os.PathLike[str], reading: Reading, continues: Contin
         "attention": reading.attention,
         "next_position": str(reading.position if reading.attention == "kept" else 0),
         "key_layers": json.dumps(keys),
-        "decays": json.dumps([decay.is_matrix for decay in reading.decays]),
     }
     if continues is not None:
         header["continues"] = json.dumps({**continues._asdict(), "layers": continued})
@@ -153,10 +146,9 @@ class ReadingFile:
         parts = STATE_PARTS if windowed else STATE_PARTS[:2]
         expected = {f"layers.{i}.{part}" for i in layers for part in parts}
         expected |= {f"layers.{i}.{part}" for i in header.keys for part in ("keys", "values")}
-        expected |= {f"layers.{i}.decay" for i in range(len(header.matrices))}
         missing = sorted(expected - found)
         # A part that a newer minor version adds is no reason to refuse a file; one of a known name is.
-        known = {*STATE_PARTS, "keys", "values", "decay"}
+        known = {*STATE_PARTS, "keys", "values"}
         unexpected = sorted(key for key in found - expected if key.rpartition(".")[2] in known)
         if not header.layers or missing or unexpected:
             raise ValueError(
@@ -166,7 +158,7 @@ class ReadingFile:
 
     def tensor(self, layer: int, part: str) -> Tensor:
         tensor = self._tensors[f"layers.{layer}.{part}"]
-        kinds = (torch.float32, torch.float64) if part in (*STATE_PARTS, "decay") else ()
+        kinds = (torch.float32, torch.float64) if part in STATE_PARTS else ()
         if (kinds and tensor.dtype not in kinds) or not tensor.is_floating_point():
             allowed = "float32 or float64" if kinds else "floating-point numbers"
             raise ValueError(f"{self.name}: layer {layer} has '{part}' as {tensor.dtype}, but it must be {allowed}.")
@@ -191,14 +183,11 @@ class ReadingFile:
         header = self.header
         parts = STATE_PARTS if "layers.0.window" in self._tensors else STATE_PARTS[:2]
         state = tuple(layer_state(self.tensor(i, part) for part in parts) for i in range(header.layers))
-        decays = tuple(Decay(self.tensor(i, "decay"), matrix) for i, matrix in enumerate(header.matrices))
         rows = {tensor.shape[:1] for layer in state for tensor in layer}
         rows |= {layer.keys.shape[:1] for layer in keys.values()}
         if len(rows) > 1:
             raise ValueError(f"{self.name} has parts with different numbers of rows: {sorted(map(tuple, rows))}.")
-        return Reading(
-            state, header.position, header.prefix, header.origin, header.attention, keys, decays, header.metadata
-        )
+        return Reading(state, header.position, header.prefix, header.origin, header.attention, keys, header.metadata)
 
 
 def _check_format(name: str, fields: Mapping[str, str]) -> None:
@@ -232,9 +221,6 @@ def _parsed(fields: Mapping[str, str]) -> Header:
         continued = frozenset(_number(layer) for layer in before["layers"])
         if not continues.position < position or any(keys[layer][0] != continues.position for layer in continued):
             raise ValueError(f"it continues {before}, but holds the keys {keys}")
-    matrices = tuple(bool(matrix) for matrix in json.loads(fields["decays"]))
-    if len(matrices) not in (0, layers):
-        raise ValueError(f"{len(matrices)} decays of {layers} layers")
     origin = None
     if any(key in fields for key in (*_ORIGIN, "model_attends")):  # a lost one is no reason to compare no model
         name, revision, dtype, config, weights, tokenizer = (fields[key] for key in _ORIGIN)
@@ -242,7 +228,7 @@ def _parsed(fields: Mapping[str, str]) -> Header:
         origin = Origin(name, revision, dtype, dict(json.loads(config)), _hash(weights), tokenizer, bool(attends))
     metadata = {name: value for name, value in fields.items() if name not in _KNOWN}
     prefix = fields["prefix_sha256"] and _hash(fields["prefix_sha256"])
-    return Header(layers, position, prefix, attention, origin, metadata, keys, continues, continued, matrices)
+    return Header(layers, position, prefix, attention, origin, metadata, keys, continues, continued)
 
 
 def _number(value: str | int) -> int:
@@ -256,31 +242,3 @@ def _hash(text: str) -> str:
     if len(bytes.fromhex(text)) != 32:
         raise ValueError(f"{text!r} is no SHA-256")
     return text
-
-
-def read_earlier(path: str | os.PathLike[str]) -> Reading | None:
-    """The reading in a file of the format "hybrid_state", which was written before readings; None for other files."""
-    try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            kind = (file.metadata() or {}).get("format")
-    except SafetensorError:
-        return None  # `ReadingFile` tells why
-    if kind != "hybrid_state":
-        return None
-    header, tensors = read_state_file(path, "cpu", "hybrid_state", 1)
-    try:
-        lengths = {_number(k): _number(n) for k, n in json.loads(header["lengths"]).items()}
-        metadata = {str(k): str(v) for k, v in json.loads(header["metadata"]).items()}
-        parts = STATE_PARTS if "layers.0.window" in tensors else STATE_PARTS[:2]
-        layers = range(min(_number(header["num_layers"]), len(tensors)))
-        state = tuple(layer_state(tensors[f"layers.{i}.{part}"] for part in parts) for i in layers)
-        keys = {
-            i: LayerKeys(tensors[f"layers.{i}.keys"], tensors[f"layers.{i}.values"], tokens)
-            for i, tokens in lengths.items()
-        }
-        if not state or len(state) * len(parts) + 2 * len(keys) != len(tensors):
-            raise ValueError(f"tensors {sorted(tensors)} of {len(state)} layers")
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} has a damaged header ({error!r:.200}): write it again.") from error
-    position = max(lengths.values(), default=0)
-    return Reading(state, position, "", None, "kept" if keys else "none", keys, (), metadata)

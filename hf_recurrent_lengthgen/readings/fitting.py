@@ -46,9 +46,8 @@ def fitted(reading: Reading, model: Any, tokenizer: Any, allow: Collection[str],
 
     state = map_state(moved, reading.state)
     state = check_state(state, inner.state_shapes(), reading.rows, inner.device, dtype, name)
-    decays = tuple(decay._replace(factor=moved(decay.factor)) for decay in reading.decays)
     keys = _fitted_keys(reading, inner, "dtype" in allow, name) if reading.attention == "kept" else {}
-    return replace(reading, state=state, origin=origin, keys=keys, decays=decays)
+    return replace(reading, state=state, origin=origin, keys=keys)
 
 
 def _fitted_keys(reading: Reading, model: Any, cast: bool, name: str) -> dict[int, LayerKeys]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens
-from hf_recurrent_lengthgen.readings.files import Continued, ReadingFile, read_earlier, write_file
+from hf_recurrent_lengthgen.readings.files import Continued, ReadingFile, write_file
 from hf_recurrent_lengthgen.readings.fitting import fitted
 from hf_recurrent_lengthgen.readings.origin import prefix_hash
 from hf_recurrent_lengthgen.readings.reading import LayerKeys, Reading, check_rows, readings_of
@@ -56,8 +56,8 @@ def load_reading(
 
     Args:
         path: File or folder.
-        model: The model that is to continue the text, on whose device the reading is put; None to look at the reading
-            or merge it, without a check against a model.
+        model: The model that is to continue the text, on whose device the reading is put; None to look at it without a
+            check against a model.
         tokenizer: Its tokenizer; None not to compare it.
         position: In a folder, the reading at this position or the nearest one before it; None for the last.
         tokens: The text, (T,) or (B, T), of which the reading must have read the beginning; None not to compare it.
@@ -93,8 +93,6 @@ def _nearest(folder: str | os.PathLike[str], position: int | None) -> int:
 
 
 def _from_file(path: Path) -> Reading:
-    if (earlier := read_earlier(path)) is not None:
-        return earlier
     file = ReadingFile(path)
     named = _NAME.fullmatch(path.name)
     if named and int(named[1]) != file.header.position:
@@ -156,7 +154,6 @@ def read_into(
     *,
     tokenizer: Any = None,
     chunk_length: int | None = None,
-    record_decays: bool = False,
     allow: Collection[str] = (),
 ) -> Iterator[Reading]:
     """Read a text while saving every so many tokens, and at its end; goes on after the last file in the folder.
@@ -165,7 +162,7 @@ def read_into(
 
     Args:
         folder: New folder, or one in which the same model has begun to read this text.
-        model, tokens, tokenizer, chunk_length, record_decays: As in `read_text`.
+        model, tokens, tokenizer, chunk_length: As in `read_text`.
         every: Tokens between two files.
         allow: As in `load_reading`, for the files that are there.
 
@@ -191,7 +188,7 @@ def read_into(
     if done == rows.shape[1]:
         return
     continues = None if before is None else Continued(before.position, before.prefix)
-    options = {"tokenizer": tokenizer, "chunk_length": chunk_length, "record_decays": record_decays}
+    options: Any = {"tokenizer": tokenizer, "chunk_length": chunk_length}
     for reading in readings_of(model, rows[:, done:], [stop - done for stop in stops], before, **options):
         write_file(file_at(folder, reading.position), reading, continues)
         continues = Continued(reading.position, reading.prefix)

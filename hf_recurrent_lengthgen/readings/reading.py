@@ -22,7 +22,6 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     map_state,
     state_batch_size,
 )
-from hf_recurrent_lengthgen.readings.decays import Decay, recorded_decays, then
 from hf_recurrent_lengthgen.readings.origin import NO_TOKENS, Origin, check_origin, origin_of, prefix_hash, unwrapped
 
 Attention = Literal["kept", "none", "omitted"]
@@ -47,10 +46,9 @@ class Reading:
         state: The state after the text.
         position: Number of tokens read.
         prefix: `prefix_hash` of the tokens; empty if unknown.
-        origin: The model and tokenizer; None in files of earlier versions.
+        origin: The model and tokenizer; None if unknown.
         attention: Whether `keys` are kept, there are none, or they are left out.
         keys: Keys and values, by layer.
-        decays: What the text leaves of an earlier state, by layer, which `compose` needs; () if not recorded.
         metadata: Further fields of its file, also those that this version does not know.
     """
 
@@ -60,7 +58,6 @@ class Reading:
     origin: Origin | None
     attention: Attention = "none"
     keys: Mapping[int, LayerKeys] = field(default_factory=dict)
-    decays: tuple[Decay, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -72,7 +69,7 @@ class Reading:
         """Bytes of all tensors."""
         tensors = [part for layer in self.state for part in layer]
         tensors += [part for layer in self.keys.values() for part in layer[:2]]
-        return sum(part.nbytes for part in [*tensors, *(decay.factor for decay in self.decays)])
+        return sum(part.nbytes for part in tensors)
 
 
 def start_of(model: Any, reading: Reading) -> dict[str, Any]:
@@ -101,8 +98,7 @@ def branch(reading: Reading, rows: int) -> Reading:
         return part.repeat_interleave(rows, dim=0)
 
     keys = {index: LayerKeys(repeated(k), repeated(v), tokens) for index, (k, v, tokens) in reading.keys.items()}
-    decays = tuple(decay._replace(factor=repeated(decay.factor)) for decay in reading.decays)
-    return replace(reading, state=map_state(repeated, reading.state), prefix="", keys=keys, decays=decays)
+    return replace(reading, state=map_state(repeated, reading.state), prefix="", keys=keys)
 
 
 def without_attention(reading: Reading) -> Reading:
@@ -117,7 +113,6 @@ def read_text(
     *,
     tokenizer: Any = None,
     chunk_length: int | None = None,
-    record_decays: bool = False,
 ) -> Reading:
     """Read a text, or the continuation of one, in pieces, so that memory does not grow with it.
 
@@ -129,16 +124,13 @@ def read_text(
         reading: What the text continues; None for a new text, which starts from the active learned state, or zero.
         tokenizer: The tokenizer that made the tokens, to be known to files; None if unknown.
         chunk_length: Tokens in a forward pass; None to choose by memory.
-        record_decays: Whether to record what the text leaves of an earlier state, for `compose`.
 
     Raises:
         ValueError: for a model without states, token ids outside the vocabulary, a reading of another model or with
             other rows, and states that become NaN.
     """
     stops = [check_rows(tokens).shape[1]]
-    *_, last = readings_of(
-        model, tokens, stops, reading, tokenizer=tokenizer, chunk_length=chunk_length, record_decays=record_decays
-    )
+    *_, last = readings_of(model, tokens, stops, reading, tokenizer=tokenizer, chunk_length=chunk_length)
     return last
 
 
@@ -160,7 +152,6 @@ def readings_of(
     *,
     tokenizer: Any = None,
     chunk_length: int | None = None,
-    record_decays: bool = False,
 ) -> Iterator[Reading]:
     """The readings after each number of `tokens` in `stops`, ascending; arguments as in `read_text`."""
     reader, rows = reader_of(model), check_rows(tokens)
@@ -183,34 +174,19 @@ def readings_of(
     if attends and cache[1] is None:
         cache = (cache[0], reader.model.new_attention_cache())
     _, chunk = reading_plan(reader, len(rows), rows.shape[1], len(rows), chunk_length)
-    prefix, begin, decays = reading.prefix, 0, reading.decays
-    if reading.position and record_decays and not decays:
-        raise ValueError("The decays of the text before were not recorded: read it again with record_decays=True.")
-    record_decays = record_decays or bool(decays)
+    prefix, begin = reading.prefix, 0
     with evaluation_mode(reader.model):
         for stop in stops:
             for first, last in chunk_borders(stop, chunk, (), begin):
                 ids = torch.from_numpy(rows[:, first:last].astype(np.int64)).to(reader.device)
-                if record_decays:
-                    with recorded_decays(reader.model) as recorded:
-                        _, cache = reader.read(ids, cache, 1)
-                    decays = then(decays, recorded())
-                else:
-                    _, cache = reader.read(ids, cache, 1)
+                _, cache = reader.read(ids, cache, 1)
                 if prefix:
                     prefix = prefix_hash(rows[:, first:last], prefix)
                 check_finite_state(cache[0], f"The state after token {reading.position + last}")
             begin = stop
             keys = keys_of(cache[1]) if reading.attention == "kept" else {}
-            yield replace(
-                reading,
-                state=cache[0],
-                position=reading.position + stop,
-                prefix=prefix,
-                origin=origin,
-                keys=keys,
-                decays=decays,
-            )
+            position = reading.position + stop
+            yield replace(reading, state=cache[0], position=position, prefix=prefix, origin=origin, keys=keys)
 
 
 def keys_of(cache: Any) -> dict[int, LayerKeys]:
@@ -241,6 +217,6 @@ def ask(model: Any, reading: Reading, prompts: Tensor, **generation: Any) -> Ten
     if reading.attention == "omitted":
         reading = replace(reading, attention="kept")  # for the prompt, whose last token sees the rest of it
     if prompts.shape[1] > 1:
-        reading = read_text(model, prompts[:, :-1], replace(reading, prefix="", decays=()))
+        reading = read_text(model, prompts[:, :-1], replace(reading, prefix=""))
     answers: Tensor = model.generate(prompts[:, -1:].to(model.device), **start_of(model, reading), **generation)
     return torch.cat([prompts[:, :-1].to(answers.device), answers], dim=1)

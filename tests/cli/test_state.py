@@ -1,4 +1,4 @@
-"""`lengthgen state`: read, show, ask, crop, compare, merge."""
+"""`lengthgen state`: read, show, ask, crop."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.readings import load_reading, positions_in
+from hf_recurrent_lengthgen.readings import positions_in
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -47,22 +47,6 @@ def test_a_text_is_read_once_and_asked(
     assert told.startswith(f"'9 times': {expected}\n")
 
 
-def test_readings_are_compared_and_merged(
-    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, two, both = (tmp_path / name for name in ("one", "two", "both.safetensors"))
-    for folder, length in ((one, "500"), (two, "700")):
-        shown(capsys, "read", checkpoint, "--data", text_file, "--length", length, "--decays", "--output", folder)
-    _, *layers, note = shown(capsys, "compare", one, one).splitlines()
-    assert [layer.split() for layer in layers] == [["0", "0", "0"], ["1", "0", "0"]]
-    assert note.endswith(f"divided by that of {one}.")
-    assert "2 texts, 1,200 tokens" in shown(capsys, "merge", one, two, "--how", "order", "--output", both)
-    merged = load_reading(both)
-    expected = load_reading(two).decays[0].of(load_reading(one).state[0].recurrent)
-    torch.testing.assert_close(merged.state[0].recurrent, expected + load_reading(two).state[0].recurrent)
-    assert "merged     order" in shown(capsys, "show", both)
-
-
 def test_another_model_is_refused_unless_allowed(
     checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,7 +77,6 @@ def test_mistakes_are_told(
         (("show", tmp_path / "nothing"), "does not exist"),
         (("crop", book, "--position", "50", "--output", tmp_path), "is a folder: give the name of a file"),
         (("crop", book, "--position", "50", "--output", next(book.iterdir())), "which belong together"),
-        (("merge", book, book, "--how", "cyclic", "--output", tmp_path / "x"), "lengthgen state read --decays"),
     ):
         assert main(["state", *map(str, arguments)]) == 1
         told = capsys.readouterr()

@@ -19,6 +19,7 @@ PAGES = (
     "diagnose",
     "states",
     "state_files",
+    "serving",
     "hybrids",
     "delta_rule",
     "surgery",
@@ -48,7 +49,6 @@ ELSEWHERE = {
         "push cured",
         "pull me/",
     ),
-    "state_files": ("serve",),
     "recipes": ("--data my-texts",),
     "harness": ("pretrained=MODEL",),
 }

@@ -7,13 +7,31 @@ from typing import Any
 
 import datasets
 import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from hf_recurrent_lengthgen.harness import StateLM, local_files
-from tests.harness.test_generated_tasks import Oracle
 from tests.harness.test_tasks import evaluate, write
 
 Manager = Callable[..., TaskManager]
+
+
+class Oracle(LM):
+    """Answers each prompt with a function of it."""
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        raise NotImplementedError
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        raise NotImplementedError
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        return [self.answer(str(request.args[0])) for request in requests]
 
 
 def test_graphwalks_is_read_from_local_files(task_manager: Manager, tmp_path: Path) -> None:

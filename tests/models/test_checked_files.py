@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.models.checked_files import digest_of, read_tensors, write_tensors
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, load_state, save_state
-from hf_recurrent_lengthgen.readings import load_mlx_cache, load_reading, read_text, save_mlx_cache, save_reading
+from hf_recurrent_lengthgen.readings import load_reading, read_text, save_reading
 from tests.models.families import MAMBA2, build, random_tokens
 
 Load = Callable[[Path], Any]
@@ -33,17 +33,14 @@ def written(kind: str, path: Path) -> tuple[Load, list[torch.Tensor]]:
         save_state(path, state, {"ü": "é"})
         return (lambda path: list(load_state(path)[0][0])), list(state[0])
     model = build(MAMBA2).eval()
-    reading = read_text(model, random_tokens(1, 9), record_decays=kind == "reading")
+    reading = read_text(model, random_tokens(1, 9))
+    save_reading(path, reading)
     expected = [part for layer in reading.state for part in layer]
-    if kind == "reading":
-        save_reading(path, reading)
-        return (lambda path: [part for layer in load_reading(path).state for part in layer]), expected
-    save_mlx_cache(path, reading, model, {"model": "somewhere"})
-    return (lambda path: [part for layer in load_mlx_cache(path, model, 9).state for part in layer]), expected
+    return (lambda path: [part for layer in load_reading(path).state for part in layer]), expected
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [("state", 29), ("reading", 409), ("mlx", 233), pytest.param("state", 1, marks=pytest.mark.slow)]
+    ("kind", "step"), [("state", 29), ("reading", 409), pytest.param("state", 1, marks=pytest.mark.slow)]
 )
 def test_each_flipped_bit_is_found(kind: str, step: int, tmp_path: Path) -> None:
     path = tmp_path / "file"
@@ -59,7 +56,7 @@ def test_each_flipped_bit_is_found(kind: str, step: int, tmp_path: Path) -> None
     assert not silent
 
 
-@pytest.mark.parametrize("kind", ["state", "reading", "mlx"])
+@pytest.mark.parametrize("kind", ["state", "reading"])
 def test_what_was_loaded_does_not_depend_on_its_file(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     load, expected = written(kind, path)

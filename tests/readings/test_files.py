@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen import load_state, save_state
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.checked_files import read_tensors, write_tensors
 from hf_recurrent_lengthgen.readings import (
     Reading,
@@ -40,7 +39,7 @@ def contents(path: Path) -> tuple[Tensors, Fields]:
 @pytest.fixture(scope="module")
 def own() -> tuple[Any, Reading]:
     model = build(MAMBA2).eval()
-    return model, read_text(model, random_tokens(1, 9), record_decays=True)
+    return model, read_text(model, random_tokens(1, 9))
 
 
 def changed(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[Tensors, Fields], None]:
@@ -76,14 +75,13 @@ DAMAGED: dict[str, tuple[Callable[[Tensors, Fields], None], str]] = {
     "double precision": (changed("layers.0.recurrent", lambda x: x.double()), "torch.float64, expected torch.float32"),
     "integers": (changed("layers.0.conv", lambda x: x.int()), "as torch.int32"),
     "missing part": (without("layers.1.conv"), r"missing \['layers.1.conv'\]"),
-    "missing decay": (without("layers.1.decay"), r"missing \['layers.1.decay'\]"),
     "keys without a header": (
         lambda tensors, fields: tensors.update({"layers.0.keys": torch.ones(1)}),
         r"unexpected \['layers.0.keys'\]",
     ),
-    "more layers": (header(num_layers="3", decays="[]"), r"3 layers that its header tells"),
-    "no layers": (header(num_layers="0", decays="[]"), "0 layers that its header tells"),
-    "many layers": (header(num_layers=str(10**12), decays="[]"), "missing"),
+    "more layers": (header(num_layers="3"), r"3 layers that its header tells"),
+    "no layers": (header(num_layers="0"), "0 layers that its header tells"),
+    "many layers": (header(num_layers=str(10**12)), "missing"),
     "negative position": (header(position="-1"), "damaged header"),
     "no number": (header(position="nine"), "damaged header"),
     "position of attention": (header(next_position="9"), "damaged header"),
@@ -102,7 +100,6 @@ DAMAGED: dict[str, tuple[Callable[[Tensors, Fields], None], str]] = {
     "lost hash of weights": (header(weights_fingerprint=None), "damaged header.*weights_fingerprint"),
     "a config of no model": (header(model_config='{"model_type": "stateful_mamba2", "layer_types": 3}'), "the config"),
     "no hash of weights": (header(weights_fingerprint="zz"), "damaged header"),
-    "decays": (header(decays="[true]"), "damaged header.*1 decays of 2 layers"),
     "config": (header(model_config="3"), "damaged header"),
     "itself": (header(continues=json.dumps({"position": 9, "prefix": NO_TOKENS, "layers": []})), "damaged header"),
     "newer major version": (header(format_version="2.0"), "version '2.0' of the format, this code reads 1.x"),
@@ -360,37 +357,3 @@ def test_a_state_alone_is_told_from_a_reading(own: tuple[Any, Reading], tmp_path
     save_reading(tmp_path / "reading", reading)
     with pytest.raises(ValueError, match=r"load_reading of hf_recurrent_lengthgen\.readings"):
         load_state(tmp_path / "reading")
-
-
-def earlier_file(path: Path, model: Any, tokens: Tensor, **fields: str) -> None:
-    """A file as `save_hybrid_state` wrote it in versions before readings."""
-    reading = read_text(model, tokens)
-    tensors = {f"layers.{i}.{k}": x for i, layer in enumerate(reading.state) for k, x in layer._asdict().items()}
-    for index, layer in reading.keys.items():
-        tensors |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
-    header = {"format": "hybrid_state", "format_version": "1", "num_layers": str(len(reading.state))}
-    header |= {"lengths": json.dumps({i: layer.tokens for i, layer in reading.keys.items()}), "metadata": '{"a": "b"}'}
-    write_tensors(path, tensors, header | fields)
-
-
-@needs_hybrids
-def test_files_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    model, path, tokens = hybrid("jamba"), tmp_path / "old", text(9)
-    earlier_file(path, model, tokens)
-    loaded = load_reading(path, model)
-    expected = read_text(model, tokens)
-    assert_same(loaded, replace(expected, prefix=""))
-    assert (loaded.metadata, loaded.origin) == ({"a": "b"}, None)
-    assert_same(read_text(model, text(4), loaded), replace(read_text(model, text(4), expected), prefix=""))
-    with pytest.raises(ValueError, match="part 'recurrent' has shape"):
-        load_reading(path, stateful(tiny_model("jamba", mamba_d_state=5)))
-    for damage in (
-        {"lengths": "{"},
-        {"lengths": "{}"},
-        {"lengths": '{"1": 500}'},
-        {"format_version": "2"},
-        {"num_layers": "x"},
-    ):
-        earlier_file(path, model, tokens, **damage)
-        with pytest.raises(ValueError, match=str(path)):
-            load_reading(path, model)

@@ -169,8 +169,6 @@ def test_what_cannot_be_read_is_refused() -> None:
         branch(reading, 2)
     with pytest.raises(ValueError, match="T at least 1"):
         ask(model, reading, torch.empty(2, 0, dtype=torch.long))
-    with pytest.raises(ValueError, match="not recorded"):
-        read_text(model, random_tokens(2, 3), reading, record_decays=True)
     with pytest.raises(ValueError, match="in the weights"):
         read_text(build(MAMBA2, seed=1), random_tokens(2, 3), reading)
     broken = replace(reading, state=map_state(lambda part: part * float("nan"), reading.state))
