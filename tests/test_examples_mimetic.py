@@ -60,7 +60,7 @@ def test_a_study_goes_on_where_it_stopped_and_reports_without_training(
     first = capsys.readouterr().out
     assert sorted(trained(first)) == sorted(teachers | students)
     table = first.partition("teacher:\n\n")[2].partition("\n\n")[0]
-    assert f"<!-- teacher -->\n{table}\n<!-- end -->" in (tmp_path / "README.md").read_text()
+    assert f"## teacher\n\n{table}\n" in (tmp_path / "results/tables.md").read_text()
     assert (tmp_path / "results/tasks.png").is_file()  # of the teachers
 
     lost = tmp_path / "results/running/copying" / family / f"layer_2_of_one/{rate}/seed4.json"
@@ -219,13 +219,15 @@ def test_the_area_under_a_curve(names: dict[str, Any]) -> None:
         area_under_curve({50: 1.0})
 
 
-def test_the_readme_holds_the_results(names: dict[str, Any]) -> None:
+def test_the_page_and_its_tables_hold_the_results(names: dict[str, Any]) -> None:
     options = Namespace(tiny=False, output="", results=FOLDER / "results", report=True)
     study, readme = names["StringStudy"](options), (FOLDER / "README.md").read_text()
+    tables = (FOLDER / "results/tables.md").read_text()
     for name, (_, layout) in names["STUDIES"].items():
-        found = names["measured"](study, name)
-        assert f"<!-- {name} -->\n{names['table'](layout, found) if found else ''}<!-- end -->\n" in readme
-        assert (f"(results/{name}.png)" in readme) == bool(found and layout.drawn)
+        measured = names["measured"](study, name)
+        assert measured
+        assert f"## {name}\n\n{names['table'](layout, measured)}" in tables
+        assert (f"(results/{name}.png)" in readme) == bool(layout.drawn)
 
 
 def test_tiny_runs_keep_away_from_the_results_of_the_readme(

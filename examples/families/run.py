@@ -419,7 +419,7 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
     parts = {"families": families, "variants": variants}
     figures = {f"{name} figure": figure(study, name, part) for name, part in parts.items() if part}
     if study.results == HERE / "results":
-        fill(HERE / "README.md", tables | figures)
+        fill(HERE / "README.md", figures)
         fill(ROOT / "README.md", {"families": summary(families)})
         fill(ROOT / "docs/delta_rule.md", {"lengths": lengths_table(measured)})
     print(text)

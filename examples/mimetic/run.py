@@ -12,7 +12,7 @@ teacher        all layers from one layer of a trained model, copying (section 6)
 sweeps         vocabulary, state, width, layers, length and steps, copying (Fig. 6 to 9)
 state_passing  copying with state passing (Buitrago Ruiz and Gu, 2025, Table 1)
 
-At the end, the tables of README.md and the pictures beside the results are written anew, from all arms that are there.
+At the end, tables.md and the pictures beside the results are written anew, from all arms that are there.
 """
 
 import sys
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.surgery.mimetic import PAPER_SWITCHES, SWITCHES
 
@@ -133,20 +134,23 @@ def measured(study: StringStudy, name: str) -> Measured:
 
 
 def report(study: StringStudy) -> None:
-    """Tables into README.md, if there is one beside the results, and figures."""
+    """Tables and figures beside the results, and the figures into README.md, if there is one."""
     study.report_only = True
-    parts = {}
+    tables, shown = {}, {}
     for name, (_, layout) in STUDIES.items():
-        results, picture = measured(study, name), study.results / f"{name}.png"
-        parts[name] = table(layout, results) if results else ""
-        print(f"{name}:\n\n{parts[name]}" if results else f"{name}: no results yet.\n")
+        results = measured(study, name)
+        if results:
+            tables[name] = table(layout, results)
+        print(f"{name}:\n\n{tables[name]}" if results else f"{name}: no results yet.\n")
         if layout.drawn:
-            parts[f"{name} figure"] = f"![Accuracy in the study {name}](results/{name}.png)\n" if results else ""
+            shown[f"{name} figure"] = f"![Accuracy in the study {name}](results/{name}.png)\n" if results else ""
             if results:
-                save_png(figure(layout, results), picture)
+                save_png(figure(layout, results), study.results / f"{name}.png")
+    with replacing(study.results / "tables.md") as file:
+        file.write_text("\n".join(f"## {name}\n\n{text}" for name, text in tables.items()), encoding="utf-8")
     page = study.results.parent / "README.md"
     if page.is_file():
-        fill(page, parts)
+        fill(page, shown)
 
 
 def main() -> None:
