@@ -2,58 +2,28 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from measure import in_own_process, peak_mib, take_turns
-from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import pad
 
 from hf_recurrent_lengthgen import Forgetting, forgetting
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.forgetting_gated import GatedRecurrence
-from hf_recurrent_lengthgen.models.forgetting_scans import Recurrence, forgetful_scan
-from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
-from hf_recurrent_lengthgen.models.forgetting_ssd import SSDRecurrence
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, WindowedLayerState
-from hf_recurrent_lengthgen.models.scan_gla import scan_gla
-from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
-from hf_recurrent_lengthgen.models.scan_selective import scan_selective
+from hf_recurrent_lengthgen.models.scan_forgetting import SSDRecurrence, forgetful_scan
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 
 LENGTH, WINDOW = 16_384, 4096
 LENGTHS = (65_536, 1_048_576)
-Inputs = tuple[Recurrence, tuple[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def inputs_of(family: str) -> Inputs:
-    """A recurrence at the dimensions of a model of 130 to 400 million parameters, its inputs and the zero state."""
+def passes() -> dict[str, Callable[[], None]]:
+    """One pass of Mamba-2 (130 million parameters) with the window, and one without, for `take_turns`."""
     torch.manual_seed(0)
-    T = LENGTH
-    if family == "mamba2":
-        x, B, C = torch.randn(1, T, 24, 64), torch.randn(1, T, 1, 128), torch.randn(1, T, 1, 128)
-        dt, A = torch.rand(1, T, 24) * 0.1, -torch.rand(24)
-        recurrence: Recurrence = SSDRecurrence(scan_ssd, A, torch.ones(24), 1.0)
-        return recurrence, (C, B, x, pad(dt, (0, 1))), torch.zeros(1, 24, 64, 128)
-    if family == "mamba":
-        x, B, C = torch.randn(1, T, 1536), torch.randn(1, T, 16), torch.randn(1, T, 16)
-        dt, A = torch.rand(1, T, 1536) * 0.1, -torch.rand(1536, 16)
-        recurrence = SelectiveRecurrence(scan_selective, A, torch.ones(1536), 1.0)
-        return recurrence, (C, B, x, pad(dt, (0, 1))), torch.zeros(1, 1536, 16)
-    q, k, v = torch.randn(1, T, 4, 128) / 11, torch.randn(1, T, 4, 128), torch.randn(1, T, 4, 256)
-    g, u = logsigmoid(torch.randn(1, T, 4, 128)) / 16, torch.randn(4, 128)
-    if family == "rwkv6":
-
-        def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-            return scan_rwkv6(q, k, v, g, u, state)
-
-        return GatedRecurrence(scan, reads_before=True), (q, k, v, g), torch.zeros(1, 4, 256, 128)
-    return GatedRecurrence(partial(scan_gla)), (q, k, v, g), torch.zeros(1, 4, 256, 128)
-
-
-def passes(family: str) -> dict[str, Callable[[], None]]:
-    """One pass with the window, and one without, as `take_turns` takes them: its ratio is theirs / ours."""
-    recurrence, inputs, zero = inputs_of(family)
+    x, B, C = torch.randn(1, LENGTH, 24, 64), torch.randn(1, LENGTH, 1, 128), torch.randn(1, LENGTH, 1, 128)
+    dt, A = torch.rand(1, LENGTH, 24) * 0.1, -torch.rand(24)
+    recurrence = SSDRecurrence(scan_ssd, A, torch.ones(24), 1.0)
+    inputs, zero = (C, B, x, pad(dt, (0, 1))), torch.zeros(1, 24, 64, 128)
     none = zero.new_zeros(1, 0)
     features = sum(t[0, 0].numel() for t in inputs[1:])
     with_window = WindowedLayerState(zero, none, zero.new_zeros(1, 1 + WINDOW, features))
@@ -71,10 +41,8 @@ def passes(family: str) -> dict[str, Callable[[], None]]:
 
 def bench_window(rounds: int) -> dict[str, float]:
     """Forward scans over 16,384 tokens with a window of 4096 against without, B 1; a stream of 1M tokens in memory."""
-    result = {}
-    for family in ("mamba2", "gla", "rwkv6", "mamba"):
-        seconds, ratio = take_turns(rounds, passes(family))
-        result |= {f"{family}_tokens_per_second": LENGTH / seconds["ours"], f"{family}_window_to_plain_time": ratio}
+    seconds, ratio = take_turns(rounds, passes())
+    result = {"mamba2_tokens_per_second": LENGTH / seconds["ours"], "mamba2_window_to_plain_time": ratio}
     peak = {n: in_own_process("peak_of_window", str(n))["peak_mib"] for n in LENGTHS}
     return result | {f"peak_mib_at_{n}": value for n, value in peak.items()}
 

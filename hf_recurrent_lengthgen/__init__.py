@@ -13,8 +13,6 @@ from . import versions as _versions
 if TYPE_CHECKING:
     from .hybrids import stateful
     from .loading import load_model
-    from .models.forgetting import Forgetting
-    from .models.forgetting_switch import forgetting
     from .models.learned_states import LearnedStates
     from .models.recurrent_state import (
         LayerState,
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
         take_rows,
         zero_state,
     )
+    from .models.scan_forgetting import Forgetting, forgetting
 
 __version__ = _versions.version_of("hf_recurrent_lengthgen")
 __all__ = [
@@ -52,9 +51,9 @@ __all__ = [
 ]
 _PACKAGES = ("data", "evaluation", "models", "readings", "surgery", "trainers")
 _NOT_OF_STATES = {
-    "Forgetting": "models.forgetting",
+    "Forgetting": "models.scan_forgetting",
     "LearnedStates": "models.learned_states",
-    "forgetting": "models.forgetting_switch",
+    "forgetting": "models.scan_forgetting",
     "load_model": "loading",
     "stateful": "hybrids",
 }

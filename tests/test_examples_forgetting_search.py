@@ -21,8 +21,8 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen.models import StatefulMamba2Config as Config
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM as Model
-from hf_recurrent_lengthgen.models.forgetting_switch import in_words
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.scan_forgetting import in_words
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "forgetting"))
 import forgetting_search
@@ -188,7 +188,7 @@ def test_settings_that_a_model_cannot_honor_are_refused_before_anything_is_measu
     gla = StatefulGLAForCausalLM(
         StatefulGLAConfig(vocab_size=SYMBOLS, hidden_size=8, num_heads=2, num_hidden_layers=1)
     )
-    with pytest.raises(ValueError, match="delta_scale scales the step sizes of Mamba"):
+    with pytest.raises(ValueError, match="takes no delta_scale; it is for Mamba-1 and Mamba-2"):
         search(gla, steady, rules=[Forgetting(delta_scale=0.5)])
     with pytest.raises(ValueError, match="retention must be above 0 and at most 1, got 2"):
         search(gla, steady, rules=[Forgetting(retention=2)])

@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_rand
 from hf_recurrent_lengthgen.models import FAMILIES, register_family
 from hf_recurrent_lengthgen.models.causal_lm import StatefulForCausalLM
 from hf_recurrent_lengthgen.models.configuration_fla import FlaConfigMixin
-from hf_recurrent_lengthgen.models.forgetting_gated import GatedRecurrence
 from hf_recurrent_lengthgen.models.layers_fla import MixerMLPBackbone
 from hf_recurrent_lengthgen.models.padding import zero_past_end
 from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, LayerState
@@ -31,6 +30,7 @@ class StatefulToyConfig(FlaConfigMixin, PreTrainedConfig):
     model_type = "stateful_toy"
     display_name = "Toy-1"
     hub_tags = ("toy",)
+    forgets_by = ("retention", "insertion")
     lora_target_modules: ClassVar[tuple[str, ...]] = ("qkv",)
 
 
@@ -38,7 +38,7 @@ class StatefulToyMixer(ScanMixer):
     """One head with a learned decay that no token changes."""
 
     scan = staticmethod(scan_gla)
-    recurrence = GatedRecurrence
+    recurrence = "gated"
 
     def __init__(self, config: StatefulToyConfig, layer: int) -> None:
         super().__init__(config)
@@ -139,7 +139,7 @@ def test_what_it_does_not_say_is_refused_by_name(tmp_path: Path) -> None:
         mimetic_initialization(model)
     with pytest.raises(ValueError, match=r"family must be one of .*, got 'stateful_toy'"):
         write_tiny_random_model("fla", "stateful_toy", tmp_path / "tiny")
-    with pytest.raises(ValueError, match="delta_scale scales the step sizes of Mamba, and StatefulToyConfig has none"):
+    with pytest.raises(ValueError, match="StatefulToyConfig takes no delta_scale; it is for Mamba-1 and Mamba-2"):
         StatefulToyConfig(**SIZES, forgetting={"delta_scale": 0.5})
 
 
@@ -151,14 +151,13 @@ def test_it_is_in_no_layout_of_others(trained: Path, tmp_path: Path, capsys: pyt
 def test_a_mixer_that_says_how_forgets_and_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = toy(), torch.arange(3, 15)[None]
     plain = model(tokens).logits
-    with forgetting(model, window=4):
+    with forgetting(model, retention=0.5):
         assert not torch.allclose(model(tokens).logits, plain)
 
     monkeypatch.setattr(StatefulToyMixer, "recurrence", None)
     torch.testing.assert_close(model(tokens).logits, plain)
-    for rule in ({"window": 4}, {"retention": 0.9}):
-        with forgetting(model, **rule), pytest.raises(ValueError, match="StatefulToyMixer cannot forget"):
-            model(tokens)
+    with forgetting(model, retention=0.9), pytest.raises(ValueError, match="StatefulToyMixer cannot forget"):
+        model(tokens)
 
 
 def test_families_do_not_take_each_others_model_types() -> None:

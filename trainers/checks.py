@@ -12,8 +12,8 @@ from transformers.trainer_utils import has_length
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL, sampled_digest
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.token_inputs import check_token_ids
 from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model

@@ -22,8 +22,7 @@ from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_d
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar, stream_nll
 from hf_recurrent_lengthgen.evaluation.text_configs import vocabulary_size
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_switch import forgetting, in_words
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words
 
 SEARCH_LENGTH = 32 * 1024
 """Context length of the paper's search, in tokens."""
@@ -36,7 +35,7 @@ PAPER = Forgetting(retention=0.9999, insertion=0.75)
 
 @dataclass(frozen=True)
 class ForgettingTrial:
-    """One setting of forgetting at inference (`models.forgetting.Forgetting`) and the mean loss with it.
+    """One setting of forgetting at inference (`models.scan_forgetting.Forgetting`) and the mean loss with it.
 
     `losses` holds the loss of each text. `gain` is the loss without forgetting minus this one, paired by text.
     """

@@ -27,8 +27,7 @@ from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCompari
 from hf_recurrent_lengthgen.json_files import read_json_object
 from hf_recurrent_lengthgen.loading import load_language_model
 from hf_recurrent_lengthgen.methods import EXPANSION, FORGETTING, PLAIN, Method
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_switch import in_words
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.plotting.names import with_names
 from hf_recurrent_lengthgen.private_text import portable, portable_command, portable_text
 from hf_recurrent_lengthgen.records import (

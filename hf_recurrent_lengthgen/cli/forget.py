@@ -16,8 +16,7 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_switch import forgetting, in_words
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words
 from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 
 DESCRIPTION = """\

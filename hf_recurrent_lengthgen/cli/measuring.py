@@ -28,8 +28,7 @@ from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
 from hf_recurrent_lengthgen.loading import load_language_model, load_tokenizer
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_switch import in_words
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.plotting.names import short_names
 from hf_recurrent_lengthgen.records import read_lineage
 

@@ -37,9 +37,9 @@ from hf_recurrent_lengthgen.evaluation.provenance import model_record, token_dig
 from hf_recurrent_lengthgen.evaluation.recorded_scans import layers_of, recorded_scans
 from hf_recurrent_lengthgen.evaluation.results import DataRecord
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.mixer_layouts import key_and_query_weights, known_mixers
 from hf_recurrent_lengthgen.models.scan_backends import repeat_heads
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.scan_trapezoid import turned
 from hf_recurrent_lengthgen.versions import installed_versions
 

@@ -36,7 +36,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
 )
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, bin_means, position_edges, t_interval
 from hf_recurrent_lengthgen.evaluation.streaming import Observer, Tokens, check_tokens, stream_nll
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.versions import installed_versions
 
 HARM_THRESHOLD = 0.05

@@ -141,7 +141,7 @@ class DataRecord:
 
 @dataclass(frozen=True)
 class ForgettingRule:
-    """Forgetting at inference, as in `models.forgetting.Forgetting`; the defaults mean none."""
+    """Forgetting at inference, as in `models.scan_forgetting.Forgetting`; the defaults mean none."""
 
     retention: float = 1.0
     insertion: float = 1.0

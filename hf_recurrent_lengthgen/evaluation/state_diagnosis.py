@@ -51,8 +51,8 @@ from hf_recurrent_lengthgen.evaluation.state_trajectory import (
 )
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 
 PATCHED_HEADS = 8
 """Default number of heads that are exchanged one by one."""

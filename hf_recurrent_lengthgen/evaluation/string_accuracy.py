@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, ForgettingRule
 from hf_recurrent_lengthgen.evaluation.retrieval_results import Share
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.versions import installed_versions
 
 

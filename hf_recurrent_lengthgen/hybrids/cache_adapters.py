@@ -7,7 +7,7 @@ lists which model type has which.
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
@@ -21,16 +21,13 @@ from hf_recurrent_lengthgen.hybrids.mixers import Mamba1StateCache, limited_step
 from hf_recurrent_lengthgen.hybrids.sharing import Shared, shared_scans
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.hybrids.stopping import (
-    hooked,
-    stopped_minimax,
     stopped_scans,
     stopped_xlstm,
-    stopped_zaya,
 )
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
-from hf_recurrent_lengthgen.models.supported_transformers import OLD_CACHE_NAMES
 
 # What a layer of a stock cache holds about its keys; `cumulative_length` counts tokens that left a sliding window.
 KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtype", "device")
@@ -59,6 +56,7 @@ class CacheAdapter:
         skips_padding: Whether the stock model leaves out the padding before its tokens where it fills a cache.
         reads_padding: Whether the stock `generate` is right after padding.
         shares: Whether processes can share rows: the layers read and write their states through the cache.
+        why_not_stop: Why states cannot stop before the padding at the end of a row, in words; empty where they can.
         rounds: Whether mixers need the recurrent state in the dtype of the model. A bfloat16 model then rounds it
             between calls, as the stock model does.
 
@@ -71,6 +69,7 @@ class CacheAdapter:
     skips_padding: ClassVar[bool] = True
     reads_padding: ClassVar[bool] = True
     shares: ClassVar[bool] = True
+    why_not_stop: ClassVar[str] = ""
     rounds: ClassVar[bool] = False
 
     def __init__(self, model: HybridModel) -> None:
@@ -158,12 +157,7 @@ class RoundingCacheAdapter(CacheAdapter):
 
     shares = False
     rounds = True
-    stopping: ClassVar[dict[str, Callable[[Any], Callable[..., None]]]] = {"ZayaCCAProjection": stopped_zaya}
-
-    def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
-        if state_cache.lengths is None:
-            return super().mixers(state_cache)
-        return hooked(self.model, {name: hook(state_cache) for name, hook in self.stopping.items()})
+    why_not_stop = "its mixers keep the last values of a row, whatever they are"
 
 
 class Mamba1CacheAdapter(CacheAdapter):
@@ -182,7 +176,7 @@ class MiniMaxCacheAdapter(RoundingCacheAdapter):
     """MiniMax's own cache, which replaces its states instead of writing to them."""
 
     reads_padding = False
-    stopping = {"MiniMaxLightningAttention": stopped_minimax}  # noqa: RUF012
+    why_not_stop = "its recurrence is inside a larger function, which takes no lengths"
 
     def state_cache_class(self) -> type[StateCache]:
         from transformers.models.minimax.modeling_minimax import MiniMaxCache
@@ -262,7 +256,7 @@ class XlstmCacheAdapter(CacheAdapter):
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
         if (lengths := state_cache.lengths) is None:
             return nullcontext()
-        return hooked(self.model, {"xLSTMBackend": stopped_xlstm(lengths)}, before=True)
+        return stopped_xlstm(self.model, lengths)
 
     def to_cache(self, state: RecurrentState) -> Any:
         from transformers.models.xlstm.modeling_xlstm import xLSTMCache

@@ -14,11 +14,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.hybrids.state_cache import NoCache, StateCache
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
+from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.learned_states import learned_row, recorded
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
-from hf_recurrent_lengthgen.models.supported_transformers import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.virtual_tokens import NO_KEYS
 
 
@@ -55,6 +54,16 @@ def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any) ->
         raise ValueError(
             f"{what}. It is not known how the states of a {model_type} stop before padding: give rows of one sequence "
             "without padding, or no states."
+        )
+
+
+def check_stops(model: HybridModel) -> None:
+    """Refuse rows of unequal length where states cannot stop before the padding at the end of a row."""
+    if why := cache_adapter_of(model).why_not_stop:
+        raise ValueError(
+            f"attention_mask has zeros, or sequences of unequal length are in the rows, and {type(model).__name__} "
+            f"cannot stop its states before padding, since {why}: give rows of one length without padding, or no "
+            "states."
         )
 
 
@@ -125,13 +134,12 @@ def check_call(model: HybridModel, arguments: dict[str, Any]) -> None:
             )
 
 
-def check_forgetting_in_cache(model: HybridModel, rule: Forgetting) -> None:
-    """Refuse settings of `forgetting` that need more than a stock cache."""
-    if rule.window is not None or not cache_adapter_of(model).reads_prompts:
+def check_forgetting_in_cache(model: HybridModel) -> None:
+    """Refuse `forgetting` where it needs more than a stock cache."""
+    if not cache_adapter_of(model).reads_prompts:
         raise ValueError(
-            f"{type(model).__name__} generates with the cache of Transformers, which holds no window, and whose "
-            "Mamba-1 step cannot be replaced: call the model with states, or on Mamba-2 set retention and insertion "
-            "only."
+            f"{type(model).__name__} generates with the cache of Transformers, whose Mamba-1 step cannot be replaced: "
+            "call the model with states."
         )
 
 

@@ -1,4 +1,4 @@
-"""Forgetting (`models/forgetting.py`) in the Mamba mixers of Transformers, by replacing their scans.
+"""Forgetting (`models/scan_forgetting.py`) in the Mamba mixers of Transformers, by replacing their scans.
 
 Refused are the mixers of the delta rule, which forget in the families of this package only, those of xLSTM, whose
 recurrence does more than decay what was written, and those of MiniMax and Bailing, whose scan is inside a larger
@@ -15,11 +15,9 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, as_chunk_scan, exchanged
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
-from hf_recurrent_lengthgen.models.forgetting_ssd import SSDRecurrence
 from hf_recurrent_lengthgen.models.padding import zero_past_end
-from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, WindowedLayerShape, layer_state
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, SSDRecurrence
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
@@ -28,18 +26,6 @@ def mamba_mixers(model: HybridModel) -> dict[int, Any]:
     """The Mamba mixers of a model by their layer."""
     modules: Iterator[Any] = model.modules()
     return {module.layer_idx: module for module in modules if hasattr(module, "ssm_state_size")}
-
-
-def window_shapes(model: HybridModel, window: int) -> tuple[LayerShape, ...]:
-    """Shapes of the state of every layer; only layers with a Mamba mixer have a window."""
-    kinds = {
-        i: SelectiveRecurrence if mixer.A_log.ndim > 1 else SSDRecurrence for i, mixer in mamba_mixers(model).items()
-    }
-    empty: Any = WindowedLayerShape
-    return tuple(
-        kinds[layer].window_shape(window, shape) if layer in kinds else empty(*shape, (0,))
-        for layer, shape in enumerate(model._layout.shapes)
-    )
 
 
 def check_forgetting(model: HybridModel) -> None:
@@ -55,16 +41,13 @@ def check_forgetting(model: HybridModel) -> None:
             f"{type(model).__name__} cannot be made to forget (layers {other or 'without Mamba mixers'}): this needs "
             "mixers of Mamba-1 or Mamba-2. Set forgetting to None."
         )
-    if rule.window is not None and any(mixer.A_log.ndim > 2 for mixer in mixers.values()):
-        raise ValueError(
-            f"{type(model).__name__} scans the heads of a layer one by one, so it supports no window: set "
-            "retention, insertion or delta_scale."
-        )
+    kept = ("retention", "insertion", "delta_scale")
+    rule.check_for(type(model).__name__, kept, "the caches of Transformers hold no window")
 
 
 @contextmanager
 def forgetting_scans(model: HybridModel, rule: Forgetting, state_cache: StateCache | None = None) -> Iterator[None]:
-    """Let the Mamba-2 mixers of a model forget, with a state cache (which windows need) or a stock cache."""
+    """Let the Mamba-2 mixers of a model forget, with a state cache or a stock cache."""
     mixers = mamba_mixers(model)
     files = {sys.modules[type(mixer).__module__] for mixer in mixers.values()}
     files = {file for file in files if hasattr(file, CHUNKS)}
@@ -78,19 +61,14 @@ def _scan_of(rule: Forgetting, state_cache: StateCache | None) -> Callable[..., 
     """`mamba2_chunk_scan` of Transformers that forgets."""
 
     def run(inputs: tuple[Tensor, ...], before: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        parts = [before, before.new_empty(len(before), 0)]
-        if rule.window is not None:
-            assert state_cache is not None
-            parts.append(state_cache.window())
         lengths = None if state_cache is None else state_cache.lengths
         if lengths is not None:
             assert state_cache is not None
             state_cache.stopped.add(state_cache.asking)
             x, dt, *others = inputs
             inputs = x, zero_past_end(dt, lengths), *others
-        y, state = SSDRecurrence.with_forgetting(rule, scan_ssd, inputs, layer_state(parts), lengths, **options)
-        if state_cache is not None:
-            state_cache.keep_window(state)
+        given = LayerState(before, before.new_empty(len(before), 0))
+        y, state = SSDRecurrence.with_forgetting(rule, scan_ssd, inputs, given, lengths, **options)
         return y, state.recurrent
 
     return as_chunk_scan(run)

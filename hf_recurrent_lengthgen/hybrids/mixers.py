@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
 from hf_recurrent_lengthgen.models.padding import zero_past_end
-from hf_recurrent_lengthgen.models.recurrent_state import layer_state, state_dtype
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState, state_dtype
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, SelectiveRecurrence
 from hf_recurrent_lengthgen.models.scan_selective import piece_selective, scan_selective, selective_scan_fn
 from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined
 from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
@@ -199,17 +198,16 @@ def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any
             state_cache.stopped.add(state_cache.asking)
             dt = zero_past_end(dt.mT, state_cache.lengths).mT
         backend = resolve_backend("auto", x.device.type, selective_scan_fn is not None)
-        parts = [state, state.new_empty(len(x), 0)] + ([] if rule.window is None else [state_cache.window()])
         inputs = (x.mT, dt.mT, A, B.mT, C.mT, D)
         if state_cache.shared is not None:
             y, recurrent = state_cache.shared.scan(
                 scan_selective, piece_selective, inputs, state, {"backend": backend}
             )
             return (y.mT * F.silu(z)).to(x.dtype), recurrent
+        given = LayerState(state, state.new_empty(len(x), 0))
         y, final = SelectiveRecurrence.with_forgetting(
-            rule, scan_selective, inputs, layer_state(parts), state_cache.lengths, backend=backend
+            rule, scan_selective, inputs, given, state_cache.lengths, backend=backend
         )
-        state_cache.keep_window(final)
         return (y.mT * F.silu(z)).to(x.dtype), final.recurrent
 
     return scan

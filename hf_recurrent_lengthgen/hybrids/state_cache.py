@@ -20,8 +20,6 @@ from hf_recurrent_lengthgen.models.padding import inputs_around, last_inputs
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerState,
     RecurrentState,
-    WindowedLayerState,
-    layer_state,
 )
 
 
@@ -178,17 +176,6 @@ class StateCache(Cache):
             self.asked.add(layer_idx)
         return state
 
-    def window(self) -> Tensor:
-        """The window of the layer that last asked for its recurrent state."""
-        state: Any = self.initial_state
-        window: Tensor = state[self.asking].window
-        return window
-
-    def keep_window(self, state: LayerState) -> None:
-        """Record the window of the layer that last asked for its recurrent state, if it has one."""
-        if len(state) > len(LayerState._fields):
-            self._final[self.asking]["window"] = state[-1]
-
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
@@ -212,8 +199,6 @@ class StateCache(Cache):
             ValueError: if a kernel wrote a state in place while gradients were asked for.
         """
         state: list[LayerState] = []
-        windowed = self.initial_state is not None and len(self.initial_state[0]) > len(LayerState._fields)
-        fields = WindowedLayerState._fields if windowed else LayerState._fields
         for index, (final, steps) in enumerate(zip(self._final, self._steps, strict=True)):
             missing = {part: step for part, step in steps.items() if part not in final}
             if missing and torch.is_grad_enabled():
@@ -223,7 +208,7 @@ class StateCache(Cache):
                 )
             parts = {part: step.as_subclass(Tensor) for part, step in missing.items()} | final
             empty = torch.empty(batch_size, 0, device=device, dtype=dtype)
-            state.append(layer_state(_alone(parts.get(part, empty).to(dtype)) for part in fields))
+            state.append(LayerState(*(_alone(parts.get(part, empty).to(dtype)) for part in LayerState._fields)))
         return tuple(state)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:

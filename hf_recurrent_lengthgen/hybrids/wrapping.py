@@ -29,6 +29,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_rows,
     check_stock_cache,
     check_stopped,
+    check_stops,
     checkpointing,
     going_on,
     in_place_of_cache,
@@ -39,7 +40,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     without_checkpointing,
 )
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
-from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans, window_shapes
+from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans
 from hf_recurrent_lengthgen.hybrids.generating import check_generation, generation_arguments, preparing, read_prompt
 from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
 from hf_recurrent_lengthgen.hybrids.losses import LossMixin, divided_by
@@ -54,7 +55,6 @@ from hf_recurrent_lengthgen.hybrids.registry import (
 from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_cached, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
 from hf_recurrent_lengthgen.models.learned_states import LearnedStatesMixin, learned_row
 from hf_recurrent_lengthgen.models.recurrent_generation import refuse_continuous_batching
 from hf_recurrent_lengthgen.models.recurrent_state import (
@@ -67,6 +67,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     state_dtype,
     zero_state,
 )
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 
 
 class StatefulMixin(LossMixin, LearnedStatesMixin):
@@ -89,8 +90,7 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
 
     def state_shapes(self: Any) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
-        window = Forgetting.of(self.config).window
-        return self._layout.shapes if window is None else window_shapes(self, window)
+        return self._layout.shapes
 
     def check_shares_rows(self: Any) -> None:
         """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""
@@ -170,7 +170,7 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
                 output = type(output)(**rows.output(output) | in_place_of_cache(self, arguments))
                 return output if self._wants_dict(arguments) else output.to_tuple()
             if not learned and (arguments.get("use_cache") or cache is not None):
-                check_forgetting_in_cache(self, rule)
+                check_forgetting_in_cache(self)
                 check_cached(arguments)
                 with forgetting_scans(self, rule):
                     return super().forward(**arguments)  # type: ignore[misc]
@@ -196,6 +196,8 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
         if rows is not None:
             before, batch_size, length = rows.starting(initial_state, learned_row(self)), rows.rows, rows.length
             lengths = rows.lengths if length > 1 else None
+            if lengths is not None:
+                check_stops(self)
         if group is None:
             state_cache: Any = adapter.state_cache(before, length == 1, attention_cache, lengths)
         else:
@@ -251,9 +253,9 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
                 on the left, or that the stock `generate` cannot go on from.
         """
         kwargs = with_one_cache(kwargs, cache_adapter_of(self).argument == "cache")
-        if (rule := Forgetting.of(self.config)) != Forgetting():
+        if Forgetting.of(self.config) != Forgetting():
             check_forgetting(self)
-            check_forgetting_in_cache(self, rule)
+            check_forgetting_in_cache(self)
         check_generation(self, inputs, initial_state, attention_cache, args, kwargs)
         if initial_state is None and attention_cache is not None:
             raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")

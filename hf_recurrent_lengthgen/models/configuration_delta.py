@@ -1,8 +1,7 @@
 """Configuration fields that DeltaNet, Gated DeltaNet and Kimi Delta Attention share, under fla's names."""
 
-from .configuration_fla import FlaConfigMixin
-from .forgetting import NO_WINDOW_OF_DELTA_RULE
-from .supported_transformers import PreTrainedConfig
+from .configuration_code import PreTrainedConfig
+from .configuration_fla import KEYS_CHANGE_ALL, FlaConfigMixin
 
 
 class DeltaRuleConfig(FlaConfigMixin, PreTrainedConfig):
@@ -16,7 +15,7 @@ class DeltaRuleConfig(FlaConfigMixin, PreTrainedConfig):
             negative eigenvalues (Grazzi et al. 2025, arXiv:2411.12537).
     """
 
-    why_no_window = NO_WINDOW_OF_DELTA_RULE
+    why_not_forget = KEYS_CHANGE_ALL
 
     expand_v: int | float = 1.0
     use_short_conv: bool = True

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from .configuration_code import extra
 from .configuration_stateful import StatefulConfigMixin
-from .forgetting import Forgetting
 
 _RANGES = {"transformers": 0.1, "mamba-ssm": 0.02}  # defaults of initializer_range
 
@@ -82,7 +82,7 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
     def check_forgetting(self) -> None:
         """See `StatefulConfigMixin.check_forgetting`; refused beside attention layers, which keep all tokens."""
         super().check_forgetting()
-        if self.attention_layers and Forgetting.of(self) != Forgetting():
+        if self.attention_layers and self.forgetting and extra("scan_forgetting").Forgetting.of(self).changed():
             raise ValueError(
                 f"forgetting changes Mamba layers only, and the layers {self.attention_layers} (attention_layers) "
                 "would go on keeping all tokens: leave forgetting out."

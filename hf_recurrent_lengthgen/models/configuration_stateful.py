@@ -1,16 +1,18 @@
 """What the configurations of all stateful families have in common."""
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral
+from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Union, get_args, get_origin
 
-from .forgetting import Forgetting
-from .supported_transformers import PreTrainedConfig as PreTrainedConfig
+from .configuration_code import PreTrainedConfig as PreTrainedConfig
+from .configuration_code import carry_extras, extra
 
 CODE_FORMAT_VERSION = 1
 SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
@@ -57,10 +59,10 @@ class StatefulConfigMixin:
     # what a family says of itself
     display_name: ClassVar[str] = ""  # as people write it
     hub_tags: ClassVar[tuple[str, ...]] = ()  # further ones of its cards
-    has_step_size: ClassVar[bool] = False  # whether its decay has a step size, so that delta_scale applies
+    forgets_by: ClassVar[tuple[str, ...]] = ()  # the settings of `forgetting` that it has
     lora_target_modules: ClassVar[tuple[str, ...]] = ()  # linear layers of its mixers, as PEFT names them
     upstream_types: ClassVar[tuple[str, ...]] = ()  # model types whose files have the same fields and weights
-    why_no_window: ClassVar[str] = ""  # why forgetting by a window is refused, in words; empty where it is not
+    why_not_forget: ClassVar[str] = ""  # why it cannot be made to forget, in words
     layouts: ClassVar[tuple[str, ...]] = ()  # formats that it is converted from and to; the first has `upstream_types`
     tiny: ClassVar[dict[str, Any]] = {}  # further settings of a model of width 64, for trials
 
@@ -152,19 +154,16 @@ class StatefulConfigMixin:
                     f"layers, got {sizes}."
                 )
 
+    def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
+        """As in Transformers; code in the same folder gets the extras that this configuration asks for."""
+        carry_extras(Path(json_file_path).parent, ["scan_forgetting"] if self.forgetting else [])
+        super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
+
     def check_forgetting(self) -> None:
         """Refuse a `forgetting` that is out of range, or that this family cannot honor."""
-        rule = Forgetting.of(self)
-        if self.why_no_window and rule.window is not None:
-            raise ValueError(
-                f"forgetting: {type(self).__name__} has no window, since {self.why_no_window}; set retention or "
-                f"insertion, or give it only the last {rule.window} tokens of a text."
-            )
-        if rule.delta_scale != 1 and not self.has_step_size:
-            raise ValueError(
-                f"forgetting: delta_scale scales the step sizes of Mamba, and {type(self).__name__} has none; set "
-                f"retention{' or insertion' if self.why_no_window else ', insertion or window'}."
-            )
+        if self.forgetting:
+            rule = extra("scan_forgetting").Forgetting.of(self)
+            rule.check_for(type(self).__name__, self.forgets_by, self.why_not_forget)
 
 
 @lru_cache

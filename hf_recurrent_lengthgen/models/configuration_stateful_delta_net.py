@@ -1,10 +1,9 @@
 """Configuration of DeltaNet with an initial and a final state."""
 
+from .configuration_code import PreTrainedConfig as PreTrainedConfig
 from .configuration_delta import DeltaRuleConfig
 from .configuration_fla import FlaConfigMixin as FlaConfigMixin
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
-from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 QK_ACTIVATIONS = ("silu", "relu", "elu", "identity")
 QK_NORMS = ("l2", "sum")

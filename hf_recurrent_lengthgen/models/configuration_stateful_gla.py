@@ -1,9 +1,8 @@
 """Configuration of GLA with an initial and a final state."""
 
+from .configuration_code import PreTrainedConfig as PreTrainedConfig
 from .configuration_fla import GatedLinearAttentionConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
-from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 FEATURE_MAPS = ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")
 
@@ -24,6 +23,7 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
     model_type = "stateful_gla"
     display_name = "GLA"
     hub_tags = ("linear-attention",)
+    forgets_by = ("retention", "insertion")
     upstream_types = ("gla",)
     layouts = ("fla",)
     tiny = {"num_heads": 4}  # noqa: RUF012

@@ -1,9 +1,8 @@
 """Configuration of HGRN-2 with an initial and a final state."""
 
+from .configuration_code import PreTrainedConfig
 from .configuration_fla import FlaConfigMixin
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
-from .supported_transformers import PreTrainedConfig
 
 
 class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
@@ -21,6 +20,7 @@ class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
     model_type = "stateful_hgrn2"
     display_name = "HGRN-2"
     hub_tags = ("linear-attention",)
+    forgets_by = ("retention", "insertion")
     upstream_types = ("hgrn2",)
     layouts = ("fla",)
     tiny = {"expand_ratio": 16}  # noqa: RUF012

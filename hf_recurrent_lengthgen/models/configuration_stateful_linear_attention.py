@@ -1,9 +1,8 @@
 """Configuration of linear attention with an initial and a final state."""
 
+from .configuration_code import PreTrainedConfig as PreTrainedConfig
 from .configuration_fla import GatedLinearAttentionConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
-from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 FEATURE_MAPS = ("hedgehog", "t2r", "elementwise_product", "dpfp", "elu", "relu", "identity")
 
@@ -22,6 +21,7 @@ class StatefulLinearAttentionConfig(GatedLinearAttentionConfig):
     model_type = "stateful_linear_attention"
     display_name = "linear attention"
     hub_tags = ("linear-attention",)
+    forgets_by = ("retention", "insertion")
     upstream_types = ("linear_attn",)
     layouts = ("fla",)
     tiny = {"num_heads": 4}  # noqa: RUF012

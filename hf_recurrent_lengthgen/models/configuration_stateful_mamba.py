@@ -6,10 +6,9 @@ from typing import Any
 
 from transformers import MambaConfig
 
+from .configuration_code import PreTrainedConfig as PreTrainedConfig
 from .configuration_reference import ReferenceLayersConfigMixin
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
-from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 FLA_NAMES = {
     **{f"dt_{name}": f"time_step_{name}" for name in ("rank", "scale", "init_scheme", "min", "max")},
@@ -31,9 +30,9 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
     """
 
     model_type = "stateful_mamba"
-    has_step_size = True
     display_name = "Mamba"
     hub_tags = ("state-space-model",)
+    forgets_by = ("retention", "insertion", "delta_scale")
     upstream_types = ("mamba", "falcon_mamba")
     layouts = ("transformers", "mamba-ssm", "fla")
     tiny = {"state_size": 8}  # noqa: RUF012

@@ -2,10 +2,9 @@
 
 from transformers import Mamba2Config
 
+from .configuration_code import PreTrainedConfig as PreTrainedConfig
 from .configuration_reference import ReferenceLayersConfigMixin
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
-from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 
 class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
@@ -16,9 +15,9 @@ class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
     """
 
     model_type = "stateful_mamba2"
-    has_step_size = True
     display_name = "Mamba-2"
     hub_tags = ("state-space-model",)
+    forgets_by = ("retention", "insertion", "window", "delta_scale")
     upstream_types = ("mamba2",)
     layouts = ("transformers", "mamba-ssm", "fla")
     tiny = {"state_size": 16, "n_groups": 1, "num_heads": 8, "head_dim": 16}  # noqa: RUF012

@@ -2,9 +2,8 @@
 
 from typing import ClassVar
 
+from .configuration_code import PreTrainedConfig
 from .configuration_stateful import StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
-from .supported_transformers import PreTrainedConfig
 
 DECAY_ACTIVATIONS = ("softplus", "heavy_tail")
 
@@ -33,8 +32,7 @@ class StatefulMamba3Config(StatefulConfigMixin, PreTrainedConfig):
     """
 
     model_type = "stateful_mamba3"
-    has_step_size = True
-    why_no_window = "a token writes a second time with the step size of the token after it"
+    why_not_forget = "a token writes a second time with the step size of the token after it"
     display_name = "Mamba-3"
     hub_tags = ("state-space-model",)
     upstream_types = ("mamba3",)

@@ -1,8 +1,7 @@
 """Configuration of RWKV-5 with an initial and a final state."""
 
+from .configuration_code import PreTrainedConfig
 from .configuration_stateful import StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
-from .supported_transformers import PreTrainedConfig
 
 
 class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
@@ -28,6 +27,7 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
     model_type = "stateful_rwkv5"
     display_name = "RWKV-5"
     hub_tags = ("rwkv",)
+    forgets_by = ("retention", "insertion")
     upstream_types = ("rwkv5",)
     layouts = ("rwkv-hf", "rwkv")
     tiny = {"head_size": 32}  # noqa: RUF012

@@ -1,9 +1,8 @@
 """Configuration of RWKV-6 with an initial and a final state."""
 
+from .configuration_code import PreTrainedConfig as PreTrainedConfig
 from .configuration_fla import ExpandedHeadsConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import Forgetting as Forgetting
-from .supported_transformers import PreTrainedConfig as PreTrainedConfig
 
 
 class StatefulRWKV6Config(ExpandedHeadsConfig):
@@ -21,6 +20,7 @@ class StatefulRWKV6Config(ExpandedHeadsConfig):
     model_type = "stateful_rwkv6"
     display_name = "RWKV-6"
     hub_tags = ("rwkv",)
+    forgets_by = ("retention", "insertion")
     upstream_types = ("rwkv6",)
     layouts = ("fla", "rwkv", "rwkv-hf")
     tiny = {"num_heads": 2, "expand_k": 1}  # noqa: RUF012

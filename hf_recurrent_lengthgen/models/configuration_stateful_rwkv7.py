@@ -1,9 +1,8 @@
 """Configuration of RWKV-7 with an initial and a final state."""
 
-from .configuration_fla import FlaConfigMixin
+from .configuration_code import PreTrainedConfig
+from .configuration_fla import KEYS_CHANGE_ALL, FlaConfigMixin
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-from .forgetting import NO_WINDOW_OF_DELTA_RULE
-from .supported_transformers import PreTrainedConfig
 
 
 class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
@@ -36,7 +35,7 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
     lora_target_modules = ("r_proj", "k_proj", "v_proj", "o_proj")
     activations = ("sqrelu",)
     has_l2warp = True
-    why_no_window = NO_WINDOW_OF_DELTA_RULE
+    why_not_forget = KEYS_CHANGE_ALL
 
     num_heads: int | None = None  # type: ignore[assignment]
     head_dim: int | None = 64

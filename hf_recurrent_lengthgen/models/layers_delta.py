@@ -15,7 +15,6 @@ from torch.nn.functional import silu
 from transformers import initialization as init
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
-from .forgetting_delta import DeltaRecurrence
 from .layers_fla import RMSNorm
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
@@ -33,7 +32,6 @@ class DeltaMixer(ScanMixer):
 
     scan = staticmethod(scan_delta)
     piece = staticmethod(piece_delta)
-    recurrence = DeltaRecurrence
     grows = "num_heads"
     why_not_inherit = NORMED_BY_HEAD
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from .forgetting import Forgetting
+from .configuration_code import extra
 from .learned_state_files import SUBMODULE
 from .learned_states import LearnedStates, LearnedStatesMixin, learned_row, recorded
 from .packed_rows import Packing
@@ -96,10 +96,10 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
 
     def state_shapes(self) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
-        mixers = [layer.scan_mixer for layer in self._backbone.layers]
-        if (window := Forgetting.of(self.config).window) is None:
-            return tuple(mixer.state_shape for mixer in mixers)
-        return tuple(mixer.forgetful().window_shape(window, mixer.state_shape) for mixer in mixers)
+        shapes = tuple(layer.scan_mixer.state_shape for layer in self._backbone.layers)
+        if (window := (self.config.forgetting or {}).get("window")) is None:
+            return shapes
+        return tuple(extra("scan_window").window_shape(window, shape) for shape in shapes)
 
     @property
     def stateless_layers(self) -> list[int]:

@@ -16,7 +16,6 @@ from torch.nn.functional import gelu, logsigmoid, relu, silu
 from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_gla import StatefulGLAConfig
-from .forgetting_gated import GatedRecurrence
 from .layers_fla import MixerMLPBackbone, RMSNorm
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
@@ -46,7 +45,7 @@ class StatefulGLAMixer(ScanMixer):
 
     scan = staticmethod(scan_gla)
     piece = staticmethod(piece_gla)
-    recurrence = GatedRecurrence
+    recurrence = "gated"
     grows = "num_heads"
 
     def __init__(self, config: StatefulGLAConfig, layer: int) -> None:

@@ -17,7 +17,6 @@ from transformers import initialization as init
 from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
-from .forgetting_gated import GatedRecurrence
 from .layers_fla import MixerMLPBackbone, RMSNorm
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
@@ -36,7 +35,7 @@ class StatefulHGRN2Mixer(ScanMixer):
 
     scan = staticmethod(scan_gla)
     piece = staticmethod(piece_gla)
-    recurrence = GatedRecurrence
+    recurrence = "gated"
     grows = "num_heads"
 
     def __init__(self, config: StatefulHGRN2Config, layer: int) -> None:

@@ -14,7 +14,6 @@ from torch.nn.functional import elu, relu, softmax
 
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_linear_attention import StatefulLinearAttentionConfig
-from .forgetting_gated import GatedRecurrence
 from .layers_fla import MixerMLPBackbone, RMSNorm
 from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
@@ -87,7 +86,7 @@ class StatefulLinearAttentionMixer(ScanMixer):
 
     scan = staticmethod(scan_gla)
     piece = staticmethod(piece_gla)
-    recurrence = GatedRecurrence
+    recurrence = "gated"
     grows = "num_heads"
 
     def __init__(self, config: StatefulLinearAttentionConfig, layer: int) -> None:

@@ -19,7 +19,6 @@ from transformers import initialization as init
 from .causal_conv import CausalConv1d, causal_conv1d_fn
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_mamba import StatefulMambaConfig
-from .forgetting_selective import SelectiveRecurrence
 from .layers_mamba_block import MixerBackbone, init_mamba_mixer
 from .norms import rms_normalize
 from .padding import zero_past_end
@@ -54,7 +53,7 @@ class StatefulMambaMixer(ScanMixer):
 
     scan = staticmethod(scan_selective)
     piece = staticmethod(piece_selective)
-    recurrence = SelectiveRecurrence
+    recurrence = "selective"
     grows = "state_size"
 
     def __init__(self, config: StatefulMambaConfig, layer: int) -> None:

@@ -18,7 +18,6 @@ from transformers import initialization as init
 from .causal_conv import CausalConv1d, causal_conv1d_fn
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_mamba2 import StatefulMamba2Config
-from .forgetting_ssd import SSDRecurrence
 from .gated_norm import GatedRMSNorm
 from .layers_mamba_block import MixerBackbone, init_mamba_mixer
 from .padding import zero_past_end
@@ -44,7 +43,7 @@ class StatefulMamba2Mixer(ScanMixer):
 
     scan = staticmethod(scan_ssd)
     piece = staticmethod(piece_ssd)
-    recurrence = SSDRecurrence
+    recurrence = "ssd"
     grows = "state_size"
 
     def __init__(self, config: StatefulMamba2Config, layer: int) -> None:

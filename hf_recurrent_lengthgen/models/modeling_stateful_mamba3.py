@@ -18,7 +18,6 @@ from transformers import initialization as init
 
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_mamba3 import StatefulMamba3Config
-from .forgetting_trapezoid import TrapezoidRecurrence
 from .layers_mamba_block import MixerBlock, init_output, init_steps
 from .modeling_stateful import StatefulBackbone
 from .norms import RMSNorm, rms_normalize
@@ -73,7 +72,6 @@ class StatefulMamba3Mixer(ScanMixer):
 
     scan = staticmethod(scan_trapezoid)
     piece = staticmethod(piece_trapezoid)
-    recurrence = TrapezoidRecurrence
     why_not_grow = "B and C are normed over all keys of a head, and angles turn a share of them"
     convolves = False
 

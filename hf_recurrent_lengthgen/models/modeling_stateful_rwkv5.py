@@ -17,7 +17,6 @@ from transformers import initialization as init
 
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
-from .forgetting_gated import GatedRecurrence
 from .layers_rwkv import HeadNorm, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
 from .packed_rows import over_groups
@@ -43,7 +42,7 @@ class StatefulRWKV5TimeMixing(RWKVTimeMixing):
 
     scan = staticmethod(scan_rwkv6)
     piece = staticmethod(piece_rwkv6)
-    recurrence = GatedRecurrence
+    recurrence = "gated"
     grows = "num_heads"
 
     def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:

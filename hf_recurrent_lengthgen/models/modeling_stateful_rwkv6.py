@@ -17,7 +17,6 @@ from transformers import initialization as init
 
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
-from .forgetting_gated import GatedRecurrence
 from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
 from .packed_rows import over_groups
@@ -57,7 +56,7 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
 
     scan = staticmethod(scan_rwkv6)
     piece = staticmethod(piece_rwkv6)
-    recurrence = GatedRecurrence
+    recurrence = "gated"
     grows = "num_heads"
 
     def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:

@@ -22,7 +22,6 @@ from transformers import initialization as init
 
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv7 import StatefulRWKV7Config
-from .forgetting_delta import DeltaRecurrence
 from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
 from .packed_rows import over_groups
@@ -47,7 +46,6 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
 
     scan = staticmethod(scan_dplr)
     piece = staticmethod(piece_dplr)
-    recurrence = DeltaRecurrence
     grows = "num_heads"
     why_not_inherit = NORMED_BY_HEAD
 

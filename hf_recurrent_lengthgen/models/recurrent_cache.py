@@ -6,8 +6,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
+from .configuration_code import CACHE_NAME
 from .recurrent_state import RecurrentState, map_state, state_batch_size, take_rows
-from .supported_transformers import CACHE_NAME
 
 
 class RecurrentCache(Cache):

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from transformers.generation import GenerationMixin
 
+from .configuration_code import CACHE_NAME
 from .recurrent_cache import RecurrentCache
 from .recurrent_state import RecurrentState, check_finite_state, check_state, state_dtype
 from .rows import check_prompts, read_rows, text_positions
-from .supported_transformers import CACHE_NAME
 from .token_inputs import check_token_ids, given_cache
 from .virtual_tokens import GOES_ON, virtual_tokens
 

@@ -53,7 +53,7 @@ class OwnLayerState(LayerState):
 class WindowedLayerState(NamedTuple):
     """What one layer carries between tokens when its state holds only the last r of them (`Forgetting.window`).
 
-    `window` (B, 1 + r, F) holds what those tokens wrote (forgetting_scans.py) and belongs to `recurrent`.
+    `window` (B, 1 + r, F) holds what those tokens wrote (scan_window.py) and belongs to `recurrent`.
     """
 
     recurrent: Tensor
@@ -65,7 +65,7 @@ for _kind in (LayerState, WindowedLayerState):  # torch.export saves and loads p
     _register_namedtuple(_kind, serialized_type_name=f"{__name__}.{_kind.__name__}")
     torch.serialization.add_safe_globals([_kind])
 
-RecurrentState = tuple[LayerState, ...]  # or WindowedLayerState; only forgetting_scans.py uses its third part
+RecurrentState = tuple[LayerState, ...]  # or WindowedLayerState; only scan_window.py uses its third part
 
 
 class LayerShape(NamedTuple):

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .forgetting import NO_FORGETTING, Forgetting
-from .forgetting_scans import Recurrence
+from .configuration_code import extra
 from .recurrent_state import LayerShape, LayerState, OwnLayerState
 from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
 from .sequence_pieces import AffineMap, Lengths, Piece
@@ -33,7 +32,7 @@ class ScanMixer(nn.Module):
             `in_place=True` it may overwrite the one it is given.
         piece: What the scan does to a state as an affine map, a static method of its inputs and options, so that
             processes can share a sequence (`Piece`); None where they cannot.
-        recurrence: How the scan forgets (`Forgetting`), a class of a file `forgetting_*.py`; None where it cannot.
+        recurrence: How the scan forgets, by its name in scan_forgetting.py; None where it cannot.
         grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where it cannot be expanded.
         why_not_grow: Why it cannot be expanded, in words; empty where it can.
@@ -43,7 +42,7 @@ class ScanMixer(nn.Module):
 
     scan: Callable[..., Any]
     piece: Callable[..., AffineMap] | None = None
-    recurrence: ClassVar[type[Recurrence] | None] = None
+    recurrence: ClassVar[str | None] = None
     grows: ClassVar[str | None] = None
     why_not_grow: ClassVar[str] = ""
     why_not_inherit: ClassVar[str] = ""
@@ -88,14 +87,20 @@ class ScanMixer(nn.Module):
         limit = self.kernel_limit(x.dtype) if self.kernel_available and x.device.type == "cuda" else ""
         return resolve_backend(self.config.scan_backend, x.device.type, self.kernel_available, limit)
 
-    def forgetful(self) -> type[Recurrence]:
-        """The `recurrence`; a `ValueError` where there is none."""
+    def forgetting(self) -> tuple[Any, Any] | None:
+        """How the model is made to forget, if it is: a `Forgetting` that changes something, and a `Recurrence`."""
+        if not self.config.forgetting:
+            return None
+        scans = extra("scan_forgetting")
+        rule = scans.Forgetting.of(self.config)
+        if rule == scans.NO_FORGETTING:
+            return None
         if self.recurrence is None:
             raise ValueError(
                 f"{type(self).__name__} cannot forget, since it names no `recurrence`: set `forgetting` in the config "
                 "to None."
             )
-        return self.recurrence
+        return rule, scans.RECURRENCES[self.recurrence]
 
     def advance(
         self, *inputs: Tensor, state: LayerState, lengths: Lengths, **options: Any
@@ -105,15 +110,16 @@ class ScanMixer(nn.Module):
         `inputs` are those of `scan` before the state, `options` its keywords. Inputs past the `lengths` (B,) of the
         rows, if given, must write nothing.
         """
-        rule = Forgetting.of(self.config)
+        forgetting = self.forgetting()
         if isinstance(lengths, Piece):
-            if self.piece is None or rule != NO_FORGETTING:
-                why = "names no `piece`" if self.piece is None else f"is made to forget ({rule})"
+            if self.piece is None or forgetting is not None:
+                why = "names no `piece`" if self.piece is None else f"is made to forget ({self.config.forgetting})"
                 raise ValueError(f"Processes cannot share a sequence of a model whose {type(self).__name__} {why}.")
             y, recurrent = lengths.scan(self.scan, self.piece, inputs, state.recurrent, options)
             return y, LayerState(recurrent, state.conv)
-        if rule != NO_FORGETTING:
-            return self.forgetful().with_forgetting(rule, self.scan, inputs, state, lengths, **options)
+        if forgetting is not None:
+            rule, recurrence = forgetting
+            return recurrence.with_forgetting(rule, self.scan, inputs, state, lengths, **options)
         if isinstance(state, OwnLayerState):
             options["in_place"] = True
         y, recurrent = self.scan(*inputs, state.recurrent, **options)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
+from .configuration_code import OLD_CACHE_NAMES
 from .recurrent_cache import RecurrentCache
 from .rows import LAYOUT, Rows, mask_of_new_tokens, read_piece, read_rows, real_tokens, token_shape
-from .supported_transformers import OLD_CACHE_NAMES
 from .virtual_tokens import NO_KEYS
 
 

@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.conversion.format_transformers import TRANSFORMERS
 from hf_recurrent_lengthgen.conversion.formats import Format, Settings, is_tied
 from hf_recurrent_lengthgen.conversion.key_maps import expand
 from hf_recurrent_lengthgen.models import FAMILIES
-from hf_recurrent_lengthgen.models.supported_transformers import OLD_CACHE_NAMES
+from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.verification import clean_process
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE, Reading, named_parts
 

@@ -59,13 +59,13 @@ class Row(NamedTuple):
 
     Attributes:
         rows: The largest errors of rows with padding, and of packed rows, against their sequences alone: logits,
-            final states, and gradients of embeddings, initial states and parameters.
+            final states, and gradients of embeddings, initial states and parameters; None if they are refused.
     """
 
     model_type: str
     layout: str
     errors: Errors | None
-    rows: tuple[float, float]
+    rows: tuple[float, float] | None
     generates: bool
     saves: bool
     reason: str
@@ -73,7 +73,7 @@ class Row(NamedTuple):
     @property
     def supported(self) -> bool:
         """Whether everything holds."""
-        if self.errors is None or max(*self.errors, *self.rows) > TOLERANCE:
+        if self.errors is None or max(*self.errors, *(self.rows or ())) > TOLERANCE:
             return False
         return self.generates and self.saves
 
@@ -156,10 +156,10 @@ def saves_stock(model_type: str) -> bool:
 def measure(model_type: str) -> Row:
     """The row of a model type."""
     if model_type in REFUSED:
-        return Row(model_type, "", None, (0.0, 0.0), False, False, REFUSED[model_type])
+        return Row(model_type, "", None, None, False, False, REFUSED[model_type])
     layout = SUPPORTED[model_type].state
     errors = measure_errors(model_type)
-    rows = measure_rows(model_type)
+    rows = None if SUPPORTED[model_type].adapter.why_not_stop else measure_rows(model_type)
     return Row(model_type, layout, errors, rows, generates(model_type), saves_stock(model_type), "")
 
 
@@ -175,7 +175,8 @@ def table(rows: list[Row]) -> str:
             lines.append(f"| `{row.model_type}` | no: {row.reason} | | | | | | | | | |")
         else:
             works = "yes" if row.supported else "**no**"
-            numbers = " | ".join(f"{error:.0e}" for error in (*row.errors, *row.rows))
+            padded = ["no", "no"] if row.rows is None else [f"{error:.0e}" for error in row.rows]
+            numbers = " | ".join([*(f"{error:.0e}" for error in row.errors), *padded])
             shares = "yes" if SUPPORTED[row.model_type].adapter.shares else "no"
             lines.append(f"| `{row.model_type}` | {works} | {row.layout} | {numbers} | {shares} |")
     return "\n".join(lines)

@@ -40,7 +40,7 @@ def test_losses_are_those_of_the_sequences(model_type: str, words: list[str]) ->
     if words is PADDED:
         given.pop("position_ids")
     state = random_state(model, len(words))
-    for start in (None, state):
+    for start in (None,) if model_type in ("minimax", "zaya") else (None, state):
         expected = mean_by_hand(model, tokens, words, start)
         options = {} if start is None else {"initial_state": start}
         loss = model(**given, **options).loss
@@ -88,7 +88,7 @@ def test_the_flattening_collator_gives_the_loss_of_its_texts(keys: str) -> None:
     torch.testing.assert_close(parts(output.final_state), parts(last))
 
 
-@pytest.mark.parametrize("model_type", ["granitemoehybrid", "jamba", "minimax", "qwen3_next"])
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "jamba", "qwen3_next"])
 def test_the_loss_of_experts_counts_real_tokens(model_type: str) -> None:
     words = [word for word in PADDED if word.strip(".")]
     model = stateful(tiny_model(model_type)).train()

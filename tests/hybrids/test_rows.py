@@ -29,7 +29,9 @@ from tests.hybrids.padded_rows import (
 from tests.hybrids.tiny_models import tiny_model
 
 QUICK = {"falcon_h1", "jamba", "lfm2", "minimax", "qwen3_next", "xlstm", "zaya"}
+NOT_STOPPED = ["minimax", "zaya"]
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
+STOPPED = [one for one in TYPES if one.values[0] not in NOT_STOPPED]
 EXACT = 1e-4  # of float32 in the stock scans, whose gradients of A are off by up to 4e-5
 TOKENS = torch.arange(3, 12)[None].repeat(2, 1)
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0, 0, 0]])
@@ -41,7 +43,15 @@ def with_checkpointing(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", NOT_STOPPED)
+def test_states_that_cannot_stop_before_padding_are_refused(model_type: str) -> None:
+    model = stateful(tiny_model(model_type))
+    with pytest.raises(ValueError, match=r"cannot stop its states before padding, since its .*: give rows of one len"):
+        model(TOKENS, attention_mask=MASK, output_final_state=True)
+    model(TOKENS, attention_mask=MASK)
+
+
+@pytest.mark.parametrize("model_type", STOPPED)
 def test_sequences_give_what_they_give_alone(model_type: str) -> None:
     padding, packing = measure_rows(model_type)
     assert padding < EXACT
@@ -56,7 +66,7 @@ def test_in_float64_they_are_equal(model_type: str, words: list[str]) -> None:
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", STOPPED)
 def test_checkpointed_layers_stop_at_padding_again(model_type: str) -> None:
     assert max(errors(with_checkpointing(stateful(tiny_model(model_type))), PACKED)) < EXACT
 
@@ -66,10 +76,9 @@ def test_the_stock_delta_rule_stops_too() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "jamba"])
-@pytest.mark.parametrize("rule", [{"retention": 0.9, "insertion": 0.8}, {"window": 4, "retention": 0.9}], ids=str)
-def test_forgetting_sees_no_padding(model_type: str, rule: dict[str, float]) -> None:
+def test_forgetting_sees_no_padding(model_type: str) -> None:
     model = stateful(tiny_model(model_type))
-    model.config.forgetting = rule
+    model.config.forgetting = {"retention": 0.9, "insertion": 0.8}
     tokens = tokens_of(PACKED)
     state = model(tokens_of(PACKED, 2)[:, :6], output_final_state=True).final_state
     embeds = model.get_input_embeddings()(tokens).detach()
@@ -77,8 +86,8 @@ def test_forgetting_sees_no_padding(model_type: str, rule: dict[str, float]) -> 
     actual, after = together(model, embeds, state, PACKED)
     assert relative_error([actual], [expected]) < EXACT
     for layer, other in zip(after, final, strict=True):
-        for name, part, wanted in zip(layer._fields, layer, other, strict=True):
-            if name != "window" and part.numel():  # which sums up what left where a call was cut
+        for part, wanted in zip(layer, other, strict=True):
+            if part.numel():
                 assert relative_error([part], [wanted]) < EXACT
 
 
@@ -129,7 +138,7 @@ def test_rows_of_one_column_may_be_empty(model_type: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next", "minimax", "zaya"])
+@pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next"])
 def test_in_bfloat16_they_are_equal_up_to_its_rounding(model_type: str) -> None:
     model = stateful(tiny_model(model_type).bfloat16())
     embeds, state = leaves_of(model, PACKED)
@@ -166,7 +175,7 @@ def test_padding_repeats_the_output_of_the_last_real_token(model_type: str) -> N
         torch.testing.assert_close(kept, expected)
 
 
-@pytest.mark.parametrize("model_type", ["falcon_mamba", "minimax"])
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "qwen3_next"])
 def test_threads_do_not_meet_in_padded_calls(model_type: str) -> None:
     model: Any = stateful(tiny_model(model_type))
     barrier = Barrier(2)

@@ -65,7 +65,7 @@ def difference(one: Any, other: Any) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next", "minimax"])
+@pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next"])
 def test_rows_of_unequal_length_train_as_each_alone(model_type: str, tmp_path: Path) -> None:
     model, seen = stateful(tiny_model(model_type)), list[dict[str, Tensor]]()
     start = copy.deepcopy(model)

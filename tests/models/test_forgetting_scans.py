@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.forgetting import Forgetting
-from hf_recurrent_lengthgen.models.forgetting_gated import GatedRecurrence
-from hf_recurrent_lengthgen.models.forgetting_scans import forgetful_scan
-from hf_recurrent_lengthgen.models.forgetting_selective import SelectiveRecurrence
-from hf_recurrent_lengthgen.models.forgetting_ssd import SSDRecurrence
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, WindowedLayerState
+from hf_recurrent_lengthgen.models.scan_forgetting import (
+    Forgetting,
+    GatedRecurrence,
+    SelectiveRecurrence,
+    SSDRecurrence,
+    forgetful_scan,
+)
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective
@@ -87,7 +89,7 @@ def gated(B: int, T: int, rule: Forgetting, dtype: torch.dtype, strength: float,
     def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return scan_rwkv6(q, k, v, g, bonus / rule.insertion, state) if rwkv else scan_gla(q, k, v, g, state)
 
-    return Case(GatedRecurrence(scan, reads_before=rwkv), (q, k, v, g), decays, written, read)
+    return Case(GatedRecurrence(scan), (q, k, v, g), decays, written, read)
 
 
 CASES: dict[str, Any] = {
@@ -98,6 +100,7 @@ CASES: dict[str, Any] = {
     "rwkv": lambda *a: gated(*a, rwkv=True),
 }
 every_case = pytest.mark.parametrize("name", CASES)
+window_cases = pytest.mark.parametrize("name", [name for name in CASES if name.startswith("ssd")])
 
 
 def of_the_window(case: Case, r: int | None) -> tuple[Tensor, Tensor]:
@@ -153,6 +156,8 @@ def error(actual: Tensor, expected: Tensor) -> float:
     ids=str,
 )
 def test_states_and_outputs_are_sums_over_the_window(name: str, rule: Forgetting) -> None:
+    if rule.window and not name.startswith("ssd"):
+        pytest.skip("only Mamba-2 has a window")
     case = CASES[name](2, 90, rule, torch.float64, 0.5)
     states, outputs = of_the_window(case, rule.window)
     y, state = in_pieces(case, rule, [])
@@ -164,7 +169,7 @@ def test_states_and_outputs_are_sums_over_the_window(name: str, rule: Forgetting
 
 
 @pytest.mark.thinned(7)
-@every_case
+@window_cases
 @settings(max_examples=15)
 @given(st.data())
 def test_any_split_gives_the_same(name: str, data: Any) -> None:
@@ -178,7 +183,7 @@ def test_any_split_gives_the_same(name: str, data: Any) -> None:
 
 
 @pytest.mark.thinned(7)
-@every_case
+@window_cases
 @pytest.mark.parametrize("strength", [1e-6, 0.01, 3.0, 1e4])
 def test_single_precision_is_enough_for_weak_and_strong_decays(name: str, strength: float) -> None:
     rule = Forgetting(window=32)
@@ -191,7 +196,7 @@ def test_single_precision_is_enough_for_weak_and_strong_decays(name: str, streng
 
 
 @pytest.mark.thinned(3)
-@every_case
+@window_cases
 @pytest.mark.parametrize("strength", [1e-6, 0.3, 3.0, 1e4])
 @pytest.mark.parametrize("retention", [1.0, 0.5])
 def test_without_gradients_the_same_is_computed(name: str, strength: float, retention: float) -> None:
@@ -207,7 +212,7 @@ def test_without_gradients_the_same_is_computed(name: str, strength: float, rete
 
 
 @pytest.mark.thinned(4)
-@every_case
+@window_cases
 @pytest.mark.parametrize("cuts", [[], list(range(1, 200)), list(range(7, 200, 7))], ids=["whole", "tokens", "sevens"])
 def test_an_outlier_leaves_no_trace_once_it_has_left(name: str, cuts: list[int]) -> None:
     rule = Forgetting(window=32)
@@ -223,7 +228,7 @@ def test_an_outlier_leaves_no_trace_once_it_has_left(name: str, cuts: list[int])
 
 
 @pytest.mark.thinned(3)
-@every_case
+@window_cases
 @pytest.mark.parametrize("cuts", [list(range(1, 200)), list(range(7, 200, 7))], ids=["tokens", "sevens"])
 def test_what_is_not_finite_leaves_with_the_window(name: str, cuts: list[int]) -> None:
     case = CASES[name](1, 200, Forgetting(window=32), torch.float32, 1e-2)
@@ -239,7 +244,7 @@ def test_what_is_not_finite_leaves_with_the_window(name: str, cuts: list[int]) -
 
 
 @pytest.mark.thinned(7)
-@every_case
+@window_cases
 @pytest.mark.parametrize("rule", [Forgetting(window=32), Forgetting(window=32, retention=0.9)], ids=str)
 @pytest.mark.parametrize("strength", [1e-3, 1.0, 100.0])
 def test_gradients_of_decays_are_accurate_in_float32(name: str, rule: Forgetting, strength: float) -> None:
@@ -247,17 +252,9 @@ def test_gradients_of_decays_are_accurate_in_float32(name: str, rule: Forgetting
         case = CASES[name](2, 90, rule, torch.float32, strength)
         *others, g = (t.to(dtype) for t in case.inputs)
         leaves = [g.requires_grad_()]
-        if isinstance(case.recurrence, GatedRecurrence):
-            scan = case.recurrence.scan
-            bonus = random(H, N, seed=4, dtype=torch.float32).to(dtype) / rule.insertion
-            if case.recurrence.reads_before:
-                scan = lambda q, k, v, g, state: scan_rwkv6(q, k, v, g, bonus, state)  # noqa: E731
-            recurrence: Any = GatedRecurrence(scan, case.recurrence.reads_before)
-        else:
-            A = case.recurrence.A.to(dtype).requires_grad_()
-            plain = scan_selective if name == "selective" else scan_ssd
-            recurrence = type(case.recurrence)(plain, A, case.recurrence.D.to(dtype), rule.retention)
-            leaves.append(A)
+        A = case.recurrence.A.to(dtype).requires_grad_()
+        recurrence = SSDRecurrence(scan_ssd, A, case.recurrence.D.to(dtype), rule.retention)
+        leaves.append(A)
         case = case._replace(recurrence=recurrence, inputs=(*others, g), written=case.written.to(dtype))
         y, state = in_pieces(case, rule, [10, 11, 50])
         weights = random(*y.shape, seed=9, dtype=torch.float32).to(dtype)
@@ -267,7 +264,7 @@ def test_gradients_of_decays_are_accurate_in_float32(name: str, rule: Forgetting
         assert error(actual, exact) < 1e-4
 
 
-@every_case
+@window_cases
 def test_autocast_changes_nothing(name: str) -> None:
     rule = Forgetting(window=16, retention=0.99, insertion=0.5)
     case, cuts = CASES[name](2, 60, rule, torch.float32, 0.3), list(range(3, 60, 3))
@@ -287,7 +284,7 @@ def test_the_smallest_retention_keeps_nothing() -> None:
         assert error(state.recurrent, case.written[:, -1]) < 1e-6
 
 
-@every_case
+@window_cases
 def test_gradients_are_those_of_the_sums(name: str) -> None:
     rule = Forgetting(window=5, retention=0.9, insertion=0.8)
 
@@ -309,7 +306,7 @@ def test_gradients_are_those_of_the_sums(name: str) -> None:
     assert error(gradients(False)[0], gradients(True)[0]) < 1e-12
 
 
-@every_case
+@window_cases
 def test_the_given_state_is_not_changed(name: str) -> None:
     rule = Forgetting(window=16)
     case = CASES[name](2, 40, rule, torch.float32, 0.3)
@@ -319,7 +316,7 @@ def test_the_given_state_is_not_changed(name: str) -> None:
     assert all(torch.equal(part, copy) for part, copy in zip(state, copies, strict=True))
 
 
-@every_case
+@window_cases
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_window_of_thousands_of_tokens_in_a_long_stream(name: str) -> None:

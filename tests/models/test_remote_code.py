@@ -35,27 +35,25 @@ SHARED_FILES = {
         "causal_lm",
         "checked_files",
         "configuration_stateful",
-        "forgetting",
-        "forgetting_scans",
         "learned_state_files",
     ),
     *("learned_states", "modeling_stateful", "packed_rows", "padding", "recurrent_cache", "recurrent_generation"),
     *("recurrent_state", "rows", "scan_backends", "scan_mixer", "sequence_classification", "sequence_pieces"),
-    *("supported_transformers", "token_inputs", "virtual_tokens"),
+    *("configuration_code", "token_inputs", "virtual_tokens"),
 }
 MAMBA_FILES = {"causal_conv", "configuration_reference", "layers_mamba_block", "norms"}
-GATED_FILES = {"chunk_decays", "chunked_gated_scan", "fla_kernels", "forgetting_gated"}
+GATED_FILES = {"chunk_decays", "chunked_gated_scan", "fla_kernels"}
 FLA_FILES = GATED_FILES | {"configuration_fla", "layers_fla", "norms", "scan_gla"}
 DELTA_FILES = {
     *("causal_conv", "chunk_decays", "chunked_delta_scan", "configuration_delta", "configuration_fla"),
-    *("fla_kernels", "forgetting_delta", "layers_delta", "layers_fla", "norms", "scan_delta"),
+    *("fla_kernels", "layers_delta", "layers_fla", "norms", "scan_delta"),
 }
 RWKV_FILES = GATED_FILES | {"layers_rwkv", "scan_rwkv6"}
 FILES_OF = {
-    "mamba": MAMBA_FILES | {"forgetting_selective", "scan_selective"},
-    "mamba2": MAMBA_FILES | {"forgetting_ssd", "gated_norm", "scan_ssd"},
+    "mamba": MAMBA_FILES | {"scan_selective"},
+    "mamba2": MAMBA_FILES | {"gated_norm", "scan_ssd"},
     "mamba3": {
-        *("fla_kernels", "forgetting_trapezoid", "layers_mamba_block", "norms", "scan_ssd", "scan_trapezoid"),
+        *("fla_kernels", "layers_mamba_block", "norms", "scan_ssd", "scan_trapezoid"),
     },
     "gla": FLA_FILES | {"causal_conv"},
     "hgrn2": FLA_FILES | {"causal_conv"},
@@ -66,7 +64,7 @@ FILES_OF = {
     "rwkv6": RWKV_FILES | {"configuration_fla"},
     "rwkv5": RWKV_FILES,
     "rwkv7": {
-        *("chunk_decays", "chunked_delta_scan", "configuration_fla", "fla_kernels", "forgetting_delta"),
+        *("chunk_decays", "chunked_delta_scan", "configuration_fla", "fla_kernels"),
         *("layers_rwkv", "scan_delta"),
     },
 }
