@@ -232,7 +232,7 @@ def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: in
     if not unread:
         return told
     reason = "their scans are not known to this package"
-    if why := getattr(model.config, "why_no_window", ""):
+    if why := getattr(model.config, "why_not_forget", ""):
         reason = f"{why} (lengthgen maps shows what is left of each token of a short text)"
     if Forgetting.of(model.config).in_recurrence:
         reason = "the model is made to forget, so its scans get other inputs than its layers computed"
