@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import CONFIG_MAPPING
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
@@ -25,13 +26,13 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StatePassingTrainer,
 )
-from tests.hybrids.tiny_models import TINY, tiny_model
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 from tests.versions import needs_hybrids
 
 pytestmark = needs_hybrids
 
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
-EXPANDABLE = tuple(name for name, stock in SUPPORTED.items() if stock.state_field)
+EXPANDABLE = tuple(name for name in SUPPORTED_TYPES if SUPPORTED[name].state_field)
 NOISE = ("random noise", "fitted noise", "mixture")
 # A class of model each: experts, attention without states; the delta rule; feed-forward layers, other names in the
 # file; Mamba-1; convolutions only; a state that is no memory alone; no attention.
@@ -46,7 +47,7 @@ QUICK = {
 }
 SELECTED = [
     pytest.param(name, methods, id=f"{name}-{speed}", marks=[pytest.mark.slow] if speed == "third" else [])
-    for speed, types in (("quick", QUICK), ("third", {name: i for i, name in enumerate(sorted(SUPPORTED))}))
+    for speed, types in (("quick", QUICK), ("third", {name: i for i, name in enumerate(SUPPORTED_TYPES)}))
     for name, methods in types.items()
 ]
 """Methods by name, or the remainder of their number by 3: a method meets each third type, a type each third method."""
@@ -164,7 +165,8 @@ def test_a_limit_on_recurrent_parts_that_no_layer_has_is_refused(toys: ModuleTyp
 
 
 def test_the_types_are_those_that_are_supported() -> None:
-    assert {*CONVOLUTIONS, *EXPANDABLE, *QUICK} <= SUPPORTED.keys() <= TINY.keys()
+    assert {*CONVOLUTIONS, *EXPANDABLE, *QUICK} <= set(SUPPORTED_TYPES)
+    assert SUPPORTED.keys() & CONFIG_MAPPING.keys() == set(SUPPORTED_TYPES)  # each known type has a tiny model
     assert {name for name, family in SUPPORTED.items() if "convolution only" in family.state} == set(CONVOLUTIONS)
 
 
