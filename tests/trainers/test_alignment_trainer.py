@@ -164,22 +164,9 @@ def llama(**fields: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-SCALINGS = {
-    "linear": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
-    "yarn": {
-        "rope_type": "yarn",
-        "factor": 2.0,
-        "original_max_position_embeddings": 8,
-        "rope_theta": 10000.0,
-    },
-    "raised base": {"rope_type": "default", "rope_theta": 500000.0},
-}
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_a_transformer_with_rope_scaling_trains_its_adapters(toys: ModuleType, tmp_path: Path, scaling: str) -> None:
-    base = llama(rope_parameters=SCALINGS[scaling])
+def test_a_transformer_with_rope_scaling_trains_its_adapters(toys: ModuleType, tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0}
+    base = llama(rope_parameters=scaling)
     settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(base, settings).double()
     by_hand = copy.deepcopy(model).train()
@@ -201,12 +188,6 @@ def test_a_transformer_with_rope_scaling_trains_its_adapters(toys: ModuleType, t
         optimizer.step()
         optimizer.zero_grad()
     toys.assert_same_weights(after, toys.weights(by_hand), atol=1e-6)
-
-
-def test_scaling_of_positions_is_seen_by_the_model() -> None:
-    ids = torch.arange(3, 13)[None]
-    outputs = [llama(rope_parameters=scaling)(ids).logits for scaling in SCALINGS.values()]
-    assert not any(torch.allclose(outputs[0], other, atol=1e-4) for other in outputs[1:])
 
 
 @pytest.mark.thinned(3)

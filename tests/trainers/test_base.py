@@ -32,7 +32,9 @@ from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingCon
 from tests.versions import SINCE_5_23
 
 MakeConfig = Callable[..., StatePassingConfig]
-SAMPLING = TrainingArguments.__dataclass_fields__["train_sampling_strategy"]
+ORDERED = {"sequential", "group_by_length", "batch_rebalance"} & {
+    *TrainingArguments.__dataclass_fields__["train_sampling_strategy"].metadata["choices"]
+}
 
 
 # --- evaluation ---
@@ -51,19 +53,6 @@ def test_evaluation_starts_from_zero_and_leaves_the_carried_states_alone(
     trainer.evaluate()
     assert [recurrent for _, _, recurrent, _ in model.seen] == [[0.0] * 8]
     torch.testing.assert_close(trainer.initial_states.state_dict(), before, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-def test_evaluating_during_training_changes_nothing(toys: ModuleType, make_config: MakeConfig) -> None:
-    results = []
-    for strategy in ("no", "steps"):
-        config = make_config(max_steps=4, eval_strategy=strategy, eval_steps=1, gradient_accumulation_steps=2)
-        trainer = StatePassingTrainer(
-            toys.tiny_model(), config, train_dataset=toys.sequences(8), eval_dataset=toys.sequences(3, seed=1)
-        )
-        trainer.train()
-        results.append(toys.weights(trainer.model))
-    toys.assert_same_weights(*results)
 
 
 def test_the_evaluation_loss_is_that_of_trainer(toys: ModuleType, make_config: MakeConfig, tmp_path: Path) -> None:
@@ -268,32 +257,6 @@ def test_plain_trainer_smooths_the_label_of_the_next_token(toys: ModuleType, tmp
     torch.testing.assert_close(trainer.compute_loss(model, batch), expected)
 
 
-def test_lora_trains_the_adapter_and_nothing_else(toys: ModuleType, tmp_path: Path) -> None:
-    trainer = lora(StatePassingTrainer, StatePassingConfig, toys, str(tmp_path))
-    before = toys.weights(trainer.model)
-    trainer.train()
-    moved = {name for name, after in toys.weights(trainer.model).items() if not torch.equal(after, before[name])}
-    assert moved == {name for name in before if "lora_" in name}
-    assert len(moved) == 6  # two matrices for in_proj of two layers and for the head
-
-
-@pytest.mark.slow
-def test_activation_checkpointing_trains_the_same_weights(toys: ModuleType, make_config: MakeConfig) -> None:
-    results = []
-    for changes in ({}, {"gradient_checkpointing": True}):
-        fields = {"max_steps": 4, "state_drop_probability": 0.0, "learning_rate": 0.01} | changes
-        if changes and SINCE_5_23:
-            with pytest.warns(FutureWarning, match="gradient_checkpointing"):
-                config = make_config(**fields)
-        else:
-            config = make_config(**fields)
-        trainer = StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
-        trainer.train()
-        assert trainer.model.is_gradient_checkpointing == bool(changes)
-        results.append(toys.weights(trainer.model))
-    toys.assert_same_weights(*results, atol=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")  # checkpoints within a second
 def test_the_best_checkpoint_is_kept_and_loaded_at_the_end(toys: ModuleType, make_config: MakeConfig) -> None:
     config = make_config(
@@ -370,26 +333,6 @@ def test_without_arguments_the_default_ones_are_used(
     assert StatePassingTrainer(toys.tiny_model()).args.state_drop_probability == 0.1
 
 
-@pytest.mark.parametrize("probability", [-0.01, 1.01, float("nan")])
-def test_a_drop_probability_outside_zero_to_one_is_refused(make_config: MakeConfig, probability: float) -> None:
-    with pytest.raises(ValueError, match="state_drop_probability must be between 0 and 1"):
-        make_config(state_drop_probability=probability)
-
-
-def test_reentrant_activation_checkpointing_is_refused(toys: ModuleType, make_config: MakeConfig) -> None:
-    name = "activation_checkpointing_kwargs" if SINCE_5_23 else "gradient_checkpointing_kwargs"
-    config = make_config(**{name: {"use_reentrant": True}})
-    with pytest.raises(ValueError, match="set use_reentrant=False"):
-        StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
-
-
-def test_label_smoothing_is_refused(toys: ModuleType, make_config: MakeConfig) -> None:
-    with pytest.raises(ValueError, match="label_smoothing_factor is not supported"):
-        StatePassingTrainer(
-            toys.tiny_model(), make_config(label_smoothing_factor=0.1), train_dataset=toys.sequences(4)
-        )
-
-
 class Stream(IterableDataset):
     """A stream of sequences."""
 
@@ -420,13 +363,22 @@ def test_a_stream_needs_the_word_that_it_is_shuffled(
     assert trainer.state.global_step == 2
 
 
-@pytest.mark.parametrize("strategy", ["sequential", "group_by_length", "batch_rebalance"])
-def test_samplers_that_order_the_data_are_refused(toys: ModuleType, make_config: MakeConfig, strategy: str) -> None:
-    if strategy not in SAMPLING.metadata["choices"]:
-        pytest.skip("this version has no such sampler")
-    config = make_config(train_sampling_strategy=strategy)
-    with pytest.raises(ValueError, match="the data must be shuffled"):
-        StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
+CHECKPOINTING = f"{'activation' if SINCE_5_23 else 'gradient'}_checkpointing_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        *(({"train_sampling_strategy": strategy}, "must be shuffled") for strategy in sorted(ORDERED)),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported"),
+        ({CHECKPOINTING: {"use_reentrant": True}}, "set use_reentrant=False"),
+    ],
+)
+def test_settings_that_do_not_go_with_states_are_refused(
+    toys: ModuleType, make_config: MakeConfig, fields: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        StatePassingTrainer(toys.tiny_model(), make_config(**fields), train_dataset=toys.sequences(4))
 
 
 def test_a_trainer_with_its_own_sampler_is_asked_about_it(toys: ModuleType, make_config: MakeConfig) -> None:
@@ -438,15 +390,6 @@ def test_a_trainer_with_its_own_sampler_is_asked_about_it(toys: ModuleType, make
     with pytest.raises(ValueError, match="set assume_shuffled=True if the data are shuffled already"):
         InOrder(toys.tiny_model(), make_config(), train_dataset=data)
     InOrder(toys.tiny_model(), make_config(assume_shuffled=True), train_dataset=data).train()
-
-
-def test_a_broken_final_state_stops_the_run_and_is_named(toys: ModuleType, make_config: MakeConfig) -> None:
-    model = toys.SumModel()
-    model.poisoned_pass = 5
-    config = make_config(gradient_accumulation_steps=2, max_steps=4, save_strategy="steps", save_steps=1)
-    trainer = StatePassingTrainer(model, config, train_dataset=toys.sequences(16))
-    with pytest.raises(ValueError, match=r"step 2, micro-batch 1: layer 0.*rows \[1\].*checkpoint-2"):
-        trainer.train()
 
 
 def test_several_gpus_in_one_process_are_refused(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.loading import load_model
@@ -164,19 +164,6 @@ def test_a_step_of_nonfinite_rows_leaves_the_statistics(toys: ModuleType, settin
     assert logged(trainer, "state_rms") == []
 
 
-@pytest.mark.slow
-def test_another_order_or_text_is_refused_at_resume(toys: ModuleType, settings: Settings, tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    TbttTrainer(toys.tiny_model(), settings(TbttConfig, **saving), train_dataset=toys.chunks(24)).train()
-    for changes, data, told in (
-        ({"data_seed": 5}, toys.chunks(24), "data_seed was None and is 5"),
-        ({}, toys.chunks(23), "train_dataset.tokens was"),
-    ):
-        trainer = TbttTrainer(toys.tiny_model(), settings(TbttConfig, **saving | changes), train_dataset=data)
-        with pytest.raises(ValueError, match=told):
-            trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-
-
 def test_a_trial_of_a_search_changes_alpha(
     toys: ModuleType, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,15 +172,6 @@ def test_a_trial_of_a_search_changes_alpha(
     trainer._hp_search_setup(0.5)
     assert trainer._align is not None
     assert trainer._align.args.alignment_alpha == 0.5
-
-
-@pytest.mark.parametrize(
-    ("mixture", "told"),
-    [("zero: 1", "mixture must be a JSON object"), ({"zero": "a"}, "shares of a mixture")],
-)
-def test_a_mixture_is_a_mapping_to_shares(settings: Settings, mixture: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        settings(MixedStatesConfig, mixture=mixture)
 
 
 def test_the_settings_of_a_source_stand_beside_its_share(toys: ModuleType, settings: Settings) -> None:
@@ -208,15 +186,6 @@ def test_the_settings_of_a_source_stand_beside_its_share(toys: ModuleType, setti
     assert config.assume_shuffled
 
 
-def test_statistics_in_a_mixture_can_be_read(toys: ModuleType, settings: Settings) -> None:
-    config = settings(MixedStatesConfig, mixture={"zero": 0.5, "fitted_noise": 0.5})
-    trainer = MixedStatesTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
-    trainer.train()
-    statistics = trainer.initial_states.sources["fitted_noise"].statistics
-    kept = trainer.initial_states.state_dict()
-    assert torch.equal(statistics[1].mean, kept["fitted_noise.layers.1.mean"])
-
-
 def test_tokens_that_alignment_never_reads_are_told(
     toys: ModuleType, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,8 +196,3 @@ def test_tokens_that_alignment_never_reads_are_told(
     config = settings(AlignmentConfig, alignment_length=5)
     AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8)).train()
     assert "Rows have 9 tokens, but the alignment loss reads at most 7 of them" in told[0]
-
-
-def test_plain_arguments_are_refused(toys: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs args of class InitialStateConfig"):
-        ZeroStateTrainer(toys.tiny_model(), TrainingArguments(str(tmp_path), **toys.QUIET))

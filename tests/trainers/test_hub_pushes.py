@@ -16,15 +16,16 @@ from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.records import Lineage, write_lineage
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.run.hub_pushes import check_texts, has_card_of_another, leave_out_pickles
-
-from ..hub.client import PYTHON, STRANGER, environment  # noqa: TID252
-from ..hub.conftest import hub  # noqa: F401, TID252
-from ..hub.endpoint import Endpoint  # noqa: TID252
+from tests.hub.client import PYTHON, STRANGER, environment
+from tests.hub.conftest import hub as hub
+from tests.hub.endpoint import Endpoint
 
 PUSHING = {
     **{"push_to_hub": True, "hub_model_id": "user/run", "hub_token": "hf_test", "hub_private_repo": True},
     **{"save_strategy": "steps", "save_steps": 1, "max_steps": 1},
 }
+
+MakeConfig = Callable[..., Any]
 
 
 def pushes(endpoint: Endpoint) -> dict[str, dict[str, bytes]]:
@@ -36,9 +37,7 @@ def pushes(endpoint: Endpoint) -> dict[str, dict[str, bytes]]:
 
 
 def test_every_push_holds_code_and_tokenizer_and_no_pickle(
-    hub: Endpoint,  # noqa: F811
-    toys: ModuleType,
-    make_config: Callable[..., Any],
+    hub: Endpoint, toys: ModuleType, make_config: MakeConfig
 ) -> None:
     trainer = StatePassingTrainer(
         toys.tiny_model(), make_config(**PUSHING), train_dataset=toys.sequences(8), processing_class=byte_tokenizer()
@@ -58,10 +57,7 @@ def test_every_push_holds_code_and_tokenizer_and_no_pickle(
 
 @pytest.mark.slow
 def test_a_stranger_loads_what_was_pushed_in_the_middle(
-    hub: Endpoint,  # noqa: F811
-    toys: ModuleType,
-    make_config: Callable[..., Any],
-    tmp_path: Path,
+    hub: Endpoint, toys: ModuleType, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     trainer = StatePassingTrainer(toys.tiny_model(), make_config(**PUSHING), train_dataset=toys.sequences(8))
     trainer.train()
@@ -81,9 +77,7 @@ torch.save(model(torch.arange(1, 6)[None]).logits, "logits.pt")
 
 
 def test_checkpoints_that_are_pushed_to_be_resumed_hold_no_arguments(
-    hub: Endpoint,  # noqa: F811
-    toys: ModuleType,
-    make_config: Callable[..., Any],
+    hub: Endpoint, toys: ModuleType, make_config: MakeConfig
 ) -> None:
     arguments = make_config(**PUSHING, hub_strategy="checkpoint")
     trainer = StatePassingTrainer(toys.tiny_model(), arguments, train_dataset=toys.sequences(8))
@@ -95,10 +89,7 @@ def test_checkpoints_that_are_pushed_to_be_resumed_hold_no_arguments(
 
 
 def test_a_push_in_the_background_that_fails_is_told(
-    hub: Endpoint,  # noqa: F811
-    toys: ModuleType,
-    make_config: Callable[..., Any],
-    caplog: pytest.LogCaptureFixture,
+    hub: Endpoint, toys: ModuleType, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = StatePassingTrainer(toys.tiny_model(), make_config(**PUSHING), train_dataset=toys.sequences(8))
     hub.fail("POST", "/commit/", status=403, message="no room", times=1)
@@ -113,11 +104,7 @@ def test_a_push_in_the_background_that_fails_is_told(
     assert "during training failed" not in caplog.text
 
 
-def test_adapters_are_pushed_without_code(
-    hub: Endpoint,  # noqa: F811
-    toys: ModuleType,
-    make_config: Callable[..., Any],
-) -> None:
+def test_adapters_are_pushed_without_code(hub: Endpoint, toys: ModuleType, make_config: MakeConfig) -> None:
     model = get_peft_model(toys.tiny_model(), LoraConfig(target_modules=["in_proj"]))
     trainer = StatePassingTrainer(model, make_config(**PUSHING), train_dataset=toys.sequences(8))
     trainer.train()
@@ -140,7 +127,7 @@ def test_a_gitignore_of_the_user_keeps_its_lines(tmp_path: Path) -> None:
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("tags", "kept"), [("generated_from_trainer", False), ("state-passing", True), (None, False)])
 def test_a_card_from_elsewhere_is_kept(
-    tmp_path: Path, toys: ModuleType, make_config: Callable[..., Any], tags: str | None, kept: bool
+    tmp_path: Path, toys: ModuleType, make_config: MakeConfig, tags: str | None, kept: bool
 ) -> None:
     trainer = StatePassingTrainer(toys.tiny_model(), make_config(), train_dataset=toys.sequences(8))
     card = Path(trainer.output_dir) / "README.md"
@@ -160,10 +147,7 @@ def test_a_card_of_peft_is_for_trainer_to_change(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_with_a_lineage_gets_the_card_of_it(
-    hub: Endpoint,  # noqa: F811
-    toys: ModuleType,
-    make_config: Callable[..., Any],
-    tmp_path: Path,
+    hub: Endpoint, toys: ModuleType, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     """By the command, whose last push has the lineage, too."""
     toys.tiny_model(vocab_size=384).save_pretrained(tmp_path / "start")
@@ -191,9 +175,7 @@ def test_a_run_with_a_lineage_gets_the_card_of_it(
         next(name for name in files if str(tmp_path) in files[name].decode(errors="replace"))
 
 
-def test_a_card_with_what_was_asked_for_is_trainers(
-    toys: ModuleType, make_config: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_card_with_what_was_asked_for_is_trainers(toys: ModuleType, make_config: MakeConfig, tmp_path: Path) -> None:
     trainer = StatePassingTrainer(toys.tiny_model(), make_config(), train_dataset=toys.sequences(8))
     trainer.train()
     trainer.save_model()
@@ -218,11 +200,7 @@ def test_secrets_are_refused_and_paths_warned_of(tmp_path: Path, monkeypatch: py
         check_texts(tmp_path, "hf_test")
 
 
-def test_a_trainer_does_not_upload_secrets(
-    hub: Endpoint,  # noqa: F811
-    toys: ModuleType,
-    make_config: Callable[..., Any],
-) -> None:
+def test_a_trainer_does_not_upload_secrets(hub: Endpoint, toys: ModuleType, make_config: MakeConfig) -> None:
     trainer = StatePassingTrainer(
         toys.tiny_model(), make_config(**PUSHING, hub_strategy="end"), train_dataset=toys.sequences(8)
     )

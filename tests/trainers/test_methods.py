@@ -183,6 +183,7 @@ CHANGES = [
     ("state passing", {"state_drop_probability": 0.1}, "state_drop_probability was 0.3 and is 0.1"),
     ("state passing", {"carry_conv_state": False}, "carry_conv_state was True and is False"),
     ("tbtt", {"length": 8}, r"train_dataset.length was 9 and is 8"),
+    ("tbtt", {"rows": 14}, r"train_dataset.tokens was 136 and is 127"),
     ("tbtt", {"chunks_before_reset": 5}, r"train_dataset.chunks_before_reset was 4 and is 5"),
     ("learned state", {"train_model": True}, "train_model was False and is True"),
     ("mixture", {"mixture": {"zero": 0.6, "state_passing": 0.2, "fitted_noise": 0.2}}, "mixture was .* and is"),

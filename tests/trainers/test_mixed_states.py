@@ -161,6 +161,8 @@ def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, t
     ("fields", "told"),
     [
         ({}, "mixture must give shares to some of"),
+        ({"mixture": "zero: 1"}, "mixture must be a JSON object"),
+        ({"mixture": {"zero": "a"}}, "shares of a mixture"),
         ({"mixture": {"zero": 0.5, "dreams": 0.5}}, "mixture must give shares to some of .*dreams"),
         ({"mixture": {"zero": 0.5, "mixed": 0.5}}, r", got \['mixed'\]"),
         ({"mixture": {"zero": 0.5, "state_passing": 0.4}}, "add up to 1"),

@@ -2,6 +2,8 @@
 
 import statistics
 from collections.abc import Callable
+from functools import partial
+from math import inf, nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,15 +73,6 @@ def test_statistics_are_those_computed_by_hand_over_two_steps(micro_batches: int
     mean, variance = step(1, SECOND)
     assert mean == pytest.approx([0.9 * 1 + 0.1 * 4, 0.9 * 2 + 0.1 * 1])
     assert variance == pytest.approx([0.9 * 3 + 0.1 * 5, 1.0])
-
-
-def test_beta_is_the_weight_of_the_past() -> None:
-    source = FittedNoise(zeros(2, 1, 2), beta=0.75)
-    for step, rows in enumerate((FIRST, SECOND)):
-        source.observe(place(step), final(*rows))
-        source.end_step()
-    assert source.statistics is not None
-    assert source.statistics[0].mean.tolist() == pytest.approx([0.25 * 1 + 0.75 * 4, 0.25 * 2 + 0.75 * 1])
 
 
 def test_groups_of_heads_share_statistics() -> None:
@@ -157,12 +150,6 @@ def test_the_first_step_starts_from_zero_in_all_its_micro_batches() -> None:
     before = source.initial_state(place(1, micro_batch=1))
     source.observe(place(1), final(*SECOND))
     torch.testing.assert_close(source.initial_state(place(1, micro_batch=1)), before, rtol=0, atol=0)
-
-
-def test_a_step_without_observations_changes_nothing() -> None:
-    source = FittedNoise(zeros(2, 1, 2))
-    source.end_step()
-    assert source.statistics is None
 
 
 @pytest.mark.parametrize("kind", ["random", "fitted"])
@@ -329,26 +316,23 @@ def test_evaluation_starts_from_zero_unless_noise_is_asked_for(
     torch.testing.assert_close(trainer.initial_states.state_dict(), before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_sigma_that_is_no_size_is_refused(sigma: float) -> None:
-    with pytest.raises(ValueError, match="noise_sigma must be a finite number above 0"):
-        RandomNoise(sigma, zeros(1, 1, 1))
+ZERO = zeros(1)
 
 
-def test_a_missing_sigma_is_asked_for(toys: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"noise_sigma is missing: .*state_rms: try"):
-        trained(toys, tmp_path, "random", noise_sigma=None)
-
-
-@pytest.mark.parametrize("beta", [-0.1, 1.0, float("nan")])
-def test_a_beta_outside_zero_to_one_is_refused(beta: float) -> None:
-    with pytest.raises(ValueError, match="fitted_noise_beta must be at least 0 and below 1"):
-        FittedNoise(zeros(1, 1, 1), beta)
-
-
-def test_groups_below_one_are_refused() -> None:
-    with pytest.raises(ValueError, match="fitted_noise_groups must be at least 1, got 0"):
-        FittedNoise(zeros(1, 1, 1), groups=0)
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        *(
+            (partial(RandomNoise, x, ZERO), "noise_sigma must be a finite number above 0")
+            for x in (0.0, -1.0, nan, inf)
+        ),
+        *((partial(FittedNoise, ZERO, x), "fitted_noise_beta must be at least 0 and below") for x in (-0.1, 1.0, nan)),
+        (partial(FittedNoise, ZERO, groups=0), "fitted_noise_groups must be at least 1, got 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make: Callable[[], Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()
 
 
 def test_a_model_without_a_zero_state_is_refused(toys: ModuleType, tmp_path: Path) -> None:

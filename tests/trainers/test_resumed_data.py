@@ -110,15 +110,6 @@ def test_a_stream_that_gives_other_rows_is_refused(toys: ModuleType, tmp_path: P
         rows_of(toys, data(30), tmp_path / "on", tmp_path / f"checkpoint-{step}")
 
 
-def test_a_stream_of_an_earlier_version_whose_place_is_unknown_is_refused(
-    toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows_of(toys, STREAMS["in order"](), tmp_path, max_steps=1)
-    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.run.resumable_runs.saved_run", lambda _: {})
-    with pytest.raises(ValueError, match="of an earlier version, which did not record the place in a stream"):
-        rows_of(toys, STREAMS["in order"](), tmp_path / "on", tmp_path / "checkpoint-1")
-
-
 @pytest.mark.slow
 def test_data_workers_read_on_and_are_checked(toys: ModuleType, tmp_path: Path) -> None:
     settings = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}

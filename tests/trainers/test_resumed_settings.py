@@ -1,8 +1,6 @@
 """Settings that change at a resume apply from there on, are said, and stand in the lineage; else they are refused."""
 
-import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers import TrainerCallback
@@ -175,28 +172,6 @@ def test_parts_add_up_over_several_resumes(toys: ModuleType, base: Path, checkpo
     assert parts[1] > third.run_record.seconds_before
 
 
-def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Give a checkpoint the description of an earlier version, which had no digests."""
-    path = checkpoint / "initial_states_0.safetensors"
-    with safe_open(path, "pt") as file:
-        header = file.metadata()
-    (checkpoint / "digests.sha256").unlink()
-    save_file(load_file(path), path, header | {"run": json.dumps(change(json.loads(header["run"])))})
-
-
-def test_a_checkpoint_without_a_record_still_tells_its_optimizer(
-    toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path
-) -> None:
-    old = tmp_path / "checkpoint-2"
-    shutil.copytree(checkpoint, old)
-    rewrite(old, lambda run: {name: value for name, value in run.items() if name != "record"})
-    trainer = make(toys, base, tmp_path / "out", learning_rate=0.02, max_steps=4)
-    trainer.train(str(old))
-    settings = recorded(trainer)
-    assert over(settings, "learning_rate") == [(0, 0.01), (2, 0.02)]
-    assert over(settings, "max_steps") == [(0, None), (2, 4)]
-
-
 def test_another_optimizer_is_refused_by_name(toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path) -> None:
     trainer = make(toys, base, tmp_path, optim="sgd")
     with pytest.raises(ValueError, match=r"with optim sgd: the saved state has .*betas.*this one has .*momentum"):
@@ -310,24 +285,6 @@ def test_what_the_user_changes_applies_beside_what_moves(toys: ModuleType, base:
     settings = recorded(second)
     assert over(settings, "betas") == [(0, (0.95, 0.999)), (3, (0.95, 0.99))]
     assert over(settings, "weight_decay") == [(0, 0.01), (3, 0.1)]
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("weight_decay", [0.01, 0.1])
-def test_a_checkpoint_without_starting_settings_keeps_what_the_schedule_moves(
-    toys: ModuleType, base: Path, tmp_path: Path, weight_decay: float
-) -> None:
-    own = one_cycle(torch.optim.AdamW, weight_decay=0.01)
-    whole = make(toys, base, tmp_path / "whole", own, max_steps=6, save_steps=3)
-    whole.train()
-    old = tmp_path / "whole" / "checkpoint-3"
-    rewrite(old, lambda run: run | {"record": {"settings": run["record"]["settings"]}})
-    changed = one_cycle(torch.optim.AdamW, weight_decay=weight_decay)
-    trainer = make(toys, base, tmp_path / "resumed", changed, max_steps=6)
-    trainer.train(str(old))
-    assert trainer.optimizer.param_groups[0]["weight_decay"] == weight_decay
-    if weight_decay == 0.01:
-        torch.testing.assert_close(trainer.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("probability", [0.1, 1.0])
