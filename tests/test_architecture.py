@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,7 +81,6 @@ MAY_IMPORT = {
         "records",
         "lineage",
         "loading",
-        "cards",
     ),
     "cli": (
         "",
@@ -108,6 +108,9 @@ MAY_IMPORT = {
 }
 for _leaf in LEAVES:
     MAY_IMPORT[_leaf] = ()
+
+LOADED_BY_A_TRAINER = 160
+"""Modules of ours that the import of one trainer loads; most of them are the families."""
 
 # Transformers installs nothing for remote code: what stands outside `try` must be there with Transformers.
 CHECKPOINT_IMPORTS = {"torch", "transformers", "safetensors", "numpy"} | sys.stdlib_module_names
@@ -240,6 +243,8 @@ def test_transformers_finds_only_siblings_and_its_own_dependencies_in_model_file
         ("plotting/a.py", "from hf_recurrent_lengthgen.evaluation.streaming import b", "plotting must not"),
         ("plotting/a.py", "from hf_recurrent_lengthgen.evaluation import b", "plotting must not import"),
         ("trainers/a.py", "from hf_recurrent_lengthgen.cli.b import c", "trainers must not import"),
+        ("trainers/a.py", "def f():\n    from hf_recurrent_lengthgen.cards import b", "trainers must not import"),
+        ("trainers/run/a.py", "from hf_recurrent_lengthgen.plotting.b import c", "trainers must not import"),
         ("trainers/a.py", "from .base import b", "relative import"),
         ("trainers/a.py", "import trainers.base", "user's own package"),
         ("cli/a.py", "from trainers import base", "user's own package"),
@@ -275,3 +280,51 @@ def test_a_legal_import_is_not_a_violation(path: str, source: str) -> None:
 def test_tests_and_benchmarks_must_not_import_the_bare_trainers_folder() -> None:
     assert violations(Path("tests/a.py"), "import trainers") != []
     assert violations(Path("benchmarks/a.py"), "from hf_recurrent_lengthgen.trainers import base") == []
+
+
+def reached(*modules: str) -> set[str]:
+    """These modules, the modules of ours that they import, also inside functions, and so on."""
+    seen: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        name = waiting.pop()
+        if not is_inside(name, PACKAGE):
+            continue
+        file = Path(*name.split("."))
+        path = next((one for one in (file.with_suffix(".py"), file / "__init__.py") if (ROOT / one).is_file()), None)
+        if path is None or name in seen:
+            continue
+        seen.add(name)
+        waiting.append(name.rpartition(".")[0])
+        tree = ast.parse((ROOT / path).read_text())
+        ifs = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+        for_checkers = {id(one) for node in ifs if ast.unparse(node.test) == "TYPE_CHECKING" for one in ast.walk(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in for_checkers:
+                names = [other for _, other in imported_modules(ast.Module([node], []), path)]
+                aliases = node.names if isinstance(node, ast.ImportFrom) else []
+                waiting += [*names, *(f"{other}.{alias.name}" for other in names for alias in aliases)]
+    return seen
+
+
+NOT_OF_TRAINING = ("cards", "cli", "diagnosis", "harness", "hub", "plotting", "recipes", "verification")
+"""Parts that no trainer reaches."""
+
+
+def test_a_trainer_reaches_no_cards_figures_or_recipes() -> None:
+    files = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "trainers").rglob("*.py")]
+    modules = reached(*(".".join((PACKAGE, *file.parts)) for file in files))
+    found = {name.removeprefix(f"{PACKAGE}.") for name in modules}
+    assert not sorted(name for name in found if any(is_inside(name, part) for part in NOT_OF_TRAINING))
+
+
+@pytest.mark.slow
+def test_a_trainer_loads_little_of_ours() -> None:
+    code = f"""import sys
+from {PACKAGE}.trainers import StatePassingTrainer
+print(*sorted(name for name in sys.modules if name.startswith("{PACKAGE}") or name == "matplotlib"))"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = [name.removeprefix(f"{PACKAGE}.") for name in done.stdout.split()]
+    assert not [name for name in loaded if any(is_inside(name, part) for part in (*NOT_OF_TRAINING, "matplotlib"))]
+    assert not [name for name in loaded if any(is_inside(name, part) for part in ("hybrids", "surgery", "readings"))]
+    assert len(loaded) <= LOADED_BY_A_TRAINER, loaded

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from accelerate.utils import gather_object
@@ -25,11 +25,9 @@ from transformers.training_args import OptimizerNames
 
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import split_at_resets, unpacked
-from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.methods import PLAIN, Method
 from hf_recurrent_lengthgen.models.recurrent_state import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.models.rows import read_rows
-from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.checks import (
     base_of,
     check_batch,
@@ -41,7 +39,6 @@ from hf_recurrent_lengthgen.trainers.checks import (
 from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
-from hf_recurrent_lengthgen.trainers.metric_callbacks import MetricCallback
 from hf_recurrent_lengthgen.trainers.row_layout import (
     MICRO_BATCH,
     MicroBatch,
@@ -51,11 +48,15 @@ from hf_recurrent_lengthgen.trainers.row_layout import (
     zero_rows,
 )
 from hf_recurrent_lengthgen.trainers.run.arguments import check_config
+from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback, RunCallback
 from hf_recurrent_lengthgen.trainers.run.model_calls import ModelCalls, say_lost, say_passed_by
-from hf_recurrent_lengthgen.trainers.run.resumable_runs import ResumableTrainer, RunCallback
+from hf_recurrent_lengthgen.trainers.run.resumable_runs import ResumableTrainer
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows, refuse_other_rows
 from hf_recurrent_lengthgen.trainers.run.step_checks import StateSizes, StepChecks, StepLogs
+
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
 UPDATE_IN_BACKWARD = {OptimizerNames.LOMO, OptimizerNames.ADALOMO}
 """Optimizers that change the weights in the backward pass of each micro-batch."""
@@ -88,6 +89,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     learns_state = False
     gives_states = True  # whether the method consists of nothing but nonzero initial states
     is_mixable = True  # whether mixtures may draw from its source
+    _align: "AlignmentSettings | None"
 
     def __init__(
         self,
@@ -100,6 +102,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             args = self.config_class("tmp_trainer")
         check_config(type(self), args)
         if isinstance(model, str):
+            from hf_recurrent_lengthgen.loading import load_model  # reaches all hybrids
+
             model = load_model(model)
         self._shared = SharedRows.of(args)
         super().__init__(self.prepared(model, args), args, *positional, **keyword)
@@ -115,7 +119,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         self._logs = StepLogs()
         self._checks = StepChecks(self.resume_hint)
         for callback in self.callback_handler.callbacks:
-            if isinstance(callback, MetricCallback):
+            if isinstance(callback, AttachedCallback):
                 callback.attach(self)
         self.add_callback(RunCallback(self))
         self.add_callback(self._interrupts)
@@ -147,8 +151,10 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         """
 
     def _set_up_alignment(self) -> None:
-        self._align: AlignmentSettings | None = None
+        self._align = None
         if self.args.alignment_alpha:
+            from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
+
             self._align = AlignmentSettings.of(self.args, self.model, self._own_loss, self.needs_states)
         self.compute_loss_func = self._own_loss if self._align is None else self._not_aligned
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,13 @@ from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL, sampled_digest
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.token_inputs import check_token_ids
-from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
 from hf_recurrent_lengthgen.trainers.run.arguments import check_arguments, keep_states_in_full_precision
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels
 from hf_recurrent_lengthgen.trainers.run.step_checks import recurrent_layers
+
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
 STATE_ARGUMENTS = {"initial_state", "output_final_state"}
 
@@ -100,7 +102,7 @@ def check_pads(model: nn.Module, tokenizer: Any) -> None:
         )
 
 
-def check_train_data(trainer: Any, alignment: AlignmentSettings | None) -> None:
+def check_train_data(trainer: Any, alignment: "AlignmentSettings | None") -> None:
     """Raise a `ValueError` for training data whose rows do not suit the method."""
     dataset = trainer.train_dataset
     continued = isinstance(dataset, ContinuedChunks | ContinuedStream)
@@ -231,7 +233,7 @@ def check_evaluation_data(dataset: Any) -> None:
             )
 
 
-def check_continued_data(trainer: Any, dataset: Any, alignment: AlignmentSettings | None) -> None:
+def check_continued_data(trainer: Any, dataset: Any, alignment: "AlignmentSettings | None") -> None:
     """Raise a `ValueError` unless rows continue those of the previous step, stay in place and can be reset."""
     args = trainer.args
     if not isinstance(dataset, ContinuedChunks | ContinuedStream):

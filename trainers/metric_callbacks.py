@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import (
     EarlyStoppingCallback,
     Trainer,
-    TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
@@ -35,6 +34,7 @@ from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignme
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
+from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback
 
 QUIET = EvaluationSettings(progress=False)
 MetricFunction = Callable[[Any], Any]
@@ -51,7 +51,7 @@ class Metric(NamedTuple):
     greater_is_better: bool | None = None
 
 
-class MetricCallback(TrainerCallback):
+class MetricCallback(AttachedCallback):
     """Measures the model during training, and logs the values as Trainer logs its own evaluation.
 
     Each evaluation measures, too, and its result holds the values, so that `metric_for_best_model` can name one. The

@@ -2,5 +2,6 @@
 
 from hf_recurrent_lengthgen.cards.card import CardSettings, build_card, write_card
 from hf_recurrent_lengthgen.cards.learned_state_card import write_learned_state_card
+from hf_recurrent_lengthgen.cards.run_card import write_card_of_run
 
-__all__ = ["CardSettings", "build_card", "write_card", "write_learned_state_card"]
+__all__ = ["CardSettings", "build_card", "write_card", "write_card_of_run", "write_learned_state_card"]

@@ -61,3 +61,20 @@ def together(options: argparse.Namespace) -> Iterator[bool]:
             yield first
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def ending_processes() -> Iterator[None]:
+    """End the process group that the block has made: threads of one that outlives the interpreter abort the process.
+
+    With NCCL not after an error, because a process would wait for the others, which wait for it.
+    """
+    kept = dist.is_initialized()
+    try:
+        yield
+    except Exception:
+        kept = kept or (dist.is_initialized() and dist.get_backend() != "gloo")
+        raise
+    finally:
+        if dist.is_initialized() and not kept:
+            dist.destroy_process_group()

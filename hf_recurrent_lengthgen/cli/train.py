@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_recurrent_lengthgen.adapters import add_adapter, holds_adapter, to_merge
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
 from hf_recurrent_lengthgen.cli.options import command_parser, evaluates, import_own_code, read_options
+from hf_recurrent_lengthgen.cli.processes import ending_processes
 from hf_recurrent_lengthgen.cli.run_arguments import USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, split_names
@@ -45,7 +46,8 @@ def run(arguments: Sequence[str]) -> int:
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     settings, training, trainer_class = read_options(arguments, config_file)
     try:
-        train(settings, training, trainer_class, command)
+        with ending_processes():
+            train(settings, training, trainer_class, command)
     except KeyboardInterrupt:
         if training.process_index == 0 and newest_complete_checkpoint(str(training.output_dir)) is not None:
             print("On the command line, add --resume to the same options to continue.", flush=True)
@@ -103,6 +105,7 @@ def train(
         tuple(command),
         _initial_weights(settings) if settings.from_scratch else None,
     )
+    trainer.card_writer = _write_card
     trainer.train(resume_from_checkpoint=settings.resume or None)
     trainer.save_model()
     trainer.save_state()
@@ -112,6 +115,13 @@ def train(
         text = [] if settings.of_symbols else _text_to_evaluate(settings, rows, eval_rows, tokenizer)
         print(_next_step(settings, training, length_before, text))
     return trainer
+
+
+def _write_card(*arguments: Any) -> bool:
+    """See `write_card_of_run`, which needs matplotlib; only a push calls it."""
+    from hf_recurrent_lengthgen.cards import write_card_of_run
+
+    return write_card_of_run(*arguments)
 
 
 def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, metadata_load
 from markdown_it import MarkdownIt
 from transformers import AutoTokenizer
 
-from hf_recurrent_lengthgen.cards import CardSettings, build_card, card, write_card
+from hf_recurrent_lengthgen.cards import CardSettings, build_card, card, write_card, write_card_of_run
 from hf_recurrent_lengthgen.cards.markdown import escape
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
@@ -36,7 +36,6 @@ from hf_recurrent_lengthgen.records import (
     write_lineage,
     write_verification,
 )
-from hf_recurrent_lengthgen.trainers.run.hub_pushes import write_own_card
 from tests.cards.conftest import Work
 from tests.hybrids.tiny_models import tiny_model
 from tests.versions import needs_hybrids
@@ -401,7 +400,7 @@ def test_own_words_outlive_all_that_writes_the_card(work: Work, tmp_path: Path) 
     for options in ({}, {"results": []}, apache, {"overwrite": True}, {"results": [work.results]}):
         assert write_card(folder, **options).kept is None
         assert card.own_words(readme.read_text()) == WORDS
-    assert write_own_card(folder, "me/mine")
+    assert write_card_of_run(str(folder), "me/mine", overwrite=False)
     text = readme.read_text()
     assert card.own_words(text) == WORDS
     assert "me/mine" in text

@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from hf_recurrent_lengthgen.cards import write_card_of_run
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.records import Lineage, write_lineage
@@ -179,6 +180,7 @@ def test_a_card_with_what_was_asked_for_is_trainers(toys: ModuleType, make_confi
     trainer = StatePassingTrainer(toys.tiny_model(), make_config(), train_dataset=toys.sequences(8))
     trainer.train()
     trainer.save_model()
+    trainer.card_writer = write_card_of_run
     write_lineage(trainer.output_dir, Lineage())
     trainer.create_model_card()
     card = Path(trainer.output_dir) / "README.md"

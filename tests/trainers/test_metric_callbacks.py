@@ -253,7 +253,10 @@ def count(model):
 
 trainer = toys.resumable_trainer(sys.argv[2], rows=24, save_strategy="no")
 MetricCallback({"count": count}, every_steps=2).attach(trainer)
-trainer.train()
+try:
+    trainer.train()
+finally:
+    trainer.accelerator.end_training()
 steps = [entry["eval_count"] for entry in trainer.state.log_history if "eval_count" in entry]
 assert steps == [0, 2, 4, 6], steps
 """
@@ -268,9 +271,9 @@ def test_the_main_process_measures_and_all_go_on_or_end(toys: ModuleType, tmp_pa
     arguments = [str(toys.__file__), str(tmp_path / "run"), outcome]
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=200)
     if outcome == "work":
-        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.returncode == 0, done.stderr[:3000] + done.stderr[-2000:]
     else:
-        assert done.returncode == 1
+        assert done.returncode == 1, done.stderr[:3000]
         assert done.stderr.count("RuntimeError: The metric 'count' failed at step 4: KeyError: 'gone'") == 2
 
 

@@ -372,11 +372,15 @@ def run_jobs(jobs: list[dict[str, Any]], timeout: int = 300) -> list[list[int]]:
 def main() -> None:
     logging.set_verbosity_error()
     gc.freeze()  # as in tests/conftest.py
-    for job in json.loads(sys.argv[1]):
-        if "WORLD_SIZE" in os.environ:
-            run_job(**job)
-        else:
-            print("codes", json.dumps(run_apart(job)), flush=True)  # else the next child prints the buffer, too
+    try:
+        for job in json.loads(sys.argv[1]):
+            if "WORLD_SIZE" in os.environ:
+                run_job(**job)
+            else:
+                print("codes", json.dumps(run_apart(job)), flush=True)  # else the next child prints the buffer, too
+    finally:
+        if torch.distributed.is_initialized():  # as trainer.accelerator.end_training() does
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

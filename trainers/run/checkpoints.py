@@ -25,7 +25,6 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.hybrids.layer_sizes import loading_class
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.records import file_digest
 
@@ -247,6 +246,8 @@ def load_converted_weights(model: nn.Module, checkpoint: str | os.PathLike[str])
             names.update(file.keys())
     if not isinstance(model, PreTrainedModel) or names <= model.state_dict().keys():
         return False
+    from hf_recurrent_lengthgen.hybrids.layer_sizes import loading_class  # these models are hybrids
+
     dtype = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
     loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
     load: Any = loading_class(model).from_pretrained

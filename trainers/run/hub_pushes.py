@@ -6,6 +6,7 @@ not the code that loads them. It also writes its arguments there as a pickle, wh
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,14 @@ TRAINERS_TAG = "generated_from_trainer"
 
 
 class PushingTrainer(Trainer):
-    """`Trainer` whose pushes hold the code and the card of the model, and no secrets."""
+    """`Trainer` whose pushes hold the code and the card of the model, and no secrets.
+
+    Attributes:
+        card_writer: Writes the card of a folder with a lineage (`hf_recurrent_lengthgen.cards.write_card_of_run`), and
+            returns whether it did; `lengthgen train` sets it. None for the card of Trainer.
+    """
+
+    card_writer: Callable[[str, str | None, bool], bool] | None = None
 
     @property
     def output_dir(self) -> str:
@@ -64,7 +72,7 @@ class PushingTrainer(Trainer):
         return super().push_to_hub(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The card of `lengthgen card` if a lineage records the run and no arguments are given; else Trainer's.
+        """The card of `card_writer` if a lineage records the run and no arguments are given; else Trainer's.
 
         A card from elsewhere stays.
         """
@@ -72,7 +80,9 @@ class PushingTrainer(Trainer):
             return
         repository: str | None = self.hub_model_id
         asked = args or any(value for name, value in kwargs.items() if name != "model_name")
-        kept = has_card_of_another(self.output_dir) if asked else write_own_card(self.output_dir, repository)
+        kept = has_card_of_another(self.output_dir)
+        if self.card_writer is not None and not asked and recorded(self.output_dir):
+            kept = self.card_writer(self.output_dir, repository, not kept) or kept
         if not kept:
             super().create_model_card(*args, **kwargs)
         if repository is not None:  # it is uploaded next
@@ -120,6 +130,11 @@ def check_texts(folder: str | os.PathLike[str], token: str | None) -> None:
         logger.warning(f"The upload of {folder} holds paths of this machine: {'; '.join(paths)}.")
 
 
+def recorded(output: str | os.PathLike[str]) -> bool:
+    """Whether the folder holds a checkpoint with a lineage."""
+    return read_lineage(output) is not None and (Path(output) / "config.json").is_file()
+
+
 def has_card_of_another(output: str | os.PathLike[str]) -> bool:
     """Whether the folder holds a model card that neither Trainer nor PEFT wrote."""
     path = Path(output) / "README.md"
@@ -127,24 +142,3 @@ def has_card_of_another(output: str | os.PathLike[str]) -> bool:
         return False
     data = ModelCard.load(path).data
     return TRAINERS_TAG not in (data.tags or ()) and data.library_name != "peft"
-
-
-def write_own_card(output: str | os.PathLike[str], repo_id: str | None) -> bool:
-    """Write the card of `lengthgen card` if the folder holds a checkpoint with a lineage.
-
-    Returns:
-        Whether there is a card that Trainer's must not replace: ours, or one from elsewhere.
-    """
-    elsewhere = has_card_of_another(output)
-    if read_lineage(output) is None or not (Path(output) / "config.json").is_file():
-        return elsewhere
-    from hf_recurrent_lengthgen.cards import CardSettings, write_card  # needs matplotlib, training does not
-
-    try:
-        kept = write_card(output, settings=CardSettings(repo_id), overwrite=not elsewhere).kept
-    except ValueError as error:
-        logger.warning(f"{output} gets no card from its lineage: {error}")
-        return elsewhere
-    if kept is not None:
-        logger.warning(f"The README.md of {output} was replaced by a card from its lineage and kept as {kept.name}.")
-    return True

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -20,7 +20,6 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.adapters import adapter_of, holds_adapter, holds_learned_state
 from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, from_plain, to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.methods import MIMETIC_INITIALIZATION, OUTPUT_ALIGNMENT, PLAIN, Method
 from hf_recurrent_lengthgen.private_text import portable
 from hf_recurrent_lengthgen.records import Hardware, InitialWeights, Lineage, Settings, TrainingRun
@@ -64,8 +63,13 @@ def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: 
     """
     if not (holds_adapter(folder) or holds_learned_state(folder) or (Path(folder) / "config.json").is_file()):
         return
+    from hf_recurrent_lengthgen.lineage import (  # reaches the formats of checkpoints and the Hub
+        lineage_of,
+        record_step,
+    )
+
     try:
-        facts = trainer.facts or _facts_of(trainer)
+        facts = trainer.facts or _facts_of(trainer, lineage_of)
     except ValueError as error:
         logger.warning(f"{folder} gets no lineage: {error}")
         return
@@ -74,7 +78,7 @@ def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: 
         record_step(Path(folder), facts.start, "train", "", facts.command, run)
 
 
-def _facts_of(trainer: "InitialStateTrainer") -> RunFacts | None:
+def _facts_of(trainer: "InitialStateTrainer", lineage_of: Callable[[str], Lineage]) -> RunFacts | None:
     """Facts known to trainer and model; None for a model that was not loaded from a checkpoint."""
     model: Any = trainer.model
     start = str(getattr(model, "adapter_folder", "") or getattr(model.config, "_name_or_path", "") or "")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 from transformers.utils import logging
 
@@ -28,6 +28,7 @@ from hf_recurrent_lengthgen.records import Lineage
 from hf_recurrent_lengthgen.trainers.checks import layout_of
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource
+from hf_recurrent_lengthgen.trainers.run.callbacks import is_finished
 from hf_recurrent_lengthgen.trainers.run.checkpoints import (
     TRAINER_STATE_FILE,
     begin_save,
@@ -306,40 +307,3 @@ def _digest_of(start: Lineage) -> str | None:
         return None
     made = [start.source.files, [to_plain(step) for step in start.steps]]
     return hashlib.blake2b(json.dumps(made, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-def is_finished(state: TrainerState) -> bool:
-    """Whether a run has all its steps."""
-    return 0 < state.max_steps <= state.global_step
-
-
-class RunCallback(TrainerCallback):
-    """Tells a trainer when epochs begin and steps end, and ends a resumed run that is finished."""
-
-    def __init__(self, trainer: ResumableTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        remember_settings(self._trainer.optimizer, new_run=not state.global_step)
-        changes = self._trainer.run_record.changes(self._trainer)
-        if not state.is_world_process_zero:
-            return
-        if is_finished(state):
-            logger.warning(f"Nothing is left to train: the run has completed all of its {state.max_steps} steps.")
-        elif changes:
-            told = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in changes.items())
-            logger.warning(f"From step {state.global_step} on, these settings differ from before: {told}.")
-
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer.begin_epoch(int(state.epoch or 0))
-        self._had_steps_left = not is_finished(state)
-        if is_finished(state):  # Trainer itself would take one more step
-            control.should_training_stop = True
-
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer.end_epoch()
-        if not self._had_steps_left:
-            control.should_log = control.should_evaluate = control.should_save = False
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer.initial_states.end_step()
