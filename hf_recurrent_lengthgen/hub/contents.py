@@ -19,7 +19,6 @@ PUSHED = (
     "NOTICE*",
     "lineage.json",
     "verification.json",
-    "recipe.yaml",
     "figures/*.png",
     "figures/*.svg",
     "results/*.json",

@@ -271,8 +271,7 @@ def damage(name: str, content: str | bytes) -> Callable[[Path], object]:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "your token": (damage("results/a.json", '"hf_test"'), r"results/a.json, line 1: your Hub token"),
-    "key": (damage("README.md", CARD + "-----BEGIN RSA PRIVATE KEY-----"), r"README.md, line 7: a private key"),
-    "wandb": (damage("recipe.yaml", "wandb_key: " + "0a" * 20), "recipe.yaml, line 1: a password or key"),
+    "key": (damage("README.md", CARD + "-----BEGIN RSA PRIVATE KEY-----"), r"README.md, line 7: Private Key"),
     "windows": (damage("README.md", CARD + r"C:\Users\me\texts"), r"a path of your machine: C:.Users.me"),
     "home": (damage("results/a.json", f'"{Path.home()}/x"'), "results/a.json, line 1: a path of your machine"),
     "header": (
@@ -290,10 +289,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "damaged mark": (
         damage("README.md", CARD + '<!-- made by lengthgen card: {"kind": "card", -->'),
         "mark in README",
-    ),
-    "secret on the next line": (
-        damage("recipe.yaml", "password: >-\n   hunter2hunter2x9"),
-        "recipe.yaml, line 1: a pass",
     ),
     "adapter": (damage("adapter_config.json", "{}"), "holds an adapter.*lengthgen merge"),
     "no config": (lambda folder: (folder / "config.json").unlink(), r"changed since it was verified .config.json"),
