@@ -41,7 +41,7 @@ def bench_decode(rounds: int) -> dict[str, float]:
         found = models(name)
         for rows in ROWS:
             runs = {who: Generating(model, rows) for who, model in found.items()}
-            runs |= {"limit": Reading(found["ours"], rows), "theirs": runs.get("theirs", runs["ours"])}
+            runs |= {"limit": WeightReading(found["ours"], rows), "theirs": runs.get("theirs", runs["ours"])}
             seconds, ratio = take_turns(rounds, runs)
             prefix = f"{name}_{rows}_rows"
             result[f"{prefix}_tokens_per_second"] = rows * NEW / seconds["ours"]
@@ -62,7 +62,7 @@ class Generating:
         self.model.generate(self.ids, max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False)  # type: ignore[operator]
 
 
-class Reading:
+class WeightReading:
     """`NEW` products of each matrix of a model with one vector per row, when called."""
 
     def __init__(self, model: nn.Module, rows: int) -> None:

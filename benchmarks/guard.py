@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from decoding import NEW, Generating, Reading
+from decoding import NEW, Generating, WeightReading
 from decoding import models as decoders
 from families import scan_pass
 from forgetting import LENGTH as WINDOWED
@@ -80,7 +80,7 @@ def rows() -> Iterator[Row]:
         for count in (1, 8):
             runs = {who: Generating(model, count) for who, model in found.items()}
             yield Row(
-                f"{family} decoding, rows {count}", count * NEW, {**runs, "limit": Reading(found["ours"], count)}
+                f"{family} decoding, rows {count}", count * NEW, {**runs, "limit": WeightReading(found["ours"], count)}
             )
         if family == "mamba2":
             runs = {who: Generating(model, 1, LENGTH, 1) for who, model in found.items()}

@@ -21,7 +21,14 @@ import torch
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.data import standard_library_corpus, token_stream
 from hf_recurrent_lengthgen.loading import load_tokenizer
-from hf_recurrent_lengthgen.readings import ask, crop_reading, load_reading, positions_in, read_into, save_reading
+from hf_recurrent_lengthgen.state_files import (
+    ask,
+    crop_text_state,
+    load_text_state,
+    positions_in,
+    read_into,
+    save_text_state,
+)
 
 QUESTIONS, ANSWER = 20, 32
 GREEDY: dict[str, Any] = {"max_new_tokens": ANSWER, "do_sample": False, "eos_token_id": None}
@@ -51,12 +58,12 @@ def seconds(function: Any) -> tuple[float, Any]:
 
 def asked(model: Any, tokenizer: Any, path: Path, options: argparse.Namespace) -> dict[str, Any]:
     document, questions = texts(tokenizer, options.length)
-    loading, reading = seconds(lambda: load_reading(path, model, tokenizer, tokens=document))
-    asking, answers = seconds(lambda: [ask(model, reading, question, **GREEDY) for question in questions])
-    whole = torch.cat([document[:, : reading.position], questions[0]], dim=1)
-    at_once, expected = seconds(lambda: model.generate(whole, **GREEDY)[:, reading.position :])
+    loading, text_state = seconds(lambda: load_text_state(path, model, tokenizer, tokens=document))
+    asking, answers = seconds(lambda: [ask(model, text_state, question, **GREEDY) for question in questions])
+    whole = torch.cat([document[:, : text_state.position], questions[0]], dim=1)
+    at_once, expected = seconds(lambda: model.generate(whole, **GREEDY)[:, text_state.position :])
     return {
-        "position": reading.position,
+        "position": text_state.position,
         "load": loading,
         "ask": asking,
         "at_once": at_once,
@@ -83,14 +90,14 @@ def main() -> None:
         folder, half = Path(temporary) / "document", Path(temporary) / "half.safetensors"
         steps = read_into(folder, model, document, options.every, tokenizer=tokenizer)
         reading_time, last = seconds(lambda: list(steps)[-1])
-        save_reading(Path(temporary) / "alone", last)
+        save_text_state(Path(temporary) / "alone", last)
         files = len(positions_in(folder))
         total = sum(file.stat().st_size for file in folder.iterdir())
         state = sum(part.nbytes for layer in last.state for part in layer)
-        cropping, _ = seconds(lambda: crop_reading(folder, options.length // 2, half))
+        cropping, _ = seconds(lambda: crop_text_state(folder, options.length // 2, half))
         rows = [("step", "seconds", "bytes")]
         rows.append((f"read {options.length:,} tokens into {files} files", f"{reading_time:.1f}", f"{total:,}"))
-        rows.append(("the last reading as one file", "", f"{(Path(temporary) / 'alone').stat().st_size:,}"))
+        rows.append(("the last state as one file", "", f"{(Path(temporary) / 'alone').stat().st_size:,}"))
         rows.append(("the state in it", "", f"{state:,}"))
         for path, title in ((folder, "all"), (half, "half")):
             found = in_another_process(path)

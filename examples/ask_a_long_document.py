@@ -18,14 +18,14 @@ from tqdm import tqdm
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.loading import load_tokenizer
-from hf_recurrent_lengthgen.readings import ask, load_reading, read_into
+from hf_recurrent_lengthgen.state_files import ask, load_text_state, read_into
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="demo-output/cured", help="checkpoint folder (default: %(default)s)")
 parser.add_argument("--document", type=Path, help="text file (default: sources of the standard library)")
 parser.add_argument("--length", type=int, default=100_000, help="tokens to read at most (default: %(default)s)")
 parser.add_argument("--every", type=int, default=10_000, help="tokens between two files (default: %(default)s)")
-parser.add_argument("--reading", type=Path, default="reading", help="folder of the files (default: %(default)s)")
+parser.add_argument("--states", type=Path, default="states", help="folder of the state files (default: %(default)s)")
 parser.add_argument("--position", type=int, help="ask after so many tokens, or the last file before (default: all)")
 parser.add_argument("--ask", action="append", help="a prompt, may be repeated (default: three beginnings of code)")
 parser.add_argument("--tokens", type=int, default=40, help="tokens of each answer (default: %(default)s)")
@@ -47,16 +47,16 @@ if ids.shape[1] == 0:
 # Once: piece by piece, so that memory does not grow with the document, but for keys of attention layers.
 began = time.perf_counter()
 with tqdm(total=ids.shape[1], desc="reading", unit="token") as bar:
-    for read in read_into(options.reading, model, ids, options.every, tokenizer=tokenizer):
+    for read in read_into(options.states, model, ids, options.every, tokenizer=tokenizer):
         bar.update(read.position - bar.n)
-size = sum(file.stat().st_size for file in options.reading.iterdir())
-print(f"Read {ids.shape[1]:,} tokens in {time.perf_counter() - began:.1f} s into {size:,} bytes: {options.reading}")
+size = sum(file.stat().st_size for file in options.states.iterdir())
+print(f"Read {ids.shape[1]:,} tokens in {time.perf_counter() - began:.1f} s into {size:,} bytes: {options.states}")
 
 # As often as one likes: weights, config, tokenizer and document are compared with those that made the files.
-reading = load_reading(options.reading, model, tokenizer, tokens=ids, position=options.position)
+text_state = load_text_state(options.states, model, tokenizer, tokens=ids, position=options.position)
 began = time.perf_counter()
 for prompt in prompts:
     question = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
-    answer = ask(model, reading, question, max_new_tokens=options.tokens, do_sample=False)
+    answer = ask(model, text_state, question, max_new_tokens=options.tokens, do_sample=False)
     print(f"{prompt.strip()!r}: {tokenizer.decode(answer[0, question.shape[1] :], skip_special_tokens=True)!r}")
-print(f"Asked {len(prompts)} times after {reading.position:,} tokens in {time.perf_counter() - began:.1f} s.")
+print(f"Asked {len(prompts)} times after {text_state.position:,} tokens in {time.perf_counter() - began:.1f} s.")

@@ -49,7 +49,7 @@ __all__ = [
     "take_rows",
     "zero_state",
 ]
-_PACKAGES = ("data", "evaluation", "models", "readings", "surgery", "trainers")
+_PACKAGES = ("data", "evaluation", "models", "state_files", "surgery", "trainers")
 _NOT_OF_STATES = {
     "Forgetting": "models.scan_forgetting",
     "LearnedStates": "models.learned_states",

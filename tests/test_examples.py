@@ -181,18 +181,18 @@ def test_a_document_is_read_once_and_asked_from_the_file(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abc" * 2000)
-    reading = tmp_path / "reading"
-    arguments = ("--model", checkpoint, "--document", text, "--reading", reading, "--tokens", 3, "--length", 5000)
+    states = tmp_path / "states"
+    arguments = ("--model", checkpoint, "--document", text, "--states", states, "--tokens", 3, "--length", 5000)
     arguments += ("--every", 2000, "--ask", "The end", "--ask", "or")
     run_example("ask_a_long_document.py", monkeypatch, *arguments)
     shown = capsys.readouterr().out
     assert "Read 5,000 tokens in " in shown
     assert "Asked 2 times after 5,000 tokens" in shown
-    files = {file.name: file.stat().st_mtime_ns for file in reading.iterdir()}
+    files = {file.name: file.stat().st_mtime_ns for file in states.iterdir()}
     assert len(files) == 3
     run_example("ask_a_long_document.py", monkeypatch, *arguments)
     again = capsys.readouterr().out
-    assert {file.name: file.stat().st_mtime_ns for file in reading.iterdir()} == files
+    assert {file.name: file.stat().st_mtime_ns for file in states.iterdir()} == files
     assert again.split("'The end': ")[1].splitlines()[:2] == shown.split("'The end': ")[1].splitlines()[:2]
     run_example("ask_a_long_document.py", monkeypatch, *arguments, "--position", 4500)
     assert "after 4,000 tokens" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.plotting.attention_maps import attention_maps_figure
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.names import short_names
-from hf_recurrent_lengthgen.readings.origin import unwrapped
+from hf_recurrent_lengthgen.state_files.origin import unwrapped
 
 MOST_TOKENS = 1024
 DESCRIPTION = """\

@@ -15,19 +15,19 @@ from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODEL, add_shared
 from hf_recurrent_lengthgen.data import token_stream
 from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
-from hf_recurrent_lengthgen.readings import (
-    Reading,
+from hf_recurrent_lengthgen.state_files import (
+    TextState,
     ask,
-    crop_reading,
-    load_reading,
+    crop_text_state,
+    load_text_state,
     positions_in,
     read_into,
 )
-from hf_recurrent_lengthgen.readings.origin import OVERRIDES
+from hf_recurrent_lengthgen.state_files.origin import OVERRIDES
 
 DESCRIPTION = """\
-Read a long text once, keep what the model has read (a reading), and ask it as often as you like, in other processes
-and on other machines. A reading is the state of the recurrent layers, of one size for every text, and the keys and
+Read a long text once, keep what the model has read (a text state), and ask it as often as you like, in other processes
+and on other machines. A text state is the state of the recurrent layers, of one size for every text, and the keys and
 values of attention layers, if the model has any. A file belongs to the weights and the tokenizer that made it, and is
 refused with others.
 """
@@ -43,10 +43,10 @@ for keys and values of attention layers. The same command goes on after the last
 text has grown at its end.
 """
 ASK = """\
-Continue prompts after the text of a reading. The answers are those that the model would give after reading text and
-prompt at once. The reading stays as it is.
+Continue prompts after the text that was read. The answers are those that the model would give after reading text and
+prompt at once. The file stays as it is.
 """
-READING = {"metavar": "READING", "help": "file of a reading, or a folder, whose last reading is taken"}
+STATE = {"metavar": "STATE", "help": "state file, or a folder of them, whose last one is taken"}
 
 
 def command_parser() -> CommandParser:
@@ -67,11 +67,11 @@ def command_parser() -> CommandParser:
     read.method.add_argument("--every", type=positive, default=65536, metavar="N", help=what)
     read.run.add_argument("--output", required=True, metavar="FOLDER", help="folder for the files")
     add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
-    show = add_action("show", "show what is known of a reading", "lengthgen state show book")
+    show = add_action("show", "show what a state file says of itself", "lengthgen state show book")
     asked = add_action("ask", "continue prompts after a text that was read", EXAMPLES.splitlines()[2], ASK)
-    cropped = add_action("crop", "write the reading at an earlier position as a file", EXAMPLES.splitlines()[3])
+    cropped = add_action("crop", "write the text state at an earlier position as a file", EXAMPLES.splitlines()[3])
     for action in (show, asked, cropped):
-        action.data.add_argument("reading", **READING)
+        action.data.add_argument("state", **STATE)
     asked.model.add_argument("model", **MODEL)
     what = "prompt to continue; may be repeated"
     asked.data.add_argument("--prompt", action="append", required=True, metavar="TEXT", help=what)
@@ -80,7 +80,7 @@ def command_parser() -> CommandParser:
     what = f"what may differ from the model that read the text: {', '.join(OVERRIDES)}"
     asked.method.add_argument("--allow", nargs="+", choices=OVERRIDES, default=[], metavar="WHAT", help=what)
     add_shared(asked, "--tokenizer")
-    what = "take the reading at this position, or the nearest one before it (default: the last)"
+    what = "take the text state at this position, or the nearest one before it (default: the last)"
     for action in (asked, cropped):
         required = action is cropped
         action.data.add_argument("--position", type=positive, metavar="N", required=required, help=what)
@@ -111,51 +111,51 @@ def _read(options: argparse.Namespace) -> None:
     if not len(tokens):
         raise ValueError(f"{options.data} is empty: give a text.")
     found = positions_in(options.output)
-    reading: Any = {"tokenizer": tokenizer, "chunk_length": options.chunk_length}
-    readings = read_into(options.output, model, tokens, options.every, **reading)
+    text_state: Any = {"tokenizer": tokenizer, "chunk_length": options.chunk_length}
+    text_states = read_into(options.output, model, tokens, options.every, **text_state)
     with tqdm(total=len(tokens), unit="tok", unit_scale=True, disable=None) as bar:
-        for reading in readings:
-            if found and reading.position == found[-1]:
+        for text_state in text_states:
+            if found and text_state.position == found[-1]:
                 bar.write(f"Goes on after {found[-1]:,} tokens, the last file in {options.output}.")
-            bar.update(reading.position - bar.n)
+            bar.update(text_state.position - bar.n)
     size = sum(file.stat().st_size for file in Path(options.output).glob("position-*.safetensors"))
     count = len(positions_in(options.output))
-    readings_held = "1 reading" if count == 1 else f"{count} readings"
-    print(f"Read {len(tokens):,} tokens. {readings_held} in {size:,} bytes: {options.output}")
+    files_held = "1 file" if count == 1 else f"{count} files"
+    print(f"Read {len(tokens):,} tokens. {files_held} in {size:,} bytes: {options.output}")
 
 
 def _show(options: argparse.Namespace) -> None:
-    reading = load_reading(options.reading)
-    origin, rows = reading.origin, [["position", f"{reading.position:,} tokens"]]
-    if positions := positions_in(options.reading):
+    text_state = load_text_state(options.state)
+    origin, rows = text_state.origin, [["position", f"{text_state.position:,} tokens"]]
+    if positions := positions_in(options.state):
         rows.append(["all positions", ", ".join(f"{position:,}" for position in positions)])
-    rows.append(["memory", f"{reading.nbytes:,} bytes"])
-    rows.append(["attention", _attention(reading)])
+    rows.append(["memory", f"{text_state.nbytes:,} bytes"])
+    rows.append(["attention", _attention(text_state)])
     if origin is not None:
         rows.append(["model", f"{origin.name} ({origin.config.get('model_type')}, {origin.dtype})"])
         rows.append(["revision", origin.revision or "unknown"])
         rows.append(["weights", origin.weights])
         rows.append(["tokenizer", origin.tokenizer or "unknown"])
-    rows.append(["tokens", reading.prefix or "unknown"])
-    print(in_columns([*rows, *sorted([name, value] for name, value in reading.metadata.items())]))
+    rows.append(["tokens", text_state.prefix or "unknown"])
+    print(in_columns([*rows, *sorted([name, value] for name, value in text_state.metadata.items())]))
 
 
-def _attention(reading: Reading) -> str:
-    if reading.attention != "kept":
-        return {"none": "no such layers", "omitted": "left out: sees new tokens only"}[reading.attention]
-    held = ", ".join(f"{layer.keys.shape[2]:,} in layer {index}" for index, layer in sorted(reading.keys.items()))
+def _attention(text_state: TextState) -> str:
+    if text_state.attention != "kept":
+        return {"none": "no such layers", "omitted": "left out: sees new tokens only"}[text_state.attention]
+    held = ", ".join(f"{layer.keys.shape[2]:,} in layer {index}" for index, layer in sorted(text_state.keys.items()))
     return f"keys and values of tokens: {held}"
 
 
 def _ask(options: argparse.Namespace) -> None:
     model, tokenizer = _model_and_tokenizer(options)
-    reading = load_reading(options.reading, model, tokenizer, position=options.position, allow=options.allow)
+    text_state = load_text_state(options.state, model, tokenizer, position=options.position, allow=options.allow)
     for prompt in options.prompt:
         ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
-        answer = ask(model, reading, ids, max_new_tokens=options.max_new_tokens, do_sample=False)
+        answer = ask(model, text_state, ids, max_new_tokens=options.max_new_tokens, do_sample=False)
         print(f"{prompt!r}: {tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)!r}")
 
 
 def _crop(options: argparse.Namespace) -> None:
-    reading = crop_reading(options.reading, options.position, options.output)
-    print(f"The reading after {reading.position:,} tokens: {options.output}")
+    text_state = crop_text_state(options.state, options.position, options.output)
+    print(f"The text state after {text_state.position:,} tokens: {options.output}")

@@ -81,9 +81,9 @@ def rows(
 
 
 def prompt(asked: Asked, times: int = 2) -> str:
-    reading = f"{asked.document.strip().strip('.').strip()}."
-    repeated = "\n".join([reading] * times)
-    return f"{asked.question} {repeated} {asked.cue}".strip() if times > 1 else f"{reading} {asked.cue}".strip()
+    document = f"{asked.document.strip().strip('.').strip()}."
+    repeated = "\n".join([document] * times)
+    return f"{asked.question} {repeated} {asked.cue}".strip() if times > 1 else f"{document} {asked.cue}".strip()
 
 
 def cut(asked: Asked, tokenizer: PreTrainedTokenizerBase, longest: int, keep: str) -> Asked:

@@ -314,7 +314,7 @@ def load_state(
     if header.get("format") != STATE_FORMAT:
         raise ValueError(
             f"{path} holds no recurrent state: its format is {header.get('format')!r}. load_state reads a state "
-            "alone, load_reading of hf_recurrent_lengthgen.readings one with its text, model, keys and values."
+            "alone, load_text_state of hf_recurrent_lengthgen.state_files one with its text, model, keys and values."
         )
     version = header.get("format_version", "")
     if not version.isdecimal() or int(version) > STATE_FORMAT_VERSION:

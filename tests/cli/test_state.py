@@ -8,7 +8,7 @@ import torch
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.readings import positions_in
+from hf_recurrent_lengthgen.state_files import positions_in
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -27,7 +27,7 @@ def test_a_text_is_read_once_and_asked(
 ) -> None:
     book, text = tmp_path / "book", text_file.read_text()
     command = ("read", checkpoint, "--data", text_file, "--every", "1000", "--output", book)
-    assert "Read 1,500 tokens. 2 readings in" in shown(capsys, *command, "--length", "1500")
+    assert "Read 1,500 tokens. 2 files in" in shown(capsys, *command, "--length", "1500")
     told = shown(capsys, *command)
     assert "Goes on after 1,500 tokens" in told
     assert f"Read {len(text):,} tokens" in told

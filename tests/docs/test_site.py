@@ -25,7 +25,7 @@ REFERENCE = {
     "hf_recurrent_lengthgen.harness": "top",
     "hf_recurrent_lengthgen.hybrids": "top",
     "hf_recurrent_lengthgen.models": "models",
-    "hf_recurrent_lengthgen.readings": "readings",
+    "hf_recurrent_lengthgen.state_files": "state_files",
     "hf_recurrent_lengthgen.surgery": "surgery",
     "hf_recurrent_lengthgen.trainers": "trainers",
     "hf_recurrent_lengthgen.verification": "top",

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from hf_recurrent_lengthgen.readings import load_reading, read_text, save_reading, start_of
+from hf_recurrent_lengthgen.state_files import load_text_state, read_text, save_text_state, start_of
 from tests.hybrids.measures import parts, relative_error
 from tests.hybrids.support import generates
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
@@ -44,9 +44,9 @@ def test_generation_from_a_file_is_generation_from_the_text(model_type: str, tmp
     stock, model = pair(model_type)
     tokens = text()
     length = read_before_asking(model_type)
-    save_reading(tmp_path / "read.safetensors", read_text(model, tokens[:, :length], chunk_length=12))
-    reading = load_reading(tmp_path / "read.safetensors", model, tokens=tokens)
-    everything = start_of(model, reading)
+    save_text_state(tmp_path / "read.safetensors", read_text(model, tokens[:, :length], chunk_length=12))
+    text_state = load_text_state(tmp_path / "read.safetensors", model, tokens=tokens)
+    everything = start_of(model, text_state)
     if model_type == "minimax":
         with pytest.raises(ValueError, match="MiniMaxCache"):
             model.generate(tokens[:, length:], **everything, **GREEDY)
@@ -63,7 +63,7 @@ def test_generation_from_a_file_is_generation_from_the_text(model_type: str, tmp
     if "attention_cache" in everything:
         output = model(tokens[:, length:], **everything)
         assert relative_error([output.logits], [stock(tokens).logits[:, length:]]) < 1e-4
-        everything = start_of(model, reading)
+        everything = start_of(model, text_state)
     if model_type != "xlstm":  # whose stock cache cannot be reordered
         beams = {"num_beams": 3, "num_return_sequences": 2} | GREEDY
         expected = stock.generate(tokens, **beams)

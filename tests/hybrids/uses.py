@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
-from hf_recurrent_lengthgen.readings import load_reading, read_text, save_reading, start_of
+from hf_recurrent_lengthgen.state_files import load_text_state, read_text, save_text_state, start_of
 from hf_recurrent_lengthgen.surgery import expand_state
 from tests.harness.support import error_of
 from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
@@ -100,9 +100,9 @@ def state_file(model_type: str) -> float:
     tokens = tokens_of(1, 65)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "read.safetensors"
-        save_reading(path, read_text(model, tokens[:, :40]))
-        reading = read_text(model, tokens[:, 40:64], load_reading(path, model))
-    actual = model(input_ids=tokens[:, 64:], **start_of(model, reading), output_final_state=True)
+        save_text_state(path, read_text(model, tokens[:, :40]))
+        text_state = read_text(model, tokens[:, 40:64], load_text_state(path, model))
+    actual = model(input_ids=tokens[:, 64:], **start_of(model, text_state), output_final_state=True)
     state = read_in_pieces(model, tokens, (65,))[1]
     return relative_error(
         [actual.logits[:, -1], *parts(actual.final_state)], [stock(input_ids=tokens).logits[:, -1], *parts(state)]

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.models.checked_files import digest_of, read_tensors, write_tensors
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, load_state, save_state
-from hf_recurrent_lengthgen.readings import load_reading, read_text, save_reading
+from hf_recurrent_lengthgen.state_files import load_text_state, read_text, save_text_state
 from tests.models.families import MAMBA2, build, random_tokens
 
 Load = Callable[[Path], Any]
@@ -33,14 +33,14 @@ def written(kind: str, path: Path) -> tuple[Load, list[torch.Tensor]]:
         save_state(path, state, {"ü": "é"})
         return (lambda path: list(load_state(path)[0][0])), list(state[0])
     model = build(MAMBA2).eval()
-    reading = read_text(model, random_tokens(1, 9))
-    save_reading(path, reading)
-    expected = [part for layer in reading.state for part in layer]
-    return (lambda path: [part for layer in load_reading(path).state for part in layer]), expected
+    text_state = read_text(model, random_tokens(1, 9))
+    save_text_state(path, text_state)
+    expected = [part for layer in text_state.state for part in layer]
+    return (lambda path: [part for layer in load_text_state(path).state for part in layer]), expected
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [("state", 29), ("reading", 409), pytest.param("state", 1, marks=pytest.mark.slow)]
+    ("kind", "step"), [("state", 29), ("text_state", 409), pytest.param("state", 1, marks=pytest.mark.slow)]
 )
 def test_each_flipped_bit_is_found(kind: str, step: int, tmp_path: Path) -> None:
     path = tmp_path / "file"
@@ -56,7 +56,7 @@ def test_each_flipped_bit_is_found(kind: str, step: int, tmp_path: Path) -> None
     assert not silent
 
 
-@pytest.mark.parametrize("kind", ["state", "reading"])
+@pytest.mark.parametrize("kind", ["state", "text_state"])
 def test_what_was_loaded_does_not_depend_on_its_file(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     load, expected = written(kind, path)
@@ -68,7 +68,7 @@ def test_what_was_loaded_does_not_depend_on_its_file(kind: str, tmp_path: Path) 
     assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["state", "reading"])
+@pytest.mark.parametrize("kind", ["state", "text_state"])
 def test_a_file_without_a_checksum_is_read_and_told(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     load, expected = written(kind, path)

@@ -12,20 +12,20 @@ from torch import Tensor
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
-from hf_recurrent_lengthgen.readings import (
-    Reading,
+from hf_recurrent_lengthgen.state_files import (
+    TextState,
     ask,
     branch,
-    crop_reading,
-    load_reading,
+    crop_text_state,
+    load_text_state,
     positions_in,
     read_into,
     read_text,
-    save_reading,
+    save_text_state,
     start_of,
     without_attention,
 )
-from hf_recurrent_lengthgen.readings.origin import prefix_hash
+from hf_recurrent_lengthgen.state_files.origin import prefix_hash
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.families import FAMILIES, GLA, MAMBA2, Family, build, random_tokens
 from tests.versions import needs_hybrids
@@ -50,7 +50,7 @@ def text(length: int, seed: int = 3) -> Tensor:
     return torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-def assert_same(one: Reading, other: Reading, tolerance: float = 1e-5) -> None:
+def assert_same(one: TextState, other: TextState, tolerance: float = 1e-5) -> None:
     assert (one.position, one.prefix, one.attention) == (other.position, other.prefix, other.attention)
     torch.testing.assert_close(one.state, other.state, rtol=tolerance, atol=tolerance)
     assert one.keys.keys() == other.keys.keys()
@@ -59,20 +59,20 @@ def assert_same(one: Reading, other: Reading, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_pieces_folders_and_whole_texts_give_the_same_reading_and_answers(name: str, tmp_path: Path) -> None:
+def test_pieces_folders_and_whole_texts_give_the_same_state_and_answers(name: str, tmp_path: Path) -> None:
     model, tokens, question = MODELS[name](), text(37), text(5, seed=4)
     whole = read_text(model, tokens)
     assert whole.prefix == prefix_hash(tokens)
     assert_same(read_text(model, tokens[:, 11:], read_text(model, tokens[:, :11]), chunk_length=4), whole)
-    steps = [reading.position for reading in read_into(tmp_path, model, tokens, 10, chunk_length=7)]
+    steps = [text_state.position for text_state in read_into(tmp_path, model, tokens, 10, chunk_length=7)]
     assert steps == positions_in(tmp_path) == [10, 20, 30, 37]
-    loaded = load_reading(tmp_path, model, tokens=tokens)
+    loaded = load_text_state(tmp_path, model, tokens=tokens)
     assert_same(loaded, whole)
     expected = model.generate(torch.cat([tokens, question], dim=1), **GREEDY)[:, 37:]
-    for _ in range(2):  # a reading is not changed by asking
+    for _ in range(2):  # a text state is not changed by asking
         assert torch.equal(ask(model, loaded, question, **GREEDY), expected)
-    crop_reading(tmp_path, 29, tmp_path / "alone.safetensors")
-    alone = load_reading(tmp_path / "alone.safetensors", model)
+    crop_text_state(tmp_path, 29, tmp_path / "alone.safetensors")
+    alone = load_text_state(tmp_path / "alone.safetensors", model)
     assert_same(alone, read_text(model, tokens[:, :20]))
     expected = model.generate(torch.cat([tokens[:, :20], question], dim=1), **GREEDY)[:, 20:]
     assert torch.equal(ask(model, alone, question, **GREEDY), expected)
@@ -84,7 +84,7 @@ def test_pieces_folders_and_whole_texts_give_the_same_reading_and_answers(name: 
 def test_every_family_reads_on_from_a_file(family: Family, tmp_path: Path) -> None:
     model, tokens = build(family, torch.float64).eval(), random_tokens(2, 23)
     for last in read_into(tmp_path, model, tokens[:, :17], 8):
-        continued = read_text(model, tokens[:, last.position :], load_reading(tmp_path, model))
+        continued = read_text(model, tokens[:, last.position :], load_text_state(tmp_path, model))
         assert_same(continued, read_text(model, tokens), 1e-9)
         logits = model(tokens[:, last.position :], **start_of(model, last)).logits
         torch.testing.assert_close(logits, model(tokens).logits[:, last.position :], rtol=1e-9, atol=1e-9)
@@ -98,8 +98,8 @@ def test_reading_goes_on_after_the_last_file(name: str, tmp_path: Path) -> None:
     steps.close()  # interrupted
     assert [step.position for step in read_into(tmp_path / "a", model, tokens, 15)] == [20, 30, 45, 50]
     assert [step.position for step in read_into(tmp_path / "a", model, tokens, 15)] == [50]
-    assert_same(load_reading(tmp_path / "a", model), read_text(model, tokens))
-    assert_same(load_reading(tmp_path / "a", model, position=29), read_text(model, tokens[:, :20]))
+    assert_same(load_text_state(tmp_path / "a", model), read_text(model, tokens))
+    assert_same(load_text_state(tmp_path / "a", model, position=29), read_text(model, tokens[:, :20]))
     with pytest.raises(ValueError, match="50 tokens of another text"):
         list(read_into(tmp_path / "a", model, torch.cat([tokens[:, :49], text(9)], dim=1), 10))
     with pytest.raises(ValueError, match="more than the 40 of the text: give a new folder"):
@@ -112,7 +112,7 @@ def test_reading_goes_on_after_the_last_file(name: str, tmp_path: Path) -> None:
 def test_models_in_half_precision_keep_states_in_float32(name: str, tmp_path: Path) -> None:
     model, tokens = MODELS[name]().to(torch.bfloat16), text(20)
     *_, last = read_into(tmp_path, model, tokens, 8)
-    loaded = load_reading(tmp_path, model)
+    loaded = load_text_state(tmp_path, model)
     assert_same(loaded, last, 0.0)
     assert {part.dtype for layer in loaded.state for part in layer} == {torch.float32}
     assert {part.dtype for layer in loaded.keys.values() for part in layer[:2]} <= {torch.bfloat16}
@@ -125,7 +125,7 @@ def test_files_hold_the_keys_of_each_token_once(tmp_path: Path) -> None:
     read = list(read_into(tmp_path, model, tokens, 100))
     sizes = [file.stat().st_size for file in sorted(tmp_path.iterdir())]
     assert max(sizes) - min(sizes) < 200
-    crop_reading(tmp_path, 400, tmp_path / "alone")
+    crop_text_state(tmp_path, 400, tmp_path / "alone")
     keys = sum(part.nbytes for layer in read[0].keys.values() for part in layer[:2])
     assert (tmp_path / "alone").stat().st_size == pytest.approx(sizes[0] + 3 * keys, abs=200)
 
@@ -135,10 +135,10 @@ def test_a_sliding_window_is_kept_whole(tmp_path: Path) -> None:
     model, tokens = hybrid("lfm3"), text(23)
     for every in (3, 7, 10):  # shorter steps than the 7 tokens that a window keeps, equal and longer ones
         for last in read_into(tmp_path / str(every), model, tokens, every):
-            assert_same(load_reading(tmp_path / str(every), model), read_text(model, tokens[:, : last.position]))
-    loaded = load_reading(tmp_path / "3", model, position=20)
+            assert_same(load_text_state(tmp_path / str(every), model), read_text(model, tokens[:, : last.position]))
+    loaded = load_text_state(tmp_path / "3", model, position=20)
     assert {index: layer.keys.shape[2] for index, layer in loaded.keys.items()} == {1: 18, 2: 7}
-    earlier = load_reading(tmp_path / "3", model, position=18)
+    earlier = load_text_state(tmp_path / "3", model, position=18)
     assert_same(read_text(model, tokens[:, 18:], earlier), read_text(model, tokens))
     found = model(tokens[:, 18:], **start_of(model, earlier)).logits
     torch.testing.assert_close(found, model(tokens).logits[:, 18:], rtol=1e-4, atol=1e-5)
@@ -147,31 +147,31 @@ def test_a_sliding_window_is_kept_whole(tmp_path: Path) -> None:
 @needs_hybrids
 def test_attention_that_is_left_out_sees_new_tokens_from_position_0(tmp_path: Path) -> None:
     model, tokens, question = hybrid("falcon_h1"), text(30), text(4, seed=4)
-    reading = without_attention(read_text(model, tokens))
-    assert (reading.attention, reading.keys) == ("omitted", {})
-    expected = model.generate(question, initial_state=reading.state, **GREEDY)
-    assert torch.equal(ask(model, reading, question, **GREEDY), expected)
-    logits = model(question, **start_of(model, reading)).logits
-    torch.testing.assert_close(logits, model(question, initial_state=reading.state).logits)
-    assert read_text(model, question, reading).attention == "omitted"
+    text_state = without_attention(read_text(model, tokens))
+    assert (text_state.attention, text_state.keys) == ("omitted", {})
+    expected = model.generate(question, initial_state=text_state.state, **GREEDY)
+    assert torch.equal(ask(model, text_state, question, **GREEDY), expected)
+    logits = model(question, **start_of(model, text_state)).logits
+    torch.testing.assert_close(logits, model(question, initial_state=text_state.state).logits)
+    assert read_text(model, question, text_state).attention == "omitted"
 
 
 def test_what_cannot_be_read_is_refused() -> None:
     model = build(MAMBA2).eval()
-    reading = read_text(model, random_tokens(2, 9))
+    text_state = read_text(model, random_tokens(2, 9))
     with pytest.raises(ValueError, match="2 rows, the tokens 1"):
-        read_text(model, random_tokens(1, 3), reading)
+        read_text(model, random_tokens(1, 3), text_state)
     with pytest.raises(ValueError, match="from 0 to"):
         read_text(model, torch.tensor([5, 10_000]))
     with pytest.raises(ValueError, match="at least one, got shape"):
         read_text(model, torch.empty(1, 0, dtype=torch.long))
-    with pytest.raises(ValueError, match="one row of a reading"):
-        branch(reading, 2)
+    with pytest.raises(ValueError, match="one row of a text state"):
+        branch(text_state, 2)
     with pytest.raises(ValueError, match="T at least 1"):
-        ask(model, reading, torch.empty(2, 0, dtype=torch.long))
+        ask(model, text_state, torch.empty(2, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="in the weights"):
-        read_text(build(MAMBA2, seed=1), random_tokens(2, 3), reading)
-    broken = replace(reading, state=map_state(lambda part: part * float("nan"), reading.state))
+        read_text(build(MAMBA2, seed=1), random_tokens(2, 3), text_state)
+    broken = replace(text_state, state=map_state(lambda part: part * float("nan"), text_state.state))
     with pytest.raises(ValueError, match="NaN"):
         read_text(model, random_tokens(2, 3), broken)
 
@@ -186,16 +186,16 @@ def test_an_adapter_is_part_of_the_model(tmp_path: Path) -> None:
     model = get_peft_model(build(MAMBA2), LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)).eval()
     tokens, question = random_tokens(1, 12), random_tokens(1, 3, seed=5)
     list(read_into(tmp_path, model, tokens, 5))
-    found = ask(model, load_reading(tmp_path, model), question, **GREEDY)
+    found = ask(model, load_text_state(tmp_path, model), question, **GREEDY)
     assert torch.equal(found, model.generate(input_ids=torch.cat([tokens, question], dim=1), **GREEDY)[:, 12:])
     with pytest.raises(
         ValueError,
         match=r"CausalLM with the adapter default, which differs from .* StatefulMamba2ForCausalLM, in the weights",
     ):
-        load_reading(tmp_path, build(MAMBA2))
+        load_text_state(tmp_path, build(MAMBA2))
 
 
-def test_a_reading_is_named_by_the_adapter_that_read_it(tmp_path: Path) -> None:
+def test_a_text_state_is_named_by_the_adapter_that_read_it(tmp_path: Path) -> None:
     build(MAMBA2).save_pretrained(tmp_path / "base")
     adapter = get_peft_model(
         load_model(str(tmp_path / "base")), LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
@@ -206,11 +206,11 @@ def test_a_reading_is_named_by_the_adapter_that_read_it(tmp_path: Path) -> None:
         read = read_text(model, random_tokens(1, 5))
         assert read.origin is not None
         assert read.origin.name == "base with the adapter adapter"
-    save_reading(tmp_path / "reading", read)
+    save_text_state(tmp_path / "file", read)
     with pytest.raises(
         ValueError, match="was read with base with the adapter adapter, which differs from the model given, base, in"
     ):
-        load_reading(tmp_path / "reading", load_model(str(tmp_path / "base")))
+        load_text_state(tmp_path / "file", load_model(str(tmp_path / "base")))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,6 +1,6 @@
-"""A reading: all that a model keeps of a text that it has read up to a position.
+"""A text state: all that a model keeps of a text that it has read up to a position.
 
-A reading is a value: nothing here changes one that it is given, so many questions can be asked from one.
+A text state is a value: nothing here changes one that it is given, so many questions can be asked from one.
 
 Shapes: B rows, T tokens, H heads of keys, D size of a key or value.
 """
@@ -22,7 +22,14 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     map_state,
     state_batch_size,
 )
-from hf_recurrent_lengthgen.readings.origin import NO_TOKENS, Origin, check_origin, origin_of, prefix_hash, unwrapped
+from hf_recurrent_lengthgen.state_files.origin import (
+    NO_TOKENS,
+    Origin,
+    check_origin,
+    origin_of,
+    prefix_hash,
+    unwrapped,
+)
 
 Attention = Literal["kept", "none", "omitted"]
 """Whether the keys of the attention layers are kept, the model has no such layers, or they are left out: then these
@@ -39,7 +46,7 @@ class LayerKeys(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class TextState:
     """What a model keeps of a text.
 
     Attributes:
@@ -72,48 +79,48 @@ class Reading:
         return sum(part.nbytes for part in tensors)
 
 
-def start_of(model: Any, reading: Reading) -> dict[str, Any]:
+def start_of(model: Any, text_state: TextState) -> dict[str, Any]:
     """The arguments `initial_state` and, for attention layers, `attention_cache` of a call or `generate` of a model.
 
     They can be used once by a call, which appends to the cache, and any number of times by `generate`.
     """
-    if reading.attention == "none":
-        return {"initial_state": reading.state}
+    if text_state.attention == "none":
+        return {"initial_state": text_state.state}
     cache = unwrapped(model).new_attention_cache()
-    for index, layer in reading.keys.items():
+    for index, layer in text_state.keys.items():
         cache.layers[index].update(layer.keys, layer.values)
         if hasattr(cache.layers[index], "cumulative_length"):
             cache.layers[index].cumulative_length = layer.tokens
-    return {"initial_state": reading.state, "attention_cache": cache}
+    return {"initial_state": text_state.state, "attention_cache": cache}
 
 
-def branch(reading: Reading, rows: int) -> Reading:
-    """The reading of one row, repeated for so many questions or continuations."""
-    if reading.rows != 1 or rows < 1:
+def branch(text_state: TextState, rows: int) -> TextState:
+    """The text state of one row, repeated for so many questions or continuations."""
+    if text_state.rows != 1 or rows < 1:
         raise ValueError(
-            f"branch repeats the one row of a reading at least once, got {reading.rows} rows, {rows} times."
+            f"branch repeats the one row of a text state at least once, got {text_state.rows} rows, {rows} times."
         )
 
     def repeated(part: Tensor) -> Tensor:
         return part.repeat_interleave(rows, dim=0)
 
-    keys = {index: LayerKeys(repeated(k), repeated(v), tokens) for index, (k, v, tokens) in reading.keys.items()}
-    return replace(reading, state=map_state(repeated, reading.state), prefix="", keys=keys)
+    keys = {index: LayerKeys(repeated(k), repeated(v), tokens) for index, (k, v, tokens) in text_state.keys.items()}
+    return replace(text_state, state=map_state(repeated, text_state.state), prefix="", keys=keys)
 
 
-def without_attention(reading: Reading) -> Reading:
-    """The reading without its keys and values: of one size for all texts, but attention layers see new tokens only."""
-    return reading if reading.attention == "none" else replace(reading, attention="omitted", keys={})
+def without_attention(text_state: TextState) -> TextState:
+    """The text state without its keys and values: of one size for all texts; attention layers see new tokens only."""
+    return text_state if text_state.attention == "none" else replace(text_state, attention="omitted", keys={})
 
 
 def read_text(
     model: Any,
     tokens: Tokens,
-    reading: Reading | None = None,
+    text_state: TextState | None = None,
     *,
     tokenizer: Any = None,
     chunk_length: int | None = None,
-) -> Reading:
+) -> TextState:
     """Read a text, or the continuation of one, in pieces, so that memory does not grow with it.
 
     Keys and values of attention layers do grow.
@@ -121,16 +128,16 @@ def read_text(
     Args:
         model: A model of this package or from `stateful`, also in PEFT.
         tokens: Token ids, (T,) or (B, T); a memory map is read piece by piece.
-        reading: What the text continues; None for a new text, which starts from the active learned state, or zero.
+        text_state: What the text continues; None for a new text, which starts from the active learned state, or zero.
         tokenizer: The tokenizer that made the tokens, to be known to files; None if unknown.
         chunk_length: Tokens in a forward pass; None to choose by memory.
 
     Raises:
-        ValueError: for a model without states, token ids outside the vocabulary, a reading of another model or with
+        ValueError: for a model without states, token ids outside the vocabulary, a text state of another model or with
             other rows, and states that become NaN.
     """
     stops = [check_rows(tokens).shape[1]]
-    *_, last = readings_of(model, tokens, stops, reading, tokenizer=tokenizer, chunk_length=chunk_length)
+    *_, last = text_states(model, tokens, stops, text_state, tokenizer=tokenizer, chunk_length=chunk_length)
     return last
 
 
@@ -144,37 +151,39 @@ def check_rows(tokens: Tokens | Sequence[int]) -> np.ndarray:
 
 
 @torch.no_grad()
-def readings_of(
+def text_states(
     model: Any,
     tokens: Tokens,
     stops: Sequence[int],
-    reading: Reading | None = None,
+    text_state: TextState | None = None,
     *,
     tokenizer: Any = None,
     chunk_length: int | None = None,
-) -> Iterator[Reading]:
-    """The readings after each number of `tokens` in `stops`, ascending; arguments as in `read_text`."""
+) -> Iterator[TextState]:
+    """The text states after each number of `tokens` in `stops`, ascending; arguments as in `read_text`."""
     reader, rows = reader_of(model), check_rows(tokens)
     if not hasattr(reader.model, "state_shapes"):
         raise ValueError(reader.refusal("keeping what it has read"))
     rows = check_tokens(rows, reader.vocabulary, shortest=0)
     attends = bool(getattr(reader.model, "attends", False))
-    if reading is None or reading.origin is None:
+    if text_state is None or text_state.origin is None:
         origin = origin_of(model, tokenizer)
     else:
-        here = check_origin(reading.origin, model, tokenizer, (), "The reading")
-        origin = here if tokenizer is not None else reading.origin
-    if reading is None:
+        here = check_origin(text_state.origin, model, tokenizer, (), "The text state")
+        origin = here if tokenizer is not None else text_state.origin
+    if text_state is None:
         empty: Attention = "kept" if attends else "none"
-        reading = Reading(reader.model.first_state(len(rows)), 0, NO_TOKENS, origin, empty)
-    if reading.rows != len(rows):
-        raise ValueError(f"The reading has {reading.rows} rows, the tokens {len(rows)}: use branch, or other tokens.")
-    start = start_of(model, reading)
+        text_state = TextState(reader.model.first_state(len(rows)), 0, NO_TOKENS, origin, empty)
+    if text_state.rows != len(rows):
+        raise ValueError(
+            f"The text state has {text_state.rows} rows, the tokens {len(rows)}: use branch, or other tokens."
+        )
+    start = start_of(model, text_state)
     cache: Any = (start["initial_state"], start.get("attention_cache"))
     if attends and cache[1] is None:
         cache = (cache[0], reader.model.new_attention_cache())
     _, chunk = reading_plan(reader, len(rows), rows.shape[1], len(rows), chunk_length)
-    prefix, begin = reading.prefix, 0
+    prefix, begin = text_state.prefix, 0
     with evaluation_mode(reader.model):
         for stop in stops:
             for first, last in chunk_borders(stop, chunk, (), begin):
@@ -182,11 +191,11 @@ def readings_of(
                 _, cache = reader.read(ids, cache, 1)
                 if prefix:
                     prefix = prefix_hash(rows[:, first:last], prefix)
-                check_finite_state(cache[0], f"The state after token {reading.position + last}")
+                check_finite_state(cache[0], f"The state after token {text_state.position + last}")
             begin = stop
-            keys = keys_of(cache[1]) if reading.attention == "kept" else {}
-            position = reading.position + stop
-            yield replace(reading, state=cache[0], position=position, prefix=prefix, origin=origin, keys=keys)
+            keys = keys_of(cache[1]) if text_state.attention == "kept" else {}
+            position = text_state.position + stop
+            yield replace(text_state, state=cache[0], position=position, prefix=prefix, origin=origin, keys=keys)
 
 
 def keys_of(cache: Any) -> dict[int, LayerKeys]:
@@ -200,12 +209,12 @@ def keys_of(cache: Any) -> dict[int, LayerKeys]:
 
 
 @torch.no_grad()
-def ask(model: Any, reading: Reading, prompts: Tensor, **generation: Any) -> Tensor:
+def ask(model: Any, text_state: TextState, prompts: Tensor, **generation: Any) -> Tensor:
     """Continue a prompt after a text that was read.
 
     Args:
-        model: The model of the reading.
-        reading: One row for each prompt; it can be asked again.
+        model: The model of the text state.
+        text_state: One row for each prompt; it can be asked again.
         prompts: Token ids, (B, T), without padding.
         generation: Arguments of `generate`.
 
@@ -214,9 +223,9 @@ def ask(model: Any, reading: Reading, prompts: Tensor, **generation: Any) -> Ten
     """
     if prompts.ndim != 2 or prompts.shape[1] == 0:
         raise ValueError(f"prompts must be token ids of shape (B, T) with T at least 1, got {tuple(prompts.shape)}.")
-    if reading.attention == "omitted":
-        reading = replace(reading, attention="kept")  # for the prompt, whose last token sees the rest of it
+    if text_state.attention == "omitted":
+        text_state = replace(text_state, attention="kept")  # for the prompt, whose last token sees the rest of it
     if prompts.shape[1] > 1:
-        reading = read_text(model, prompts[:, :-1], replace(reading, prefix=""))
-    answers: Tensor = model.generate(prompts[:, -1:].to(model.device), **start_of(model, reading), **generation)
+        text_state = read_text(model, prompts[:, :-1], replace(text_state, prefix=""))
+    answers: Tensor = model.generate(prompts[:, -1:].to(model.device), **start_of(model, text_state), **generation)
     return torch.cat([prompts[:, :-1].to(answers.device), answers], dim=1)

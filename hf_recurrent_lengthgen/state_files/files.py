@@ -1,4 +1,4 @@
-"""Readings as safetensors files, whose layout docs/state_files.md documents for other programs.
+"""State files: text states as safetensors files, whose layout docs/state_files.md documents for other programs.
 
 A file stands for itself, or continues another one in its folder: then it holds the keys and values of new tokens only,
 and `folders.py` puts them together.
@@ -19,11 +19,11 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     check_finite_state,
     layer_state,
 )
-from hf_recurrent_lengthgen.readings.origin import Origin
-from hf_recurrent_lengthgen.readings.reading import LayerKeys, Reading
+from hf_recurrent_lengthgen.state_files.origin import Origin
+from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState
 from hf_recurrent_lengthgen.versions import version_of
 
-FORMAT, MAJOR, MINOR = "reading", 1, 1
+FORMAT, MAJOR, MINOR = "text_state", 1, 0
 """A file of a newer minor version is read, and what is new in it is kept; one of a newer major version is refused."""
 STATE_PARTS = WindowedLayerState._fields
 _ORIGIN = ("model_name", "model_revision", "model_dtype", "model_config", "weights_fingerprint", "tokenizer_sha256")
@@ -51,7 +51,7 @@ class Header(NamedTuple):
 
     Attributes:
         layers: Number of layers.
-        position, prefix, attention, origin, metadata: As in `Reading`.
+        position, prefix, attention, origin, metadata: As in `TextState`.
         keys: For each layer with keys, the position of the first one in this file, and how many tokens it has read.
         continues: The file that holds the keys before, for the layers whose first key here is at its position.
         continued: The layers for which it does.
@@ -68,22 +68,24 @@ class Header(NamedTuple):
     continued: frozenset[int]
 
 
-def write_file(path: str | os.PathLike[str], reading: Reading, continues: Continued | None = None) -> None:
-    """Write a reading; with `continues`, the keys that stand in the file before are left out.
+def write_file(path: str | os.PathLike[str], text_state: TextState, continues: Continued | None = None) -> None:
+    """Write a text state; with `continues`, the keys that stand in the file before are left out.
 
     Raises:
         ValueError: for values that are not finite, metadata with the names of other fields, and keys of other rows.
     """
-    check_finite_state(reading.state, "The state of the reading")
-    for name, value in reading.metadata.items():
+    check_finite_state(text_state.state, "The state of the text")
+    for name, value in text_state.metadata.items():
         if name in _KNOWN or not isinstance(name, str) or not isinstance(value, str):
             raise ValueError(f"metadata must be texts under names other than {', '.join(_KNOWN)}; got {name!r}.")
-    tensors = {f"layers.{i}.{k}": part for i, layer in enumerate(reading.state) for k, part in layer._asdict().items()}
+    tensors = {
+        f"layers.{i}.{k}": part for i, layer in enumerate(text_state.state) for k, part in layer._asdict().items()
+    }
     keys, continued = {}, []
-    for index, (key, values, tokens) in reading.keys.items():
-        if len(key) != reading.rows or not bool(key.isfinite().all() and values.isfinite().all()):
+    for index, (key, values, tokens) in text_state.keys.items():
+        if len(key) != text_state.rows or not bool(key.isfinite().all() and values.isfinite().all()):
             raise ValueError(
-                f"The keys and values of layer {index} must be finite ones of {reading.rows} rows, got shape "
+                f"The keys and values of layer {index} must be finite ones of {text_state.rows} rows, got shape "
                 f"{tuple(key.shape)}: give those of the text that the state has read."
             )
         first = tokens - key.shape[2]
@@ -97,16 +99,16 @@ def write_file(path: str | os.PathLike[str], reading: Reading, continues: Contin
         "format": FORMAT,
         "format_version": f"{MAJOR}.{MINOR}",
         "written_by": f"hf_recurrent_lengthgen {version_of('hf_recurrent_lengthgen')}",
-        "num_layers": str(len(reading.state)),
-        "position": str(reading.position),
-        "prefix_sha256": reading.prefix,
-        "attention": reading.attention,
-        "next_position": str(reading.position if reading.attention == "kept" else 0),
+        "num_layers": str(len(text_state.state)),
+        "position": str(text_state.position),
+        "prefix_sha256": text_state.prefix,
+        "attention": text_state.attention,
+        "next_position": str(text_state.position if text_state.attention == "kept" else 0),
         "key_layers": json.dumps(keys),
     }
     if continues is not None:
         header["continues"] = json.dumps({**continues._asdict(), "layers": continued})
-    header |= _origin_fields(reading.origin) | dict(reading.metadata)
+    header |= _origin_fields(text_state.origin) | dict(text_state.metadata)
     write_tensors(path, tensors, header)
 
 
@@ -117,11 +119,11 @@ def _origin_fields(origin: Origin | None) -> dict[str, str]:
     return dict(zip(_ORIGIN, values, strict=True)) | {"model_attends": json.dumps(origin.attends)}
 
 
-class ReadingFile:
-    """A file of a reading, read into memory.
+class StateFile:
+    """A file of a text state, read into memory.
 
     Raises:
-        ValueError: for files that are cut, no readings, of a newer major version, or damaged.
+        ValueError: for files that are cut, no text states, of a newer major version, or damaged.
 
     Warns:
         UserWarning: for a file without a checksum, as earlier versions and other programs wrote it.
@@ -178,8 +180,8 @@ class ReadingFile:
                 )
         return LayerKeys(keys, values, tokens)
 
-    def reading(self, keys: Mapping[int, LayerKeys]) -> Reading:
-        """The reading, with these keys and values."""
+    def text_state(self, keys: Mapping[int, LayerKeys]) -> TextState:
+        """The text state, with these keys and values."""
         header = self.header
         parts = STATE_PARTS if "layers.0.window" in self._tensors else STATE_PARTS[:2]
         state = tuple(layer_state(self.tensor(i, part) for part in parts) for i in range(header.layers))
@@ -187,14 +189,14 @@ class ReadingFile:
         rows |= {layer.keys.shape[:1] for layer in keys.values()}
         if len(rows) > 1:
             raise ValueError(f"{self.name} has parts with different numbers of rows: {sorted(map(tuple, rows))}.")
-        return Reading(state, header.position, header.prefix, header.origin, header.attention, keys, header.metadata)
+        return TextState(state, header.position, header.prefix, header.origin, header.attention, keys, header.metadata)
 
 
 def _check_format(name: str, fields: Mapping[str, str]) -> None:
     kind = fields.get("format")
     if kind != FORMAT:
         advice = " It is a state alone: load_state reads it." if kind == "recurrent_state" else ""
-        raise ValueError(f"{name} holds no reading: its format is {kind!r}.{advice}")
+        raise ValueError(f"{name} holds no text state: its format is {kind!r}.{advice}")
     major, _, minor = fields.get("format_version", "").partition(".")
     if not (major.isdecimal() and minor.isdecimal()) or int(major) > MAJOR:
         raise ValueError(

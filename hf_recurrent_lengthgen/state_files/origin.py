@@ -1,6 +1,6 @@
-"""What a reading belongs to: a model, its tokenizer, and the tokens that it has read.
+"""What a text state belongs to: a model, its tokenizer, and the tokens that it has read.
 
-A reading fits the weights that made it, whatever their folder is called. So weights are known by a fingerprint, a
+A text state fits the weights that made it, whatever their folder is called. So weights are known by a fingerprint, a
 config by its fields, a tokenizer by its vocabulary and by the ids of a text, and tokens by a chain of hashes.
 """
 
@@ -30,7 +30,7 @@ OVERRIDES = {
     "tokenizer": "the tokenizer",
     "weights": "the weights",
 }
-"""What may differ between a reading and a model if the caller allows it."""
+"""What may differ between a text state and a model if the caller allows it."""
 _NOT_OF_STATES = {
     "_name_or_path",
     "architectures",
@@ -57,7 +57,7 @@ _PROBE = "Größe 東京 don't  stop\n\tdef f(x1, y_2=0.5):\r\n🙂 THE END"
 
 @dataclass(frozen=True)
 class Origin:
-    """The model and tokenizer of a reading.
+    """The model and tokenizer of a text state.
 
     Attributes:
         name: Name on the Hub, or the last part of a folder's name, and those of adapters; only for people.
@@ -145,14 +145,14 @@ def prefix_hash(tokens: Tensor | np.ndarray, before: str = NO_TOKENS) -> str:
 
 
 def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[str], name: str) -> Origin:
-    """The origin of a model, or a `ValueError` that names in what that of a reading differs.
+    """The origin of a model, or a `ValueError` that names in what that of a text state differs.
 
     Args:
-        found: The origin of the reading.
+        found: The origin of the text state.
         model: The model that is to continue.
         tokenizer: Its tokenizer; None to compare none.
         allow: Names of `OVERRIDES` that may differ.
-        name: Name of the reading in errors.
+        name: Name of the text state in errors.
     """
     if unknown := sorted(set(allow) - set(OVERRIDES)):
         raise ValueError(f"allow must hold names among {', '.join(OVERRIDES)}, got {', '.join(map(str, unknown))}.")

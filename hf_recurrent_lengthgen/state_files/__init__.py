@@ -1,0 +1,35 @@
+"""Text states: what a model keeps of a text, as a value and as files that others can use."""
+
+from hf_recurrent_lengthgen.state_files.folders import (
+    crop_text_state,
+    load_text_state,
+    positions_in,
+    read_into,
+    save_text_state,
+)
+from hf_recurrent_lengthgen.state_files.origin import Origin
+from hf_recurrent_lengthgen.state_files.text_state import (
+    LayerKeys,
+    TextState,
+    ask,
+    branch,
+    read_text,
+    start_of,
+    without_attention,
+)
+
+__all__ = [
+    "LayerKeys",
+    "Origin",
+    "TextState",
+    "ask",
+    "branch",
+    "crop_text_state",
+    "load_text_state",
+    "positions_in",
+    "read_into",
+    "read_text",
+    "save_text_state",
+    "start_of",
+    "without_attention",
+]
