@@ -6,7 +6,7 @@ python tests/conversion/make_fla_fixtures.py [name ...]
 
 Kernels run in Triton's interpreter, Mamba and Mamba-2 on fla's paths without kernels. Weights are drawn here, for
 fresh models have zero biases and tiny weights, which would hide mistakes. Each folder holds config.json and
-model.safetensors as fla wrote them, and golden.safetensors: input ids, logits, and the cache after the last token.
+model.safetensors as fla wrote them; golden.safetensors has input ids, logits, and the cache after the last token.
 """
 
 import os
@@ -20,7 +20,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 import torch
-from safetensors.torch import save_file
+from tensor_groups import write_group
 
 ROWS, LENGTH = 2, 19
 SHARED = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
@@ -67,7 +67,7 @@ def make(name: str) -> None:
     with torch.no_grad():
         output = model(ids, use_cache=True)
     golden = {"input_ids": ids, "logits": output.logits, **flatten(output.past_key_values)}
-    save_file({key: value.contiguous() for key, value in golden.items()}, folder / "golden.safetensors")
+    write_group(folder.parent / "golden.safetensors", name, golden)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1024
     print(f"{name}: logits up to {output.logits.abs().max():.2f}, {size:.0f} KiB, cache {sorted(golden)[:4]}")
 

@@ -8,7 +8,7 @@ python tests/conversion/make_mamba3_fixtures.py CLONE [name ...]
 The models, their modules and `save_pretrained` are mamba-ssm's. Its kernels run on a GPU only, so the scan is the
 reference of its tests, `mamba3_siso_step_ref`, and norms are its references, `rms_norm_ref`: all plain torch. Weights
 are drawn as in `make_mamba_ssm_fixtures.py`. Each folder holds config.json and pytorch_model.bin as upstream wrote
-them, and golden.safetensors: input ids, logits, and the cache after the last token, in the frame of upstream.
+them; golden.safetensors has input ids, logits, and the cache after the last token, in the frame of upstream.
 """
 
 import importlib.util
@@ -16,8 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+
 import torch
-from safetensors.torch import save_file
+from tensor_groups import write_group
 
 ROWS, LENGTH = 2, 19
 FIXTURES: dict[str, dict[str, Any]] = {
@@ -89,7 +91,7 @@ def make(name: str) -> None:
         golden = {"input_ids": ids, "logits": model(ids, inference_params=carried).logits}
     for layer, states in carried.key_value_memory_dict.items():
         golden |= {f"{layer}.{part}": state for part, state in zip(("angle", "ssm", "k", "v"), states, strict=True)}
-    save_file({key: value.contiguous() for key, value in golden.items()}, folder / "golden.safetensors")
+    write_group(folder.parent / "golden.safetensors", name, golden)
     print(f"{name}: logits up to {golden['logits'].abs().max():.2f}, ", end="")
     print(f"{sum(path.stat().st_size for path in folder.iterdir()) / 1024:.0f} KiB")
 

@@ -7,7 +7,7 @@ python tests/conversion/make_mamba_ssm_fixtures.py [name ...]
 
 Kernels run in Triton's interpreter; the scan of Mamba-1, which is CUDA only, is mamba-ssm's own `selective_scan_ref`.
 Weights are drawn here, as fresh models have zero biases and tiny weights, which would hide mistakes. Each folder holds
-config.json and pytorch_model.bin as upstream wrote them, and golden.safetensors: input ids, logits, final states.
+config.json and pytorch_model.bin as upstream wrote them; golden.safetensors has input ids, logits, final states.
 """
 
 import os
@@ -21,7 +21,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 
 import torch
-from safetensors.torch import save_file
+from tensor_groups import write_group
 
 ROWS, LENGTH = 2, 19
 FIXTURES: dict[str, dict[str, Any]] = {
@@ -90,7 +90,7 @@ def make(name: str) -> None:
             golden = {"input_ids": ids, "logits": model(ids, inference_params=carried).logits}
         for layer, (conv, recurrent) in carried.key_value_memory_dict.items():
             golden |= {f"{layer}.conv": conv, f"{layer}.recurrent": recurrent}
-        save_file({key: value.contiguous() for key, value in golden.items()}, folder / "golden.safetensors")
+        write_group(folder.parent / "golden.safetensors", name, golden)
         print(f"{name}: logits up to {golden['logits'].abs().max():.2f}")
     print(f"{name}: {sum(path.stat().st_size for path in folder.iterdir()) / 1024:.0f} KiB")
 

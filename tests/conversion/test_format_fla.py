@@ -26,6 +26,7 @@ from hf_recurrent_lengthgen.models import (
 )
 from hf_recurrent_lengthgen.surgery import expand_state
 from tests.models.families import DELTA_NET, GATED_DELTANET, KDA, MAMBA3, RWKV7, Family, build, variant_id
+from tests.models.tensor_groups import read_group
 
 FIXTURES = Path(__file__).parent / "fla"
 NAMES = [
@@ -68,7 +69,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 @every_fixture
 def test_logits_and_final_states_are_those_of_fla(name: str, tmp_path: Path) -> None:
-    golden = load_file(FIXTURES / name / "golden.safetensors")
+    golden = read_group(FIXTURES / "golden.safetensors", name)
     convert_checkpoint(str(FIXTURES / name), tmp_path / "ours")
     model = load_model(str(tmp_path / "ours")).eval()
     with torch.no_grad():

@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import DEFAULTS, MAMBA_SSM
 from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState
+from tests.models.tensor_groups import read_group
 
 FIXTURES = Path(__file__).parent / "mamba_ssm"
 NAMES = ["mamba1", "mamba1_untied", "mamba2", "mamba2_untied", "mamba3", "mamba3_untied"]
@@ -70,7 +71,7 @@ def state_of(golden: dict[str, torch.Tensor], layer: int, model: Any) -> LayerSt
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_final_states_are_those_of_upstream(name: str, tmp_path: Path) -> None:
-    golden = load_file(FIXTURES / name / "golden.safetensors")
+    golden = read_group(FIXTURES / "golden.safetensors", name)
     convert_checkpoint(str(FIXTURES / name), tmp_path / "ours")
     model = load_model(str(tmp_path / "ours")).eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Write tests/models/upstream/rwkv5*.safetensors: tiny RWKV-5 models, run by the official code for Transformers.
+"""Write tests/models/upstream/rwkv5.safetensors: tiny RWKV-5 models, run by the official code for Transformers.
 
 Run by hand, in an environment of its own (the code is of 2024), no GPU needed:
 pip install torch safetensors "transformers==4.38.2"
@@ -24,7 +24,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import torch
-from safetensors.torch import save_file
+from tensor_groups import write_group
 from torch import Tensor
 
 ROWS, LENGTH, SPLIT = 2, 37, 21
@@ -96,9 +96,9 @@ def make(name: str, code: Any, config_code: Any, notes: dict[str, str]) -> None:
     tensors = {f"{group}/{key}": t.detach().clone() for group, part in groups.items() for key, t in part.items()}
     versions = {package: importlib.metadata.version(package) for package in ("torch", "transformers")}
     notes = {"config": json.dumps(config.to_dict() | facts), "split": str(SPLIT), **notes, **versions}
-    path = Path(__file__).parent / "upstream" / f"{name}.safetensors"
-    save_file(tensors, path, notes)
-    print(f"{name}: {path.stat().st_size / 1024:.0f} KiB")
+    path = Path(__file__).parent / "upstream/rwkv5.safetensors"
+    write_group(path, name, tensors, notes)
+    print(f"{name}: {path} has {path.stat().st_size / 1024:.0f} KiB")
 
 
 if __name__ == "__main__":

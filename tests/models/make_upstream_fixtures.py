@@ -22,7 +22,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
-from safetensors.torch import save_file
+from tensor_groups import write_group
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -165,9 +165,9 @@ def make(name: str) -> dict[str, Tensor]:
             package: importlib.metadata.version(package) for package in ("fla-core", "triton", "torch", "transformers")
         },
     }
-    path = Path(__file__).parent / "upstream" / f"{name}.safetensors"
-    save_file(tensors, path, notes)
-    print(f"{name}: {path.stat().st_size / 1024:.0f} KiB")
+    path = Path(__file__).parent / "upstream" / f"{config.model_type}.safetensors"
+    write_group(path, name, tensors, notes)
+    print(f"{name}: {path} has {path.stat().st_size / 1024:.0f} KiB")
     return tensors
 
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
-FOLDER = Path(__file__).parent / "upstream"
-RWKV5_NAMES = sorted(path.stem for path in FOLDER.glob("rwkv5*.safetensors"))
-NAMES = sorted({path.stem for path in FOLDER.glob("*.safetensors")} - set(RWKV5_NAMES))
+from .tensor_groups import groups_of, read_group, read_notes
+
+FILES = {name: path for path in (Path(__file__).parent / "upstream").glob("*.safetensors") for name in groups_of(path)}
+"""The file of each fixture: one for each model type."""
+RWKV5_NAMES = sorted(name for name, path in FILES.items() if path.stem == "rwkv5")
+NAMES = sorted({*FILES} - {*RWKV5_NAMES})
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,10 @@ class Fixture:
 def load_fixture(name: str) -> Fixture:
     """One of NAMES. Tied weights stand under both of their names, their gradient under the first."""
     groups: dict[str, dict[str, Tensor]] = {}
-    with safe_open(FOLDER / f"{name}.safetensors", framework="pt") as file:
-        notes = file.metadata()
-        for key in file.keys():
-            group, part = key.split("/")
-            groups.setdefault(group, {})[part] = file.get_tensor(key)
+    notes = read_notes(FILES[name], name)
+    for key, tensor in read_group(FILES[name], name).items():
+        group, part = key.split("/")
+        groups.setdefault(group, {})[part] = tensor
     return Fixture(
         config=json.loads(notes.pop("config")),
         split=int(notes.pop("split")),
