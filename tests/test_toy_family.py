@@ -19,8 +19,9 @@ from hf_recurrent_lengthgen.models import FAMILIES, register_family
 from hf_recurrent_lengthgen.models.causal_lm import StatefulForCausalLM
 from hf_recurrent_lengthgen.models.configuration_fla import FlaConfigMixin
 from hf_recurrent_lengthgen.models.layers_fla import MixerMLPBackbone
-from hf_recurrent_lengthgen.models.padding import zero_past_end
 from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, LayerState
+from hf_recurrent_lengthgen.models.rows import Rows
+from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla
 from hf_recurrent_lengthgen.models.scan_mixer import ScanMixer
 from hf_recurrent_lengthgen.surgery import expand_state, mimetic_initialization
@@ -49,12 +50,10 @@ class StatefulToyMixer(ScanMixer):
     def state_shape(self) -> LayerShape:
         return LayerShape((1, self.config.hidden_size, self.config.hidden_size), (0,))
 
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         q, k, v = self.qkv(hidden_states)[:, :, None].chunk(3, -1)
-        k, g = (zero_past_end(x, lengths) for x in (k, logsigmoid(self.decay).expand_as(k)))
-        y, state = self.advance(q, k, v, g, state=state, lengths=lengths)
+        k, g = (zero_past_end(x, rows) for x in (k, logsigmoid(self.decay).expand_as(k)))
+        y, state = self.advance(q, k, v, g, state=state, rows=rows)
         return y[:, :, 0], state
 
 

@@ -26,6 +26,7 @@ from hf_recurrent_lengthgen.hybrids.stopping import (
 )
 from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
+from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
@@ -85,14 +86,14 @@ class CacheAdapter:
         state: RecurrentState | None,
         single_token: bool,
         attention: Cache | None,
-        lengths: Tensor | None = None,
+        rows: Rows | None = None,
     ) -> HoldsState:
         """A state cache with `state` before the tokens; keys and values go to `attention`, if given.
 
-        With `lengths` (B,), the state after the tokens is that after so many of each row.
+        With `rows`, the state after the tokens is that after the real ones.
         """
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return self.state_cache_class()(layers, state, single_token, attention, self.dtype, lengths=lengths)
+        return self.state_cache_class()(layers, state, single_token, attention, self.dtype, rows=rows)
 
     def shared_cache(self, state: RecurrentState, shared: Shared) -> StateCache:
         """A state cache for a piece of rows that processes share; `state` is that before the whole rows."""
@@ -108,7 +109,7 @@ class CacheAdapter:
             return shared_scans(self.model, state_cache.shared)
         if rule != Forgetting():
             return forgetting_scans(self.model, rule, state_cache)
-        if state_cache.lengths is not None:
+        if state_cache.rows is not None:
             return stopped_scans(self.model, state_cache)
         return limited_steps(self.model) if state_cache.single_token else nullcontext()
 
@@ -222,9 +223,9 @@ class _Latest:
 class XlstmStateCache:
     """Carries a state through xLSTM: matrix memory (B, H, N, P), normalizer (B, H, N) and stabilizer (B, H, 1)."""
 
-    def __init__(self, state: RecurrentState, key_dim: int, lengths: Tensor | None = None) -> None:
+    def __init__(self, state: RecurrentState, key_dim: int, rows: Rows | None = None) -> None:
         """Take (B, H, N*P + N + 1) of every layer."""
-        self.lengths = lengths
+        self.rows = rows
         self.attending: dict[int, list[tuple[int, int]]] = {}
         self.dropped_columns = [0] * len(state)
         self.seqlen_offset = 0
@@ -244,19 +245,19 @@ class XlstmCacheAdapter(CacheAdapter):
         state: RecurrentState | None,
         single_token: bool,
         attention: Cache | None,
-        lengths: Tensor | None = None,
+        rows: Rows | None = None,
     ) -> HoldsState:
         config, dtype = self.model.config, state_dtype(self.model.dtype)
         if state is None:
             size = config.qk_head_dim * (config.v_head_dim + 1) + 1
             zero = torch.zeros(1, config.num_heads, size, device=self.model.device, dtype=dtype)
             state = (LayerState(zero, zero.new_empty(1, 0)),) * config.num_hidden_layers
-        return XlstmStateCache(state, config.qk_head_dim, lengths)
+        return XlstmStateCache(state, config.qk_head_dim, rows)
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
-        if (lengths := state_cache.lengths) is None:
+        if (rows := state_cache.rows) is None:
             return nullcontext()
-        return stopped_xlstm(self.model, lengths)
+        return stopped_xlstm(self.model, rows)
 
     def to_cache(self, state: RecurrentState) -> Any:
         from transformers.models.xlstm.modeling_xlstm import xLSTMCache

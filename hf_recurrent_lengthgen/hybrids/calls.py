@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of, stock_type_of
-from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_positions, reads_tokens, rows_of
+from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.hybrids.state_cache import NoCache, StateCache
 from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.learned_states import learned_row, recorded
@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 from hf_recurrent_lengthgen.models.virtual_tokens import NO_KEYS
 
 
-def check_arguments(cache_argument: str, arguments: dict[str, Any], seen: int) -> tuple[int, int, MovedRows | None]:
+def check_arguments(cache_argument: str, arguments: dict[str, Any], seen: int) -> tuple[int, int, StockRows | None]:
     """Number of rows and tokens, and how rows must be moved; arguments that cannot be used with states are refused."""
     given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
     if len(given) != 1 or given[0].shape[1] == 0:
@@ -144,7 +144,7 @@ def check_forgetting_in_cache(model: HybridModel) -> None:
 
 
 def set_positions(
-    model: HybridModel, state_cache: Any, arguments: dict[str, Any], rows: MovedRows | None, length: int
+    model: HybridModel, state_cache: Any, arguments: dict[str, Any], rows: StockRows | None, length: int
 ) -> None:
     """Put positions into the arguments where the stock model would not find them, after a check of given ones."""
     given = arguments.pop("position_ids", None)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, as_chunk_scan, exchanged
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
-from hf_recurrent_lengthgen.models.padding import zero_past_end
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState
+from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, SSDRecurrence
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
@@ -61,14 +61,14 @@ def _scan_of(rule: Forgetting, state_cache: StateCache | None) -> Callable[..., 
     """`mamba2_chunk_scan` of Transformers that forgets."""
 
     def run(inputs: tuple[Tensor, ...], before: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        lengths = None if state_cache is None else state_cache.lengths
-        if lengths is not None:
+        rows = None if state_cache is None else state_cache.rows
+        if rows is not None:
             assert state_cache is not None
             state_cache.stopped.add(state_cache.asking)
             x, dt, *others = inputs
-            inputs = x, zero_past_end(dt, lengths), *others
+            inputs = x, zero_past_end(dt, rows), *others
         given = LayerState(before, before.new_empty(len(before), 0))
-        y, state = SSDRecurrence.with_forgetting(rule, scan_ssd, inputs, given, lengths, **options)
+        y, state = SSDRecurrence.with_forgetting(rule, scan_ssd, inputs, given, rows, **options)
         return y, state.recurrent
 
     return as_chunk_scan(run)

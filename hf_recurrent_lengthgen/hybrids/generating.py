@@ -169,11 +169,11 @@ def read_prompt(model: Any, state: RecurrentState, arguments: dict[str, Any]) ->
     adapter, rows = cache_adapter_of(model), rows_of(arguments)
     batch, length = (state[0][0].shape[0], _length(arguments)) if rows is None else (rows.rows, rows.length)
     before = state if rows is None else rows.starting(state, None)
-    state_cache: Any = adapter.state_cache(before, length == 1, None, None if rows is None else rows.lengths)
+    state_cache: Any = adapter.state_cache(before, length == 1, None, None if rows is None else rows.padded)
     kept = state_cache.keys = {}
     set_positions(model, state_cache, arguments, rows, length)
     output = model._carry(state_cache, arguments, rows)
-    if state_cache.lengths is not None:
+    if state_cache.rows is not None:
         check_stopped(model, state_cache)
     after = state_cache.final_state(batch, model.device, state_dtype(model.dtype))
     cache = adapter.to_cache(after if rows is None else rows.final(before, after))

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
-from hf_recurrent_lengthgen.models.padding import zero_past_end
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, state_dtype
+from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, SelectiveRecurrence
 from hf_recurrent_lengthgen.models.scan_selective import piece_selective, scan_selective, selective_scan_fn
@@ -194,9 +194,9 @@ def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any
         if state is None:
             state = torch.zeros(x.shape[0], *A.shape, device=x.device, dtype=dtype)
         dt = F.softplus(dt.to(dtype) + (0 if delta_bias is None else delta_bias.to(dtype)[:, None]))
-        if state_cache.lengths is not None:
+        if state_cache.rows is not None:
             state_cache.stopped.add(state_cache.asking)
-            dt = zero_past_end(dt.mT, state_cache.lengths).mT
+            dt = zero_past_end(dt.mT, state_cache.rows).mT
         backend = resolve_backend("auto", x.device.type, selective_scan_fn is not None)
         inputs = (x.mT, dt.mT, A, B.mT, C.mT, D)
         if state_cache.shared is not None:
@@ -206,7 +206,7 @@ def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any
             return (y.mT * F.silu(z)).to(x.dtype), recurrent
         given = LayerState(state, state.new_empty(len(x), 0))
         y, final = SelectiveRecurrence.with_forgetting(
-            rule, scan_selective, inputs, given, state_cache.lengths, backend=backend
+            rule, scan_selective, inputs, given, state_cache.rows, backend=backend
         )
         return (y.mT * F.silu(z)).to(x.dtype), final.recurrent
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.models.packed_rows import Packing
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, layer_state
 from hf_recurrent_lengthgen.models.rows import (
     LAYOUT,
@@ -27,6 +26,7 @@ from hf_recurrent_lengthgen.models.rows import (
     text_positions,
     token_shape,
 )
+from hf_recurrent_lengthgen.models.rows_moved import MovedRows
 from hf_recurrent_lengthgen.models.token_inputs import scored_labels
 
 TOKENS, TARGETS = ("input_ids", "inputs_embeds"), ("labels", "shift_labels")
@@ -36,7 +36,7 @@ PER_TOKEN, PER_CALL = ("logits", "last_hidden_state"), ("loss", "aux_loss")
 _reading: ContextVar[Any] = ContextVar("reading", default=None)
 
 
-class MovedRows:
+class StockRows:
     """How the rows of one call become those that a stock model reads, and back.
 
     Args:
@@ -46,18 +46,15 @@ class MovedRows:
         given: As above.
         rows: N.
         length: L.
-        lengths: Tokens of each sequence, (N,); None if all have L.
+        padded: The N rows, if some have padding at their ends; None if all sequences have L tokens.
     """
 
     def __init__(self, given: Rows) -> None:
         self.given = given
-        like: Any = given.starts if given.real is None else given.real
-        starts = torch.zeros_like(like) if given.starts is None else given.starts
-        real = torch.ones_like(like) if given.real is None else given.real
-        self._packing = Packing.from_starts(starts, real, together=True)
-        self._valid, self.lengths = self._packing.valid[0], self._packing.lengths[0]
-        self.rows, self.length = self._valid.shape
-        self._source = self._packing.source
+        self._moved = MovedRows.of_sequences(given, together=True)
+        (self.padded,) = self._moved.groups
+        self.rows, self.length = self._moved.orders[0].shape
+        self._source = self._moved.source
         self._kept: Tensor | None = None
         self._latest: tuple[Any, Any] = (None, None)
 
@@ -68,7 +65,7 @@ class MovedRows:
 
     def to_front(self, x: Tensor) -> Tensor:
         """(B, T, ...) to (N, L, ...), with zeros behind shorter sequences."""
-        moved = self._packing.to_front(x.flatten(2) if x.ndim > 2 else x[..., None])[0]
+        moved = self._moved.to_front(x.flatten(2) if x.ndim > 2 else x[..., None])[0]
         return moved.view(self.rows, self.length, *x.shape[2:])
 
     def back(self, x: Tensor) -> Tensor:
@@ -84,12 +81,12 @@ class MovedRows:
         `new` has one row; None is zero.
         """
         news = (None,) * len(state) if new is None else new
-        return tuple(self._packing.starting_states(*layers)[0] for layers in zip(state, news, strict=True))
+        return tuple(self._moved.starting_states(*layers)[0] for layers in zip(state, news, strict=True))
 
     def final(self, before: RecurrentState, after: RecurrentState) -> RecurrentState:
         """The states after the last sequence of each row, from those before and after the N sequences."""
-        if self.length == 1 and self.lengths is not None:  # the step for one token does not know of empty rows
-            real = self.lengths > 0
+        if self.length == 1 and self.padded is not None:  # the step for one token does not know of empty rows
+            real: Any = self.padded.real
             after = tuple(
                 layer_state(
                     torch.where(real.view(-1, *[1] * (old.ndim - 1)), new, old)
@@ -97,7 +94,7 @@ class MovedRows:
                 )
                 for layers in zip(before, after, strict=True)
             )
-        return tuple(self._packing.final_states((layer,)) for layer in after)
+        return tuple(self._moved.final_states((layer,)) for layer in after)
 
     def arguments(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
         """The arguments for the N rows; targets stay as they are, since `loss` gets the logits that moved back.
@@ -119,9 +116,10 @@ class MovedRows:
         if "output_attentions" in wants:
             raise ValueError("output_attentions cannot be given for rows with padding or of several sequences.")
         if wants:  # the loss of experts counts the tokens of this mask
-            if self.lengths is not None and bool((self.lengths == 0).any()):
+            real: Any = torch.ones_like(self._moved.orders[0]) if self.padded is None else self.padded.real
+            if not bool(real[:, 0].all()):
                 raise ValueError("A row has no real token, which output_router_logits does not take: leave it out.")
-            moved["attention_mask"] = self._valid.long()
+            moved["attention_mask"] = real.long()
         known = {*TOKENS, *TARGETS, "logits_to_keep", "attention_mask"}
         other = [name for name, x in moved.items() if name not in known and isinstance(x, Tensor) and x.ndim > 1]
         if other:
@@ -194,7 +192,7 @@ def loss_of(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @torch.compiler.disable
-def rows_of(arguments: dict[str, Any], seen: int = 0) -> MovedRows | None:
+def rows_of(arguments: dict[str, Any], seen: int = 0) -> StockRows | None:
     """How the rows of a call are moved; None if each is one sequence of real tokens.
 
     Args:
@@ -206,7 +204,7 @@ def rows_of(arguments: dict[str, Any], seen: int = 0) -> MovedRows | None:
     """
     shape = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
     rows = read_rows(arguments | {"attention_mask": _without_seen(arguments.get("attention_mask"), shape, seen)})
-    return None if rows.real is None and rows.starts is None else MovedRows(rows)
+    return None if rows.real is None and rows.starts is None else StockRows(rows)
 
 
 def real_of(mask: Tensor | None, shape: tuple[int, int], seen: int = 0) -> Tensor | None:
@@ -227,7 +225,7 @@ def refuse_unread(arguments: dict[str, Any]) -> None:
         raise ValueError(f"{wrong} are not read: say where sequences begin by {', '.join(LAYOUT[:4])}.")
 
 
-def stock_call(model: Any, cache_argument: str, arguments: dict[str, Any]) -> tuple[MovedRows | None, dict[str, Any]]:
+def stock_call(model: Any, cache_argument: str, arguments: dict[str, Any]) -> tuple[StockRows | None, dict[str, Any]]:
     """How the rows of a call without states are moved, and its arguments; no rows for what the stock model reads.
 
     That are rows of whole sequences, of which only 2-D masks and positions are left, calls with a cache, and other
@@ -289,7 +287,7 @@ def reads_tokens(model: Any) -> bool:
     return model.base_model is model or model.get_output_embeddings() is not None
 
 
-def check_positions(positions: Any, rows: MovedRows | None, first: int) -> None:
+def check_positions(positions: Any, rows: StockRows | None, first: int) -> None:
     """Raise a `ValueError` if positions are not those from which attention layers start, at `first`."""
     if positions is None:
         return

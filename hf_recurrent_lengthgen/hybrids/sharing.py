@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, as_chunk_scan, exchanged
+from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.scan_ssd import piece_ssd, scan_ssd
-from hf_recurrent_lengthgen.models.sequence_pieces import Piece, gathered
+from hf_recurrent_lengthgen.models.sequence_pieces import gathered, scan_piece
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 
@@ -25,15 +26,15 @@ class Shared:
     """What a state cache knows of the other pieces.
 
     Attributes:
-        piece: The piece, for scans and convolutions.
+        rows: Of this piece, for scans and convolutions.
         lengths: Tokens of all pieces.
         scanned: Scans that started from a folded state.
     """
 
-    def __init__(self, group: Any, length: int, device: torch.device) -> None:
-        self.piece = Piece(group)
+    def __init__(self, group: Any, shape: tuple[int, int], device: torch.device) -> None:
+        self.rows = Rows(shape, group=group)
         self.rank = dist.get_rank(group)
-        found = gathered(torch.tensor([length], device=device), group)
+        found = gathered(torch.tensor([shape[1]], device=device), group)
         self.lengths = [int(one) for one in found]
         self.scanned = 0
         if min(self.lengths) < 2:
@@ -49,15 +50,16 @@ class Shared:
 
     def up_to_here(self, x: Tensor) -> Tensor:
         """Keys or values (B, H, T, D) of this piece, after those of the pieces before."""
-        missing = max(self.lengths) - x.shape[2]
-        whole = gathered(torch.nn.functional.pad(x, (0, 0, 0, missing)), self.piece.group)
+        missing, group = max(self.lengths) - x.shape[2], self.rows.group
+        assert group is not None
+        whole = gathered(torch.nn.functional.pad(x, (0, 0, 0, missing)), group)
         pieces = [part[:, :, :length] for part, length in zip(whole, self.lengths, strict=True)]
         return torch.cat(pieces[: self.rank + 1], dim=2)
 
     def scan(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """`Piece.scan`."""
+        """`scan_piece`."""
         self.scanned += 1
-        return self.piece.scan(*arguments)
+        return scan_piece(self.rows, *arguments)
 
     def check(self, asked: int, name: str) -> None:
         """Raise a `ValueError` if some layer of those that asked for a state scanned as if its piece were the row."""

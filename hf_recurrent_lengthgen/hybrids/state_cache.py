@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_recurrent_lengthgen.models.padding import inputs_around, last_inputs
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerState,
     RecurrentState,
 )
+from hf_recurrent_lengthgen.models.rows import Rows
+from hf_recurrent_lengthgen.models.rows_moved import inputs_around, last_inputs
 
 
 class Overwritten(Tensor):
@@ -69,7 +70,7 @@ class StateCache(Cache):
         attention: A stock cache that keeps the keys and values of the attention layers; None to keep none.
         dtype: Dtype in which mixers get their states; None for that of the states.
         shared: What shares the rows with other processes (`sharing.Shared`); None where none does.
-        lengths: Tokens of each row, (B,), where the others at its end are padding; None if there is none.
+        rows: Rows with padding at their ends; None if there is none.
 
     Attributes:
         attending: The layers that asked for keys and values during the pass.
@@ -91,7 +92,7 @@ class StateCache(Cache):
         attention: Cache | None = None,
         dtype: torch.dtype | None = None,
         shared: Any = None,
-        lengths: Tensor | None = None,
+        rows: Rows | None = None,
     ) -> None:
         Cache.__init__(self, layers=[])  # by name: MiniMax's cache, mixed in, takes no arguments
         self.initial_state = initial_state
@@ -99,7 +100,7 @@ class StateCache(Cache):
         self.attention = attention
         self.dtype = dtype
         self.shared = shared
-        self.lengths = lengths
+        self.rows = rows
         self.attending: dict[int, list[tuple[int, int]]] = {}
         self.asking = 0
         self.asked: set[int] = set()
@@ -151,16 +152,16 @@ class StateCache(Cache):
         initial = self._initial(layer_idx, "conv")
         if self.shared is not None:
             assert initial is not None
-            before, self._final[layer_idx]["conv"] = inputs_around([conv_states.mT], initial, self.shared.piece)
+            before, self._final[layer_idx]["conv"] = inputs_around([conv_states.mT], initial, self.shared.rows)
             return torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
         if initial is None:
             columns = F.pad(conv_states, (conv_kernel_size - 1, 0))
         else:
             columns = torch.cat([initial.to(conv_states.dtype), conv_states], dim=-1)
         last = columns[..., columns.shape[-1] - (conv_kernel_size - 1) :]
-        if self.lengths is not None:
+        if self.rows is not None:
             assert initial is not None
-            last = last_inputs(conv_states.mT, initial, self.lengths)
+            last = last_inputs(conv_states.mT, initial, self.rows.lengths)
         self._final[layer_idx]["conv"] = last
         return columns
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.hybrids.forgetting import forgetting_scans
 from hf_recurrent_lengthgen.hybrids.mixers import exchanged
-from hf_recurrent_lengthgen.models.padding import zero_past_end
+from hf_recurrent_lengthgen.models.rows import Rows
+from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
@@ -61,22 +61,23 @@ def stopped_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     def stopped(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
         if (state_cache := stopping_now()) is not None:
             state_cache.stopped.add(state_cache.asking)
-            g, beta = (zero_past_end(x, state_cache.lengths) for x in (g, beta))
+            g, beta = (zero_past_end(x, state_cache.rows) for x in (g, beta))
         return rule(q, k, v, g=g, beta=beta, **options)
 
     return stopped
 
 
 @contextmanager
-def stopped_xlstm(model: HybridModel, lengths: Tensor) -> Iterator[None]:
+def stopped_xlstm(model: HybridModel, rows: Rows) -> Iterator[None]:
     """Let `xLSTMBackend` open forget gates and shut input gates (B, H, T) at padding, in this thread."""
-    thread = threading.get_ident()
+    thread, real = threading.get_ident(), rows.real
+    assert real is not None
 
     def hook(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         if threading.get_ident() != thread:
             return None
         f, i = kwargs["fgate"], kwargs["igate"]
-        past_end = torch.arange(f.shape[2], device=f.device) >= lengths[:, None, None]
+        past_end = ~real[:, None]
         gates = {"fgate": f.masked_fill(past_end, 1e6), "igate": i.masked_fill(past_end, -1e30)}
         return args, kwargs | gates
 

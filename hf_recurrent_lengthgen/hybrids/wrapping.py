@@ -52,7 +52,7 @@ from hf_recurrent_lengthgen.hybrids.registry import (
     cache_adapter_of,
     stock_type_of,
 )
-from hf_recurrent_lengthgen.hybrids.rows import MovedRows, check_cached, of_whole_rows, refuse_unread, stock_call
+from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_cached, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
 from hf_recurrent_lengthgen.models.learned_states import LearnedStatesMixin, learned_row
@@ -192,21 +192,21 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
             initial_state = self.first_state(batch_size)
         else:
             initial_state = self._check_state(initial_state, batch_size)
-        before, lengths = initial_state, None
+        before, padded = initial_state, None
         if rows is not None:
             before, batch_size, length = rows.starting(initial_state, learned_row(self)), rows.rows, rows.length
-            lengths = rows.lengths if length > 1 else None
-            if lengths is not None:
+            padded = rows.padded if length > 1 else None
+            if padded is not None:
                 check_stops(self)
         if group is None:
-            state_cache: Any = adapter.state_cache(before, length == 1, attention_cache, lengths)
+            state_cache: Any = adapter.state_cache(before, length == 1, attention_cache, padded)
         else:
-            state_cache = adapter.shared_cache(before, Shared(group, length, self.device))
+            state_cache = adapter.shared_cache(before, Shared(group, (batch_size, length), self.device))
         set_positions(self, state_cache, arguments, rows, length)
         output = self._carry(state_cache, arguments, rows)
         if group is not None:
             state_cache.shared.check(len(state_cache.asked), type(self).__name__)
-        if lengths is not None:
+        if padded is not None:
             check_stopped(self, state_cache)
         stock_output: Any = type(output)
         moved = dict(output) if rows is None else rows.output(output)
@@ -220,7 +220,7 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
         return_dict = arguments.get("return_dict")
         return bool(self.config.return_dict if return_dict is None else return_dict)
 
-    def _carry(self: Any, state_cache: Any, arguments: dict[str, Any], rows: MovedRows | None = None) -> ModelOutput:
+    def _carry(self: Any, state_cache: Any, arguments: dict[str, Any], rows: StockRows | None = None) -> ModelOutput:
         """The stock forward pass with a state cache in place of the cache."""
         adapter = cache_adapter_of(self)
         arguments = {**arguments, adapter.argument: state_cache, "use_cache": False, "return_dict": True}

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from .padding import inputs_around
+from .rows import Rows
+from .rows_moved import inputs_around
 from .scan_backends import ScanBackend, backward_once
-from .sequence_pieces import Lengths, Piece
 
 try:
     from causal_conv1d import causal_conv1d_fn
@@ -40,10 +40,10 @@ class CausalConv1d(nn.Conv1d):
         return conv
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, initial_state: Tensor, lengths: Lengths = None, backend: ScanBackend = "torch"
+        self, x: Tensor, initial_state: Tensor, rows: Rows | None = None, backend: ScanBackend = "torch"
     ) -> tuple[Tensor, Tensor]:
         """See `causal_conv`."""
-        return causal_conv(x, self.weight.squeeze(1), self.bias, initial_state, lengths, backend, self.activation)
+        return causal_conv(x, self.weight.squeeze(1), self.bias, initial_state, rows, backend, self.activation)
 
 
 def causal_conv(
@@ -51,7 +51,7 @@ def causal_conv(
     weight: Tensor,
     bias: Tensor | None,
     initial_state: Tensor,
-    lengths: Lengths = None,
+    rows: Rows | None = None,
     backend: ScanBackend = "torch",
     activation: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -62,8 +62,7 @@ def causal_conv(
         weight: Taps, (C, K); the last one meets the current token.
         bias: (C,) or None.
         initial_state: The K-1 inputs before the first token, (B, C, K-1).
-        lengths: Number of real tokens in each row, (B,); None if all T are real. Inputs past the length
-            do not enter the returned state. A `Piece` where processes share the sequence.
+        rows: As layers get them (`Rows`). Padding does not enter the returned state.
         backend: "torch" or "kernel" (causal-conv1d).
         activation: Whether SiLU follows.
 
@@ -71,9 +70,9 @@ def causal_conv(
         Outputs (B, T, C) in the dtype of `x`, and the state after the last real token in the dtype of
         `initial_state`, (B, C, K-1).
     """
-    if x.shape[1] == 1 and lengths is None:
+    if x.shape[1] == 1 and rows is None:
         return _convolve_one(x, weight, bias, initial_state, activation)
-    initial_state, final_state = inputs_around([x], initial_state, lengths)
+    initial_state, final_state = inputs_around([x], initial_state, rows)
     if backend == "kernel":
         y = _convolve_with_kernel(x, weight, bias, initial_state, activation)
     else:
@@ -98,17 +97,17 @@ def short_convolutions(
     convolutions: Sequence[CausalConv1d],
     inputs: list[Tensor],
     state: Tensor,
-    lengths: Lengths,
+    rows: Rows | None,
     backend: ScanBackend,
 ) -> tuple[list[Tensor], Tensor]:
     """Convolve several inputs; their states stand one below the other in `state`, (B, C, K-1)."""
     after = None
-    if isinstance(lengths, Piece):
-        (state, after), lengths = inputs_around(inputs, state, lengths), lengths.lengths
+    if rows is not None and rows.group is not None:
+        state, after = inputs_around(inputs, state, rows)
+        rows = None if rows.real is None else Rows(rows.shape, rows.real)
     states = state.split([x.shape[2] for x in inputs], dim=1)
     results = [
-        convolution(x, part, lengths, backend)
-        for convolution, x, part in zip(convolutions, inputs, states, strict=True)
+        convolution(x, part, rows, backend) for convolution, x, part in zip(convolutions, inputs, states, strict=True)
     ]
     return [y for y, _ in results], torch.cat([part for _, part in results], dim=1) if after is None else after
 

@@ -29,10 +29,6 @@ class StatefulCausalLMOutput(OutputWithCache):
     hidden_states: tuple[Tensor, ...] | None = None
 
 
-def _numbers(starts: Tensor | None) -> Tensor | None:
-    return None if starts is None else starts.cumsum(1)
-
-
 def _keeps_all(logits_to_keep: int | Tensor) -> bool:
     if not isinstance(logits_to_keep, int):
         return False
@@ -109,15 +105,15 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         """
         shift_labels: Tensor | None = others.pop("shift_labels", None)
         cache = given_cache(cache, others)
-        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
+        rows = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
         if sequence_group is not None:
-            check_targets(labels, shift_labels, inputs.real, sequence_group)
+            check_targets(labels, shift_labels, rows.real, sequence_group)
         keep_all = _keeps_all(logits_to_keep)
         if not (labels is None and shift_labels is None) and not keep_all:
             raise ValueError("labels need all logits: drop logits_to_keep.")
         output = self._backbone(
             input_ids,
-            attention_mask=inputs.real,
+            rows=rows,
             initial_state=initial_state,
             output_final_state=output_final_state,
             inputs_embeds=inputs_embeds,
@@ -126,8 +122,6 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
             output_hidden_states=output_hidden_states,
             return_dict=True,
             token_type_ids=token_type_ids,
-            seq_idx=_numbers(inputs.starts) if sequence_group is None else others.get("seq_idx"),
-            sequence_group=sequence_group,
         )
         hidden_states = output.last_hidden_state
         if not keep_all:
@@ -137,7 +131,7 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         logits = head(hidden_states.to(head.weight.dtype))
         logits = logits.to(state_dtype(logits.dtype))
         result = StatefulCausalLMOutput(
-            loss=self._loss_of(logits, labels, shift_labels, inputs, num_items_in_batch),
+            loss=self._loss_of(logits, labels, shift_labels, rows, num_items_in_batch),
             logits=logits,
             final_state=output.final_state,
             cache=output.cache,
@@ -150,7 +144,7 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         logits: Tensor,
         labels: Tensor | None,
         shift_labels: Tensor | None,
-        inputs: Rows,
+        rows: Rows,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
         """The loss of labels, or of shifted ones; None without any."""
@@ -159,11 +153,11 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
                 raise ValueError(f"{name} must have shape {tuple(logits.shape[:2])}, got {tuple(given.shape)}.")
         further = {}
         if shift_labels is not None:
-            further["shift_labels"] = scored_labels(shift_labels, inputs, shifted=True).contiguous()
+            further["shift_labels"] = scored_labels(shift_labels, rows, shifted=True).contiguous()
         elif labels is None:
             return None
         else:
-            labels = scored_labels(labels, inputs)
+            labels = scored_labels(labels, rows)
         loss: Tensor = self.loss_function(
             logits=logits,
             labels=labels,

@@ -16,12 +16,12 @@ from transformers import initialization as init
 
 from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .layers_fla import RMSNorm
-from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
+from .rows import Rows
+from .rows_moved import zero_past_end
 from .scan_backends import ScanBackend
 from .scan_delta import NORMED_BY_HEAD, chunk_gated_delta_rule, kernel_limit_of, piece_delta, scan_delta
 from .scan_mixer import ScanMixer
-from .sequence_pieces import Lengths
 
 KERNEL_AVAILABLE = chunk_gated_delta_rule is not None and causal_conv1d_fn is not None
 _NORM_EPS = 1e-6  # of fla's kernels
@@ -70,13 +70,13 @@ class DeltaMixer(ScanMixer):
         return super().kernel_limit(dtype) or kernel_limit_of(self.key_dim)
 
     def project(
-        self, x: Tensor, state: LayerState, lengths: Lengths, backend: ScanBackend
+        self, x: Tensor, state: LayerState, rows: Rows | None, backend: ScanBackend
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries and keys (B, T, heads of keys, N), values (B, T, H, P), and the conv part of the state."""
         parts, conv = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], state.conv
         if self.config.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            parts, conv = short_convolutions(convolutions, parts, state.conv, lengths, backend)
+            parts, conv = short_convolutions(convolutions, parts, state.conv, rows, backend)
         else:
             parts = [silu(part) if self.activation or index == 2 else part for index, part in enumerate(parts)]
         q, k, v = parts
@@ -91,13 +91,13 @@ class DeltaMixer(ScanMixer):
         g: Tensor,
         beta: Tensor,
         state: LayerState,
-        lengths: Lengths,
+        rows: Rows | None,
         backend: ScanBackend,
     ) -> tuple[Tensor, LayerState]:
         """Outputs (B, T, H, P) in the dtype of v, and the state; g (B, T, H, N) or (B, T, H, 1), beta (B, T, H)."""
-        beta = zero_past_end(beta * 2 if self.config.allow_neg_eigval else beta, lengths)
-        q, g = q * self.key_dim**-0.5, zero_past_end(g, lengths)
-        y, state = self.advance(q, k, v, g, beta, state=state, lengths=lengths, backend=backend)
+        beta = zero_past_end(beta * 2 if self.config.allow_neg_eigval else beta, rows)
+        q, g = q * self.key_dim**-0.5, zero_past_end(g, rows)
+        y, state = self.advance(q, k, v, g, beta, state=state, rows=rows, backend=backend)
         return y.to(v.dtype), state
 
 

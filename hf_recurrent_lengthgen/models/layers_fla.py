@@ -12,10 +12,10 @@ from torch.nn.functional import silu
 from .configuration_fla import FlaConfigMixin
 from .modeling_stateful import StatefulBackbone
 from .norms import RMSNorm
-from .packed_rows import over_groups
 from .recurrent_state import LayerState
+from .rows import Rows
+from .rows_moved import over_groups
 from .scan_mixer import MixerLayer, ScanMixer
-from .sequence_pieces import Lengths
 
 
 class GatedMLP(nn.Module):
@@ -48,10 +48,10 @@ class MixerMLPBlock(MixerLayer):
 
     @over_groups
     def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None, *inputs: Tensor
+        self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None, *inputs: Tensor
     ) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
-        output, state = self.attn(self.attn_norm(hidden_states), state, lengths, *inputs)
+        output, state = self.attn(self.attn_norm(hidden_states), state, rows, *inputs)
         hidden_states = hidden_states + output
         return hidden_states + self.mlp(self.mlp_norm(hidden_states)), state
 

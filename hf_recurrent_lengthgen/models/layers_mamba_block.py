@@ -19,11 +19,11 @@ from transformers import initialization as init
 
 from .modeling_stateful import StatefulBackbone
 from .norms import RMSNorm
-from .packed_rows import over_groups
-from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
+from .rows import Rows
+from .rows_moved import over_groups, zero_past_end
 from .scan_mixer import MixerLayer, ScanMixer
-from .sequence_pieces import AffineMap, Lengths, Piece
+from .sequence_pieces import AffineMap, scan_piece
 
 _CHUNK = 64  # tokens of linear attention at once
 
@@ -38,11 +38,11 @@ class MixerBlock(MixerLayer):
         self.mixer = mixer
 
     @over_groups
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         normed = self.norm(hidden_states.to(self.norm.weight.dtype))
         residual = hidden_states.to(state_dtype(hidden_states.dtype)) if self.residual_in_fp32 else hidden_states
-        output, state = self.mixer(normed, state, lengths)
+        output, state = self.mixer(normed, state, rows)
         return residual + output, state
 
 
@@ -147,7 +147,7 @@ class SoftmaxAttentionMixer(_AttentionMixer):
         """Both parts are empty."""
         return LayerShape((0,), (0,))
 
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`; padding is at the end of a row, where no real token attends to it."""
         q, k, v = (projection(hidden_states)[:, None] for projection in (self.q_proj, self.k_proj, self.v_proj))
         return self.o_proj(self.scan(q, k, v, is_causal=True)[:, 0]), state
@@ -164,14 +164,14 @@ class LinearAttentionMixer(_AttentionMixer):
         """(1, D, N), and no convolution."""
         return LayerShape((1, self.value_dim, self.head_dim), (0,))
 
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        q, k, dtype = q * self.head_dim**-0.5, zero_past_end(k, lengths), q.dtype
+        q, k, dtype = q * self.head_dim**-0.5, zero_past_end(k, rows), q.dtype
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = (part[:, None].to(state.recurrent.dtype) for part in (q, k, v))
-            if isinstance(lengths, Piece):
-                y, recurrent = lengths.scan(self.scan, self.piece, (q, k, v), state.recurrent, {})
+            if rows is not None and rows.group is not None:
+                y, recurrent = scan_piece(rows, self.scan, self.piece, (q, k, v), state.recurrent, {})
             else:
                 y, recurrent = self.scan(q, k, v, state.recurrent)
         return self.o_proj(y[:, 0].to(dtype)), state._replace(recurrent=recurrent)

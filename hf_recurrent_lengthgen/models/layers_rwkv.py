@@ -11,22 +11,21 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from transformers import initialization as init
 
-from .padding import inputs_around
 from .recurrent_state import LayerShape
+from .rows import Rows
+from .rows_moved import inputs_around
 from .scan_mixer import ScanMixer
-from .sequence_pieces import Lengths
 
 
-def token_shift(x: Tensor, initial_state: Tensor, lengths: Lengths = None) -> tuple[Tensor, Tensor]:
+def token_shift(x: Tensor, initial_state: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
     """The input before each token, x_{t-1} (arXiv:2404.05892, section 3.1), and the last real input.
 
     Args:
         x: Inputs, (B, T, D).
         initial_state: The input before the first token, (B, D, 1).
-        lengths: Number of real tokens in each row, (B,); None if all T are real. A `Piece` where processes share the
-            sequence.
+        rows: As layers get them (`Rows`).
     """
-    before, after = inputs_around([x], initial_state, lengths)
+    before, after = inputs_around([x], initial_state, rows)
     return torch.cat([before.mT.to(x.dtype), x[:, :-1]], dim=1), after
 
 

@@ -26,8 +26,6 @@ from transformers import initialization as init
 from .configuration_code import extra
 from .learned_state_files import SUBMODULE
 from .learned_states import LearnedStates, LearnedStatesMixin, learned_row, recorded
-from .packed_rows import Packing
-from .padding import Padding
 from .recurrent_cache import OutputWithCache, RecurrentCache
 from .recurrent_state import (
     LayerShape,
@@ -39,8 +37,9 @@ from .recurrent_state import (
     state_to,
     zero_state,
 )
+from .rows import Rows
+from .rows_moved import MovedRows
 from .scan_mixer import MixerLayer
-from .sequence_pieces import Piece
 from .token_inputs import check_token_types, given_cache, read_inputs
 
 
@@ -167,8 +166,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
 
         hidden_states: (B, T, D).
         state: `LayerState` before the first token.
-        lengths: Number of real tokens in each row, (B,), the rest is padding on the right; None if there is none. Or a
-            `Piece` of rows that processes share.
+        rows: Its rows, each one sequence with padding at its end only; None if all tokens are real and no other
+            process has a piece of them.
         and what `layer_inputs` gives it,
 
     and returns outputs (B, T, D) and the `LayerState` after the last real token of each row. What it returns beyond
@@ -196,6 +195,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         sequence_group: Processes that share the rows, each with a piece of them, in the order of time
             (sequence_pieces.py). All give the same `initial_state`, that before the whole rows, and get the same
             `final_state`, that after them. Packed rows need `seq_idx`, counted over the pieces.
+        rows: The rows, where they have been read already, in place of what describes them.
         others: Other forms of packed rows that collators give (rows.py): `seq_idx` (B, T), the number of each token's
             sequence, and `cu_seq_lens_q`, their borders. Other arguments are refused.
     """
@@ -230,7 +230,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         raise NotImplementedError
 
     def layer_inputs(self) -> list[tuple[Tensor, ...]]:
-        """Further inputs of each layer, beside hidden states, state and lengths; none in most families."""
+        """Further inputs of each layer, beside hidden states, state and rows; none in most families."""
         return [()] * len(self.layers)
 
     def forward(
@@ -247,6 +247,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
+        rows: Rows | None = None,
         **others: Any,
     ) -> StatefulModelOutput | tuple:
         """Run T tokens from a state; arguments as in the class.
@@ -255,30 +256,31 @@ class StatefulBackbone(StatefulPreTrainedModel):
             ValueError: for arguments that contradict each other, do not fit, or do not apply to recurrent models.
         """
         cache = given_cache(cache, others)
-        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
-        batch_size, length = inputs.shape
+        if rows is None:
+            rows = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
+        batch_size, length = rows.shape
         if initial_state is not None and cache is not None:
             raise ValueError("Give initial_state or cache, not both: each of them is the state to start from.")
         if use_cache and torch.compiler.is_exporting():
             raise ValueError("A program of torch.export gives no cache: leave use_cache out, and carry states.")
         if use_cache is None:
-            use_cache = self.config.use_cache and output_final_state and sequence_group is None
+            use_cache = self.config.use_cache and output_final_state and rows.group is None
             use_cache = use_cache and not (self.training or self.stateless_layers or torch.compiler.is_exporting())
         own = cache is not None and cache.may_overwrite  # so this model has made its state
-        stateless = initial_state is None and cache is None and sequence_group is None and not use_cache
+        stateless = initial_state is None and cache is None and rows.group is None and not use_cache
         if not (own or stateless):
             self.check_has_states()
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        check_token_types(token_type_ids, inputs.real)
+        check_token_types(token_type_ids, rows.real)
         state = self._starting_state(initial_state, cache, batch_size, hidden_states.device)
-        layout = _layout(inputs.starts, inputs.real, sequence_group is not None)
-        if own and layout is None:
+        moved = MovedRows.of(rows)
+        if own and moved is None:
             state = own_state(state)
         caches = use_cache or cache is not None
         all_hidden_states, final_state = self._through_layers(
-            hidden_states, state, layout, bool(output_hidden_states), caches or output_final_state, sequence_group
+            hidden_states, state, rows, moved, bool(output_hidden_states), caches or output_final_state
         )
         if caches:
             cache = RecurrentCache() if cache is None else cache
@@ -292,47 +294,34 @@ class StatefulBackbone(StatefulPreTrainedModel):
         return output.to_tuple() if self._wants_tuple(return_dict) else output
 
     def _through_layers(
-        self,
-        hidden_states: Tensor,
-        state: RecurrentState,
-        layout: Padding | Packing | None,
-        keep_all: bool,
-        keep_states: bool,
-        group: ProcessGroup | None,
+        self, x: Tensor, state: RecurrentState, rows: Rows, moved: MovedRows | None, keep_all: bool, keep_states: bool
     ) -> tuple[list[Tensor], RecurrentState]:
         """Hidden states before each layer, if all are kept, and after the final norm; and the state after, or ()."""
-        all_hidden_states, states = [], []
+        hidden_states, states = [], []
         shared: tuple[Any, ...] = ()
-        first: Any = (learned_row(self) if isinstance(layout, Packing) else None) or [None] * len(state)
-        rows: Any = hidden_states if layout is None else layout.to_front(hidden_states)
-        lengths: Any = None if layout is None else layout.lengths
-        if group is not None:
-            if isinstance(layout, Packing):
-                lengths = Piece(group, lengths[0], layout.ended), *lengths[1:]
-            else:
-                lengths = Piece(group, lengths)
-        for block, layer_state, new, inputs in zip(self.layers, state, first, self.layer_inputs(), strict=True):
+        first: Any = (None if rows.starts is None else learned_row(self)) or [None] * len(state)
+        for_layers: Any = rows if rows.group is not None else None
+        inside: Any = x
+        if moved is not None:
+            for_layers, inside = moved.groups, moved.to_front(x)
+        for block, before, new, inputs in zip(self.layers, state, first, self.layer_inputs(), strict=True):
             if keep_all:
-                all_hidden_states.append(hidden_states)
-            if isinstance(layout, Packing):
-                starting = layout.starting_states(layer_state, new)
-                rows, after, *further = block(rows, starting, lengths, *inputs, *shared)
-                after = layout.final_states(after)
-            else:
-                rows, after, *further = block(rows, layer_state, lengths, *inputs, *shared)
+                hidden_states.append(x)
+            starting = before if moved is None else moved.starting_states(before, new)
+            inside, after, *further = block(inside, starting, for_layers, *inputs, *shared)
             if keep_states:
-                states.append(after)
-            del after  # else it would be there while the next layer runs
+                states.append(after if moved is None else moved.final_states(after))
+            del starting, after  # else they would be there while the next layer runs
             shared = (*shared, *further)
-            if keep_all and layout is not None:
+            if keep_all and moved is not None:
                 # what is returned is what the next layer reads, so that gradients reach it
-                hidden_states = layout.back(rows)
-                rows = layout.to_front(hidden_states)
-            else:
-                hidden_states = rows
-        if layout is not None and not keep_all:
-            hidden_states = layout.back(rows)
-        return [*all_hidden_states, getattr(self, self.norm_name)(hidden_states)], tuple(states)
+                x = moved.back(inside)
+                inside = moved.to_front(x)
+            elif moved is None:
+                x = inside
+        if moved is not None and not keep_all:
+            x = moved.back(inside)
+        return [*hidden_states, getattr(self, self.norm_name)(x)], tuple(states)
 
     def _starting_state(
         self,
@@ -355,13 +344,6 @@ class StatefulBackbone(StatefulPreTrainedModel):
         # layers of one shape share their zeros, which activation checkpointing keeps for each of them
         zeros = {shape: zero_state((shape,), batch_size, device, dtype)[0] for shape in set(shapes)}
         return tuple(zeros[shape] for shape in shapes)
-
-
-def _layout(starts: Tensor | None, real: Tensor | None, pieces: bool) -> Padding | Packing | None:
-    """How rows are moved for the layers; None where they are whole sequences of real tokens."""
-    if starts is not None:
-        return Packing.from_starts(starts, torch.ones_like(starts) if real is None else real, pieces)
-    return None if real is None else Padding.from_mask(real)
 
 
 class StatefulModelWithHead(StatefulPreTrainedModel):

@@ -18,8 +18,8 @@ from .recurrent_state import LayerState
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 
 class StatefulDeltaNetMixer(DeltaMixer):
@@ -32,11 +32,11 @@ class StatefulDeltaNetMixer(DeltaMixer):
         if config.use_gate:
             self.g_proj = nn.Linear(config.hidden_size, self.heads * self.value_dim, bias=False)
 
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         x, config = hidden_states, self.config
         backend = self.backend_for(x)
-        q, k, v, conv = self.project(x, state, lengths, backend)
+        q, k, v, conv = self.project(x, state, rows, backend)
         if config.qk_activation == "relu":
             q, k = relu(q), relu(k)
         elif config.qk_activation == "elu":
@@ -47,7 +47,7 @@ class StatefulDeltaNetMixer(DeltaMixer):
             q, k = (normalize(part, p=1, dim=-1, eps=1e-6) for part in (q, k))
         g = q.new_zeros(*x.shape[:2], self.heads, 1)
         beta = self.b_proj(x).to(q.dtype).sigmoid() if config.use_beta else torch.ones_like(g[..., 0])
-        y, state = self.rule(q, k, v, g, beta, state, lengths, backend)
+        y, state = self.rule(q, k, v, g, beta, state, rows, backend)
         y = self.o_norm(y).flatten(2)
         return self.o_proj(y * silu(self.g_proj(x)) if config.use_gate else y), state._replace(conv=conv)
 

@@ -17,8 +17,8 @@ from .recurrent_state import LayerState
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 
 class StatefulGatedDeltaNetMixer(DeltaMixer):
@@ -34,14 +34,14 @@ class StatefulGatedDeltaNetMixer(DeltaMixer):
         if config.use_gate:
             self.g_proj = nn.Linear(D, self.heads * self.value_dim, bias=False)
 
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         x, wide, config = hidden_states, state.recurrent.dtype, self.config
         backend = self.backend_for(x)
-        q, k, v, conv = self.project(x, state, lengths, backend)
+        q, k, v, conv = self.project(x, state, rows, backend)
         g = -self.A_log.to(wide).exp() * softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
         beta = self.b_proj(x).to(wide).sigmoid()
-        y, state = self.rule(l2_norm(q), l2_norm(k), v, g[..., None], beta, state, lengths, backend)
+        y, state = self.rule(l2_norm(q), l2_norm(k), v, g[..., None], beta, state, rows, backend)
         y = self.o_norm(y).flatten(2)
         if config.use_gate:
             gate = self.g_proj(x)

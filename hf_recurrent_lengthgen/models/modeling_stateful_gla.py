@@ -17,17 +17,17 @@ from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_gla import StatefulGLAConfig
 from .layers_fla import MixerMLPBackbone, RMSNorm
-from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
+from .rows_moved import zero_past_end
 from .scan_backends import repeat_heads
 from .scan_gla import chunk_gla, piece_gla, scan_gla
 from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,
@@ -86,7 +86,7 @@ class StatefulGLAMixer(ScanMixer):
             return {}
         return {"q": self.heads * self.key_dim, "k": self.kv_heads * self.key_dim, "v": self.kv_heads * self.value_dim}
 
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         config = self.config
         backend = self.backend_for(hidden_states)
@@ -94,7 +94,7 @@ class StatefulGLAMixer(ScanMixer):
         conv_state = state.conv
         if config.use_short_conv:
             convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            (q, k, v), conv_state = short_convolutions(convolutions, [q, k, v], state.conv, lengths, backend)
+            (q, k, v), conv_state = short_convolutions(convolutions, [q, k, v], state.conv, rows, backend)
         if config.feature_map is not None:
             q, k = FEATURE_MAPS[config.feature_map](q), FEATURE_MAPS[config.feature_map](k)
         g = logsigmoid(self.gk_proj(hidden_states).to(state.recurrent.dtype)) / config.gate_logit_normalizer
@@ -102,10 +102,10 @@ class StatefulGLAMixer(ScanMixer):
             g = g.clamp(min=config.clamp_min)
         k, v, g = (
             repeat_heads(x.unflatten(-1, (self.kv_heads, -1)), self.heads)
-            for x in (zero_past_end(k, lengths), v, zero_past_end(g, lengths))
+            for x in (zero_past_end(k, rows), v, zero_past_end(g, rows))
         )
         q = q.unflatten(-1, (self.heads, -1)) * self.key_dim**-0.5
-        y, state = self.advance(q, k, v, g, state=state, lengths=lengths, backend=backend)
+        y, state = self.advance(q, k, v, g, state=state, rows=rows, backend=backend)
         y = self.get_submodule(self.norm_name)(y).flatten(2)
         if config.use_output_gate:
             y = y * silu(self.g_proj(hidden_states))

@@ -18,16 +18,16 @@ from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
 from .layers_fla import MixerMLPBackbone, RMSNorm
-from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
 
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
+from .rows_moved import zero_past_end
 from .scan_gla import chunk_gla, piece_gla, scan_gla
 from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 
 class StatefulHGRN2Mixer(ScanMixer):
@@ -64,7 +64,7 @@ class StatefulHGRN2Mixer(ScanMixer):
         return dict.fromkeys(("q", "k", "v"), self.config.hidden_size) if self.config.use_short_conv else {}
 
     def forward(
-        self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None, *lower_bound: Tensor
+        self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None, *lower_bound: Tensor
     ) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`; `lower_bound` (D,) bounds the forget gates, at 0 if it is left out."""
         config = self.config
@@ -73,7 +73,7 @@ class StatefulHGRN2Mixer(ScanMixer):
         conv_state = state.conv
         if config.use_short_conv:
             convolutions = self.q_conv1d, self.f_conv1d, self.i_conv1d
-            (q, f, v), conv_state = short_convolutions(convolutions, [q, f, v], state.conv, lengths, backend)
+            (q, f, v), conv_state = short_convolutions(convolutions, [q, f, v], state.conv, rows, backend)
         f = f.to(state.recurrent.dtype)
         g, k = logsigmoid(f), torch.sigmoid(-f)
         for bound in lower_bound:
@@ -81,9 +81,9 @@ class StatefulHGRN2Mixer(ScanMixer):
             g, k = torch.logaddexp(bound.log(), torch.log1p(-bound) + g), (1 - bound) * k
         q, k, v, g = (
             x.unflatten(-1, (self.heads, -1))
-            for x in (silu(q) * self.head_dim**-0.5, zero_past_end(k, lengths), v, zero_past_end(g, lengths))
+            for x in (silu(q) * self.head_dim**-0.5, zero_past_end(k, rows), v, zero_past_end(g, rows))
         )
-        y, state = self.advance(q, k, v, g, state=state, lengths=lengths, backend=backend)
+        y, state = self.advance(q, k, v, g, state=state, rows=rows, backend=backend)
         return self.o_proj(self.g_norm(y.flatten(2))), state._replace(conv=conv_state)
 
 

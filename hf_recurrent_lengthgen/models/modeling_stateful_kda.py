@@ -18,8 +18,8 @@ from .recurrent_state import LayerState
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 
 class StatefulKDAMixer(DeltaMixer):
@@ -35,16 +35,16 @@ class StatefulKDAMixer(DeltaMixer):
         self.dt_bias = nn.Parameter(torch.empty(H * N))
         self.g_proj = nn.Sequential(nn.Linear(D, rank, bias=False), nn.Linear(rank, H * P))
 
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         x, wide, bound = hidden_states, state.recurrent.dtype, self.config.lower_bound
         backend = self.backend_for(x)
-        q, k, v, conv = self.project(x, state, lengths, backend)
+        q, k, v, conv = self.project(x, state, rows, backend)
         rate = self.A_log.to(wide).exp()[:, None]
         step = (self.f_proj(x).to(wide) + self.dt_bias.to(wide)).unflatten(-1, (self.heads, -1))
         g = -rate * softplus(step) if bound is None else bound * (rate * step).sigmoid()
         beta = self.b_proj(x).to(wide).sigmoid()
-        y, state = self.rule(l2_norm(q), l2_norm(k), v, g, beta, state, lengths, backend)
+        y, state = self.rule(l2_norm(q), l2_norm(k), v, g, beta, state, rows, backend)
         return self.o_proj(self.o_norm(y).flatten(2) * self.g_proj(x).sigmoid()), state._replace(conv=conv)
 
     def init_weights(self) -> None:

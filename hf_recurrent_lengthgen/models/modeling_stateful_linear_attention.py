@@ -15,17 +15,17 @@ from torch.nn.functional import elu, relu, softmax
 from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_linear_attention import StatefulLinearAttentionConfig
 from .layers_fla import MixerMLPBackbone, RMSNorm
-from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
+from .rows_moved import zero_past_end
 from .scan_backends import repeat_heads
 from .scan_gla import chunk_gla, piece_gla, scan_gla
 from .scan_mixer import ScanMixer
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 
 class Hedgehog(nn.Module):
@@ -108,7 +108,7 @@ class StatefulLinearAttentionMixer(ScanMixer):
         """(H, P, N), with P + 1 rows for `norm_feature_map`; no convolution."""
         return LayerShape((self.heads, self.value_dim + self.config.norm_feature_map, self.features), (0,))
 
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         config = self.config
         backend = self.backend_for(hidden_states)
@@ -124,9 +124,9 @@ class StatefulLinearAttentionMixer(ScanMixer):
             k = k / (k.sum(-1, keepdim=True) + 1e-4)
         if config.norm_feature_map:
             v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
-        k, v = repeat_heads(zero_past_end(k, lengths), self.heads), repeat_heads(v, self.heads)
+        k, v = repeat_heads(zero_past_end(k, rows), self.heads), repeat_heads(v, self.heads)
         q, no_decay = q * self.features**-0.5, torch.zeros_like(k)
-        y, state = self.advance(q, k, v, no_decay, state=state, lengths=lengths, backend=backend)
+        y, state = self.advance(q, k, v, no_decay, state=state, rows=rows, backend=backend)
         if config.norm_feature_map:
             y = y[..., :-1] / (y[..., -1:] + 1e-10)
         return self.o_proj(self.norm(y).flatten(2).to(v.dtype)), state

@@ -6,7 +6,7 @@ Glossary (Gu & Dao 2023, arXiv:2312.00752 -> here): Delta -> dt, A -> -exp(A_log
 intermediate_size, N -> state_size, R -> time_step_rank. FalconMamba (arXiv:2410.05355) norms dt, B and C first.
 
 Different from `transformers.models.mamba` and `falcon_mamba`: the mixer takes and returns a `LayerState`, also over
-several tokens, where theirs drops the recurrent part. It takes right-padded rows by their lengths, calls `dt_proj` as
+several tokens, where theirs drops the recurrent part. It takes right-padded rows, calls `dt_proj` as
 a module, so that adapters on it train, and computes convolution, steps and recurrence in full precision (the kernel of
 the convolution in its own).
 """
@@ -21,16 +21,16 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_mamba import StatefulMambaConfig
 from .layers_mamba_block import MixerBackbone, init_mamba_mixer
 from .norms import rms_normalize
-from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, state_dtype
 
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
+from .rows_moved import zero_past_end
 from .scan_mixer import ScanMixer
 from .scan_selective import piece_selective, scan_selective, selective_scan_fn
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
 
@@ -80,18 +80,18 @@ class StatefulMambaMixer(ScanMixer):
             return f"a state_size of at most 256, got {self.state_size}"
         return super().kernel_limit(dtype)
 
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         backend = self.backend_for(hidden_states)
         conv_input, gate = self.in_proj(hidden_states).chunk(2, -1)
-        x, conv_state = self.conv1d(conv_input, state.conv, lengths, backend)
+        x, conv_state = self.conv1d(conv_input, state.conv, rows, backend)
         wide = state.recurrent.dtype
         dt, B, C = self.x_proj(x).split([self.time_step_rank, self.state_size, self.state_size], -1)
         if self.config.mixer_rms_eps is not None:
             dt, B, C = (rms_normalize(v.to(wide), self.config.mixer_rms_eps) for v in (dt, B, C))
-        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)), lengths)
+        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)), rows)
         A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
-        y, state = self.advance(x, dt, A, B, C, D, state=state, lengths=lengths, backend=backend)
+        y, state = self.advance(x, dt, A, B, C, D, state=state, rows=rows, backend=backend)
         y = y * silu(gate)
         return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=conv_state)
 

@@ -4,7 +4,7 @@ Glossary (Dao & Gu 2024, arXiv:2405.21060 -> here): Delta -> dt, A -> -exp(A_log
 heads H of P channels, N state_size, G n_groups.
 
 Different from `transformers.models.mamba2`: the mixer takes and returns a `LayerState`, takes right-padded
-rows by their lengths, and computes convolution and recurrence in full precision (the kernels in their own).
+rows, and computes convolution and recurrence in full precision (the kernels in their own).
 """
 
 import math
@@ -20,16 +20,16 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .gated_norm import GatedRMSNorm
 from .layers_mamba_block import MixerBackbone, init_mamba_mixer
-from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState
 
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
+from .rows_moved import zero_past_end
 from .scan_mixer import ScanMixer
 from .scan_ssd import mamba_chunk_scan_combined, piece_ssd, scan_ssd
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 NO_LIMIT = (0.0, math.inf)  # of step sizes, which softplus makes positive
 KERNEL_AVAILABLE = mamba_chunk_scan_combined is not None and causal_conv1d_fn is not None
@@ -76,24 +76,24 @@ class StatefulMamba2Mixer(ScanMixer):
         bc = self.n_groups * self.state_size
         return {"x": self.inner_size, "B": bc, "C": bc}
 
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         backend = self.backend_for(hidden_states)
         gate, conv_input, dt = self.in_proj(hidden_states).split([self.inner_size, self.conv_size, self.num_heads], -1)
-        conv_output, conv_state = self.conv1d(conv_input, state.conv, lengths, backend)
+        conv_output, conv_state = self.conv1d(conv_input, state.conv, rows, backend)
         x, B, C = conv_output.split([self.inner_size, *[self.n_groups * self.state_size] * 2], -1)
 
         wide = state.recurrent.dtype
         dt = softplus(dt.to(wide) + self.dt_bias.to(wide))
         if (limit := tuple(self.config.time_step_limit)) != NO_LIMIT:
             dt = dt.clamp(*limit)
-        dt = zero_past_end(dt, lengths)
+        dt = zero_past_end(dt, rows)
         tokens = x.shape[:2]
         x = x.view(*tokens, self.num_heads, self.head_dim)
         B, C = (part.view(*tokens, self.n_groups, self.state_size) for part in (B, C))
         A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
         options: dict[str, Any] = {"chunk_size": self.config.chunk_size} if backend == "kernel" else {}
-        y, state = self.advance(x, dt, A, B, C, D, state=state, lengths=lengths, backend=backend, **options)
+        y, state = self.advance(x, dt, A, B, C, D, state=state, rows=rows, backend=backend, **options)
         y = self.norm(y.flatten(2), gate)
         return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=conv_state)
 

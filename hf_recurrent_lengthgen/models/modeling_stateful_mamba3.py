@@ -6,7 +6,7 @@ dt * w, h -> state.recurrent, heads H of P channels, N state_size, G n_groups.
 Different from both: the state is a plain value, in two parts. The recurrent part is h in the frame of the last token
 (scan_trapezoid.py), without a sum of angles, which no noise or average would suit. The conv part holds x and B of the
 last token, whose second write (trapezoidal rule) the next step size decides; B is normed, and without its bias. The
-mixer takes right-padded rows by their lengths, and computes the recurrence in full precision (the kernel in its own).
+mixer takes right-padded rows, and computes the recurrence in full precision (the kernel in its own).
 """
 
 import math
@@ -21,18 +21,17 @@ from .configuration_stateful_mamba3 import StatefulMamba3Config
 from .layers_mamba_block import MixerBlock, init_output, init_steps
 from .modeling_stateful import StatefulBackbone
 from .norms import RMSNorm, rms_normalize
-from .packed_rows import over_groups
-from .padding import inputs_around, zero_past_end
 from .recurrent_state import LayerShape, LayerState
 
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
+from .rows_moved import inputs_around, over_groups, zero_past_end
 from .scan_backends import repeat_heads
 from .scan_mixer import ScanMixer
 from .scan_trapezoid import chunk_simple_gla, piece_trapezoid, scan_trapezoid
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 
 class GatedHeadNorm(nn.Module):
@@ -103,7 +102,7 @@ class StatefulMamba3Mixer(ScanMixer):
         """x and B of the last token."""
         return {"x": self.sizes[1], "B": self.sizes[2]}
 
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         backend = self.backend_for(hidden_states)
         z, x, B, C, dt, rates, share, w = self.in_proj(hidden_states).split(self.sizes, -1)
@@ -111,7 +110,7 @@ class StatefulMamba3Mixer(ScanMixer):
             norm(part.unflatten(-1, (-1, self.config.state_size)))
             for norm, part in ((self.B_norm, B), (self.C_norm, C))
         )
-        before, after = inputs_around([x, B.flatten(2)], state.conv, lengths)
+        before, after = inputs_around([x, B.flatten(2)], state.conv, rows)
         x, B = (
             torch.cat([first.mT.to(part.dtype), part], dim=1)
             for first, part in zip(before.split(self.sizes[1:3], dim=1), (x, B.flatten(2)), strict=True)
@@ -123,13 +122,11 @@ class StatefulMamba3Mixer(ScanMixer):
             repeat_heads(part.to(wide), heads) + bias[:, 0].to(wide)
             for part, bias in ((B.unflatten(-1, (-1, self.config.state_size)), self.B_bias), (C, self.C_bias))
         )
-        dt = zero_past_end(softplus(dt.to(wide) + self.dt_bias.to(wide)), lengths)
+        dt = zero_past_end(softplus(dt.to(wide) + self.dt_bias.to(wide)), rows)
         g = -dt * self.decay_rates(rates.to(wide))
         w, share = math.pi * w.to(wide).tanh(), share.to(wide).sigmoid()
         x = x.unflatten(-1, (heads, -1))
-        y, state = self.advance(
-            dt, g, share, w, x, B, C, self.D.to(wide), state=state, lengths=lengths, backend=backend
-        )
+        y, state = self.advance(dt, g, share, w, x, B, C, self.D.to(wide), state=state, rows=rows, backend=backend)
         z = z.to(wide)
         y = self.norm(y, z) if self.config.is_outproj_norm else y.flatten(2) * silu(z)
         return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=after)
@@ -162,9 +159,9 @@ class StatefulMamba3Block(MixerBlock):
             self.mlp = GatedMLP(config, config.intermediate_size)
 
     @over_groups
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
-        hidden_states, state = super().forward(hidden_states, state, lengths)
+        hidden_states, state = super().forward(hidden_states, state, rows)
         if self.mlp is not None:
             hidden_states = hidden_states + self.mlp(self.norm2(hidden_states.to(self.norm2.weight.dtype)))
         return hidden_states, state

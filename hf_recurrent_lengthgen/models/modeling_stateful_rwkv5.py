@@ -4,7 +4,7 @@ Glossary (Peng et al. 2024, "Eagle and Finch", arXiv:2404.05892, section 4 -> he
 time_decay, u -> time_faaaa, wkv -> state.recurrent (transposed), heads H of N = P keys and values. It is the
 recurrence of RWKV-6 with a decay exp(-exp(time_decay)) that does not depend on the token.
 
-Different from the official layer: the state is a value, right-padded rows are taken by their lengths, and decays and
+Different from the official layer: the state is a value, right-padded rows are taken, and decays and
 recurrence are in full precision.
 
 Shapes: B batch, T tokens, D hidden size, A inner size.
@@ -19,17 +19,16 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
 from .layers_rwkv import HeadNorm, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
-from .packed_rows import over_groups
-from .padding import zero_past_end
 from .recurrent_state import LayerState
 
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
+from .rows_moved import over_groups, zero_past_end
 from .scan_mixer import MixerLayer
 from .scan_rwkv6 import chunk_rwkv6, piece_rwkv6, scan_rwkv6
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 
 def _mix(x: Tensor, shifted: Tensor, time_mix: Tensor) -> Tensor:
@@ -64,10 +63,10 @@ class StatefulRWKV5TimeMixing(RWKVTimeMixing):
         self.output = nn.Linear(A, D, bias=False)
         self.ln_x = HeadNorm(A, 1e-5 * config.head_size_divisor**2)  # official code: whatever layer_norm_epsilon
 
-    def forward(self, x: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""
         backend = self.backend_for(x)
-        shifted, shift_state = token_shift(x, state.conv, lengths)
+        shifted, shift_state = token_shift(x, state.conv, rows)
         wide = state.recurrent.dtype
         log_decay = (-self.time_decay.to(wide).exp()).flatten().expand(*x.shape[:2], -1)
         k = self.key(_mix(x, shifted, self.time_mix_key))
@@ -75,12 +74,12 @@ class StatefulRWKV5TimeMixing(RWKVTimeMixing):
             part.unflatten(-1, (self.heads, -1))
             for part in (
                 self.receptance(_mix(x, shifted, self.time_mix_receptance)),
-                zero_past_end(k, lengths),
+                zero_past_end(k, rows),
                 self.value(_mix(x, shifted, self.time_mix_value)),
-                zero_past_end(log_decay, lengths),
+                zero_past_end(log_decay, rows),
             )
         )
-        y, state = self.advance(r, k, v, log_decay, self.time_faaaa, state=state, lengths=lengths, backend=backend)
+        y, state = self.advance(r, k, v, log_decay, self.time_faaaa, state=state, rows=rows, backend=backend)
         y = self.ln_x(y) * silu(self.gate(_mix(x, shifted, self.time_mix_gate)))
         return self.output(y), state._replace(conv=shift_state)
 
@@ -115,9 +114,9 @@ class StatefulRWKV5ChannelMixing(nn.Module):
         self.receptance = nn.Linear(D, D, bias=False)
         self.value = nn.Linear(size, D, bias=False)
 
-    def forward(self, x: Tensor, state: Tensor, lengths: Lengths = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (B, T, D) and the last real input, (B, D, 1), from the one before the first token."""
-        shifted, state = token_shift(x, state, lengths)
+        shifted, state = token_shift(x, state, rows)
         key = relu(self.key(_mix(x, shifted, self.time_mix_key))).square()
         return self.receptance(_mix(x, shifted, self.time_mix_receptance)).sigmoid() * self.value(key), state
 
@@ -146,14 +145,14 @@ class StatefulRWKV5Block(MixerLayer):
         self.feed_forward = StatefulRWKV5ChannelMixing(config, layer)
 
     @over_groups
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         attention_shift, feed_forward_shift = state.conv.chunk(2, dim=1)
         if self.first:
             hidden_states = self.pre_ln(hidden_states)
-        output, state = self.attention(self.ln1(hidden_states), state._replace(conv=attention_shift), lengths)
+        output, state = self.attention(self.ln1(hidden_states), state._replace(conv=attention_shift), rows)
         hidden_states = hidden_states + output
-        output, feed_forward_shift = self.feed_forward(self.ln2(hidden_states), feed_forward_shift, lengths)
+        output, feed_forward_shift = self.feed_forward(self.ln2(hidden_states), feed_forward_shift, rows)
         conv = torch.cat([state.conv, feed_forward_shift], dim=1)
         return hidden_states + output, state._replace(conv=conv)
 

@@ -4,8 +4,8 @@ Glossary (Peng et al. 2024, "Eagle and Finch", arXiv:2404.05892, section 4 -> he
 A, B -> x_proj and x_bias, w_t -> exp(log_decay), u -> bonus, wkv -> state.recurrent (transposed), heads H of N keys
 and P values.
 
-Different from fla's layer: the mixers take and return their part of a `LayerState`, take right-padded rows by their
-lengths, the norm of the heads has its own epsilon, and decays and recurrence are in full precision.
+Different from fla's layer: the mixers take and return their part of a `LayerState`, take right-padded
+rows, the norm of the heads has its own epsilon, and decays and recurrence are in full precision.
 
 Shapes: B batch, T tokens, D hidden size, R rank of the token shifts.
 """
@@ -19,17 +19,16 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
 from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
-from .packed_rows import over_groups
-from .padding import zero_past_end
 from .recurrent_state import LayerState
 
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
+from .rows import Rows
+from .rows_moved import over_groups, zero_past_end
 from .scan_mixer import MixerLayer
 from .scan_rwkv6 import chunk_rwkv6, piece_rwkv6, scan_rwkv6
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 
 class ShiftedLinear(nn.Module):
@@ -79,20 +78,20 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
         self.g_norm = HeadNorm(values, eps)
         self.o_proj = nn.Linear(values, D, bias=False)
 
-    def forward(self, x: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, x: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state."""
         backend = self.backend_for(x)
-        shifted, shift_state = token_shift(x, state.conv, lengths)
+        shifted, shift_state = token_shift(x, state.conv, rows)
         delta = shifted - x
         mu_r, mu_w, mu_k, mu_v, mu_g = self._shifts(x, delta)
         wide = state.recurrent.dtype
-        k = zero_past_end(self.k_proj(x, delta, mu_k), lengths)
-        log_decay = zero_past_end(-self.w_proj(x, delta, mu_w).to(wide).exp(), lengths)
+        k = zero_past_end(self.k_proj(x, delta, mu_k), rows)
+        log_decay = zero_past_end(-self.w_proj(x, delta, mu_w).to(wide).exp(), rows)
         r, k, v, log_decay = (
             part.unflatten(-1, (self.heads, -1))
             for part in (self.r_proj(x, delta, mu_r), k, self.v_proj(x, delta, mu_v), log_decay)
         )
-        y, state = self.advance(r, k, v, log_decay, self.bonus, state=state, lengths=lengths, backend=backend)
+        y, state = self.advance(r, k, v, log_decay, self.bonus, state=state, rows=rows, backend=backend)
         y = self.g_norm(y) * silu(self.g_proj(x, delta, mu_g))
         return self.o_proj(y), state._replace(conv=shift_state)
 
@@ -126,9 +125,9 @@ class StatefulRWKV6ChannelMixing(nn.Module):
         self.value = nn.Linear(size, D, bias=False)
         self.receptance = ShiftedLinear(nn.Linear(D, D, bias=False), D)
 
-    def forward(self, x: Tensor, state: Tensor, lengths: Lengths = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (B, T, D) and the last real input, (B, D, 1), from the one before the first token."""
-        shifted, state = token_shift(x, state, lengths)
+        shifted, state = token_shift(x, state, rows)
         delta = shifted - x
         return self.receptance(x, delta).sigmoid() * self.value(relu(self.key(x, delta)).square()), state
 
@@ -151,13 +150,13 @@ class StatefulRWKV6Block(MixerLayer):
         self.ffn = StatefulRWKV6ChannelMixing(config)
 
     @over_groups
-    def forward(self, hidden_states: Tensor, state: LayerState, lengths: Lengths = None) -> tuple[Tensor, LayerState]:
+    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         attn_shift, ffn_shift = state.conv.chunk(2, dim=1)
         hidden_states = self.pre_norm(hidden_states)
-        output, state = self.attn(self.attn_norm(hidden_states), state._replace(conv=attn_shift), lengths)
+        output, state = self.attn(self.attn_norm(hidden_states), state._replace(conv=attn_shift), rows)
         hidden_states = hidden_states + output
-        output, ffn_shift = self.ffn(self.ffn_norm(hidden_states), ffn_shift, lengths)
+        output, ffn_shift = self.ffn(self.ffn_norm(hidden_states), ffn_shift, rows)
         return hidden_states + output, state._replace(conv=torch.cat([state.conv, ffn_shift], dim=1))
 
 

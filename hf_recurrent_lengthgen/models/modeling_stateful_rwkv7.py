@@ -6,8 +6,8 @@ alpha -> k_a, heads H of N keys and P values.
 
     S_t = S_{t-1} (diag(w_t) - kappa_t (kappa_t * a_t)^T) + v_t k_t^T        (Eq. 17, the recurrence of `scan_dplr`)
 
-Different from fla's layer: the mixers take and return their part of a `LayerState`, take right-padded rows by their
-lengths, decays, kappa and recurrence are in full precision, and kappa is normed as in the authors' code, where fla's
+Different from fla's layer: the mixers take and return their part of a `LayerState`, take right-padded
+rows, decays, kappa and recurrence are in full precision, and kappa is normed as in the authors' code, where fla's
 `fuse_norm` adds 1e-6 to its squared norm.
 
 Shapes: B batch, T tokens, D hidden size, V values of all heads.
@@ -24,18 +24,16 @@ from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv7 import StatefulRWKV7Config
 from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
 from .modeling_stateful import StatefulBackbone
-from .packed_rows import over_groups
-from .padding import zero_past_end
 from .recurrent_state import LayerState
 
 # for users of a checkpoint without the package
 from .recurrent_state import load_state as load_state
 from .recurrent_state import save_state as save_state
 from .rows import Rows
+from .rows_moved import over_groups, zero_past_end
 from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, piece_dplr, scan_dplr
 from .scan_mixer import MixerLayer
 from .sequence_classification import StatefulForSequenceClassification
-from .sequence_pieces import Lengths
 
 DECAY_RATE = math.exp(-0.5)  # the largest
 L2_PENALTY = 1e-4
@@ -76,14 +74,14 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
         return super().kernel_limit(dtype) or kernel_limit_of(self.key_dim)
 
     def forward(
-        self, x: Tensor, state: LayerState, lengths: Lengths = None, first_values: Tensor | None = None
+        self, x: Tensor, state: LayerState, rows: Rows | None = None, first_values: Tensor | None = None
     ) -> tuple[Tensor, LayerState, Tensor]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state.
 
         `first_values` (B, T, V) are the values of the first layer; also returned, before any mixing, are its own.
         """
         backend = self.backend_for(x)
-        shifted, shift_state = token_shift(x, state.conv, lengths)
+        shifted, shift_state = token_shift(x, state.conv, rows)
         delta, wide = shifted - x, state.recurrent.dtype
         r = self.r_proj(torch.addcmul(x, delta, self.x_r))
         k = self.k_proj(torch.addcmul(x, delta, self.x_k))
@@ -97,11 +95,11 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
         kappa, k = (k * self.k_k).to(wide), k * (1 + (rate - 1) * self.k_a)
         r, k, v, log_decay, kappa, rate = (
             part.unflatten(-1, (self.heads, -1))
-            for part in (r, zero_past_end(k, lengths), v, zero_past_end(log_decay, lengths), kappa, rate)
+            for part in (r, zero_past_end(k, rows), v, zero_past_end(log_decay, rows), kappa, rate)
         )
-        kappa = zero_past_end(normalize(kappa, dim=-1), lengths)
+        kappa = zero_past_end(normalize(kappa, dim=-1), rows)
         inputs = r, k, v, log_decay, -kappa, kappa * rate
-        y, state = self.advance(*inputs, state=state, lengths=lengths, backend=backend)
+        y, state = self.advance(*inputs, state=state, rows=rows, backend=backend)
         bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v
         y = (self.g_norm(y) + bonus.flatten(2)) * self.g_lora(torch.addcmul(x, delta, self.x_g))
         return self.o_proj(y), state._replace(conv=shift_state), own_values
@@ -147,9 +145,9 @@ class StatefulRWKV7ChannelMixing(nn.Module):
         self.key = nn.Linear(D, size, bias=False)
         self.value = nn.Linear(size, D, bias=False)
 
-    def forward(self, x: Tensor, state: Tensor, lengths: Lengths = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, state: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
         """Outputs (B, T, D) and the last real input, (B, D, 1), from the one before the first token."""
-        shifted, state = token_shift(x, state, lengths)
+        shifted, state = token_shift(x, state, rows)
         return self.value(relu(self.key(torch.addcmul(x, shifted - x, self.x_k))).square()), state
 
     @torch.no_grad()
@@ -183,7 +181,7 @@ class StatefulRWKV7Block(MixerLayer):
         self,
         hidden_states: Tensor,
         state: LayerState,
-        lengths: Lengths = None,
+        rows: Rows | None = None,
         first_values: Tensor | None = None,
     ) -> tuple[Tensor, LayerState] | tuple[Tensor, LayerState, Tensor]:
         """See `StatefulBackbone`. The first layer also returns its values (B, T, V), which all later ones take.
@@ -193,10 +191,10 @@ class StatefulRWKV7Block(MixerLayer):
         attn_shift, ffn_shift = state.conv.chunk(2, dim=1)
         hidden_states = self.pre_norm(hidden_states)
         output, state, values = self.attn(
-            self.attn_norm(hidden_states), state._replace(conv=attn_shift), lengths, first_values
+            self.attn_norm(hidden_states), state._replace(conv=attn_shift), rows, first_values
         )
         hidden_states = hidden_states + output
-        output, ffn_shift = self.ffn(self.ffn_norm(hidden_states), ffn_shift, lengths)
+        output, ffn_shift = self.ffn(self.ffn_norm(hidden_states), ffn_shift, rows)
         hidden_states, state = hidden_states + output, state._replace(conv=torch.cat([state.conv, ffn_shift], dim=1))
         return (hidden_states, state, values) if first_values is None else (hidden_states, state)
 

@@ -1,4 +1,4 @@
-"""The rows of one call as one value, read from every form in which users and collators describe them.
+"""The rows of one call as one value, read once from every form in which users and collators describe them.
 
 A mask tells padding. Where sequences begin inside rows, any of these tell, and what they tell must agree:
 
@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
-
-from .sequence_pieces import gathered
 
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 LONGEST = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
@@ -32,18 +31,38 @@ _MASK = (
 
 
 class Rows(NamedTuple):
-    """The rows of one call.
+    """The rows of one call, from the arguments of a model down to its convolutions and scans.
+
+    Layers get them moved (rows_moved.py): each is one sequence, with padding at its end only. To them, None stands for
+    rows of real tokens that nobody shares.
 
     Attributes:
         shape: (B, T).
         real: (B, T) bool, true at real tokens; None if all are.
         starts: (B, T) bool, where sequences begin inside rows; None if none does. The first real token of a row
             begins no sequence: it continues from the row's initial state.
+        group: The processes that share the rows, each with a piece of them, in the order of time (sequence_pieces.py);
+            None for whole rows.
+        ended: For layers, in packed rows with a `group`: (B,) bool, where the sequence that enters the piece ends in
+            it. The layer then gets 2 B rows, the sequences that enter the piece, and the last ones of each row, which
+            begin in it.
     """
 
     shape: tuple[int, int]
     real: Tensor | None = None
     starts: Tensor | None = None
+    group: ProcessGroup | None = None
+    ended: Tensor | None = None
+
+    @classmethod
+    def of_lengths(cls, lengths: Tensor, length: int) -> "Rows":
+        """Rows of `length` tokens, the first `lengths` (B,) of them real."""
+        return cls((len(lengths), length), torch.arange(length, device=lengths.device) < lengths[:, None])
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """Real tokens of each row, (B,); None if all are."""
+        return None if self.real is None else self.real.sum(1)
 
 
 def read_rows(given: Mapping[str, Any], seen: int = 0) -> Rows:
@@ -87,13 +106,13 @@ def _read(said: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> 
         real, found["attention_mask"] = _blocks(mask, shape) if mask.ndim == 4 else _numbered(mask)
         real = None if bool(real.all()) else real
     if (positions := said.get("position_ids")) is not None:
-        positions = _checked("position_ids", text_positions(positions, real), shape)
+        positions = checked_numbers("position_ids", text_positions(positions, real), shape)
         if shape[1] > 1:  # else a step of generation: nothing begins inside a row
             found["position_ids"] = _restarts(positions, real)
     if (numbers := said.get("seq_idx")) is not None:
-        numbers = _checked("seq_idx", numbers, shape)
+        numbers = checked_numbers("seq_idx", numbers, shape)
         if shape[1] > 1:
-            found["seq_idx"] = _changes(numbers, real)
+            found["seq_idx"] = changes(numbers, real)
     found |= {name: _begins(name, said[name], shape, real) for name in BORDERS if name in said}
     starts: Tensor | None = None
     for name, one in found.items():
@@ -175,7 +194,7 @@ def text_positions(positions: Any, real: Tensor | None = None) -> Any:
     return positions[0]
 
 
-def _checked(name: str, values: Any, shape: tuple[int, int]) -> Tensor:
+def checked_numbers(name: str, values: Any, shape: tuple[int, int]) -> Tensor:
     """Integers of shape (B, T), from (B, T) or (1, T)."""
     if not isinstance(values, Tensor) or values.is_floating_point() or values.dtype == torch.bool:
         raise ValueError(f"{name} must be a tensor of integers, got {getattr(values, 'dtype', type(values))}.")
@@ -251,41 +270,6 @@ def _check_longest(name: str, given: Any, shape: tuple[int, int], real: Tensor |
         )
 
 
-@torch.compiler.disable
-def read_piece(seq_idx: Any, shape: tuple[int, int], real: Tensor | None, group: Any) -> Rows:
-    """A piece of rows that the processes of `group` share.
-
-    Args:
-        seq_idx: The number of each token's sequence, (B or 1, T), counted over the pieces; None for one sequence.
-        shape: (B, T) of the piece.
-        real: (B, T) bool, true at real tokens; None if all are.
-        group: The processes, in the order of time; all of them call this function.
-
-    Returns:
-        The rows; `starts` are also true at the first real token of the piece if the one before it has another number.
-
-    Raises:
-        ValueError: for numbers of another shape or kind, or that go down.
-    """
-    if seq_idx is None:
-        return Rows(shape, real)
-    numbers = _checked("seq_idx", seq_idx, shape)
-    is_real = torch.ones_like(numbers, dtype=torch.bool) if real is None else real
-    starts, any_real = _changes(numbers, is_real), is_real.any(1)
-    places = torch.arange(numbers.shape[1], device=numbers.device)
-    first, last = is_real.long().argmax(1), (places * is_real).argmax(1)
-    edges = [numbers.gather(1, place[:, None])[:, 0] for place in (first, last)]
-    seen, before = torch.zeros_like(any_real), torch.zeros_like(first)
-    pieces = gathered(torch.stack([any_real.long(), edges[1]]), group)
-    for has, number in pieces[: torch.distributed.get_rank(group)]:
-        seen, before = seen | has.bool(), torch.where(has.bool(), number, before)
-    entered = any_real & seen
-    if bool((entered & (edges[0] < before)).any()):
-        raise ValueError("seq_idx goes down from one piece to the next: count sequences over the whole row.")
-    starts = starts.scatter(1, first[:, None], (entered & (edges[0] > before))[:, None])
-    return Rows(shape, real, starts if bool(starts.any()) else None)
-
-
 def _previous(values: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The value at the real token before each token, how many places back it is, and which real tokens have one."""
     places = torch.arange(values.shape[1], device=values.device).expand_as(values)
@@ -312,7 +296,7 @@ def _restarts(positions: Tensor, real: Tensor | None) -> Tensor:
     return starts
 
 
-def _changes(numbers: Tensor, real: Tensor | None) -> Tensor:
+def changes(numbers: Tensor, real: Tensor | None) -> Tensor:
     """Where the numbers of sequences go up."""
     previous, _, followed = _previous(numbers, real)
     if bool((followed & (numbers < previous)).any()):

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .padding import zero_past_end
 from .recurrent_state import LayerState
+from .rows import Rows
+from .rows_moved import zero_past_end
 from .scan_window import windowed_scan
 
 _GATED = "GLA, HGRN-2, linear attention, RWKV-5 and RWKV-6"
@@ -114,7 +115,7 @@ class Recurrence:
         scan: Callable[..., tuple[Tensor, Tensor]],
         inputs: Sequence[Tensor],
         state: LayerState,
-        lengths: Tensor | None,
+        rows: Rows | None,
         **options: Any,
     ) -> tuple[Tensor, LayerState]:
         """Run a scan with forgetting around it: outputs, and the state after the last token.
@@ -124,7 +125,7 @@ class Recurrence:
             scan: The scan.
             inputs: Its inputs, before the state.
             state: Before the first token, with a `window` part if the rule has one.
-            lengths: Number of real tokens of each row, (B,), None for all.
+            rows: As layers get them.
             options: Its keywords.
         """
         raise NotImplementedError
@@ -153,7 +154,7 @@ class GatedRecurrence(Recurrence):
         scan: Callable[..., tuple[Tensor, Tensor]],
         inputs: Sequence[Tensor],
         state: LayerState,
-        lengths: Tensor | None,
+        rows: Rows | None,
         **options: Any,
     ) -> tuple[Tensor, LayerState]:
         q, k, v, g, *bonus = inputs
@@ -165,7 +166,7 @@ class GatedRecurrence(Recurrence):
 
         dtype = q.dtype
         q, k, v, g = (part.to(state.recurrent.dtype) for part in (q, k, v, g))
-        y, state = forgetful_scan(rule, cls(gated), q, k, v, g, state, lengths)
+        y, state = forgetful_scan(rule, cls(gated), q, k, v, g, state, rows)
         return y.to(dtype), state
 
     def with_shared_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ class SteppedRecurrence(Recurrence):
         scan: Callable[..., tuple[Tensor, Tensor]],
         inputs: Sequence[Tensor],
         state: LayerState,
-        lengths: Tensor | None,
+        rows: Rows | None,
         **options: Any,
     ) -> tuple[Tensor, LayerState]:
         x, dt, A, B, C, D = inputs
@@ -203,7 +204,7 @@ class SteppedRecurrence(Recurrence):
         wide = state.recurrent.dtype
         recurrence = cls(partial(scan, **options), A.to(wide), D.to(wide), rule.retention)
         C, B, x = (part.to(wide) for part in (C, B, x))
-        return forgetful_scan(rule, recurrence, C, B, x, pad(dt, (0, 1)), state, lengths)
+        return forgetful_scan(rule, recurrence, C, B, x, pad(dt, (0, 1)), state, rows)
 
     def with_shared_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
         return torch.cat([g[..., :-1], g[..., -1:] - log_decay_BT1], dim=-1)
@@ -265,7 +266,7 @@ def forgetful_scan(
     v: Tensor,
     g: Tensor,
     state: LayerState,
-    lengths: Tensor | None = None,
+    rows: Rows | None = None,
 ) -> tuple[Tensor, LayerState]:
     """Run a recurrence that forgets as `rule` says over T tokens: outputs, and the state after the last.
 
@@ -277,13 +278,13 @@ def forgetful_scan(
             k = k * rule.insertion
         if rule.retention < 1:
             log_decay = g.new_full((*g.shape[:2], 1), math.log(rule.retention))
-            g = recurrence.with_shared_decay(g, zero_past_end(log_decay, lengths))
+            g = recurrence.with_shared_decay(g, zero_past_end(log_decay, rows))
         if rule.window is None:
             y, recurrent = recurrence.scan(q, k, v, g, state.recurrent)
             return y, state._replace(recurrent=recurrent)
         if not isinstance(recurrence, SSDRecurrence):
             raise ValueError(f"{type(recurrence).__name__} has no window: set window to None.")
-        return windowed_scan(rule.window, recurrence.scan, recurrence.A, q, k, v, g, state, lengths)
+        return windowed_scan(rule.window, recurrence.scan, recurrence.A, q, k, v, g, state, rows)
 
 
 class _Block:

@@ -12,8 +12,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_code import extra
 from .recurrent_state import LayerShape, LayerState, OwnLayerState
+from .rows import Rows
 from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
-from .sequence_pieces import AffineMap, Lengths, Piece
+from .sequence_pieces import AffineMap, scan_piece
 
 
 class ScanMixer(nn.Module):
@@ -31,7 +32,7 @@ class ScanMixer(nn.Module):
             recurrent part of a state, and gives outputs and the recurrent part after the last token. With
             `in_place=True` it may overwrite the one it is given.
         piece: What the scan does to a state as an affine map, a static method of its inputs and options, so that
-            processes can share a sequence (`Piece`); None where they cannot.
+            processes can share a sequence; None where they cannot.
         recurrence: How the scan forgets, by its name in scan_forgetting.py; None where it cannot.
         grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where it cannot be expanded.
@@ -103,23 +104,22 @@ class ScanMixer(nn.Module):
         return rule, scans.RECURRENCES[self.recurrence]
 
     def advance(
-        self, *inputs: Tensor, state: LayerState, lengths: Lengths, **options: Any
+        self, *inputs: Tensor, state: LayerState, rows: Rows | None, **options: Any
     ) -> tuple[Tensor, LayerState]:
         """Outputs, and the state with the recurrent part after T tokens.
 
-        `inputs` are those of `scan` before the state, `options` its keywords. Inputs past the `lengths` (B,) of the
-        rows, if given, must write nothing.
+        `inputs` are those of `scan` before the state, `options` its keywords. Inputs at padding must write nothing.
         """
         forgetting = self.forgetting()
-        if isinstance(lengths, Piece):
+        if rows is not None and rows.group is not None:
             if self.piece is None or forgetting is not None:
                 why = "names no `piece`" if self.piece is None else f"is made to forget ({self.config.forgetting})"
                 raise ValueError(f"Processes cannot share a sequence of a model whose {type(self).__name__} {why}.")
-            y, recurrent = lengths.scan(self.scan, self.piece, inputs, state.recurrent, options)
+            y, recurrent = scan_piece(rows, self.scan, self.piece, inputs, state.recurrent, options)
             return y, LayerState(recurrent, state.conv)
         if forgetting is not None:
             rule, recurrence = forgetting
-            return recurrence.with_forgetting(rule, self.scan, inputs, state, lengths, **options)
+            return recurrence.with_forgetting(rule, self.scan, inputs, state, rows, **options)
         if isinstance(state, OwnLayerState):
             options["in_place"] = True
         y, recurrent = self.scan(*inputs, state.recurrent, **options)

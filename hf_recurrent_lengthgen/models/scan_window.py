@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .padding import zero_past_end
 from .recurrent_state import LayerShape, LayerState, WindowedLayerShape, layer_state
+from .rows import Rows
+from .rows_moved import zero_past_end
 
 CHUNK = 64  # tokens of one step of a sum over tokens that leave
 LOG2_E = math.log2(math.e)
@@ -58,13 +59,13 @@ def windowed_scan(
     v: Tensor,
     g: Tensor,
     state: LayerState,
-    lengths: Tensor | None,
+    rows: Rows | None,
 ) -> tuple[Tensor, LayerState]:
     """Outputs of T tokens by states of the last r, and the state after the last token; `scan` is the plain one."""
     parts: Any = state
     recurrent, conv, window = parts
     marks, old = _unpacked(window, (k, v, g))
-    outputs, whole = [], None
+    outputs, whole, lengths = [], None, None if rows is None else rows.lengths
     for start in range(0, q.shape[1], r):
         piece = slice(start, start + r)
         new = [t[:, piece] for t in (k, v, g)]
@@ -101,7 +102,7 @@ def _piece_with_window(
     age, error = marks.unbind(1)
     tokens, r = q.shape[1], k.shape[1]
     after = g[:, tokens:].sum(1)
-    k_left = k[:, :tokens] if lengths is None else zero_past_end(k[:, :tokens], lengths)
+    k_left = k[:, :tokens] if lengths is None else zero_past_end(k[:, :tokens], Rows.of_lengths(lengths, tokens))
     left = [k_left, v[:, :tokens], g[:, :tokens]]
     taken = age.new_full(age.shape, tokens) if lengths is None else lengths.to(age.dtype)
     if tokens == r and lengths is None:  # all of them leave

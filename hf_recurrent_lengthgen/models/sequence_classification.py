@@ -60,14 +60,14 @@ class StatefulForSequenceClassification(StatefulModelWithHead):
             ValueError: for packed rows, and as in `StatefulBackbone.forward`.
         """
         cache = given_cache(cache, others)
-        inputs = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others)
-        if inputs.starts is not None:
+        rows = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others)
+        if rows.starts is not None:
             raise ValueError(
                 "Sequence classification takes one sequence per row, and positions begin several: unpack rows."
             )
         output = self._backbone(
             input_ids,
-            attention_mask=inputs.real,
+            rows=rows,
             initial_state=initial_state,
             output_final_state=output_final_state,
             inputs_embeds=inputs_embeds,

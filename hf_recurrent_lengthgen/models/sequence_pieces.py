@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
+from .rows import Rows, changes, checked_numbers
+
 
 class AffineMap(NamedTuple):
     """What a piece does to the recurrent part of a state.
@@ -39,60 +41,74 @@ class AffineMap(NamedTuple):
     read: Callable[[Tensor], Tensor] | None = None
 
 
-class Piece(NamedTuple):
-    """The piece of B rows that a layer is called with; takes the place of `lengths`.
+@torch.compiler.disable
+def read_piece(seq_idx: Any, shape: tuple[int, int], real: Tensor | None, group: Any) -> Rows:
+    """A piece of rows that the processes of `group` share.
 
-    Attributes:
-        group: The processes that hold the pieces, in the order of time.
-        lengths: Real tokens of each row in this piece, the rest is padding on the right; None if there is none.
-        ended: (B,) bool, in packed rows: where the sequence that enters the piece ends in it. Then the layer gets 2 B
-            rows: the sequences that enter the piece, and the last ones of each row, which begin in it (`Packing`).
+    Args:
+        seq_idx: The number of each token's sequence, (B or 1, T), counted over the pieces; None for one sequence.
+        shape: (B, T) of the piece.
+        real: (B, T) bool, true at real tokens; None if all are.
+        group: The processes, in the order of time; all of them call this function.
+
+    Returns:
+        The rows; `starts` are also true at the first real token of the piece if the one before it has another number.
+
+    Raises:
+        ValueError: for numbers of another shape or kind, or that go down.
     """
-
-    group: ProcessGroup
-    lengths: Tensor | None = None
-    ended: Tensor | None = None
-
-    def scan(
-        self,
-        scan: Callable[..., tuple[Tensor, Tensor]],
-        piece: Callable[..., AffineMap],
-        inputs: Sequence[Tensor],
-        state: Tensor,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs of the piece, and the state after the whole sequence, from the `state` before it.
-
-        `piece` takes the inputs of `scan` before the state, in the dtype of the state, and its options.
-        """
-        with torch.autocast(state.device.type, enabled=False):
-            found = piece(*(x.to(state.dtype) for x in inputs), **options)
-            factor, written = found.factor, found.written
-            ends = state.new_zeros(len(state), 1)
-            if self.ended is not None:
-                ended = self.ended.view(-1, *[1] * (written.ndim - 1))
-                entering, last = written.chunk(2)
-                factor, written = factor[: len(entering)].masked_fill(ended, 0.0), torch.where(ended, last, entering)
-                ends = self.ended[:, None].to(state.dtype)
-            flat = torch.cat([factor.flatten(1), written.flatten(1), ends], dim=1)
-            maps = gathered(flat, self.group)
-            before, after = _Fold.apply(state, dist.get_rank(self.group), found.is_matrix, factor.shape, *maps)
-            before = self.with_later(before)
-            y = None if found.read is None else found.read(before).to(inputs[0].dtype)
-        return (scan(*inputs, before, **options)[0] if y is None else y), after
-
-    def with_later(self, before: Tensor) -> Tensor:
-        """A part of the states before the sequences of the call; those that begin in the piece start from zero."""
-        return before if self.ended is None else torch.cat([before, torch.zeros_like(before)])
+    if seq_idx is None:
+        return Rows(shape, real, group=group)
+    numbers = checked_numbers("seq_idx", seq_idx, shape)
+    is_real = torch.ones_like(numbers, dtype=torch.bool) if real is None else real
+    starts, any_real = changes(numbers, is_real), is_real.any(1)
+    places = torch.arange(numbers.shape[1], device=numbers.device)
+    first, last = is_real.long().argmax(1), (places * is_real).argmax(1)
+    edges = [numbers.gather(1, place[:, None])[:, 0] for place in (first, last)]
+    seen, before = torch.zeros_like(any_real), torch.zeros_like(first)
+    pieces = gathered(torch.stack([any_real.long(), edges[1]]), group)
+    for has, number in pieces[: torch.distributed.get_rank(group)]:
+        seen, before = seen | has.bool(), torch.where(has.bool(), number, before)
+    entered = any_real & seen
+    if bool((entered & (edges[0] < before)).any()):
+        raise ValueError("seq_idx goes down from one piece to the next: count sequences over the whole row.")
+    starts = starts.scatter(1, first[:, None], (entered & (edges[0] > before))[:, None])
+    return Rows(shape, real, starts if bool(starts.any()) else None, group)
 
 
-Lengths = Tensor | Piece | None
-"""What layers know of their rows: real tokens of each, (B,), None if all are, or the piece that they hold."""
+def scan_piece(
+    rows: Rows,
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    piece: Callable[..., AffineMap],
+    inputs: Sequence[Tensor],
+    state: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Outputs of the piece, and the state after the whole sequence, from the `state` before it.
+
+    `piece` takes the inputs of `scan` before the state, in the dtype of the state, and its options.
+    """
+    assert rows.group is not None
+    with torch.autocast(state.device.type, enabled=False):
+        found = piece(*(x.to(state.dtype) for x in inputs), **options)
+        factor, written = found.factor, found.written
+        ends = state.new_zeros(len(state), 1)
+        if rows.ended is not None:
+            ended = rows.ended.view(-1, *[1] * (written.ndim - 1))
+            entering, last = written.chunk(2)
+            factor, written = factor[: len(entering)].masked_fill(ended, 0.0), torch.where(ended, last, entering)
+            ends = rows.ended[:, None].to(state.dtype)
+        flat = torch.cat([factor.flatten(1), written.flatten(1), ends], dim=1)
+        maps = gathered(flat, rows.group)
+        before, after = _Fold.apply(state, dist.get_rank(rows.group), found.is_matrix, factor.shape, *maps)
+        before = _with_later(before, rows)
+        y = None if found.read is None else found.read(before).to(inputs[0].dtype)
+    return (scan(*inputs, before, **options)[0] if y is None else y), after
 
 
-def lengths_of(rows: Lengths) -> Tensor | None:
-    """The number of real tokens of each row of a call; None if all are."""
-    return rows.lengths if isinstance(rows, Piece) else rows
+def _with_later(before: Tensor, rows: Rows) -> Tensor:
+    """A part of the states before the sequences of the call; those that begin in the piece start from zero."""
+    return before if rows.ended is None else torch.cat([before, torch.zeros_like(before)])
 
 
 def decays_to_end(log_decays: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,33 +130,34 @@ def gathered(x: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
     return whole.chunk(dist.get_world_size(group))
 
 
-def inputs_before(tail: Tensor, count: Tensor, before: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-    """The last K inputs before this piece, and before the end of the sequence.
+def inputs_before(tail: Tensor, count: Tensor, before: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The last K inputs before the rows of this piece, and before the end of the sequence.
 
     Args:
         tail: The last K inputs of this piece, (B, C, K); zeros stand before them where there are fewer.
         count: How many of these are real, (B,).
         before: The last K inputs before the whole sequence, (B, C, K).
-        piece: This piece.
+        rows: Of this piece.
 
     Returns:
-        (B, C, K) each.
+        (B, C, K) each; the first (2 B, C, K) where the rows have `ended`.
     """
+    assert rows.group is not None
     columns = before.shape[2]
-    if piece.ended is not None:  # a sequence that began in the piece has nothing before it
-        (entering, last), ended = tail.chunk(2), piece.ended
+    if rows.ended is not None:  # a sequence that began in the piece has nothing before it
+        (entering, last), ended = tail.chunk(2), rows.ended
         tail = torch.where(ended[:, None, None], last, entering)
         count = torch.where(ended, columns, count[: len(ended)])
     flat = torch.cat([tail.flatten(1), count[:, None].to(tail.dtype)], dim=1)
     places, states = torch.arange(columns, device=tail.device), [before]
-    for one in gathered(flat, piece.group):
+    for one in gathered(flat, rows.group):
         tail, count = one[:, :-1].view_as(before), one.detach()[:, -1:].long()
         index = torch.where(places < columns - count, places + count, places + columns)
         both = torch.cat([states[-1], tail], dim=2)
         states.append(both.gather(2, index[:, None].expand_as(before)))
     # stacked: so that every process takes part in the gather of the backward pass, also the first
     stacked = torch.stack(states)
-    return stacked[dist.get_rank(piece.group)], stacked[-1].clone()
+    return _with_later(stacked[dist.get_rank(rows.group)], rows), stacked[-1].clone()
 
 
 class _Fold(torch.autograd.Function):

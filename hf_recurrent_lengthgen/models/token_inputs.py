@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 
 from .configuration_code import OLD_CACHE_NAMES
 from .recurrent_cache import RecurrentCache
-from .rows import LAYOUT, Rows, mask_of_new_tokens, read_piece, read_rows, real_tokens, token_shape
+from .rows import LAYOUT, Rows, mask_of_new_tokens, read_rows, real_tokens, token_shape
+from .sequence_pieces import read_piece
 from .virtual_tokens import NO_KEYS
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.models import causal_conv as conv_module
 from hf_recurrent_lengthgen.models.causal_conv import causal_conv
+from hf_recurrent_lengthgen.models.rows import Rows
 
 BATCH, CHANNELS = 2, 3
 
@@ -69,7 +70,7 @@ def test_only_real_tokens_enter_the_final_state(lengths: list[int]) -> None:
     poisoned = x.clone()
     for row, length in enumerate(lengths):
         poisoned[row, length:] = float("nan")
-    y, final = causal_conv(poisoned, weight, bias, state, torch.tensor(lengths))
+    y, final = causal_conv(poisoned, weight, bias, state, Rows.of_lengths(torch.tensor(lengths), 5))
     for row, length in enumerate(lengths):
         columns = torch.cat([state[row], x[row, :length].T], 1)
         assert torch.equal(final[row], columns[:, columns.shape[1] - 3 :])
@@ -80,7 +81,7 @@ def test_only_real_tokens_enter_the_final_state(lengths: list[int]) -> None:
 def test_gradients_with_lengths_reach_the_state_of_short_rows() -> None:
     x, weight, bias, state = make_inputs(5, 4)
     state.requires_grad_()
-    _, final = causal_conv(x, weight, bias, state, torch.tensor([0, 2]))
+    _, final = causal_conv(x, weight, bias, state, Rows.of_lengths(torch.tensor([0, 2]), 5))
     (gradient,) = torch.autograd.grad(final.sum(), state)
     assert torch.equal(gradient[0], torch.ones(CHANNELS, 3, dtype=torch.float64))
     assert torch.equal(gradient[1], torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64).expand(CHANNELS, 3))
@@ -98,7 +99,7 @@ def test_bf16_inputs_are_convolved_in_float32_and_the_state_is_not_rounded() -> 
     truth, _ = by_hand(x.bfloat16().float(), weight.bfloat16().float(), bias.bfloat16().float(), state)
     assert torch.equal(y, truth.bfloat16()) or (y - truth).abs().max() < 2**-8 * truth.abs().max()
     assert torch.equal(final[:, :, 0], state[:, :, 2])  # one old column is left after two tokens
-    _, unread = causal_conv(x.bfloat16(), weight, bias, state, torch.zeros(BATCH, dtype=torch.long))
+    _, unread = causal_conv(x.bfloat16(), weight, bias, state, Rows.of_lengths(torch.zeros(BATCH).long(), 2))
     assert torch.equal(unread, state)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from hf_recurrent_lengthgen.models.packed_rows import Packing
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state, take_rows
 from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.models.rows_moved import MovedRows
 
 from .families import FAMILIES, MAMBA2, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, weights_like
@@ -239,13 +239,13 @@ def test_positions_that_no_recurrent_model_has_are_refused(given: dict[str, Any]
 
 def test_sequences_by_hand() -> None:
     positions, mask = positions_of(["..aaa.bb", "aaaabbbb"])
-    starts = read_rows({"input_ids": positions, "position_ids": positions, "attention_mask": mask}).starts
-    assert starts is not None
-    assert starts.nonzero().tolist() == [[0, 6], [1, 4]]
-    packing = Packing.from_starts(starts, mask.bool())
+    rows = read_rows({"input_ids": positions, "position_ids": positions, "attention_mask": mask})
+    assert rows.starts is not None
+    assert rows.starts.nonzero().tolist() == [[0, 6], [1, 4]]
+    packing = MovedRows.of_sequences(rows)
     front = packing.to_front(torch.arange(1.0, 17).reshape(2, 8, 1))
     assert [x[..., 0].tolist() for x in front] == [[[3, 4, 5, 0], [9, 10, 11, 12], [13, 14, 15, 16]], [[7, 8]]]
-    assert [None if x is None else x.tolist() for x in packing.lengths] == [[3, 4, 4], None]
+    assert [x if x is None else x.lengths.tolist() for x in packing.groups] == [[3, 4, 4], None]  # type: ignore[union-attr]
     assert packing.back(front)[..., 0].tolist() == [[3, 3, 3, 4, 5, 5, 7, 8], list(range(9, 17))]
     state = LayerState(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]))
     states = packing.starting_states(state)
@@ -261,9 +261,7 @@ def test_padding_stays_below_the_number_of_tokens() -> None:
     lengths = [1, 2, 3] * 333 + [1000]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    starts = read_rows({"input_ids": numbers, "seq_idx": numbers}).starts
-    assert starts is not None
-    packing = Packing.from_starts(starts, torch.ones_like(starts))
+    packing = MovedRows.of_sequences(read_rows({"input_ids": numbers, "seq_idx": numbers}))
     assert sum(order.numel() for order in packing.orders) < 2 * bounds[-1]
     assert len(packing.orders) == 4
     text = torch.arange(1.0, 1 + int(bounds[-1]))[None, :, None]

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from hf_recurrent_lengthgen.models.padding import Padding
 from hf_recurrent_lengthgen.models.recurrent_state import take_rows
+from hf_recurrent_lengthgen.models.rows import Rows
+from hf_recurrent_lengthgen.models.rows_moved import MovedRows
 
 from .families import FAMILIES, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 
@@ -17,13 +18,13 @@ shell_families = pytest.mark.parametrize("family", SHELL_FAMILIES, ids=variant_i
 
 def test_real_tokens_move_to_the_front_in_order_and_back() -> None:
     mask = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]).bool()
-    padding = Padding.from_mask(mask)
+    padding = MovedRows.of_padded(Rows((4, 5), mask))
     x = torch.arange(1.0, 21).reshape(4, 5, 1)
-    front = padding.to_front(x)
+    (front,) = padding.to_front(x)
     assert front[..., 0].tolist() == [[2, 4, 5, 0, 0], [6, 7, 0, 0, 0], [0] * 5, [16, 17, 18, 19, 20]]
-    assert padding.lengths.tolist() == [3, 2, 0, 5]
+    assert padding.groups[0].lengths.tolist() == [3, 2, 0, 5]  # type: ignore[union-attr]
     # padding repeats the last real token before it, at the left the first real one
-    assert padding.back(front)[..., 0].tolist() == [[2, 2, 2, 4, 5], [6, 7, 7, 7, 7], [0] * 5, [16, 17, 18, 19, 20]]
+    assert padding.back((front,))[..., 0].tolist() == [[2, 2, 2, 4, 5], [6, 7, 7, 7, 7], [0] * 5, [16, 17, 18, 19, 20]]
 
 
 @every_family

@@ -37,7 +37,7 @@ SHARED_FILES = {
         "configuration_stateful",
         "learned_state_files",
     ),
-    *("learned_states", "modeling_stateful", "packed_rows", "padding", "recurrent_cache", "recurrent_generation"),
+    *("learned_states", "modeling_stateful", "recurrent_cache", "recurrent_generation", "rows_moved"),
     *("recurrent_state", "rows", "scan_backends", "scan_mixer", "sequence_classification", "sequence_pieces"),
     *("configuration_code", "token_inputs", "virtual_tokens"),
 }
