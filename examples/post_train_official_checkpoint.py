@@ -59,8 +59,8 @@ base, cured, evaluation = (options.output / name for name in ("base", "cured", "
 tokenizer = load_tokenizer(options.tokenizer)
 command = portable_command(sys.argv)  # for the lineage, without the folders of this machine
 convert_checkpoint(options.model, base, tokenizer=tokenizer, training_length=options.length, command=command)
-if not verify_checkpoint(base, options.model).passed:
-    sys.exit(f"The conversion is wrong: lengthgen verify {options.model} {base} says where.")
+if not verify_checkpoint(base).passed:
+    sys.exit(f"The conversion does not load elsewhere as it should: lengthgen verify {base} says where.")
 
 # Each row of a step starts from the final state of a row of the step before.
 stream = load_stream(options.data, "train", tokenizer)

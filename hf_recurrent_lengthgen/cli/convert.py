@@ -125,7 +125,7 @@ def _summary(name: str, output: Path) -> str:
             f"The training length of {source.name} is not known, which evaluation needs: give --training-length here, "
             f"or to each evaluation.{_suggested_length([source.name, *source.files], config)}"
         )
-    lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', name, str(output)])}")
+    lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', str(output)])}")
     return "\n".join(lines)
 
 

@@ -34,7 +34,7 @@ PURPOSES = {
     "Convert and publish": {
         "convert": "make a checkpoint of another library one that takes states",
         "export": "write a checkpoint in the layout of another library",
-        "verify": "check a checkpoint by itself, and against its source",
+        "verify": "check that a checkpoint works without this package",
         "card": "write the model card of a checkpoint",
         "push": "push a checkpoint to the Hub as one commit",
         "pull": "download a checkpoint from the Hub, and check it",

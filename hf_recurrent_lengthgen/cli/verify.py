@@ -1,4 +1,4 @@
-"""`lengthgen verify`: whether a checkpoint gives the same results here, without this package, and as its source."""
+"""`lengthgen verify`: whether a checkpoint gives the same results here and without this package."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,6 @@ from hf_recurrent_lengthgen.cli.shared_options import add_shared
 from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification
 from hf_recurrent_lengthgen.verification import verify_checkpoint
 from hf_recurrent_lengthgen.verification.comparing import TOLERANCE
-from hf_recurrent_lengthgen.verification.upstream import KERNEL_TOLERANCE
 from hf_recurrent_lengthgen.verification.verify import DEFAULT_LENGTH
 
 DESCRIPTION = f"""\
@@ -20,36 +19,18 @@ the class of Transformers). On random tokens, in float32 whatever the dtype of t
 final states of the installed classes, and so must reading in pieces with the state carried. Config, weights, shapes of
 states and tokenizer must fit together, and nothing may be NaN. A folder without code gets that of this package first.
 
-With a source, the weights must be those of the checkpoint, and the upstream implementation must give the same: on a
-GPU (--device cuda) mamba-ssm or fla, for Mamba and Mamba-2 otherwise Transformers, else our own scan in float64.
-
-Allowed is a difference of {TOLERANCE:g}, relative to the largest value where that is above 1, and {KERNEL_TOLERANCE:g}
-for the logits of the kernels of mamba-ssm and fla. Memory: 4 bytes per parameter, one model at a time (8 for our own
-scan), and length x vocabulary x 24 bytes for logits.
+Allowed is a difference of {TOLERANCE:g}, relative to the largest value where that is above 1. Memory: 4 bytes per
+parameter, one model at a time, and length x vocabulary x 24 bytes for logits.
 """
 EXAMPLES = """\
-lengthgen verify CHECKPOINT  # before it is published
-lengthgen verify SOURCE CHECKPOINT  # after lengthgen convert
-lengthgen verify state-spaces/mamba2-130m mamba2-130m
+lengthgen verify mamba2-130m
+lengthgen verify mamba2-130m --device cuda
 """
 
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen verify", DESCRIPTION, EXAMPLES, method="check")
-    add = parser.model.add_argument
-    add(
-        "source",
-        nargs="?",
-        metavar="SOURCE",
-        help="what it was converted from: folder, .pth file or Hub name, in any format of lengthgen convert",
-    )
-    add("checkpoint", metavar="CHECKPOINT", help="checkpoint folder")
-    add(
-        "--revision",
-        metavar="NAME",
-        help="branch, tag or commit of SOURCE on the Hub (default: the commit in lineage.json of CHECKPOINT, or main "
-        "if that names another source)",
-    )
+    parser.model.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder")
     add = parser.method.add_argument
     add("--length", type=positive, default=DEFAULT_LENGTH, metavar="N", help="tokens per text (default: %(default)s)")
     add(
@@ -59,7 +40,7 @@ def command_parser() -> CommandParser:
         help="dtype to compute in; float64 is for models whose rounding in float32 comes near the tolerance, and "
         "takes twice the memory (default: %(default)s)",
     )
-    what = "device to compute on; cuda compares with upstream kernels (default: %(default)s)"
+    what = "device to compute on (default: %(default)s)"
     parser.run.add_argument("--device", default="cpu", metavar="DEVICE", help=what)
     add_shared(parser, "--trust-remote-code")
     return parser

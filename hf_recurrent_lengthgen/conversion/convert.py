@@ -201,12 +201,6 @@ def _origin(source: Source, layout: Format, files: TensorFiles) -> Origin:
     )
 
 
-def has_own_tokenizer(lineage: Lineage | None) -> bool:
-    """Whether the tokenizer is not that of the source."""
-    steps = () if lineage is None else lineage.steps
-    return any(step.tokenizer is not None for step in steps)
-
-
 def _add_tokenizer(folder: Path, source: Source, given: str | PreTrainedTokenizerBase | None, config: Any) -> None:
     """Copy the tokenizer, and set the ids of special tokens that the config lacks."""
     if isinstance(given, PreTrainedTokenizerBase):

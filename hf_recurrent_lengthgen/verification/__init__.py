@@ -1,4 +1,4 @@
-"""Checks of a checkpoint: without this package, in pieces, and against its source."""
+"""Checks of a checkpoint: without this package, and in pieces."""
 
 from hf_recurrent_lengthgen.verification.verify import verify_checkpoint
 

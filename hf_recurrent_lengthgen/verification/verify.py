@@ -33,7 +33,6 @@ from hf_recurrent_lengthgen.verification.comparing import (
     not_finite,
     states,
 )
-from hf_recurrent_lengthgen.verification.sources import Sizes, locate_source, open_source
 from hf_recurrent_lengthgen.versions import installed_versions
 
 PROBE = "The state of a recurrent model is a value.\n\tdef f(x): return x ** 2  # été, 状態, 🙂\n"
@@ -42,6 +41,14 @@ DEFAULT_LENGTH = 600
 """Two chunks of 256 tokens, the longest chunks of any scan, and a remainder."""
 ROWS = 2
 """Number of rows of random tokens."""
+
+
+class Sizes(NamedTuple):
+    """Tokens (B, T) to read, dtype, and device."""
+
+    tokens: Tensor
+    dtype: torch.dtype
+    device: str
 
 
 class CleanProcess(NamedTuple):
@@ -53,9 +60,7 @@ class CleanProcess(NamedTuple):
 
 def verify_checkpoint(
     checkpoint: str | os.PathLike[str],
-    source: str | None = None,
     *,
-    revision: str | None = None,
     length: int = DEFAULT_LENGTH,
     dtype: Literal["float32", "float64"] = "float32",
     device: str = "cpu",
@@ -65,12 +70,9 @@ def verify_checkpoint(
 
     A checkpoint of this package without any code gets that of the installed package first.
 
-    Memory: the weights once in `dtype` (twice with a source), and three times the logits, ROWS x length x vocabulary.
+    Memory: the weights once in `dtype`, and three times the logits, ROWS x length x vocabulary.
 
     Args:
-        source: The source it was converted from: a folder, a .pth file, or a name on the Hub.
-        revision: Branch, tag or commit of a source on the Hub. Default: the commit in the lineage of the checkpoint,
-            if that names this source, else the main branch.
         length: Tokens to read, at least 2.
         trust_remote_code: Whether code in the folder that differs from the installed package may run.
 
@@ -79,29 +81,21 @@ def verify_checkpoint(
 
     Raises:
         ValueError: for a folder that cannot be verified (adapters, other formats), does not load, or changes
-            meanwhile, a source that does not fit, and settings out of range.
+            meanwhile, and settings out of range.
     """
     folder = _checked_folder(checkpoint, trust_remote_code)
     if length < 2:
         raise ValueError(f"Give a length of 2 tokens or more, got {length}.")
     if dtype not in ("float32", "float64"):
         raise ValueError(f'dtype must be "float32" or "float64", for which there are tolerances, got {dtype!r}.')
-    if source is None and revision is not None:
-        raise ValueError(
-            f"The revision {revision!r} is that of a source on the Hub: give the source, too, or leave it out."
-        )
     files = verified_files(folder)
-    located = None if source is None else locate_source(source, revision, folder)
     tokens = torch.randint(_vocabulary(folder), (ROWS, length), generator=torch.Generator().manual_seed(0))
     sizes = Sizes(tokens, getattr(torch, dtype), device)
     try:
-        opened = None if located is None else open_source(located, folder)
         TensorFiles(folder)  # refuses damaged files
         found = _ask_clean_process(folder, sizes)
-        ours, checks = _own_checks(folder, sizes, found, trust_remote_code)
+        checks = _own_checks(folder, sizes, found, trust_remote_code)
         checks += _tokenizer_checks(folder, found, _vocabulary(folder))
-        if opened is not None:
-            checks += opened.checks(sizes, ours)
         if verified_files(folder) != files:
             raise ValueError(f"The files in {folder} changed while they were verified: verify it again.")
     except ValueError:
@@ -199,10 +193,8 @@ def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
     return CleanProcess(facts, readings)
 
 
-def _own_checks(
-    folder: Path, sizes: Sizes, found: CleanProcess, trust_remote_code: bool
-) -> tuple[Reading, list[Check]]:
-    """The reading of the installed classes, and the checks of the clean process against it."""
+def _own_checks(folder: Path, sizes: Sizes, found: CleanProcess, trust_remote_code: bool) -> list[Check]:
+    """The checks of the clean process against the installed classes."""
     model = _installed_model(folder, sizes, trust_remote_code)
     rows, length = sizes.tokens.shape
     theirs, in_pieces = found.readings["at once"], found.readings.get("in pieces")
@@ -225,7 +217,7 @@ def _own_checks(
         against = f"read at once; pieces of {', '.join(map(str, pieces_of(length)))} tokens"
         checks += [replace(c, what=f"{c.what} in pieces") for c in compare_readings(against, in_pieces, at_once)]
     broken = not_finite(theirs) + not_finite(ours)
-    return ours, [*checks, count("NaN or infinite values", "all logits and final states", length, broken)]
+    return [*checks, count("NaN or infinite values", "all logits and final states", length, broken)]
 
 
 def _installed_model(folder: Path, sizes: Sizes, trust_remote_code: bool) -> Any:

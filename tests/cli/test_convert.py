@@ -28,7 +28,7 @@ def test_there_and_back(source: str, capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().out
     assert "Converted theirs (mamba-ssm, licence not stated):" in said
     assert "training length" not in said
-    assert "Saved to ours. Next: lengthgen verify theirs ours" in said
+    assert "Saved to ours. Next: lengthgen verify ours" in said
     lineage = read_lineage("ours")
     assert lineage is not None
     assert lineage.steps[0].command.startswith("lengthgen convert theirs --output ours --tokenizer bytes")

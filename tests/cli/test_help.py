@@ -15,10 +15,9 @@ from hf_recurrent_lengthgen.cli.shared_options import HOW, SHARED
 from tests.cli.helps import parser_of, with_actions
 
 OWN_WORDS = {
-    ("verify", "--device"): "compares with kernels on a GPU, which nobody should be given unasked",
+    ("verify", "--device"): "compares on a CPU unless asked otherwise",
     ("verify", "--dtype"): "computes in it",
     ("convert", "--dtype"): "converts to it",
-    ("verify", "--revision"): "of SOURCE alone",
 }
 """Options that mean something else than in other commands, and why they have the name."""
 

@@ -25,7 +25,6 @@ from hf_recurrent_lengthgen.conversion.key_maps import expand, to_ours
 from hf_recurrent_lengthgen.conversion.registry import FORMATS, detect
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
-from hf_recurrent_lengthgen.verification.sources import different_fields, locate_source, open_source
 from tests.models.family_rwkv import rwkv7_loop
 from tests.models.upstream_fixtures import RWKV5_NAMES, load_fixture
 
@@ -252,8 +251,6 @@ def test_what_a_file_does_not_say_can_be_told(shapes: Callable[[Sizes], dict[str
     theirs = write_pth(weights, tmp_path / "theirs.pth")
     convert_checkpoint(str(theirs), tmp_path / "ours", told=told)
     assert_computes(tmp_path / "ours", weights, 1e-5)
-    opened = open_source(locate_source(str(theirs), None, tmp_path / "ours"), tmp_path / "ours")
-    assert different_fields(opened.config, opened.our_config) == []
     export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")  # which says as little
     assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
     for wrong, words in (

@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles, same_bits
+from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
 MAMBA2 = {"num_heads": 4, "head_dim": 8, "n_groups": 1}  # versions before 5.23 are wrong with several groups
@@ -62,14 +63,21 @@ def assert_same_files(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_upstream(name: str, tmp_path: Path) -> None:
+def test_logits_and_states_are_those_of_upstream(name: str, tmp_path: Path) -> None:
     model = theirs(name)
     model.save_pretrained(tmp_path / "theirs")
     convert_checkpoint(str(tmp_path / "theirs"), tmp_path / "ours")
     ids = torch.randint(29, (2, 23))
     with torch.no_grad():
-        ours = load_model(str(tmp_path / "ours")).eval()(ids).logits
-        torch.testing.assert_close(ours, model(ids).logits, atol=1e-5, rtol=1e-5)
+        ours = load_model(str(tmp_path / "ours")).eval()(ids, output_final_state=True)
+        output = model(ids, use_cache=True)
+    torch.testing.assert_close(ours.logits, output.logits, atol=1e-5, rtol=1e-5)
+    cache = next(output[name] for name in ("cache", *OLD_CACHE_NAMES) if name in output)
+    for layer, state in zip(cache.layers, ours.final_state, strict=True):
+        parts = (layer.recurrent_states, layer.conv_states)  # newer versions have several states per layer
+        recurrent, conv = (part[0] if isinstance(part, list | tuple | dict) else part for part in parts)
+        torch.testing.assert_close(state.recurrent, recurrent, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state.conv, conv[..., 1:], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.thinned(5)
@@ -160,7 +168,7 @@ def changed(folder: Path, **changes: Any) -> str:
         ("transformers", {"layer_state_sizes": [4, 8]}, r"layer_state_sizes differs between the layers \(\[4, 8\]\)"),
         ("mamba-ssm", {"layer_state_sizes": [4, 8]}, r"layer_state_sizes differs"),
         ("transformers", {"forgetting": {"retention": 0.99}}, "This model forgets"),
-        ("mamba-ssm", {"forgetting": {"window": 8}}, "This model forgets"),
+        ("mamba-ssm", {"forgetting": {"insertion": 0.9}}, "This model forgets"),
         ("transformers", {"attention_layers": [1]}, r"layers \[1\] \(attention_layers\).*are attention"),
         ("mamba-ssm", {"mixer_rms_eps": 1e-6}, "differs in mixer_rms_eps 1e-06"),
         ("mamba-ssm", {"layer_norm_epsilon": 1e-6}, "differs in layer_norm_epsilon 1e-06 \\(there 1e-05\\)"),

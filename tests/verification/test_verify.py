@@ -61,19 +61,6 @@ def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: p
     assert read_verification(checkpoint) is None
 
 
-def test_a_source_that_cannot_be_read_leaves_no_verification(checkpoint: Path, tmp_path: Path) -> None:
-    write_verification(checkpoint, STALE)
-    with pytest.raises(ValueError, match="is no folder here"):
-        verify_checkpoint(checkpoint, "no/such/source")
-    with pytest.raises(ValueError, match="The revision 'main' is that of a source on the Hub"):
-        verify_checkpoint(checkpoint, revision="main")
-    assert read_verification(checkpoint) == STALE  # nothing was found out
-    MambaForCausalLM(MambaConfig(**SIZES)).save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="give the source that it was converted from"):
-        verify_checkpoint(checkpoint, str(tmp_path / "source"))
-    assert read_verification(checkpoint) is None
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_process")
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "norms.py"])
