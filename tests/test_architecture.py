@@ -328,3 +328,10 @@ print(*sorted(name for name in sys.modules if name.startswith("{PACKAGE}") or na
     assert not [name for name in loaded if any(is_inside(name, part) for part in (*NOT_OF_TRAINING, "matplotlib"))]
     assert not [name for name in loaded if any(is_inside(name, part) for part in ("hybrids", "surgery", "readings"))]
     assert len(loaded) <= LOADED_BY_A_TRAINER, loaded
+
+
+def test_what_is_in_trainers_run_answers_trainer() -> None:
+    for path in (ROOT / "trainers" / "run").glob("[!_]*.py"):
+        first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+        assert first.startswith("`Trainer` "), path
+        assert "\n" not in first, path

@@ -15,7 +15,6 @@ second crop that starts from zero, while the first starts from a given state, al
 state: two crops from one state cannot, because they never read more than T tokens.
 """
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.evaluation.misalignment import (
     blocks,
     chunk_positions,
@@ -34,12 +34,10 @@ from hf_recurrent_lengthgen.evaluation.misalignment import (
     sce_gradients,
 )
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, keyed_generator
 
 logger = logging.get_logger(__name__)
 
-IGNORED = -100
-"""Target that is not scored."""
 Divergence = Literal["sce", "jeffreys"]
 
 
@@ -75,8 +73,7 @@ def sample_extra(place: BatchPlace, low: int, high: int) -> int:
     """
     if not 1 <= low <= high:
         raise ValueError(f"The range of l_extra must satisfy 1 <= smallest <= largest, got {low} to {high}.")
-    digest = hashlib.blake2b(f"{place.seed}/{place.step}/{place.micro_batch}/extra".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    generator = keyed_generator(place.seed, place.step, place.micro_batch, "extra")
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 
@@ -130,16 +127,12 @@ def shifted_targets(inputs: dict[str, Any]) -> Tensor:
     """
     for name in ("shift_labels", "labels"):
         if inputs.get(name) is not None:
-            return inputs[name] if name == "shift_labels" else F.pad(inputs[name][:, 1:], (0, 1), value=IGNORED)
+            return inputs[name] if name == "shift_labels" else F.pad(inputs[name][:, 1:], (0, 1), value=IGNORED_LABEL)
     raise ValueError("The batch has neither labels nor shift_labels: give one of them.")
 
 
 class AlignedLoss(NamedTuple):
-    """`loss` = `cross_entropy` + alpha * `misalignment`, scalars in nats; the last two are for logs, without gradient.
-
-    Given `num_items` and `overlap_items`, each value is the share of this micro-batch: the shares of all micro-batches
-    and processes add up to the means of the step.
-    """
+    """`loss` = `cross_entropy` + alpha * `misalignment`, scalars in nats; the last two are without gradient."""
 
     loss: Tensor
     cross_entropy: Tensor
@@ -162,7 +155,7 @@ class _AlignedCrossEntropy(torch.autograd.Function):
         divergence: Divergence,
     ) -> tuple[Tensor, Tensor, Tensor]:
         normalizers = log_normalizers(logits, chunk)
-        scored = targets != IGNORED
+        scored = targets != IGNORED_LABEL
         indices = targets.where(scored, 0)
         hit = logits.gather(-1, indices[..., None])[..., 0]
         cross_entropy = (normalizers - hit).where(scored, 0).sum() / num_items
@@ -231,10 +224,9 @@ def aligned_cross_entropy(
     gradient. All else is computed in chunks or is one number per position.
 
     Under gradient accumulation and on several processes both parts are sums divided by the counts of the whole step:
-    cross-entropy = sum over targets / num_items, misalignment = sum over overlap / overlap_items. Count
-    `overlap_items` by adding up `overlap_positions` over the micro-batches and processes over which Trainer counts
-    num_items_in_batch; Trainer's factor against its averaging over processes then fits both parts. Where Trainer gives
-    no num_items_in_batch, it divides the loss by the number of micro-batches: leave both None.
+    cross-entropy = sum over targets / num_items, misalignment = sum over overlap / overlap_items. `overlap_items` are
+    the `overlap_positions` of all micro-batches and processes over which Trainer counts num_items_in_batch. Where
+    Trainer gives no num_items_in_batch, it divides the loss by the number of micro-batches: leave both None.
 
     Args:
         logits: Finite logits (2B, T, V) for the rows of `two_crops`: crop 1 of each row first, then crop 2.
@@ -261,7 +253,7 @@ def aligned_cross_entropy(
     if alpha < 0:
         raise ValueError(f"alpha must be at least 0, got {alpha}.")
     own_overlap = overlap_positions(len(logits) // 2, logits.shape[1], extra)
-    num_items = (targets != IGNORED).sum() if num_items is None else num_items
+    num_items = (targets != IGNORED_LABEL).sum() if num_items is None else num_items
     overlap_items = own_overlap if overlap_items is None else overlap_items
     num_items, overlap_items = (
         x.to(logits.device) if isinstance(x, Tensor) else x for x in (num_items, overlap_items)

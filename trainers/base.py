@@ -3,8 +3,7 @@
 A method is a source of initial states (`initial_states.py`) and a config. This class puts `initial_state` into the
 inputs of the training batches and shows the `final_state` of the outputs to the source. The loss remains Trainer's, or
 is the output alignment loss through Trainer's own `compute_loss_func`. Evaluation uses the zero state, unless a source
-says otherwise. All other differences from Trainer are in the base classes of this one: `hub_pushes.py`,
-`same_rows.py`, `resumable_runs.py`.
+says otherwise. All other differences from Trainer are in `run/`.
 """
 
 import re

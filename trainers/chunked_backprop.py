@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.models.causal_lm import StatefulCausalLMOutput
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, detach_state
 
-IGNORED = -100
 TAKEN = (
     "input_ids",
     "attention_mask",
@@ -67,7 +67,7 @@ def chunked_forward(
     input_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     targets = _targets(inputs) if mask is None else _scored(_targets(inputs), mask, chunk_length)
     counted = inputs.get("num_items_in_batch")
-    num_items = (targets != IGNORED).sum() if counted is None else counted
+    num_items = (targets != IGNORED_LABEL).sum() if counted is None else counted
 
     def run(start: int, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         chunk = slice(start, start + chunk_length)
@@ -216,7 +216,7 @@ def _check_inputs(inputs: Mapping[str, Any]) -> None:
 def _targets(inputs: Mapping[str, Any]) -> Tensor:
     """The target of output t at position t, (B, S); at the end of a chunk, the first token of the next chunk."""
     shifted = inputs.get("shift_labels")
-    return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED) if shifted is None else shifted
+    return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
 
 
 def _scored(targets: Tensor, mask: Tensor, chunk_length: int) -> Tensor:
@@ -227,9 +227,9 @@ def _scored(targets: Tensor, mask: Tensor, chunk_length: int) -> Tensor:
             token, which is not in the chunk.
     """
     nothing_seen = mask.cumsum(1) == 0
-    targets = targets.masked_fill(nothing_seen, IGNORED)
+    targets = targets.masked_fill(nothing_seen, IGNORED_LABEL)
     nothing_in_chunk = torch.cat([part.cumsum(1) == 0 for part in mask.split(chunk_length, dim=1)], dim=1)
-    lost = nothing_in_chunk & ~nothing_seen & (targets != IGNORED)
+    lost = nothing_in_chunk & ~nothing_seen & (targets != IGNORED_LABEL)
     if bool(lost.any()):
         row, position = lost.nonzero()[0].tolist()
         raise ValueError(

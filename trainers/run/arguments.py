@@ -1,7 +1,7 @@
-"""Arguments of `Trainer` that a method refuses, with the reason.
+"""`Trainer` mixes or drops states under some of its arguments, which are refused with the reason.
 
-`Trainer` mixes or drops states under some of its arguments (DataParallel, reentrant checkpointing, FSDP's policy), and
-with others several processes would not train the weights that one would.
+Such are DataParallel, reentrant checkpointing and the policy of FSDP; under others, several processes would not train
+the weights that one would.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a trainer learns of its own run through callbacks: `Trainer` gives them its arguments, but not itself."""
+"""`Trainer` does not pass itself to its callbacks, so those that need their trainer are attached to it."""
 
 from abc import ABC, abstractmethod
 from typing import Any

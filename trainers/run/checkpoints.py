@@ -1,10 +1,9 @@
-"""Which training checkpoints are complete, and the file that keeps initial states in them.
+"""`Trainer` does not save atomically: which checkpoints are complete, and the file of initial states in them.
 
-Trainer does not save atomically: a process killed during a save leaves a folder from which Trainer would then try to
-resume. Here each process writes its file of initial states atomically after all its other files, and
-`trainer_state.json` is removed before a save and written when all processes are done. So a folder with a parsable
-`trainer_state.json` and the file of every process is complete. The file of digests, written last, tells whether the
-other files still have the content that was written.
+A process killed during a save leaves a folder from which Trainer would then try to resume. Here each process writes
+its file of initial states atomically after all its other files, and `trainer_state.json` is removed before a save and
+written when all processes are done. So a folder with a parsable `trainer_state.json` and the file of every process is
+complete. The file of digests, written last, tells whether the other files still have the content that was written.
 """
 
 import copy

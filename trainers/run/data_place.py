@@ -1,7 +1,8 @@
-"""Where a run is in its data, so that a resumed run reads the rows that the run would have read.
+"""`Trainer` finds its place in the data by counting steps, which is not enough for streams and unseeded samplers.
 
-Trainer finds the place in data with a length by counting steps. It knows neither in which pass over a stream a run is,
-nor the random states from which samplers and streams without a seed drew the order of an epoch.
+It knows neither in which pass over a stream a run is, nor the random states from which samplers and streams without a
+seed drew the order of an epoch. Here checkpoints keep both, so that a resumed run reads the rows that the run would
+have read.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""One training at a time in an output folder.
+"""`Trainer` lets two runs write into one folder; here one of them is refused.
 
 The folder itself is locked (flock), so no file is left behind, and the lock ends with its process in every case.
 Network file systems keep such a lock at least between the processes of one machine; where a folder cannot be locked, a

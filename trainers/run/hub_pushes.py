@@ -1,7 +1,7 @@
-"""Pushes to the Hub during training: with the code that loads the model, without secrets.
+"""`Trainer` pushes its output folder to the Hub without the code of the model, and with a pickle that holds a token.
 
-Trainer uploads its output folder. During training it copies weights and config there from the newest checkpoint, but
-not the code that loads them. It also writes its arguments there as a pickle, which holds the token in `hub_token`.
+During training it copies weights and config there from the newest checkpoint, but not the code that loads them. Its
+arguments, with `hub_token`, it writes there as a pickle.
 """
 
 import os

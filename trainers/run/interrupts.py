@@ -1,4 +1,4 @@
-"""Interrupts that wait for the end of the step and write a checkpoint."""
+"""`Trainer` dies inside a step when it is interrupted; here the step ends, and a checkpoint is written."""
 
 import os
 import signal

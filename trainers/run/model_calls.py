@@ -1,8 +1,7 @@
-"""What a model was given and what it returned, observed at the model itself.
+"""`Trainer` lets any `compute_loss` stand between it and the model, so the model itself is watched.
 
-A trainer puts a state into the inputs, but any `compute_loss` between the trainer and the model may drop it, call
-another part of the model, or return outputs of its own. Only the calls of the model tell whether a sequence started
-from a state.
+A trainer puts a state into the inputs, but a `compute_loss` may drop it, call another part of the model, or return
+outputs of its own. Only the calls of the model tell whether a sequence started from a state.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The record of a finished training: model, data, settings and cost."""
+"""`Trainer` keeps no record of what it trained from and how; here model, data, settings and cost are recorded."""
 
 import json
 import math

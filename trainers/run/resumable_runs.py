@@ -1,4 +1,4 @@
-"""Runs that can be interrupted: one at a time in a folder, stopped with a checkpoint, resumed bit for bit.
+"""`Trainer` resumes without the state of a method and from damaged folders; these runs resume bit for bit, or refuse.
 
 Checkpoints also hold the state of the source of initial states, the settings that a resumed run must share, and the
 record of the training so far.

@@ -1,7 +1,6 @@
-"""Arguments, optimizers and schedules at a resume: which may change, and how the new values apply.
+"""`Trainer` takes other arguments at a resume without a word, and loads the old settings of optimizer and schedule.
 
-`Trainer` takes other arguments without a word, and loading the state of an optimizer or a schedule restores the
-settings that it was saved with. Here an argument that is part of the run is compared, and every setting whose argument
+Here an argument that is part of the run is compared, and every setting whose argument
 changed is set to the new value, so that arguments that may change (learning rate, betas, weight decay) apply from then
 on. The other settings stay as loaded, because a schedule or a callback may have moved them, as OneCycleLR moves betas.
 """

@@ -1,4 +1,4 @@
-"""The rows of training and evaluation, the same on any number of processes.
+"""`Trainer` gives several processes other rows than one; here rows are the same on any number of processes.
 
 Training leaves out the rows that do not fill a batch over all processes; accelerate would complete it with rows of the
 first batch. Evaluation counts each row once, although accelerate repeats rows in its last batch to give all processes
@@ -17,10 +17,10 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, StreamRowSampler
+from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.trainers.checks import base_of, takes_states
-from hf_recurrent_lengthgen.trainers.chunked_backprop import IGNORED
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.run.data_place import DataPlace
 from hf_recurrent_lengthgen.trainers.run.hub_pushes import PushingTrainer
@@ -168,7 +168,7 @@ class SameRowsTrainer(PushingTrainer):
         ):  # predictions are of whole rows
             refuse_other_rows(bool(self._shared.differ(inputs)))
             inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
-            scored = inputs["shift_labels"].ne(IGNORED).sum().to(self.accelerator.device)
+            scored = inputs["shift_labels"].ne(IGNORED_LABEL).sum().to(self.accelerator.device)
             inputs["sequence_group"] = self._shared.group
             given, self.label_names = self.label_names, ["shift_labels"]
             try:
@@ -275,10 +275,11 @@ def without_repeated_rows(
     if not given:
         return inputs, torch.tensor(present, device=device)
     kept = {
-        name: torch.cat([inputs[name][:present], torch.full_like(inputs[name][present:], IGNORED)]) for name in given
+        name: torch.cat([inputs[name][:present], torch.full_like(inputs[name][present:], IGNORED_LABEL)])
+        for name in given
     }
     targets = kept["shift_labels"] if "shift_labels" in kept else kept["labels"][..., 1:]
-    return {**inputs, **kept}, targets.ne(IGNORED).sum().to(device)
+    return {**inputs, **kept}, targets.ne(IGNORED_LABEL).sum().to(device)
 
 
 def first_rows(inputs: dict[str, Any], count: int) -> dict[str, Any]:

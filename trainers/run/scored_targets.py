@@ -1,4 +1,4 @@
-"""Which labels of a batch are targets of the loss, so that a trainer divides by the number that the model scores."""
+"""`Trainer` divides by the number of all labels, also those that a model does not score; here these are -100."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Processes that share the rows of a batch, each with a piece of them (context parallelism).
+"""`Trainer` lets processes share rows (context parallelism) for attention only; here groups share them for states.
 
 Groups of `context_parallel_size` processes of consecutive ranks read the same rows; different groups read different
 ones. Accelerate's own context parallelism (`ParallelismConfig(cp_size=...)`) is for attention: it needs FSDP2, deals

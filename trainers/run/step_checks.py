@@ -1,6 +1,6 @@
-"""What must hold before the weights change, asked of the device once per step, and what a step logs.
+"""`Trainer` goes on from a loss that is not finite, never sees a state, and logs nothing of a method.
 
-`Trainer` goes on from a loss that is not finite, never sees a state, and logs nothing of a method. Each number that is
+Each number that is
 read from the device waits for all that it has to do. So a step puts its questions (are the ids those of the
 vocabulary, are losses and states finite) and reads the answers together; logged values are read when they are logged.
 """
