@@ -39,10 +39,10 @@ def bench_chunked_backprop(rounds: int) -> dict[str, float]:
     model = four_layers()
     seconds: dict[str, list[float]] = {"chunk": [], "chunks": [], "whole": []}
     for _ in range(rounds + 1):
-        for name, found in seconds.items():
+        for name, rounds_of_one in seconds.items():
             began = time.perf_counter()
             training_pass(model, name)
-            found.append(time.perf_counter() - began)
+            rounds_of_one.append(time.perf_counter() - began)
 
     def time_ratio(name: str, other: str) -> float:
         return statistics.median(a / b for a, b in zip(seconds[name][1:], seconds[other][1:], strict=True))

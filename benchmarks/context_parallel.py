@@ -115,9 +115,9 @@ def training_pass(family: str, length: int, group: Any = None) -> dict[str, floa
     def counted(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         sent[0] += x.nbytes * (size - 1)
         began = time.process_time()
-        found = collectives.wait_tensor(gather(x, *arguments))
+        gathered = collectives.wait_tensor(gather(x, *arguments))
         waited[0] += time.process_time() - began
-        return found
+        return gathered
 
     collectives.all_gather_single_autograd = counted
     step(ids[:, first : first + 1])

@@ -27,21 +27,21 @@ def models(name: str) -> dict[str, nn.Module]:
     torch.manual_seed(0)
     settings = {**SIZES, **IDS, **MODELS[name]}
     made = FAMILIES[f"stateful_{name}"]
-    found = {"ours": made(made.config_class(**settings)).eval()}
+    competitors = {"ours": made(made.config_class(**settings)).eval()}
     if name in STOCK:
         stock, config = STOCK[name]
-        found["theirs"] = stock(config(**settings)).eval()
-    return found
+        competitors["theirs"] = stock(config(**settings)).eval()
+    return competitors
 
 
 def bench_decode(rounds: int) -> dict[str, float]:
     """Tokens/s of `generate` after a prompt, four layers at 130m's dimensions, fp32; the limit reads all matrices."""
     result = {}
     for name in MODELS:
-        found = models(name)
+        competitors = models(name)
         for rows in ROWS:
-            runs = {who: Generating(model, rows) for who, model in found.items()}
-            runs |= {"limit": WeightReading(found["ours"], rows), "theirs": runs.get("theirs", runs["ours"])}
+            runs = {who: Generating(model, rows) for who, model in competitors.items()}
+            runs |= {"limit": WeightReading(competitors["ours"], rows), "theirs": runs.get("theirs", runs["ours"])}
             seconds, ratio = take_turns(rounds, runs)
             prefix = f"{name}_{rows}_rows"
             result[f"{prefix}_tokens_per_second"] = rows * NEW / seconds["ours"]

@@ -49,11 +49,11 @@ class Measured(NamedTuple):
 
     name: str
     tokens: int
-    found: Mapping[str, Sequence[float]]
+    costs: Mapping[str, Sequence[float]]
 
     def ratios(self, other: str) -> list[float]:
         """How many times the seconds of ours the other takes, in each round: more is better for ours."""
-        return [theirs / ours for theirs, ours in zip(self.found.get(other, ()), self.found["ours"], strict=False)]
+        return [theirs / ours for theirs, ours in zip(self.costs.get(other, ()), self.costs["ours"], strict=False)]
 
 
 def backwards(losses: dict[str, Callable[[], Tensor]]) -> dict[str, Callable[[], object]]:
@@ -76,14 +76,16 @@ def rows() -> Iterator[Row]:
     runs: dict[str, Callable[[], object]] = {"ours": passes["theirs"], "theirs": passes["ours"]}
     yield Row("mamba2 scan, window (theirs: none)", WINDOWED, runs)
     for family in ("mamba2", "mamba", "gla", "rwkv6", "rwkv7"):
-        found = decoders(family)
+        competitors = decoders(family)
         for count in (1, 8):
-            runs = {who: Generating(model, count) for who, model in found.items()}
+            runs = {who: Generating(model, count) for who, model in competitors.items()}
             yield Row(
-                f"{family} decoding, rows {count}", count * NEW, {**runs, "limit": WeightReading(found["ours"], count)}
+                f"{family} decoding, rows {count}",
+                count * NEW,
+                {**runs, "limit": WeightReading(competitors["ours"], count)},
             )
         if family == "mamba2":
-            runs = {who: Generating(model, 1, LENGTH, 1) for who, model in found.items()}
+            runs = {who: Generating(model, 1, LENGTH, 1) for who, model in competitors.items()}
             yield Row(f"{family} first token after {LENGTH:,}", LENGTH, runs)
 
 
@@ -114,9 +116,9 @@ def line(row: Measured) -> tuple[str, ...]:
     """Tokens/s (MiB for bytes) of each, the ratio to theirs with its range, and the share of the limit."""
 
     def figure(name: str) -> str:
-        if name not in row.found:
+        if name not in row.costs:
             return ""
-        middle = statistics.median(row.found[name])
+        middle = statistics.median(row.costs[name])
         return f"{row.tokens / middle:,.0f}" if row.tokens > 1 else f"{middle / 2**20:,.0f} MiB"
 
     ratios, shares = row.ratios("theirs"), row.ratios("limit")
@@ -163,13 +165,13 @@ def main() -> int:
     print(f"torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}; tokens per second of a core\n")
     form = "{:40} {:>10} {:>10} {:>8} {:>14} {:>10} {:>6}"
     print(form.format(*HEAD), flush=True)
-    found = []
+    results = []
     for row in measured(options.rounds):
-        found.append(row)
+        results.append(row)
         print(form.format(*line(row)), flush=True)
     if options.json:
-        options.json.write_text(json.dumps([row._asdict() for row in found], indent=1) + "\n", encoding="utf-8")
-    now = summary(found)
+        options.json.write_text(json.dumps([row._asdict() for row in results], indent=1) + "\n", encoding="utf-8")
+    now = summary(results)
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
     fell = fallen(now, kept)
     if options.keep:

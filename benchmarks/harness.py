@@ -74,12 +74,12 @@ def compare(label: str, model: Any) -> None:
     model.register_forward_pre_hook(count, with_kwargs=True)
     for shared, words in ((True, "the same demonstrations"), (False, "demonstrations of their own")):
         asked = requests(shared)
-        found = {}
+        scores = {}
         for name, lm in (("hf", theirs), ("lengthgen", ours)):
             tokens, start = 0, time.process_time()
-            found[name] = lm.loglikelihood(asked, disable_tqdm=True)
+            scores[name] = lm.loglikelihood(asked, disable_tqdm=True)
             print(f"{label}, {words}, {name}: {tokens:,} tokens, {time.process_time() - start:.1f} s")
-        apart = max(abs(a[0] - b[0]) for a, b in zip(found["hf"], found["lengthgen"], strict=True))
+        apart = max(abs(a[0] - b[0]) for a, b in zip(scores["hf"], scores["lengthgen"], strict=True))
         print(f"{label}, {words}: log-likelihoods differ by at most {apart:.0e}")
 
 

@@ -135,9 +135,9 @@ def bench_memory(rounds: int) -> dict[str, float]:
     """Peaks with 1.3 billion parameters above those with a tiny checkpoint, in sizes of it, once; and of `DEEP`."""
     result: dict[str, float] = {}
     for asked in ("0", "1"):
-        found = in_own_process("peak_of_deep", asked)
-        result[f"deep_{'with' if asked == '1' else 'without'}_final_states_mib"] = found["mib"]
-        result["deep_states_mib"] = found["states_mib"]
+        peak = in_own_process("peak_of_deep", asked)
+        result[f"deep_{'with' if asked == '1' else 'without'}_final_states_mib"] = peak["mib"]
+        result["deep_states_mib"] = peak["states_mib"]
     with tempfile.TemporaryDirectory() as folder:
         made = {size: in_own_process("make_checkpoint", f"{folder}/{size}") for size in ("tiny", "big")}
         size = made["big"]["mib"] - made["tiny"]["mib"]

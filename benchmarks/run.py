@@ -41,11 +41,11 @@ def bench_stream(rounds: int) -> dict[str, float]:
     """One stream of 1,048,576 tokens against one of 65,536: peak memory and speed."""
     runs: dict[str, list[dict[str, float]]] = {"65536": [], "1048576": []}
     for _ in range(min(rounds, 3)):
-        for length, found in runs.items():
-            found.append(in_own_process("stream_of", length))
+        for length, measured in runs.items():
+            measured.append(in_own_process("stream_of", length))
     middle = {
-        length: {key: statistics.median(run[key] for run in found) for key in found[0]}
-        for length, found in runs.items()
+        length: {key: statistics.median(run[key] for run in measured) for key in measured[0]}
+        for length, measured in runs.items()
     }
     short, long = middle["65536"], middle["1048576"]
     return {

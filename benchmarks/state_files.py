@@ -100,13 +100,13 @@ def main() -> None:
         rows.append(("the last state as one file", "", f"{(Path(temporary) / 'alone').stat().st_size:,}"))
         rows.append(("the state in it", "", f"{state:,}"))
         for path, title in ((folder, "all"), (half, "half")):
-            found = in_another_process(path)
+            timed = in_another_process(path)
             if title == "half":
-                rows.append((f"crop to {found['position']:,} tokens", f"{cropping:.2f}", f"{half.stat().st_size:,}"))
-            rows.append((f"{title}: load and check, another process", f"{found['load']:.2f}", ""))
-            rows.append((f"{title}: {QUESTIONS} questions of 12 tokens, {ANSWER} each", f"{found['ask']:.1f}", ""))
-            same = "the same answer" if found["equal"] else "ANOTHER ANSWER"
-            rows.append((f"{title}: one question with the document at once", f"{found['at_once']:.1f}", same))
+                rows.append((f"crop to {timed['position']:,} tokens", f"{cropping:.2f}", f"{half.stat().st_size:,}"))
+            rows.append((f"{title}: load and check, another process", f"{timed['load']:.2f}", ""))
+            rows.append((f"{title}: {QUESTIONS} questions of 12 tokens, {ANSWER} each", f"{timed['ask']:.1f}", ""))
+            same = "the same answer" if timed["equal"] else "ANOTHER ANSWER"
+            rows.append((f"{title}: one question with the document at once", f"{timed['at_once']:.1f}", same))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
         print(f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}")

@@ -70,8 +70,8 @@ def bench_trainer(rounds: int) -> dict[str, float]:
         medians: dict[str, list[float]] = {"plain": [], **{method: [] for method in SETTINGS}}
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(rounds):
-                for method, found in medians.items():
-                    found.append(_seconds_of_step(method, sizes, stream, batch, length, steps, folder))
+                for method, seconds in medians.items():
+                    seconds.append(_seconds_of_step(method, sizes, stream, batch, length, steps, folder))
         result |= {f"{name}_{method}_step_ms": statistics.median(values) * 1000 for method, values in medians.items()}
         result |= {
             f"{name}_{method}_ratio": statistics.median(

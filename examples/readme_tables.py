@@ -17,10 +17,10 @@ def fill(readme: Path, parts: Mapping[str, str]) -> None:
     for name, part in parts.items():
         marked = rf"(<!-- {re.escape(name)} -->\n).*?(<!-- end -->\n)"
         escaped = part.replace("\\", r"\\")  # a replacement reads backslashes
-        text, found = re.subn(marked, rf"\g<1>{escaped}\g<2>", text, flags=re.DOTALL)
-        if found != 1:
+        text, places = re.subn(marked, rf"\g<1>{escaped}\g<2>", text, flags=re.DOTALL)
+        if places != 1:
             raise ValueError(
-                f"{readme} has {found} places for {name!r}, but must have one: a line <!-- {name} --> and a line "
+                f"{readme} has {places} places for {name!r}, but must have one: a line <!-- {name} --> and a line "
                 "<!-- end -->."
             )
     with replacing(readme) as file:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.stage import DEVICE, Part, Stage, told
+from benchmarks.gpu.stage import DEVICE, Part, Stage, in_short
 from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
 from tests.models.families import random_state
@@ -59,13 +59,13 @@ def compared(kind: str, fields: dict[str, Any], dtype: torch.dtype, rows: int, l
     embeds = torch.randn(rows, length, config.hidden_size).to(dtype)
     state = random_state(model, rows)
     expected = passed(deepcopy(model).double(), embeds.double(), map_state(Tensor.double, state))
-    found: dict[str, Any] = {"torch": errors(passed(model, embeds, state), expected)}
+    result: dict[str, Any] = {"torch": errors(passed(model, embeds, state), expected)}
     model.config.scan_backend = "kernel"
     try:
-        found["kernel"] = errors(passed(model, embeds, state), expected)
+        result["kernel"] = errors(passed(model, embeds, state), expected)
     except ValueError as error:  # how the package refuses kernels that are not there
-        found["kernel"] = {"missing": str(error)}
-    return found
+        result["kernel"] = {"missing": str(error)}
+    return result
 
 
 def passed(model: Any, embeds: Tensor, state: Any) -> dict[str, Tensor]:
@@ -78,13 +78,13 @@ def passed(model: Any, embeds: Tensor, state: Any) -> dict[str, Tensor]:
 
 def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Errors:
     """The largest error by kind; infinite if there is a NaN."""
-    found: Errors = dict.fromkeys(KINDS.values(), 0.0)
+    largest: Errors = dict.fromkeys(KINDS.values(), 0.0)
     for name, value in expected.items():
         if value.numel():
             kind = KINDS[name.split()[0]]
             error = float((actual[name].double() - value).abs().max() / value.abs().max().clamp(min=1e-30))
-            found[kind] = max(found[kind], math.inf if math.isnan(error) else error)
-    return {kind: float(f"{error:.3g}") for kind, error in found.items()}
+            largest[kind] = max(largest[kind], math.inf if math.isnan(error) else error)
+    return {kind: float(f"{error:.3g}") for kind, error in largest.items()}
 
 
 class Recorder:
@@ -108,18 +108,18 @@ class Recorder:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or not report.passed:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            found = {"outcome": report.outcome, "seconds": round(report.duration, 1)}
-            self.keep(report.nodeid, found | ({} if report.passed else {"message": reason[-500:]}))
+            result = {"outcome": report.outcome, "seconds": round(report.duration, 1)}
+            self.keep(report.nodeid, result | ({} if report.passed else {"message": reason[-500:]}))
         if report.failed and DEVICE == "cuda":
             try:
                 torch.cuda.synchronize()
             except RuntimeError as error:
-                self.session.shouldstop = f"the GPU cannot be used after this error: {told(error)}"
+                self.session.shouldstop = f"the GPU cannot be used after this error: {in_short(error)}"
         if self.stage.left() < 0:
             self.session.shouldstop = "out of time"
 
-    def keep(self, nodeid: str, found: dict[str, Any]) -> None:
-        self.stage.parts[f"test {nodeid}"] = found
+    def keep(self, nodeid: str, result: dict[str, Any]) -> None:
+        self.stage.parts[f"test {nodeid}"] = result
         self.stage.write()
 
 
@@ -150,14 +150,14 @@ def run(stage: Stage) -> None:
 def row(parts: dict[str, Any]) -> str:
     """Outcomes of the tests, and the largest errors of kernels and torch in each dtype."""
     outcomes = [part["outcome"] for name, part in parts.items() if name.startswith("test ")]
-    told_tests = ", ".join(f"{outcomes.count(one)} {one}" for one in sorted(set(outcomes), reverse=True))
-    lines = [f"tests: {told_tests or 'none run'}"]
+    counts = ", ".join(f"{outcomes.count(one)} {one}" for one in sorted(set(outcomes), reverse=True))
+    lines = [f"tests: {counts or 'none run'}"]
     for dtype in DTYPES:
         for path in ("kernel", "torch"):
-            all_found = {name: part.get(path, {}) for name, part in parts.items() if name.endswith(f", {dtype}")}
-            found = {name.partition(",")[0]: part for name, part in all_found.items() if "outputs" in part}
-            if found:
-                worst = {kind: max(found, key=lambda name: found[name][kind]) for kind in KINDS.values()}
-                largest = ", ".join(f"{kind} {found[name][kind]:.1e} ({name})" for kind, name in worst.items())
-                lines.append(f"{path} {dtype}, largest errors of {len(found)} families: {largest}")
+            of_path = {name: part.get(path, {}) for name, part in parts.items() if name.endswith(f", {dtype}")}
+            by_family = {name.partition(",")[0]: part for name, part in of_path.items() if "outputs" in part}
+            if by_family:
+                worst = {kind: max(by_family, key=lambda name: by_family[name][kind]) for kind in KINDS.values()}
+                largest = ", ".join(f"{kind} {by_family[name][kind]:.1e} ({name})" for kind, name in worst.items())
+                lines.append(f"{path} {dtype}, largest errors of {len(by_family)} families: {largest}")
     return "; ".join(lines)

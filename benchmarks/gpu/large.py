@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.speed import TINY_SIZES, Timer
-from benchmarks.gpu.stage import DEVICE, Part, Stage, free_memory, parameters_of, peak_gib, scan_of, told
+from benchmarks.gpu.stage import DEVICE, Part, Stage, free_memory, in_short, parameters_of, peak_gib, scan_of
 from benchmarks.trainer_steps import SETTINGS
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks
 from hf_recurrent_lengthgen.models import FAMILIES
@@ -43,7 +43,7 @@ def steps_of(method: str, tiny: bool, work: str) -> dict[str, Any]:
             return taken(method, tiny, work, rows)
         except torch.OutOfMemoryError as error:
             if rows == 1:
-                return {"missing": f"memory for one row: {told(error)}"}
+                return {"missing": f"memory for one row: {in_short(error)}"}
         rows //= 2
         free_memory()
 
@@ -71,8 +71,8 @@ def taken(method: str, tiny: bool, work: str, rows: int) -> dict[str, Any]:
     data: Any = ContinuedChunks(stream, length, 2) if method == "tbtt" else PackedBlocks(stream, length)
     trainer = trainer_class(model, arguments, train_dataset=data, callbacks=[timer])
     peak = peak_gib(trainer.train)
-    found = {"rows": rows, "step_seconds": round(timer.seconds[-1], 3), "peak_gib": peak}
-    return found | {"parameters": parameters_of(trainer.model), "scan": scan_of(trainer.model)}
+    result = {"rows": rows, "step_seconds": round(timer.seconds[-1], 3), "peak_gib": peak}
+    return result | {"parameters": parameters_of(trainer.model), "scan": scan_of(trainer.model)}
 
 
 def run(stage: Stage) -> None:

@@ -19,12 +19,12 @@ def written_table(output: Path, readme: Path | None) -> str:
         file = output / f"{name}.json"
         if not file.is_file():
             continue
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["key"]["tiny"] and readme is not None:
+        stage = json.loads(file.read_text(encoding="utf-8"))
+        if stage["key"]["tiny"] and readme is not None:
             raise ValueError(f"{file} holds results of --tiny, which belong into no table: give another --output.")
-        environment = found["key"]["environment"]
+        environment = stage["key"]["environment"]
         where = ", ".join(f"{key} {environment[key]}" for key in ("torch", "mamba_ssm", "causal_conv1d", "fla"))
-        result = import_module(f"benchmarks.gpu.{name}").row(found["parts"])
+        result = import_module(f"benchmarks.gpu.{name}").row(stage["parts"])
         rows.append(f"| {name} | {result} | {environment['device']}, {where} |\n")
     head = "| stage | result | machine |\n|---|---|---|\n"
     table = head + "".join(rows) if rows else "No stage has a result yet: none has been run on a GPU.\n"

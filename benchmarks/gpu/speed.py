@@ -131,18 +131,18 @@ def of_statex(family: str, tiny: bool) -> dict[str, Any]:
     models = {"ours": expand_state(vanilla, count=count), "theirs": vanilla}
     models = {name: model.to(DEVICE, torch.bfloat16) for name, model in models.items()}
     runs = {name: training_pass(model, rows, length) for name, model in models.items()}
-    found: dict[str, Any] = {"scan": scan_of(vanilla)}
-    found["training"] = against(**runs, tokens=rows * length, rounds=rounds)
+    result: dict[str, Any] = {"scan": scan_of(vanilla)}
+    result["training"] = against(**runs, tokens=rows * length, rounds=rounds)
     for model in models.values():
         model.zero_grad(set_to_none=True)
     runs = {name: reading(model, rows, length) for name, model in models.items()}
-    found["prefill"] = against(**runs, tokens=rows * length, rounds=rounds)
-    found["decode"] = {}
+    result["prefill"] = against(**runs, tokens=rows * length, rounds=rounds)
+    result["decode"] = {}
     for decoded in (1, 2) if tiny else (1, 8, 64, 256):  # the states of 512 rows do not fit twice
         runs = {name: decoding(model, decoded, tokens) for name, model in models.items()}
-        found["decode"][str(decoded)] = against(**runs, tokens=decoded * tokens, rounds=rounds)
-    mean = statistics.mean(one["speed_ratio"] for one in found["decode"].values())
-    return found | {"decode_mean_ratio": round(mean, 3)}
+        result["decode"][str(decoded)] = against(**runs, tokens=decoded * tokens, rounds=rounds)
+    mean = statistics.mean(one["speed_ratio"] for one in result["decode"].values())
+    return result | {"decode_mean_ratio": round(mean, 3)}
 
 
 def reading(model: Any, rows: int, length: int) -> Callable[[], None]:
@@ -188,15 +188,15 @@ def of_trainers(work: str, tiny: bool) -> dict[str, Any]:
     rounds, steps, rows, length = (1, 2, 2, 16) if tiny else (3, 8, 16, 2048)
     times: dict[str, list[float]] = {"plain": [], **{method: [] for method in METHODS}}
     for _ in range(rounds):
-        for method, found in times.items():
-            found.append(step_seconds(method, TINY_SIZES if tiny else SIZES, rows, length, steps, work))
+        for method, seconds in times.items():
+            seconds.append(step_seconds(method, TINY_SIZES if tiny else SIZES, rows, length, steps, work))
             free_memory()
     ratios = {
         method: statistics.median(own / plain for own, plain in zip(times[method], times["plain"], strict=True))
         for method in METHODS
     }
     return {
-        "step_ms": {method: round(statistics.median(found) * 1000, 1) for method, found in times.items()},
+        "step_ms": {method: round(statistics.median(seconds) * 1000, 1) for method, seconds in times.items()},
         "time_ratio": {method: round(ratio, 3) for method, ratio in ratios.items()},
     }
 
@@ -248,16 +248,16 @@ def row(parts: dict[str, Any]) -> str:
             speeds, peaks = part["tokens_per_second"], part["peak_gib"]
             memory = f", {peaks['ours']} against {peaks['theirs']} GiB" if peaks["ours"] else ""
             other = "itself without" if name.startswith("states") else name.partition(",")[0].replace("_", "-")
-            told = f"{speeds['ours']:,} against {speeds['theirs']:,} tokens/s ({part['speed_ratio']:.2f}x){memory}"
-            lines.append(f"{name.partition(', ')[2]} with states against {other}: {told}, scan by {part['scan']}")
+            words = f"{speeds['ours']:,} against {speeds['theirs']:,} tokens/s ({part['speed_ratio']:.2f}x){memory}"
+            lines.append(f"{name.partition(', ')[2]} with states against {other}: {words}, scan by {part['scan']}")
         elif "decode" in part:
             ratios = {kind: part[kind]["speed_ratio"] for kind in ("training", "prefill")}
-            told = ", ".join(f"{kind} {ratio:.2f}x" for kind, ratio in ratios.items())
+            words = ", ".join(f"{kind} {ratio:.2f}x" for kind, ratio in ratios.items())
             mean = f"decoding {part['decode_mean_ratio']:.2f}x on the average over rows"
-            lines.append(f"{name}: {told}, {mean}, scan by {part['scan']}")
+            lines.append(f"{name}: {words}, {mean}, scan by {part['scan']}")
         elif "time_ratio" in part:
-            told = ", ".join(f"{method} {ratio:.2f}x" for method, ratio in part["time_ratio"].items())
-            lines.append(f"time of a step against Trainer's ({part['step_ms']['plain']} ms): {told}")
+            words = ", ".join(f"{method} {ratio:.2f}x" for method, ratio in part["time_ratio"].items())
+            lines.append(f"time of a step against Trainer's ({part['step_ms']['plain']} ms): {words}")
         else:
             lines.append(f"{name}: {part.get('missing') or part.get('error')}")
     return "; ".join(lines)

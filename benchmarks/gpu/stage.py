@@ -32,12 +32,12 @@ Part = Callable[[], Any]
 @cache
 def environment() -> dict[str, Any]:
     """Device, versions, and for each package of kernels its version or why it is missing."""
-    found: dict[str, Any] = {"device": platform.processor() or platform.machine(), "python": platform.python_version()}
+    facts: dict[str, Any] = {"device": platform.processor() or platform.machine(), "python": platform.python_version()}
     if DEVICE == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory
-        found |= {"device": torch.cuda.get_device_name(), "memory_gib": round(memory / 2**30, 1)}
-    found |= {name: metadata.version(name) for name in ("torch", "transformers")}
-    return found | {"cuda": torch.version.cuda} | {name: _kernels(name, package) for name, package in KERNELS.items()}
+        facts |= {"device": torch.cuda.get_device_name(), "memory_gib": round(memory / 2**30, 1)}
+    facts |= {name: metadata.version(name) for name in ("torch", "transformers")}
+    return facts | {"cuda": torch.version.cuda} | {name: _kernels(name, package) for name, package in KERNELS.items()}
 
 
 def _kernels(name: str, package: str) -> str:
@@ -49,7 +49,7 @@ def _kernels(name: str, package: str) -> str:
             import_module(name)
         return metadata.version(package)
     except Exception as error:  # a build for another torch fails in many ways
-        return f"missing: {told(error)}"
+        return f"missing: {in_short(error)}"
 
 
 def missing(name: str) -> dict[str, str] | None:
@@ -60,7 +60,7 @@ def missing(name: str) -> dict[str, str] | None:
     return None if DEVICE == "cuda" else {"missing": f"a GPU for {KERNELS[name]}"}
 
 
-def told(error: BaseException) -> str:
+def in_short(error: BaseException) -> str:
     """Type and message of an error, at most 500 characters."""
     return f"{type(error).__name__}: {error}"[:500]
 
@@ -127,7 +127,7 @@ class Stage:
             try:
                 result = parts[name]()
             except Exception as error:
-                result = {"error": told(error)}
+                result = {"error": in_short(error)}
             if result is None:
                 del self.parts[name]
             else:
@@ -142,8 +142,8 @@ class Stage:
         return not rest
 
     def _result(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.parts.get(name, {})
-        return found
+        result: dict[str, Any] = self.parts.get(name, {})
+        return result
 
     @contextmanager
     def hard_limit(self) -> Iterator[None]:
@@ -179,7 +179,7 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
     except RuntimeError as error:
         raise SystemExit(
-            f"The GPU cannot be used after this error, the same command goes on: {told(error)}"
+            f"The GPU cannot be used after this error, the same command goes on: {in_short(error)}"
         ) from error
 
 

@@ -60,25 +60,25 @@ def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Resu
         | {f"{whole / 1e6:.2g} M tokens": ("base", "measured")},
         "Warm-up": {f"{100 * w:g} % of steps": ("base" if w == 0.1 else f"warmup_{w}", "measured") for w in WARMUPS},
     }
-    found: dict[str, dict[str, dict[int, Result]]] = {}
+    measured: dict[str, dict[str, dict[int, Result]]] = {}
     for panel, labels in stages.items():
-        found[panel] = {}
+        measured[panel] = {}
         for label, (stage, key) in labels.items():
             kept = {seed: study.result(stage, seed) for seed in seeds}
-            found[panel][label] = {seed: result[key] for seed, result in kept.items() if result is not None}
-    return found
+            measured[panel][label] = {seed: result[key] for seed, result in kept.items() if result is not None}
+    return measured
 
 
-def figure(study: Study, found: dict[str, dict[str, dict[int, Result]]]) -> None:
+def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> None:
     """Loss above, harm below, one column per series."""
     quantities = {"nll": "loss (nats per byte)", "harm": "harm of extra context"}
-    titles = [f"{panel}: {quantity}" for quantity in quantities.values() for panel in found]
-    picture, axes = panels(titles, len(found))
+    titles = [f"{panel}: {quantity}" for quantity in quantities.values() for panel in measured]
+    picture, axes = panels(titles, len(measured))
     length = study.settings.training_length
-    places = [(curve, panel) for curve in quantities for panel in found]
+    places = [(curve, panel) for curve in quantities for panel in measured]
     for axis, (curve, panel) in zip(axes, places, strict=True):
         first = length // 8 if curve == "nll" else length // 4
-        for (label, results), color, line in zip(found[panel].items(), COLORS, LINES, strict=False):
+        for (label, results), color, line in zip(measured[panel].items(), COLORS, LINES, strict=False):
             if results:
                 draw(axis, list(results.values()), curve, first, color=color, linestyle=line, label=label)
         position_axis(axis, first, study.length)
@@ -95,17 +95,17 @@ def figure(study: Study, found: dict[str, dict[str, dict[int, Result]]]) -> None
 
 def report(study: Study, seeds: list[int]) -> None:
     """Figure, table and numbers of the stages that are there."""
-    found = series(study, seeds)
-    figure(study, found)
+    measured = series(study, seeds)
+    figure(study, measured)
     rows = []
-    for panel, curves in found.items():
+    for panel, curves in measured.items():
         for label, results in curves.items():
             values = list(results.values())
             if values:
                 numbers = [over_seeds(values, "harm_last", "+.3f"), over_seeds(values, "nll_last")]
                 numbers += [over_seeds(values, key) for key in ("in_window", "context_use")]
                 rows.append([panel.lower(), label, ", ".join(map(str, results)), *numbers])
-    start, stop = next(iter(found["Tokens seen"].values()))[seeds[0]]["harm_range"]
+    start, stop = next(iter(measured["Tokens seen"].values()))[seeds[0]]["harm_range"]
     head = ["varied", "value", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
     table = markdown([*head, "loss inside the training length", "context use"], rows)
     (study.output / "failure.md").write_text(table, encoding="utf-8")
@@ -113,7 +113,7 @@ def report(study: Study, seeds: list[int]) -> None:
         study.output / "failure.json",
         {
             f"{panel}: {label}": results
-            for panel, curves in found.items()
+            for panel, curves in measured.items()
             for label, results in curves.items()
             if results
         },

@@ -154,10 +154,10 @@ def _losses(model: nn.Module, tokens: np.ndarray, rule: Forgetting, settings: Ev
     """Mean loss of each text, (S,) float64."""
     try:
         with forgetting(model, **rule._asdict()):
-            found = stream_nll(model, tokens, **settings.reading | {"progress": False})
+            stream = stream_nll(model, tokens, **settings.reading | {"progress": False})
     except ValueError as error:
         raise ValueError(f"With {in_words(rule)}: {error}") from error
-    return found.nll.mean(1, dtype=np.float64)
+    return stream.nll.mean(1, dtype=np.float64)
 
 
 def _trial(rule: Forgetting, losses: np.ndarray, nothing: np.ndarray, confidence: float) -> ForgettingTrial:

@@ -104,10 +104,10 @@ def sigma_of(study: Study, name: str, seed: int) -> float | None:
 
 def best_noise(study: Study, seed: int) -> str | None:
     """The noise of least harm, on the texts that are reported: the choice is in its favor."""
-    found = {name: study.result(name, seed) for name in noises()}
-    if any(result is None for result in found.values()):
+    results = {name: study.result(name, seed) for name in noises()}
+    if any(result is None for result in results.values()):
         return None
-    return min(found, key=lambda name: found[name]["measured"]["harm_last"]["mean"])
+    return min(results, key=lambda name: results[name]["measured"]["harm_last"]["mean"])
 
 
 def stages(study: Study, seeds: list[int]) -> Iterator[Callable[[], Any]]:
@@ -134,7 +134,7 @@ def labels(study: Study) -> dict[str, str]:
     return {"base": "base"} | {name: methods[name].label for name in order}
 
 
-def figure(study: Study, found: dict[str, dict[int, Result]], noise: str) -> None:
+def figure(study: Study, measured: dict[str, dict[int, Result]], noise: str) -> None:
     """Loss and harm against position, after Fig. 5 of arXiv:2507.02782."""
     looks = {
         "base": ("base", "#d55e00", "solid"),
@@ -148,8 +148,8 @@ def figure(study: Study, found: dict[str, dict[int, Result]], noise: str) -> Non
     length = study.settings.training_length
     for axis, curve, first in zip(axes, ("nll", "harm"), (length // 8, length // 2), strict=True):
         for name, (label, color, line) in looks.items():
-            if found.get(name):
-                draw(axis, list(found[name].values()), curve, first, color=color, linestyle=line, label=label)
+            if measured.get(name):
+                draw(axis, list(measured[name].values()), curve, first, color=color, linestyle=line, label=label)
         position_axis(axis, first, study.length)
         mark_training_lengths(axis, [length])
     axes[1].axhline(0, color=INK, linewidth=1, zorder=0)
@@ -159,20 +159,20 @@ def figure(study: Study, found: dict[str, dict[int, Result]], noise: str) -> Non
 
 def report(study: Study, seeds: list[int]) -> None:
     """Figure, table and numbers of the stages that are there."""
-    found = study.measured(labels(study), seeds)
+    measured = study.measured(labels(study), seeds)
     rows = []
-    for name, results in found.items():
+    for name, results in measured.items():
         values = list(results.values())
         numbers = [over_seeds(values, "harm_last", "+.3f"), over_seeds(values, "nll_last")]
         numbers += [over_seeds(values, key) for key in ("in_window", "context_use", "misalignment")]
         rows.append([labels(study)[name], ", ".join(map(str, results)), *numbers])
-    start, stop = next(iter(next(iter(found.values())).values()))["harm_range"]
+    start, stop = next(iter(next(iter(measured.values())).values()))["harm_range"]
     head = ["method", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
     head += [f"loss inside {study.settings.training_length}", "context use", "misalignment"]
     table = markdown(head, rows)
     (study.output / "interventions.md").write_text(table, encoding="utf-8")
-    study.write_results(study.output / "interventions.json", found)
-    figure(study, found, best_noise(study, seeds[0]) or next(iter(noises())))
+    study.write_results(study.output / "interventions.json", measured)
+    figure(study, measured, best_noise(study, seeds[0]) or next(iter(noises())))
     print(table)
 
 

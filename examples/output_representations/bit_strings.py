@@ -153,8 +153,8 @@ def errors_by_length(
             total = 0.0
             for start in range(0, samples, batch_size):
                 batch = rows.batch(range(start, min(start + batch_size, samples)))
-                found = recover(model(input_ids=batch["input_ids"].to(device)).logits.double().cpu())
-                total += float((found - _numbers(batch["input_ids"], task.quantity)).square().sum())
+                predicted = recover(model(input_ids=batch["input_ids"].to(device)).logits.double().cpu())
+                total += float((predicted - _numbers(batch["input_ids"], task.quantity)).square().sum())
             errors[length] = total / samples
     return errors
 

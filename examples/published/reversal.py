@@ -148,10 +148,10 @@ def streams(rows: int, problems: int, digits: int, seed: int) -> Tensor:
 @torch.no_grad()
 def right(model: Any, problems: int, digits: int, rows: int, seed: int) -> list[float]:
     """Share of right digits in each problem of streams whose state is carried, over so many streams."""
-    state, found = None, []
+    state, shares = None, []
     for tokens in streams(rows, problems, digits, seed).unflatten(1, (problems, -1)).unbind(1):
         output = model(input_ids=tokens, initial_state=state, output_final_state=True)
         guessed = output.logits[:, digits : 2 * digits].argmax(-1)
-        found.append(float((guessed == tokens[:, digits + 1 : -1]).float().mean()))
+        shares.append(float((guessed == tokens[:, digits + 1 : -1]).float().mean()))
         state = output.final_state
-    return found
+    return shares

@@ -80,7 +80,7 @@ def fit_law(
     fit = fit_linear_law if quantity == "forget" else fit_exponential_law
     points = [threshold.size for threshold in known], [threshold.length for threshold in known]
     try:
-        found = fit(*points, confidence, size_unit, length_unit)
+        fitted = fit(*points, confidence, size_unit, length_unit)
     except NoFitError as error:
         return Law(quantity, rule, tuple(thresholds), None, str(error))
-    return Law(quantity, rule, tuple(thresholds), found, None)
+    return Law(quantity, rule, tuple(thresholds), fitted, None)

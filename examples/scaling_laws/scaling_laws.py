@@ -197,14 +197,14 @@ def recall_threshold(
         raise ValueError(f"least must be above 0 and at most 1, got {least}.")
     if not accuracies or not all(accuracies.values()):
         raise ValueError("T_recall needs at least one training length, and at least one measured length for each.")
-    shares = [share for found in accuracies.values() for share in found.values()]
+    shares = [share for by_length in accuracies.values() for share in by_length.values()]
     if not all(0 <= share <= 1 for share in shares):
         raise ValueError(f"Accuracies must be from 0 to 1, got {_some(shares)}.")
-    longest = {trained: _recalled(found, least) for trained, found in accuracies.items()}
+    longest = {trained: _recalled(by_length, least) for trained, by_length in accuracies.items()}
     length, tried = max(longest.values()), tuple(sorted(accuracies))
     if length == 0:
-        return Threshold(size, "<", min(min(found) for found in accuracies.values()), tried)
-    open_ended = any(longest[trained] == max(found) for trained, found in accuracies.items())
+        return Threshold(size, "<", min(min(by_length) for by_length in accuracies.values()), tried)
+    open_ended = any(longest[trained] == max(by_length) for trained, by_length in accuracies.items())
     return Threshold(size, ">=" if open_ended else "=", length, tried)
 
 
@@ -284,7 +284,7 @@ def fit_exponential_law(
     growth = float(least_squares(lambda x: solution(x)[2][0], [grid[best]], bounds=bounds, **tolerances).x[0])
     if abs(growth) < 1e-6:
         raise NoFitError("The points are on a straight line, which does not determine a and c of an exponential law.")
-    slope, start = (float(found[0]) for found in solution(np.array([growth]))[:2])
+    slope, start = (float(part[0]) for part in solution(np.array([growth]))[:2])
     if abs(growth) / span * max(1.0, n.max()) > LARGEST_EXPONENT:
         raise ValueError(
             f"c^N overflows with N in units of {size_unit:,} elements and sizes from {min(sizes):,} to "
