@@ -10,8 +10,8 @@ from measure import in_own_process, peak_mib, take_turns
 from torch import nn
 from trainer_steps import DEMO
 
-from hf_recurrent_lengthgen.evaluation.effective_remembrance import START_POINTS, remembrance_values, start_points
 from hf_recurrent_lengthgen.evaluation.streaming import TOKENS_PER_FORWARD
+from hf_recurrent_lengthgen.metrics.remembrance.measure import START_POINTS, remembrance_values, start_points
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 LENGTH, LENGTHS = 8192, (2048, 8192, 32_768)

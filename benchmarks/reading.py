@@ -12,9 +12,9 @@ from torch import nn
 from trainer_steps import DEMO, WIDE
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from hf_recurrent_lengthgen.evaluation.context_harm import window_nll
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 MIDDLE: dict[str, Any] = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}

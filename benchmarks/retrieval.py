@@ -10,8 +10,8 @@ from trainer_steps import DEMO
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.data.tasks import PasskeyGrid
 from hf_recurrent_lengthgen.evaluation import shared_prefixes
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
-from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 DEPTHS = [place / 9 for place in range(10)]

@@ -12,10 +12,11 @@ from measure import in_own_process, peak_mib
 from torch import nn
 from trainer_steps import DEMO, WIDE
 
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
-from hf_recurrent_lengthgen.evaluation.state_distance import state_drift
-from hf_recurrent_lengthgen.evaluation.state_trajectory import StateObserver, sample_positions
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+from hf_recurrent_lengthgen.metrics.states.distance import state_drift
+from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver, sample_positions
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 STREAMS = (65_536, 1_048_576)

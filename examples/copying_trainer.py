@@ -6,7 +6,7 @@ Mimetic initialization lets it learn in a few minutes; StatePassingTrainer and i
 import argparse
 
 from hf_recurrent_lengthgen.data.tasks import CopyingStrings, StringCollator
-from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
+from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer

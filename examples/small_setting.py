@@ -24,9 +24,10 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli import demo
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
-from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer

@@ -1,7 +1,7 @@
 """Recurrent language models that keep working beyond their training length.
 
 Model families are in `hf_recurrent_lengthgen.models`, which registers them with the Auto classes of Transformers.
-Trainers are in `hf_recurrent_lengthgen.trainers`, metrics in `hf_recurrent_lengthgen.evaluation`. The names here are
+Trainers are in `hf_recurrent_lengthgen.trainers`, metrics in `hf_recurrent_lengthgen.metrics`. The names here are
 loaded on first use.
 """
 
@@ -49,7 +49,7 @@ __all__ = [
     "take_rows",
     "zero_state",
 ]
-_PACKAGES = ("data", "evaluation", "models", "state_files", "surgery", "trainers")
+_PACKAGES = ("data", "metrics", "models", "state_files", "surgery", "trainers")
 _NOT_OF_STATES = {
     "Forgetting": "models.scan_forgetting",
     "LearnedStates": "models.learned_states",

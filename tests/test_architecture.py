@@ -35,21 +35,12 @@ MAY_IMPORT = {
     "data": ("models",),
     "evaluation": ("models", "data"),
     "evaluation.views": (),
+    "evaluation.settings": (),
     "evaluation.json_schema": ("evaluation.views",),
     "evaluation.results": ("evaluation.json_schema",),
-    "evaluation.map_results": ("evaluation.json_schema", "evaluation.results", "models.atomic_files"),
-    "evaluation.accuracy_results": ("evaluation.json_schema", "evaluation.results", "evaluation.retrieval_results"),
-    "evaluation.state_results": ("evaluation.json_schema", "evaluation.results"),
-    "evaluation.retrieval_results": ("evaluation.json_schema", "evaluation.results"),
-    "evaluation.diagnosis_results": ("evaluation.json_schema", "evaluation.results", "evaluation.state_results"),
-    "plotting": (
-        "evaluation.results",
-        "evaluation.map_results",
-        "evaluation.state_results",
-        "evaluation.retrieval_results",
-        "evaluation.diagnosis_results",
-    ),
-    "diagnosis": ("evaluation", "plotting"),
+    "evaluation.words": ("evaluation.results",),
+    "plotting": ("evaluation.results",),
+    "metrics": ("models", "data", "evaluation", "plotting"),
     "state_files": ("models", "evaluation"),
     "harness": ("models", "hybrids", "loading", "data", "evaluation"),
     "cards": (
@@ -58,8 +49,8 @@ MAY_IMPORT = {
         "adapters",
         "methods",
         "records",
-        "diagnosis",
         "evaluation",
+        "metrics",
         "plotting",
     ),
     "hub": (
@@ -76,6 +67,9 @@ MAY_IMPORT = {
         "surgery",
         "data",
         "evaluation",
+        "metrics.context_harm.windows",
+        "metrics.misalignment",
+        "metrics.remembrance.measure",
         "adapters",
         "methods",
         "records",
@@ -88,13 +82,13 @@ MAY_IMPORT = {
         "cards",
         "conversion",
         "data",
-        "diagnosis",
         "evaluation",
         "harness",
         "hub",
         "hybrids",
         "lineage",
         "loading",
+        "metrics",
         "models",
         "plotting",
         "recipes",
@@ -104,8 +98,18 @@ MAY_IMPORT = {
         "trainers",
         "verification",
     ),
-    "": ("models", "hybrids", "loading", "surgery", "data", "evaluation", "plotting", "trainers"),
+    "": ("models", "hybrids", "loading", "surgery", "data", "metrics", "plotting", "trainers"),
 }
+METRICS = ("accuracy", "attention", "context_harm", "diagnosis", "maps", "remembrance", "retrieval", "states")
+RESULTS = tuple(f"metrics.{metric}.result" for metric in METRICS)
+"""Read without measuring or drawing."""
+for _metric in METRICS:
+    MAY_IMPORT[f"metrics.{_metric}.result"] = ("evaluation.json_schema", "evaluation.results", *RESULTS)
+    MAY_IMPORT[f"metrics.{_metric}.figure"] = ("evaluation.results", "plotting", "metrics.states.figure", *RESULTS)
+    if _metric != "diagnosis":  # which makes all parts
+        MAY_IMPORT[f"metrics.{_metric}.measure"] = ("models", "data", "evaluation", "metrics")
+MAY_IMPORT["metrics.maps.result"] += ("models.atomic_files",)
+MAY_IMPORT["metrics.diagnosis.result"] += ("metrics.repeated_token", "metrics.misalignment")
 for _leaf in LEAVES:
     MAY_IMPORT[_leaf] = ()
 
@@ -239,7 +243,10 @@ def test_transformers_finds_only_siblings_and_its_own_dependencies_in_model_file
         ("evaluation/a.py", "from ..trainers import b", "evaluation must not import"),
         ("evaluation/results.py", "from .a import b", "evaluation.results must not import"),
         ("evaluation/results.py", "import hf_recurrent_lengthgen.models", "results must not import"),
-        ("evaluation/map_results.py", "from hf_recurrent_lengthgen.evaluation.a import b", "map_results must not"),
+        ("metrics/maps/result.py", "from hf_recurrent_lengthgen.evaluation.a import b", "maps.result must not"),
+        ("metrics/states/figure.py", "from hf_recurrent_lengthgen.metrics.states.measure import b", "must not import"),
+        ("metrics/states/measure.py", "from hf_recurrent_lengthgen.plotting.style import b", "must not import"),
+        ("evaluation/a.py", "from hf_recurrent_lengthgen.metrics.misalignment import b", "evaluation must not import"),
         ("plotting/a.py", "from hf_recurrent_lengthgen.evaluation.streaming import b", "plotting must not"),
         ("plotting/a.py", "from hf_recurrent_lengthgen.evaluation import b", "plotting must not import"),
         ("trainers/a.py", "from hf_recurrent_lengthgen.cli.b import c", "trainers must not import"),

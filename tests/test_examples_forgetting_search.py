@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen import Forgetting, forgetting
 from hf_recurrent_lengthgen.evaluation import streaming
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen.models import StatefulMamba2Config as Config
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM as Model

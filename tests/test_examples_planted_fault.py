@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences, standard_library_corpus, token_stream
-from hf_recurrent_lengthgen.diagnosis.diagnose import diagnose_model
-from hf_recurrent_lengthgen.diagnosis.page import verdicts
-from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
+from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics.diagnosis.measure import diagnose_model
+from hf_recurrent_lengthgen.metrics.diagnosis.page import verdicts
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from tests.versions import needs_hybrids
 
 EXAMPLE = Path(__file__).parents[1] / "examples/planted_fault.py"

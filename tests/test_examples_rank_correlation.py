@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis, Misalignment
+from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
+from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
 from tests.diagnosis.diagnoses import diagnosed, with_part
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "alignment"))

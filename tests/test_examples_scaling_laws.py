@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, DataSource, TwoResolutions
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
+from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.statistics import position_edges
+from hf_recurrent_lengthgen.metrics.context_harm.result import TwoResolutions
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState
 

@@ -15,7 +15,14 @@ from tests.cards.test_model_cards import MODEL_CARDS, recorded
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_recurrent_lengthgen"
-RECORDS = ("records", "lineage", "trainers.training_runs", "evaluation.results", "evaluation.diagnosis_results")
+RECORDS = (
+    "records",
+    "lineage",
+    "trainers.training_runs",
+    "evaluation.results",
+    "metrics.context_harm.result",
+    "metrics.diagnosis.result",
+)
 NAME = "mamba2-cured"
 
 OTHER_PATTERNS = {

@@ -9,7 +9,7 @@ import pytest
 
 import hf_recurrent_lengthgen
 
-PACKAGES = ("", "models", "trainers", "evaluation", "data", "surgery", "state_files")
+PACKAGES = ("", "models", "trainers", "metrics", "data", "surgery", "state_files")
 
 
 def package(name: str) -> object:

@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.cards import build_card
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.diagnosis import PARTS
-from hf_recurrent_lengthgen.diagnosis.part import Fact, Part, PartRow, Picture
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
-from hf_recurrent_lengthgen.evaluation.evaluate import Measurement
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.json_schema import document, from_json, to_json
+from hf_recurrent_lengthgen.evaluation.measurement import Measurement
 from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
+from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
+from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
+from hf_recurrent_lengthgen.metrics.parts import PARTS
 from hf_recurrent_lengthgen.plotting.style import new_axes
 from tests.cli.conftest import checkpoint, text_file
 
@@ -172,6 +172,6 @@ def test_a_metric_that_is_not_listed_is_refused_and_its_results_are_told_of(
 
 
 def page_reasons(file: Path) -> list[str]:
-    from hf_recurrent_lengthgen.diagnosis.page import reasons
+    from hf_recurrent_lengthgen.metrics.diagnosis.page import reasons
 
     return reasons(read_result(file, Diagnosis))

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.evaluation.misalignment import (
+from hf_recurrent_lengthgen.metrics.misalignment import (
     blocks,
     chunk_positions,
     expected_logs,

@@ -27,13 +27,13 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_recurrent_lengthgen.evaluation.context_harm import check_training_length, last_octave, window_nll
-from hf_recurrent_lengthgen.evaluation.effective_remembrance import LENGTHS_OF_TRAINING, effective_remembrance
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, estimate
-from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, check_training_length, estimate, last_octave
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
+from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
+from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
+from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINING, effective_remembrance
 from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback
 
 QUIET = EvaluationSettings(progress=False)

@@ -27,7 +27,8 @@ from benchmarks.gpu.stage import DEVICE, Part, Stage, parameters_of, scan_of
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
-from hf_recurrent_lengthgen.evaluation.evaluate import HARM_THRESHOLD, EvaluationSettings, evaluate_model
+from hf_recurrent_lengthgen.evaluation.settings import HARM_THRESHOLD, EvaluationSettings
+from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingTrainer, ZeroStateTrainer

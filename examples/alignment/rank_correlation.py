@@ -21,9 +21,10 @@ from itertools import pairwise
 import numpy as np
 from scipy.stats import permutation_test, rankdata
 
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis, Misalignment
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.results import EvaluationResult
+from hf_recurrent_lengthgen.metrics.context_harm.result import EvaluationResult
+from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
+from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
 
 CHANCE = 0.05
 """p-value from which a correlation counts as not shown."""

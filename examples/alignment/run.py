@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.data import ContinuedChunks
-from hf_recurrent_lengthgen.evaluation.misalignment import context_pairs, symmetric_cross_entropy
+from hf_recurrent_lengthgen.metrics.misalignment import context_pairs, symmetric_cross_entropy
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.trainers import (
     AlignmentTrainer,

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, BambaConfig, Qwen3NextConfig, set
 
 from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.data import ContinuedChunks
-from hf_recurrent_lengthgen.evaluation import attention_apart
 from hf_recurrent_lengthgen.lineage import lineage_of
+from hf_recurrent_lengthgen.metrics import attention_apart
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import DECAY_RATE
 from hf_recurrent_lengthgen.plotting.images import save_png

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from hf_recurrent_lengthgen.evaluation.evaluate import DEFAULTS, NOT_SAID, EvaluationSettings, estimate
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest, weights_digest
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, Estimate
+from hf_recurrent_lengthgen.evaluation.results import NOT_SAID, DataRecord, Estimate
+from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
+from hf_recurrent_lengthgen.evaluation.statistics import estimate
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar, stream_nll
 from hf_recurrent_lengthgen.evaluation.text_configs import vocabulary_size
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words

@@ -12,7 +12,7 @@ from transformers import set_seed
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.data.tasks import StringCollator, TaskStrings, string_task
-from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
+from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.surgery import initialize_from_teacher_layer, mimetic_initialization
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
-from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states
 from hf_recurrent_lengthgen.models import StatefulRWKV7ForCausalLM
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK

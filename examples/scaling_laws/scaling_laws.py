@@ -16,10 +16,10 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import t as student
 
-from hf_recurrent_lengthgen.evaluation.constant_prompt import FAILURE_FACTOR
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE
+from hf_recurrent_lengthgen.metrics.repeated_token import FAILURE_FACTOR
+from hf_recurrent_lengthgen.metrics.retrieval.result import RECALL_ACCURACY
 
 STEEPEST = 30.0
 """The exponential is searched up to c^(range of sizes) = e^30 and e^-30."""

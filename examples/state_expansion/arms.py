@@ -18,7 +18,7 @@ from transformers import BambaConfig, BambaForCausalLM
 from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, AssociativeRecall
-from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
+from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,

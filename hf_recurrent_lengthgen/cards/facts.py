@@ -13,20 +13,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hf_recurrent_lengthgen.adapters import refuse_adapter
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
-from hf_recurrent_lengthgen.evaluation.results import (
-    ComparedModel,
-    Comparison,
-    DataSource,
-    EvaluationResult,
-    ForgettingRule,
-)
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult
+from hf_recurrent_lengthgen.evaluation.results import DataSource, ForgettingRule
 from hf_recurrent_lengthgen.json_files import read_json_object
 from hf_recurrent_lengthgen.loading import load_language_model
 from hf_recurrent_lengthgen.methods import EXPANSION, FORGETTING, PLAIN, Method
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.plotting.names import with_names
 from hf_recurrent_lengthgen.private_text import portable, portable_command, portable_text

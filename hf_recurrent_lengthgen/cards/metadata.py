@@ -9,8 +9,9 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from hf_recurrent_lengthgen.cards.facts import Checkpoint, Evidence
 from hf_recurrent_lengthgen.cards.results_section import generalizes, mean_over, own_evaluations, retrieval_results
-from hf_recurrent_lengthgen.evaluation.results import Estimate, EvaluationResult
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalResult
+from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.metrics.context_harm.result import EvaluationResult
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalResult
 from hf_recurrent_lengthgen.models import family_config
 
 LIBRARY = "transformers"

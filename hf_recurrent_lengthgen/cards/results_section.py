@@ -8,13 +8,15 @@ from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.cards.facts import Evidence, data_text, evaluations
 from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link, table
-from hf_recurrent_lengthgen.diagnosis.page import facts
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Curve, Estimate, EvaluationResult
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RECALL_ACCURACY, RetrievalResult, Share
-from hf_recurrent_lengthgen.plotting.figures import context_harm_figure, position_wise_figure
-from hf_recurrent_lengthgen.plotting.findings import interval_text, number_text, status
-from hf_recurrent_lengthgen.plotting.page_parts import definitions
-from hf_recurrent_lengthgen.plotting.retrieval import retrieval_accuracy_figure
+from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+from hf_recurrent_lengthgen.evaluation.words import interval_text, number_text
+from hf_recurrent_lengthgen.metrics.context_harm.figure import context_harm_figure, position_wise_figure
+from hf_recurrent_lengthgen.metrics.context_harm.page import definitions
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, EvaluationResult
+from hf_recurrent_lengthgen.metrics.context_harm.words import status
+from hf_recurrent_lengthgen.metrics.diagnosis.page import facts
+from hf_recurrent_lengthgen.metrics.retrieval.figure import retrieval_accuracy_figure
+from hf_recurrent_lengthgen.metrics.retrieval.result import RECALL_ACCURACY, RetrievalResult, Share
 
 FIGURES, RESULTS = "figures", "results"
 FOLDERS = "Folder names are those of the original run: replace them by your own folders or names on the Hub."

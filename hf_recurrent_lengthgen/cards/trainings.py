@@ -7,7 +7,7 @@ from itertools import pairwise
 from hf_recurrent_lengthgen.cards.facts import data_text
 from hf_recurrent_lengthgen.cards.markdown import escape, table
 from hf_recurrent_lengthgen.evaluation.json_schema import Value
-from hf_recurrent_lengthgen.plotting.findings import number_text
+from hf_recurrent_lengthgen.evaluation.words import number_text
 from hf_recurrent_lengthgen.records import Settings, TrainingRun
 
 Words = Callable[[TrainingRun], str]

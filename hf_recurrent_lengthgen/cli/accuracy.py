@@ -12,13 +12,13 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
 from hf_recurrent_lengthgen.cli.report import draw
 from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS, TaskStrings, string_task
-from hf_recurrent_lengthgen.evaluation.accuracy_results import AccuracyComparison
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import write_result
-from hf_recurrent_lengthgen.evaluation.string_accuracy import measure_accuracy
-from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.loading import load_model
-from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure
+from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure
+from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
+from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
+from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.plotting.names import short_names
 
 DESCRIPTION = """\

@@ -23,10 +23,12 @@ from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.cli.shared_options import add_shared
 from hf_recurrent_lengthgen.cli.threads import FitThreads
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, DataRecord, Role, TrainingRecord
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role, TrainingRecord
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.lineage import last_training, lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization

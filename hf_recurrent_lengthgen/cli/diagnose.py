@@ -16,15 +16,15 @@ from hf_recurrent_lengthgen.cli.measuring import (
 )
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import draw, in_columns, summary_table, write_page
-from hf_recurrent_lengthgen.diagnosis import PARTS
-from hf_recurrent_lengthgen.diagnosis.diagnose import chosen_parts, diagnose_model
-from hf_recurrent_lengthgen.diagnosis.next_steps import next_steps
-from hf_recurrent_lengthgen.diagnosis.page import diagnosis_figures, diagnosis_page, facts, reasons
-from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings
-from hf_recurrent_lengthgen.evaluation.constant_prompt import newline_token
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
 from hf_recurrent_lengthgen.evaluation.files import write_result
-from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
+from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
+from hf_recurrent_lengthgen.metrics.diagnosis.measure import chosen_parts, diagnose_model
+from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
+from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, diagnosis_page, facts, reasons
+from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
+from hf_recurrent_lengthgen.metrics.parts import PARTS
+from hf_recurrent_lengthgen.metrics.repeated_token import newline_token
+from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
 
 DESCRIPTION = f"""\
 Measure how language models generalize in length, and why they fail: everything that `lengthgen evaluate` measures, and

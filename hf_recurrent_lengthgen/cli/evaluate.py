@@ -16,11 +16,12 @@ from hf_recurrent_lengthgen.cli.measuring import (
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.processes import add_context_parallel, started, together
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison
-from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.lineage import last_training
+from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
+from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.records import read_lineage
 
 DESCRIPTION = """\

@@ -10,11 +10,11 @@ import torch
 from hf_recurrent_lengthgen.cli.inputs import make_output_folder
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import MODEL, add_shared
-from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
-from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, save_maps
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
-from hf_recurrent_lengthgen.plotting.attention_maps import attention_maps_figure
+from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
+from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
+from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, save_maps
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.names import short_names
 from hf_recurrent_lengthgen.state_files.origin import unwrapped

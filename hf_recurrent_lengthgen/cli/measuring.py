@@ -22,10 +22,10 @@ from hf_recurrent_lengthgen.cli.inputs import (
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.shared_options import DTYPES, HOW, MODELS, add_shared
 from hf_recurrent_lengthgen.data import evaluation_sequences
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
 from hf_recurrent_lengthgen.loading import load_language_model, load_tokenizer
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words

@@ -6,10 +6,11 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.evaluation.files import write_result
-from hf_recurrent_lengthgen.evaluation.results import Comparison, Estimate
+from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.metrics.context_harm.page import PICTURES, comparison_page
+from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
-from hf_recurrent_lengthgen.plotting.page import PICTURES, comparison_page
 
 LOADING = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer

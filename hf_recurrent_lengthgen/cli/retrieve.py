@@ -39,15 +39,15 @@ from hf_recurrent_lengthgen.data.tasks import (
     babi_files,
     read_babi,
 )
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison, RetrievalResult, Share
-from hf_recurrent_lengthgen.evaluation.tables import rows_of, write_csv
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.loading import load_language_model
+from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, retrieval_accuracy_figure, within_figure
+from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult, Share
+from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
 from hf_recurrent_lengthgen.plotting.names import short_names
-from hf_recurrent_lengthgen.plotting.retrieval import heat_map_figure, retrieval_accuracy_figure, within_figure
 from hf_recurrent_lengthgen.plotting.style import short_number
 
 DESCRIPTION = """\

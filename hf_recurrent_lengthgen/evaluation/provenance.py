@@ -5,12 +5,17 @@ import hashlib
 import json
 import sys
 import sysconfig
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+from hf_recurrent_lengthgen.evaluation.results import ForgettingRule
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
+from hf_recurrent_lengthgen.versions import installed_versions
 
 ADAPTER_SETTINGS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling", "use_dora", "use_rslora")
 """Attributes of an adapter layer (PEFT) that change predictions and are in neither weights nor config of the model."""
@@ -56,6 +61,17 @@ def model_record(model: Any) -> dict[str, str]:
     }
 
 
+def run_record(model: Any, began: float) -> dict[str, Any]:
+    """Fields of a result: versions, seconds since `began` (`time.perf_counter`), and how the model forgets."""
+    rule = Forgetting.of(getattr(model, "config", None))
+    seconds = time.perf_counter() - began
+    return {
+        "versions": installed_versions(),
+        "wall_seconds": seconds,
+        "forgetting": ForgettingRule(**rule._asdict()),
+    }
+
+
 def _digest_of(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
@@ -75,7 +91,7 @@ def _foreign_code(model: nn.Module) -> dict[str, str]:
 def code_digest() -> str:
     """SHA-256 of the source files of this package that results depend on."""
     digest, package = hashlib.sha256(), Path(__file__).parents[1]
-    for part in ("data", "diagnosis", "evaluation", "hybrids", "models"):
+    for part in ("data", "evaluation", "hybrids", "metrics", "models"):
         for path in sorted((package / part).rglob("*.py")):
             digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

@@ -11,8 +11,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-CONFIDENCE = 0.95
-"""Default two-sided confidence of intervals."""
+from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+from hf_recurrent_lengthgen.evaluation.settings import CONFIDENCE
+
+SHORTEST_TRAINING_LENGTH = 4
+"""Shorter training lengths leave no room for the two bands of `context_use`."""
 
 
 class Interval(NamedTuple):
@@ -81,3 +84,32 @@ def bin_means(values: np.ndarray, edges: Sequence[int]) -> np.ndarray:
         )
     sums = np.add.reduceat(values[:, : edges[-1]], np.asarray(edges[:-1]), axis=1, dtype=np.float64)
     return sums / widths
+
+
+def make_curve(edges: Sequence[int], values: np.ndarray, confidence: float = CONFIDENCE) -> Curve:
+    """The curve of per-sequence bin values (S, n) on n + 1 edges."""
+    mean, low, high = t_interval(values, confidence)
+    bounds = (None if bound is None else tuple(bound.tolist()) for bound in (low, high))
+    return Curve(tuple(edges), tuple(mean.tolist()), *bounds)
+
+
+def estimate(values: np.ndarray, confidence: float) -> Estimate:
+    """Mean of values (S, n) with the interval of the sequences' means."""
+    mean, low, high = t_interval(values.mean(1, dtype=np.float64), confidence)
+    return Estimate(float(mean), None if low is None else float(low), None if high is None else float(high))
+
+
+def binned_curve(values: np.ndarray, edges: Sequence[int], first: int, confidence: float) -> Curve:
+    """The curve of values (S, n), whose first column is position `first`, on the edges from `first`."""
+    kept = [edge for edge in edges if edge >= first]
+    return make_curve(kept, bin_means(values, [edge - first for edge in kept]), confidence)
+
+
+def check_training_length(training_length: int) -> None:
+    if training_length < SHORTEST_TRAINING_LENGTH:
+        raise ValueError(f"training_length must be at least {SHORTEST_TRAINING_LENGTH}, got {training_length}.")
+
+
+def last_octave(length: int, training_length: int) -> tuple[int, int]:
+    """The positions [L/2, L) without those inside the training length: the range of a summary."""
+    return max(length // 2, training_length), length

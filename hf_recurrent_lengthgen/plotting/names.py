@@ -5,10 +5,8 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any, TypeVar
 
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
-from hf_recurrent_lengthgen.evaluation.results import Comparison
-
-Compared = TypeVar("Compared", bound=Comparison | Diagnosis)
+Compared = TypeVar("Compared")
+"""A `Comparison` or a `Diagnosis`."""
 
 LONGEST = 18
 """Characters of a name that fit above a panel."""
@@ -35,6 +33,8 @@ def figure_names(names: Sequence[str]) -> list[str]:
 
 def with_names(result: Compared, names: Sequence[str]) -> Compared:
     """A comparison or diagnosis with other names for its models, in the same order."""
-    pairs: Any = zip(result.models, names, strict=True)
-    models: Any = tuple(replace(model, evaluation=replace(model.evaluation, model=name)) for model, name in pairs)
-    return replace(result, models=models)
+    given: Any = result
+    pairs = zip(given.models, names, strict=True)
+    models = tuple(replace(model, evaluation=replace(model.evaluation, model=name)) for model, name in pairs)
+    renamed: Compared = replace(given, models=models)
+    return renamed

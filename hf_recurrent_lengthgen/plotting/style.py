@@ -13,12 +13,14 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Curve, Role
+from hf_recurrent_lengthgen.evaluation.results import Curve, Role
 
 INK, MUTED, GRID = "#1b1f24", "#5b636d", "#d5d9de"
 # Okabe and Ito's colors, and their partners on a dark ground. Roles also differ in line style.
 ROLE_COLORS: dict[Role, str] = {"base": "#d55e00", "cured": "#0072b2", "control": "#a8780f", "other": "#009e73"}
 OTHER_COLORS = ("#aa4499", "#4d8f00", "#7a5cc8", "#5b636d")
+LINE_COLORS = (ROLE_COLORS["cured"], ROLE_COLORS["base"], ROLE_COLORS["other"], *OTHER_COLORS)
+"""Colors of lines in turn where models have no roles."""
 ROLE_LINES: dict[Role, Any] = {"base": "solid", "cured": "solid", "control": (0, (5, 2)), "other": "solid"}
 DARK = {
     INK: "#e8eaed",
@@ -39,13 +41,8 @@ LABEL_GAP = 1.25
 """Distance of the centers of one-line labels, in line heights."""
 
 
-def model_colors(models: Sequence[ComparedModel]) -> list[str]:
-    """One color per model: the color of its role for the first model with it, then other colors in turn."""
-    return role_colors([model.role for model in models])
-
-
 def role_colors(roles: Sequence[Role]) -> list[str]:
-    """`model_colors` from the roles of models."""
+    """One color per model: the color of its role for the first model with it, then other colors in turn."""
     further = cycle(OTHER_COLORS)
     return [next(further) if role in roles[:index] else ROLE_COLORS[role] for index, role in enumerate(roles)]
 
@@ -138,6 +135,16 @@ def position_axis(axes: Axes, first: float, last: float) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.set_xlabel("Position (tokens of context)", fontsize=FONT_SIZE - 0.5, color=MUTED)
+
+
+def length_axis(axes: Axes, lengths: Sequence[int], unit: str) -> None:
+    """A logarithmic axis with at most seven of the lengths as ticks."""
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.06)
+    axes.xaxis.set_major_locator(FixedLocator(lengths if len(lengths) <= 7 else lengths[:: -(-len(lengths) // 7)]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.set_xlabel(f"Length ({unit})", fontsize=FONT_SIZE - 0.5, color=MUTED)
 
 
 def bin_centers(curve: Curve) -> list[float]:

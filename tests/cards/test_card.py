@@ -18,11 +18,14 @@ from hf_recurrent_lengthgen.cards import CardSettings, build_card, card, write_c
 from hf_recurrent_lengthgen.cards.markdown import escape
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis, Misalignment, Remembrance
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.evaluation.results import Comparison, DataRecord, DataSource, Estimate
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalComparison, RetrievalResult
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, Estimate
 from hf_recurrent_lengthgen.hub.push import look_through
+from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
+from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.records import (
     Check,
     Lineage,

@@ -24,11 +24,11 @@ from hf_recurrent_lengthgen.data.tasks import (
     TaskStrings,
     string_task,
 )
-from hf_recurrent_lengthgen.evaluation.accuracy_results import AccuracyComparison
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.retrieval_results import Share
-from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length
-from hf_recurrent_lengthgen.evaluation.tables import read_rows
+from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length
+from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
+from hf_recurrent_lengthgen.metrics.retrieval.result import Share
+from hf_recurrent_lengthgen.metrics.tables import read_rows
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import checkpoints, resumable_runs
 

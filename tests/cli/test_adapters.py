@@ -18,9 +18,9 @@ from hf_recurrent_lengthgen.adapters import add_adapter
 from hf_recurrent_lengthgen.cli import merge
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.results import Comparison
 from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.loading import load_language_model, load_model
+from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,

@@ -11,11 +11,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt, DiagnosedModel, Diagnosis, Remembrance
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
-from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
 from hf_recurrent_lengthgen.loading import load_language_model
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
+from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 
 Diagnose = Callable[..., int]
 
@@ -157,7 +159,7 @@ def test_an_interrupt_says_how_to_go_on(
     def interrupt(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_recurrent_lengthgen.diagnosis.remembrance.effective_remembrance", interrupt)
+    monkeypatch.setattr("hf_recurrent_lengthgen.metrics.remembrance.words.effective_remembrance", interrupt)
     assert diagnose(checkpoint, "--cache", tmp_path / "kept") == 130
     assert f"are kept in {tmp_path / 'kept'}: the same command continues" in capsys.readouterr().err
     assert list((tmp_path / "kept").glob("*.json"))  # the states and the evaluation

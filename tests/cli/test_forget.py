@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen import Forgetting, forgetting, load_model
 from hf_recurrent_lengthgen.cli import forget as forget_module
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.results import Comparison
+from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.recipes import RECIPES
 from tests.hybrids.tiny_models import tiny_model
 from tests.versions import needs_hybrids

@@ -8,9 +8,9 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
-from hf_recurrent_lengthgen.evaluation.map_results import read_maps
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
+from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
+from hf_recurrent_lengthgen.metrics.maps.result import read_maps
 
 
 def test_the_maps_of_a_text_as_picture_arrays_and_table(

@@ -25,9 +25,10 @@ from transformers import (
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.measuring import _training_length
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences, token_stream
-from hf_recurrent_lengthgen.evaluation import context_harm, streaming
+from hf_recurrent_lengthgen.evaluation import streaming
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.results import Comparison
+from hf_recurrent_lengthgen.metrics.context_harm import windows as context_harm
+from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from tests.evaluation.test_stateful_models import plain_nll
@@ -141,7 +142,7 @@ def test_what_was_measured_is_not_measured_again(
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr("hf_recurrent_lengthgen.evaluation.evaluate.stream_nll", never)
+    monkeypatch.setattr("hf_recurrent_lengthgen.metrics.context_harm.measure.stream_nll", never)
     assert "taken from the cache" not in capsys.readouterr().out
     assert evaluate(checkpoint, "--roles", "base") == 0
     assert re.search(r"Results taken from the cache in .*: 1\n", capsys.readouterr().out)
@@ -172,7 +173,7 @@ def test_an_interrupted_command_goes_on(
     with monkeypatch.context() as patched:
         patched.setattr("hf_recurrent_lengthgen.evaluation.result_cache.SECONDS_BETWEEN_SAVES", 0.0)
         patched.setattr("hf_recurrent_lengthgen.evaluation.result_cache.MOST_TIME_SAVING", float("inf"))
-        patched.setattr("hf_recurrent_lengthgen.evaluation.evaluate.window_nll", interrupt)
+        patched.setattr("hf_recurrent_lengthgen.metrics.context_harm.measure.window_nll", interrupt)
         assert evaluate(checkpoint, "--cache", tmp_path / "kept") == 130
     assert f"are kept in {tmp_path / 'kept'}: the same command continues" in capsys.readouterr().err
     seen = []
@@ -182,7 +183,7 @@ def test_an_interrupted_command_goes_on(
             module, "stream_chunks", lambda *given, name=module.__name__: seen.append(name) or chunks(*given)
         )
     assert evaluate(checkpoint, "--cache", tmp_path / "kept") == 0
-    assert set(seen) == {"hf_recurrent_lengthgen.evaluation.context_harm"}
+    assert set(seen) == {"hf_recurrent_lengthgen.metrics.context_harm.windows"}
     result = found(tmp_path).models[0].evaluation
     assert (result.position_wise, result.harm) == (expected.position_wise, expected.harm)
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]

@@ -11,11 +11,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from hf_recurrent_lengthgen.cli import report, retrieve
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.evaluation import retrieval
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalComparison
 from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.metrics.retrieval import measure as retrieval
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
 
 QA = "1 Mary moved to the bathroom.\n2 Where is Mary? \tbathroom\t1\n1 John went home.\n2 Where is John? \thome\t1\n"
 

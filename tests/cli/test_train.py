@@ -26,8 +26,8 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import _flags_of, command_parser, parse, read_options
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.evaluation.results import Comparison
 from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.records import read_lineage
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, StatePassingTrainer, ZeroStateTrainer

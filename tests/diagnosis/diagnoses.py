@@ -3,16 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import (
-    ConstantPrompt,
-    DiagnosedModel,
-    Diagnosis,
-    Misalignment,
-    Remembrance,
-)
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate, PartResult, Role
-from hf_recurrent_lengthgen.evaluation.state_results import (
-    AttentionHarm,
+from hf_recurrent_lengthgen.metrics.attention.result import AttentionHarm
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
+from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
+from hf_recurrent_lengthgen.metrics.states.result import (
     ConvStates,
     Extremes,
     HeadPatching,

@@ -11,25 +11,20 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_recurrent_lengthgen.diagnosis import PARTS
-from hf_recurrent_lengthgen.diagnosis.diagnose import diagnose_model
-from hf_recurrent_lengthgen.diagnosis.part import DiagnosisSettings
-from hf_recurrent_lengthgen.evaluation.constant_prompt import constant_prompt
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import (
-    ConstantPrompt,
-    DiagnosedModel,
-    Diagnosis,
-    Misalignment,
-    Remembrance,
-)
-from hf_recurrent_lengthgen.evaluation.effective_remembrance import effective_remembrance
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
-from hf_recurrent_lengthgen.evaluation.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
-from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states
-from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
-from hf_recurrent_lengthgen.evaluation.state_trajectory import StateObserver
+from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings, EvaluationSettings
+from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+from hf_recurrent_lengthgen.metrics.diagnosis.measure import diagnose_model
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.misalignment import Misalignment, long_short_misalignment
+from hf_recurrent_lengthgen.metrics.parts import PARTS
+from hf_recurrent_lengthgen.metrics.remembrance.measure import effective_remembrance
+from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt, constant_prompt
+from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states
+from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
+from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver
 from tests.models.families import GLA, MAMBA2, VOCABULARY, build, variant_id
 
 T = 16
@@ -57,7 +52,7 @@ def test_a_number_that_no_file_takes_is_refused_by_its_part(
     model = build(MAMBA2).eval()
     broken = replace(long_short_misalignment(model, tokens, T, samples=2, progress=False), mean=math.nan)
     part = replace(PARTS["misalignment"], compute=lambda _: broken)
-    monkeypatch.setattr("hf_recurrent_lengthgen.diagnosis.diagnose.chosen_parts", lambda _: [part])
+    monkeypatch.setattr("hf_recurrent_lengthgen.metrics.diagnosis.measure.chosen_parts", lambda _: [part])
     found = diagnose_model(model, tokens, T, settings=QUIET)
     assert not found.parts
     assert "mean" in found.refused["misalignment"]
@@ -120,10 +115,10 @@ def test_texts_a_little_beyond_training_are_diagnosed(length: int, model: Any, t
 @pytest.mark.parametrize(
     ("part", "function"),
     [
-        ("states", "describe_states"),
-        ("remembrance", "effective_remembrance"),
-        ("misalignment", "long_short_misalignment"),
-        ("constant prompt", "constant_prompt"),
+        ("states", "states.measure.describe_states"),
+        ("remembrance", "remembrance.words.effective_remembrance"),
+        ("misalignment", "misalignment.long_short_misalignment"),
+        ("constant prompt", "constant_prompt.constant_prompt"),
     ],
 )
 def test_a_part_that_cannot_be_measured_leaves_the_others(
@@ -132,8 +127,7 @@ def test_a_part_that_cannot_be_measured_leaves_the_others(
     def refuse(*_: Any, **__: Any) -> Any:
         raise ValueError("cannot be measured here.")
 
-    module = f"hf_recurrent_lengthgen.diagnosis.{part.replace(' ', '_')}"
-    monkeypatch.setattr(f"{module}.{function}", refuse)
+    monkeypatch.setattr(f"hf_recurrent_lengthgen.metrics.{function}", refuse)
     found = diagnosed(build(MAMBA2).eval(), tokens, repeated_token=3)
     assert found.refused == {part: "cannot be measured here."}
     assert list(found.parts) == [name for name in PARTS if name != part]
@@ -176,7 +170,7 @@ def test_states_are_kept_before_heads_are_patched(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_recurrent_lengthgen.evaluation.state_diagnosis.patch_heads", stop)
+        patch.setattr("hf_recurrent_lengthgen.metrics.states.measure.patch_heads", stop)
         with pytest.raises(KeyboardInterrupt):
             diagnosed(model, tokens, **settings)
     monkeypatch.setattr(StateObserver, "see", stop)

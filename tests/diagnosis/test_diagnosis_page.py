@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from hf_recurrent_lengthgen.diagnosis.page import diagnosis_figures, diagnosis_page, diagnosis_summary
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import Diagnosis
 from hf_recurrent_lengthgen.evaluation.results import DataSource
+from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, diagnosis_page, diagnosis_summary
+from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
 from tests.diagnosis.diagnoses import (
     diagnosed,
     expected,

@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from hf_recurrent_lengthgen.diagnosis import page
-from hf_recurrent_lengthgen.diagnosis import states as states_part
-from hf_recurrent_lengthgen.diagnosis.attention import attention_text
-from hf_recurrent_lengthgen.diagnosis.constant_prompt import constant_prompt_text
-from hf_recurrent_lengthgen.diagnosis.page import diagnosis_summary, not_measured, verdicts
-from hf_recurrent_lengthgen.diagnosis.remembrance import remembrance_text
-from hf_recurrent_lengthgen.diagnosis.state_words import drift_text, left_text, retention_text
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.state_results import PatchedHeads, StateDiagnosis
-from hf_recurrent_lengthgen.plotting.findings import sentence
+from hf_recurrent_lengthgen.evaluation.words import sentence
+from hf_recurrent_lengthgen.metrics.attention.words import attention_text
+from hf_recurrent_lengthgen.metrics.diagnosis import page
+from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_summary, not_measured, verdicts
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.remembrance.words import remembrance_text
+from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt_text
+from hf_recurrent_lengthgen.metrics.states import words as states_part
+from hf_recurrent_lengthgen.metrics.states.result import PatchedHeads, StateDiagnosis
+from hf_recurrent_lengthgen.metrics.states.words import drift_text, left_text, retention_text
 from tests.diagnosis.diagnoses import (
     constant_prompt,
     diagnosed,

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from hf_recurrent_lengthgen.diagnosis.next_steps import Step, next_steps
-from hf_recurrent_lengthgen.diagnosis.page import diagnosis_page
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Step, next_steps
+from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_page
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from tests.cli.helps import parser_of
 from tests.diagnosis.diagnoses import diagnosed, expected, hybrid, states
 

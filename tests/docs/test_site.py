@@ -21,7 +21,7 @@ REFERENCE = {
     "hf_recurrent_lengthgen.cards": "top",
     "hf_recurrent_lengthgen.data": "data",
     "hf_recurrent_lengthgen.data.tasks": "data",
-    "hf_recurrent_lengthgen.evaluation": "evaluation",
+    "hf_recurrent_lengthgen.metrics": "metrics",
     "hf_recurrent_lengthgen.harness": "top",
     "hf_recurrent_lengthgen.hybrids": "top",
     "hf_recurrent_lengthgen.models": "models",

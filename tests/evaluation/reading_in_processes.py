@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_recurrent_lengthgen.evaluation import (
+from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
+from hf_recurrent_lengthgen.metrics import (
     EvaluationSettings,
     effective_remembrance,
     evaluate_model,
     reading_together,
     stream_nll,
 )
-from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from tests.models.families import FAMILIES, build, random_tokens
 
 PROCESSES = 3

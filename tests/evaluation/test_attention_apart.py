@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hf_recurrent_lengthgen.evaluation import (
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics import (
     EvaluationSettings,
     attention_apart,
     read_result,
@@ -20,9 +21,8 @@ from hf_recurrent_lengthgen.evaluation import (
     window_nll,
     write_result,
 )
-from hf_recurrent_lengthgen.evaluation.attention_apart import attention_harm
-from hf_recurrent_lengthgen.evaluation.state_results import AttentionHarm
-from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics.attention.measure import attention_harm
+from hf_recurrent_lengthgen.metrics.attention.result import AttentionHarm
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.families import MAMBA2, build, random_tokens
 from tests.versions import needs_hybrids

@@ -14,9 +14,9 @@ from torch.nn.functional import logsigmoid, silu, softplus
 from transformers import MambaConfig, MambaForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps, channel_maps, projection_correlations
-from hf_recurrent_lengthgen.evaluation.map_results import read_maps, save_maps
 from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
+from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps, channel_maps, projection_correlations
+from hf_recurrent_lengthgen.metrics.maps.result import read_maps, save_maps
 from hf_recurrent_lengthgen.models import (
     StatefulDeltaNetConfig,
     StatefulDeltaNetForCausalLM,

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.evaluation.constant_prompt import constant_prompt, newline_token
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt, constant_prompt, newline_token
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 VOCABULARY = 7

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen import forgetting
-from hf_recurrent_lengthgen.evaluation import context_harm, streaming
-from hf_recurrent_lengthgen.evaluation.context_harm import context_use_bands, last_octave, window_nll
+from hf_recurrent_lengthgen.evaluation import streaming
+from hf_recurrent_lengthgen.evaluation.statistics import last_octave
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.metrics.context_harm import windows as context_harm
+from hf_recurrent_lengthgen.metrics.context_harm.windows import context_use_bands, window_nll
 from tests.models.families import MAMBA2, VOCABULARY, build
 
 NLL = Callable[..., list[float]]

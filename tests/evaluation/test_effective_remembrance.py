@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from hf_recurrent_lengthgen import forgetting
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import Remembrance
-from hf_recurrent_lengthgen.evaluation.effective_remembrance import (
+from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics.remembrance.measure import (
     effective_remembrance,
     prediction_distances,
     remembrance_values,
     start_points,
 )
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
-from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,

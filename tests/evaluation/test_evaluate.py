@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, EvaluationResult
+from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+from hf_recurrent_lengthgen.metrics.context_harm.result import EvaluationResult
 
 NLL = Callable[..., list[float]]
 
@@ -116,7 +118,9 @@ def test_a_length_within_the_training_length_is_refused(counter_model: Any, rand
 def test_a_training_length_too_short_is_refused_before_any_forward_pass(
     counter_model: Any, random_tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_recurrent_lengthgen.evaluation.evaluate.stream_nll", lambda *_, **__: pytest.fail("ran"))
+    monkeypatch.setattr(
+        "hf_recurrent_lengthgen.metrics.context_harm.measure.stream_nll", lambda *_, **__: pytest.fail("ran")
+    )
     with pytest.raises(ValueError, match="training_length must be at least 4, got 3"):
         evaluate(counter_model(fading), random_tokens, 3)
 

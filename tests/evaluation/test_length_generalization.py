@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.length_generalization import length_verdict
+from hf_recurrent_lengthgen.metrics.context_harm.measure import length_verdict
 
 EDGES = (0, 4, 8, 16, 32, 64, 128)  # trained on 16
 

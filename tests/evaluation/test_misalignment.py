@@ -12,12 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
-from hf_recurrent_lengthgen.evaluation.misalignment import (
-    context_pairs,
-    long_short_misalignment,
-    symmetric_cross_entropy,
-)
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics.misalignment import context_pairs, long_short_misalignment, symmetric_cross_entropy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from tests.versions import needs_hybrids
 

@@ -9,16 +9,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_recurrent_lengthgen.evaluation import (
-    Comparison,
-    EvaluationSettings,
-    evaluate_model,
-    reading_together,
-    stream_nll,
-)
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics import Comparison, EvaluationSettings, evaluate_model, reading_together, stream_nll
 from tests.evaluation.reading_in_processes import PROCESSES, measured
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import MAMBA2, build, random_tokens

@@ -16,11 +16,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.evaluation import provenance, result_cache
-from hf_recurrent_lengthgen.evaluation.context_harm import window_nll
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
 from hf_recurrent_lengthgen.evaluation.provenance import model_record, weights_digest
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
 from hf_recurrent_lengthgen.models import checked_files
 from hf_recurrent_lengthgen.versions import installed_versions
 from tests.evaluation.test_readers import Watcher

@@ -10,18 +10,20 @@ import pytest
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import Value, from_json, from_plain, to_json, to_plain
 from hf_recurrent_lengthgen.evaluation.results import (
-    ComparedModel,
-    Comparison,
-    ContextHarm,
     Curve,
     DataRecord,
     DataSource,
     Estimate,
-    EvaluationResult,
     ForgettingRule,
+    TrainingRecord,
+)
+from hf_recurrent_lengthgen.metrics.context_harm.result import (
+    ComparedModel,
+    Comparison,
+    ContextHarm,
+    EvaluationResult,
     InWindow,
     LengthVerdict,
-    TrainingRecord,
     TwoResolutions,
 )
 from hf_recurrent_lengthgen.records import Settings

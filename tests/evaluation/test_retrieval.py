@@ -14,18 +14,14 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.data.tasks import BabilongGrid, BabiQuestion, NeedleGrid, PasskeyGrid, RetrievalGrid, Task
-from hf_recurrent_lengthgen.evaluation import retrieval, shared_prefixes
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
+from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.evaluation.retrieval import retrieval_accuracy
-from hf_recurrent_lengthgen.evaluation.retrieval_results import (
-    RetrievalCell,
-    RetrievalComparison,
-    RetrievalResult,
-    Share,
-)
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.metrics.retrieval import measure as retrieval
+from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 
 RECENT, KEY = 40, 7

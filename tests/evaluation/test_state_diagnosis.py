@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen import forgetting
-from hf_recurrent_lengthgen.evaluation import state_diagnosis
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.evaluation.state_diagnosis import diagnose_states, patched_groups
-from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis, head_name
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics.states import measure as state_diagnosis
+from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states, patched_groups
+from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis, head_name
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (
     DELTA_FAMILIES,

@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ma
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_recurrent_lengthgen import forgetting, load_model
-from hf_recurrent_lengthgen.evaluation.attention_maps import attention_maps
-from hf_recurrent_lengthgen.evaluation.state_trajectory import (
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
+from hf_recurrent_lengthgen.metrics.states.trajectory import (
     LayerTrajectory,
     StateObserver,
     StateTrajectory,
     sample_positions,
 )
-from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
-from hf_recurrent_lengthgen.hybrids import stateful
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (
     DECAYING,

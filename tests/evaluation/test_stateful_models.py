@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, VOCABULARY, build, variant_id
 
 SEQUENCES, LENGTH, TRAINING_LENGTH = 3, 90, 24

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.data.tasks import AssociativeRecall, CopyingStrings, TaskStrings
-from hf_recurrent_lengthgen.evaluation.string_accuracy import accuracy_by_length, string_accuracy
+from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length, string_accuracy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 

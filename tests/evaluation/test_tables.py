@@ -11,8 +11,8 @@ import pytest
 
 from hf_recurrent_lengthgen.evaluation.json_schema import to_json
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalComparison, RetrievalResult
-from hf_recurrent_lengthgen.evaluation.tables import read_rows, rows_of, write_csv
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalComparison, RetrievalResult
+from hf_recurrent_lengthgen.metrics.tables import read_rows, rows_of, write_csv
 from tests.diagnosis.diagnoses import expected
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_rows_hold_every_bin_of_every_model(path: Path) -> None:
 def test_a_process_that_measures_nothing_reads_a_diagnosis_with_states(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text(to_json(expected()))
-    code = f"from hf_recurrent_lengthgen.evaluation.tables import read_rows; print(len(read_rows({str(path)!r})))"
+    code = f"from hf_recurrent_lengthgen.metrics.tables import read_rows; print(len(read_rows({str(path)!r})))"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(process.stdout) == len(read_rows(path))
 

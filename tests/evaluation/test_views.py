@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.results import Comparison
-from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
+from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
+from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from tests.plotting.conftest import compared
 from tests.plotting.test_retrieval import RESULT
 from tests.plotting.test_states_figures import diagnosis

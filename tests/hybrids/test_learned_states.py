@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MambaForCausalLM
 
-from hf_recurrent_lengthgen.evaluation import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.metrics import stream_nll
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
 from tests.versions import needs_hybrids
 

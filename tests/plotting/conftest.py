@@ -4,19 +4,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.results import (
+from hf_recurrent_lengthgen.evaluation.results import Curve, DataRecord, DataSource, Estimate, Role, TrainingRecord
+from hf_recurrent_lengthgen.metrics.context_harm.result import (
     ComparedModel,
     Comparison,
     ContextHarm,
-    Curve,
-    DataRecord,
-    DataSource,
-    Estimate,
     EvaluationResult,
     InWindow,
     LengthVerdict,
-    Role,
-    TrainingRecord,
     TwoResolutions,
 )
 

@@ -1,6 +1,6 @@
 """The figure of accuracy against length."""
 
-from hf_recurrent_lengthgen.plotting.accuracy import accuracy_figure
+from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure
 
 
 def test_solid_lines_are_symbols_and_dashed_ones_whole_answers() -> None:

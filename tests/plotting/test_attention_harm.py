@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.state_results import StateDiagnosis
-from hf_recurrent_lengthgen.plotting.attention_harm import CASES, attention_harm_figure
+from hf_recurrent_lengthgen.metrics.attention.figure import CASES, attention_harm_figure
+from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from hf_recurrent_lengthgen.plotting.images import save_png
 from tests.diagnosis.diagnoses import hybrid, states
 

@@ -4,9 +4,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.map_results import AttentionMaps, LayerMaps
 from hf_recurrent_lengthgen.evaluation.results import DataRecord
-from hf_recurrent_lengthgen.plotting.attention_maps import attention_maps_figure
+from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
+from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, LayerMaps
 from hf_recurrent_lengthgen.plotting.images import save_png
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from hf_recurrent_lengthgen import plotting
+from hf_recurrent_lengthgen import metrics
 from hf_recurrent_lengthgen.plotting.images import PNG_DOTS_PER_INCH
 from hf_recurrent_lengthgen.plotting.style import fitted
 from tests.diagnosis.diagnoses import hybrid
@@ -65,7 +65,7 @@ DRAWN: dict[str, Callable[[Callable[..., Figure]], Callable[[Names], Figure]]] =
 
 
 def all_figures() -> dict[str, Callable[..., Figure]]:
-    modules = [import_module(f"{plotting.__name__}.{found.name}") for found in pkgutil.iter_modules(plotting.__path__)]
+    modules = [import_module(found.name) for found in pkgutil.walk_packages(metrics.__path__, f"{metrics.__name__}.")]
     return {
         name: function
         for module in modules

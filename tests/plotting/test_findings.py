@@ -2,8 +2,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, Estimate
-from hf_recurrent_lengthgen.plotting.findings import findings, interval_text, status, summary
+from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.words import interval_text
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
+from hf_recurrent_lengthgen.metrics.context_harm.words import findings, status, summary
 
 ModelOf = Callable[..., ComparedModel]
 

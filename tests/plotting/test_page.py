@@ -5,9 +5,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.results import ComparedModel, Comparison, DataSource
-from hf_recurrent_lengthgen.plotting.findings import summary
-from hf_recurrent_lengthgen.plotting.page import comparison_page
+from hf_recurrent_lengthgen.evaluation.results import DataSource
+from hf_recurrent_lengthgen.metrics.context_harm.page import comparison_page
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
+from hf_recurrent_lengthgen.metrics.context_harm.words import summary
 
 ModelOf = Callable[..., ComparedModel]
 VOID = {"meta", "br", "img", "link"}

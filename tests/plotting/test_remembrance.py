@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt, Remembrance
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+from hf_recurrent_lengthgen.metrics.remembrance.figure import remembrance_figure
+from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt, constant_prompt_figure
 from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
-from hf_recurrent_lengthgen.plotting.remembrance import constant_prompt_figure, remembrance_figure
 from hf_recurrent_lengthgen.plotting.style import DARK, ROLE_COLORS
 
 STARTS = (0, 16, 32, 48, 60, 63)

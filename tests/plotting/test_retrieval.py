@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.evaluation.retrieval_results import RetrievalCell, RetrievalResult
+from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, retrieval_accuracy_figure, within_figure
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.plotting.images import inline_svg
-from hf_recurrent_lengthgen.plotting.retrieval import heat_map_figure, retrieval_accuracy_figure, within_figure
 from hf_recurrent_lengthgen.plotting.style import DARK
 
 CELLS = (

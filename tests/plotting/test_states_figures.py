@@ -9,18 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.state_results import (
-    ConvStates,
-    Extremes,
-    HeadPatching,
-    HeadStates,
-    LayerStates,
-    PatchedHeads,
-    RecurrenceInputs,
-    StateDiagnosis,
-)
-from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
-from hf_recurrent_lengthgen.plotting.states import (
+from hf_recurrent_lengthgen.metrics.states.figure import (
     DRIFT,
     STEADY,
     conv_std_figure,
@@ -32,6 +21,17 @@ from hf_recurrent_lengthgen.plotting.states import (
     state_std_figure,
     whole_std_figure,
 )
+from hf_recurrent_lengthgen.metrics.states.result import (
+    ConvStates,
+    Extremes,
+    HeadPatching,
+    HeadStates,
+    LayerStates,
+    PatchedHeads,
+    RecurrenceInputs,
+    StateDiagnosis,
+)
+from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
 from hf_recurrent_lengthgen.plotting.style import DARK, INK
 
 POSITIONS = (8, 16, 32, 48, 64, 128, 256, 512)

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
-from hf_recurrent_lengthgen.evaluation.diagnosis_results import ConstantPrompt
-from hf_recurrent_lengthgen.evaluation.effective_remembrance import effective_remembrance
-from hf_recurrent_lengthgen.evaluation.evaluate import EvaluationSettings, evaluate_model
-from hf_recurrent_lengthgen.evaluation.misalignment import Misalignment, long_short_misalignment
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+from hf_recurrent_lengthgen.metrics.misalignment import Misalignment, long_short_misalignment
+from hf_recurrent_lengthgen.metrics.remembrance.measure import effective_remembrance
+from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
 from hf_recurrent_lengthgen.trainers import (
     InitialStateConfig,
     Metric,

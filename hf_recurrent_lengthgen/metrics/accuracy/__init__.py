@@ -1,0 +1,1 @@
+"""Accuracy on tasks of symbols, by the length of their strings."""

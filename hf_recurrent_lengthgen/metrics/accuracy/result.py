@@ -1,0 +1,66 @@
+"""How many symbols models copy, recall or sort right, by the length of the string."""
+
+from dataclasses import dataclass
+
+from hf_recurrent_lengthgen.evaluation.json_schema import document
+from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule
+from hf_recurrent_lengthgen.metrics.retrieval.result import Share
+
+
+@dataclass(frozen=True)
+class LengthAccuracy:
+    """Right symbols, and right whole answers, for strings of one length (of so many pairs in recall)."""
+
+    length: int
+    symbols: Share
+    answers: Share
+
+
+@document("accuracy")
+@dataclass(frozen=True)
+class AccuracyResult:
+    """One model on one task of `data/tasks/strings.py`.
+
+    Attributes:
+        weights: SHA-256 of its parameters.
+        training_length: Symbols (pairs in recall) of the longest string in training; None where it is not known.
+        task, vocabulary: Name of the task, and its number of symbols.
+        lengths: In ascending order.
+        data: The digest is the SHA-256 of the token ids of all strings, as int64.
+    """
+
+    model: str
+    weights: str
+    training_length: int | None
+    task: str
+    vocabulary: int
+    lengths: tuple[LengthAccuracy, ...]
+    data: DataRecord
+    device: str
+    versions: dict[str, str]
+    command: str
+    seed: int
+    wall_seconds: float
+    forgetting: ForgettingRule = NO_FORGETTING
+
+    def __post_init__(self) -> None:
+        lengths = [each.length for each in self.lengths]
+        if not lengths or lengths != sorted(set(lengths)):
+            raise ValueError(f"Lengths must ascend, and be at least one, got {lengths}.")
+
+
+@document("accuracy_comparison")
+@dataclass(frozen=True)
+class AccuracyComparison:
+    """Several models on the same strings, in the order they are shown."""
+
+    models: tuple[AccuracyResult, ...]
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("A comparison needs at least one model, got none.")
+        if len({result.model for result in self.models}) < len(self.models):
+            raise ValueError(f"The models need different names, got {[result.model for result in self.models]}.")
+        for name in ("task", "vocabulary", "data"):
+            if any(getattr(result, name) != getattr(self.models[0], name) for result in self.models):
+                raise ValueError(f"The models of a comparison must have the same {name}.")

@@ -1,0 +1,166 @@
+"""In a hybrid, the harm of long recurrent states apart from that of long attention.
+
+A text is read up to a border. The next T tokens, as many as the model was trained on, are then read four times: the
+recurrent layers go on from the state there or from zero, and the attention layers from the keys and values there or
+from none (then at position 0). The last T // 2 of the T tokens are scored, so that each has at least half a training
+length of context in all four. With everything of the text and with nothing of it, these are the two NLLs of context
+harm (`context_harm/windows.py`), so
+
+    harm(recurrent) = NLL(state of the text, no keys) - NLL(zero state, no keys)
+    harm(attention) = NLL(zero state, keys of the text) - NLL(zero state, no keys)
+
+The two need not add up to the harm of both: keys of the text were computed from its states, too.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_recurrent_lengthgen.evaluation.attention_caches import cached_bytes
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
+from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, estimate, last_octave
+from hf_recurrent_lengthgen.evaluation.streaming import (
+    Tokens,
+    check_tokens,
+    chunk_borders,
+    progress_bar,
+    reading_plan,
+)
+from hf_recurrent_lengthgen.metrics.attention.result import AttentionHarm
+from hf_recurrent_lengthgen.metrics.states.trajectory import sample_positions
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+
+
+class AttentionApart(NamedTuple):
+    """NLL in nats per token after each of P `borders` of S sequences, (S, P), each over T // 2 tokens.
+
+    What goes on from the text: `both` recurrent states and keys, only the states (`recurrent`), only the keys
+    (`attention`), or `neither`. `cache_bytes` are the bytes of the keys and values of a text after the last border,
+    by layer.
+    """
+
+    borders: tuple[int, ...]
+    both: np.ndarray
+    recurrent: np.ndarray
+    attention: np.ndarray
+    neither: np.ndarray
+    cache_bytes: dict[int, int]
+
+
+@torch.inference_mode()
+def attention_apart(
+    model: nn.Module,
+    tokens: Tokens,
+    training_length: int,
+    *,
+    borders: Sequence[int] | None = None,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> AttentionApart:
+    """Measure what long recurrent states and long attention of a hybrid do, each alone.
+
+    Args:
+        model: A hybrid: `stateful(model)` with attention layers.
+        tokens: Token ids (S, L + 1).
+        training_length: T in tokens.
+        borders: Numbers of tokens read before T more are scored, at most L - T; by default the multiples of T in the
+            second half of the texts.
+        batch_size: Sequences per forward pass; by default what memory allows.
+        progress: Show a progress bar.
+
+    Raises:
+        ValueError: for models without attention layers or without states, borders outside the texts, T < 4, and
+            texts that are too short.
+    """
+    check_training_length(training_length)
+    reader = reader_of(model)
+    if not getattr(reader.model, "attends", False):
+        raise ValueError(
+            f"{reader.name} has no attention layers beside recurrent ones, or is not wrapped: give stateful(model) of "
+            "a hybrid. For other models, window_nll measures the harm."
+        )
+    array = check_tokens(tokens, reader.vocabulary, 2 * training_length)
+    length = array.shape[1] - 1
+    most = length - training_length
+    if borders is None:
+        first = -(-last_octave(length, training_length)[0] // training_length) * training_length
+        borders = range(min(first, most), most + 1, training_length)
+    places = sorted(set(borders))
+    if not places or not 1 <= places[0] <= places[-1] <= most:
+        raise ValueError(
+            f"borders must be from 1 to {most}, so that {training_length} of {length} tokens are left; got "
+            f"{list(borders)}."
+        )
+    batch, chunk = reading_plan(reader, len(array), length, batch_size, None)
+    found = np.empty((4, len(array), len(places)))
+    total = len(array) * (places[-1] + 4 * training_length * len(places))
+    with evaluation_mode(reader.model), progress_bar(total, "attention apart", progress) as bar:
+
+        def ids(rows: slice, begin: int, stop: int) -> torch.Tensor:
+            bar.update((stop - begin) * len(array[rows]))
+            return torch.from_numpy(array[rows, begin:stop].astype(np.int64)).to(reader.device)
+
+        for begin in range(0, len(array), batch):
+            rows = slice(begin, min(begin + batch, len(array)))
+            state, keys = reader.begin(reader.model.first_state(rows.stop - rows.start))
+            zero, start = state, 0
+            for number, border in enumerate(places):
+                for piece in chunk_borders(border, chunk, (), start):
+                    _, (state, keys) = reader.read(ids(rows, *piece), (state, keys), 1)
+                start = border
+                for case, (kept_state, kept_keys) in enumerate(
+                    [(state, keys), (state, None), (zero, keys), (zero, None)]
+                ):
+                    _, none = reader.begin()
+                    cache = reader.fork((kept_state, kept_keys or none))
+                    scored = training_length // 2
+                    logits, _ = reader.read(ids(rows, border, border + training_length), cache, scored)
+                    end = border + training_length + 1
+                    targets = torch.from_numpy(array[rows, end - scored : end].astype(np.int64)).to(logits.device)
+                    nll = F.cross_entropy(logits.mT.double(), targets, reduction="none").mean(1)
+                    found[case, rows, number] = nll.cpu().numpy()
+    if not np.isfinite(found).all():
+        raise ValueError(
+            f"The NLL is NaN or infinite within {training_length} tokens after a border of {places}: the model "
+            "overflows there or has broken weights. Evaluate in float32, or shorter texts."
+        )
+    both, recurrent, attention, neither = found
+    return AttentionApart(tuple(places), both, recurrent, attention, neither, cached_bytes(keys))
+
+
+def attention_harm(
+    model: nn.Module, tokens: Tokens, training_length: int, settings: EvaluationSettings = DEFAULTS
+) -> AttentionHarm:
+    """The harm of long states and of long attention alone, by length: two borders per doubling beyond T.
+
+    Args:
+        model, tokens, training_length: As in `attention_apart`.
+        settings: Confidence, rows per forward pass, progress.
+
+    Raises:
+        ValueError: as in `attention_apart`.
+    """
+    last = int(tokens.shape[1]) - 1 - training_length
+    borders = [place for place in sample_positions(max(last, 1), training_length) if place >= training_length]
+    found = attention_apart(
+        model,
+        tokens,
+        training_length,
+        borders=borders or [last],
+        batch_size=settings.batch_size,
+        progress=settings.progress,
+    )
+
+    def harm(case: np.ndarray) -> tuple[Estimate, ...]:
+        return tuple(estimate(values[:, None], settings.confidence) for values in (case - found.neither).T)
+
+    cases = {name: harm(getattr(found, name)) for name in ("both", "recurrent", "attention")}
+    return AttentionHarm(
+        found.borders, **cases, layers=tuple(found.cache_bytes), cache_bytes=sum(found.cache_bytes.values())
+    )

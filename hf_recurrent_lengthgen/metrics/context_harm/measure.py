@@ -1,0 +1,233 @@
+"""Loss by position, context harm, loss inside the training length and the length verdict of one model.
+
+The verdict is the length up to which a model generalizes. Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), Definition
+3.2: with p* the lowest perplexity inside the training length, reached at t*, a model generalizes to T if ppl(t) <= p*
+for all t in [t*, T] (the paper prints T_train there, but T is meant). Here the definition is applied to logarithmic
+bins with a tolerance, to the means and to their bounds.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from hf_recurrent_lengthgen.evaluation.measurement import Measurement
+from hf_recurrent_lengthgen.evaluation.provenance import run_record
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
+from hf_recurrent_lengthgen.evaluation.results import NOT_SAID, DataRecord
+from hf_recurrent_lengthgen.evaluation.settings import CONFIDENCE, DEFAULTS, TOLERANCE, EvaluationSettings
+from hf_recurrent_lengthgen.evaluation.statistics import (
+    bin_means,
+    binned_curve,
+    estimate,
+    last_octave,
+    make_curve,
+    position_edges,
+)
+from hf_recurrent_lengthgen.evaluation.streaming import Observer, Tokens, stream_nll
+from hf_recurrent_lengthgen.metrics.context_harm.result import (
+    ContextHarm,
+    EvaluationResult,
+    InWindow,
+    LengthVerdict,
+    TwoResolutions,
+)
+from hf_recurrent_lengthgen.metrics.context_harm.windows import WindowNll, context_use_bands, window_nll
+
+EXACT_UNTIL, FINE_PER_OCTAVE = 256, 16
+COARSE_PER_OCTAVE = 4
+VERDICT_PER_OCTAVE = 2
+"""Few, wide bins, because the noise of each bin enters the verdict."""
+
+
+class Readings(NamedTuple):
+    """The data of all metrics of an evaluation: NLL in the stream (S, L), and in windows."""
+
+    stream: np.ndarray
+    windows: WindowNll
+
+
+def evaluate_model(
+    model: nn.Module,
+    tokens: Tokens,
+    training_length: int,
+    label: str = "model",
+    data: DataRecord = NOT_SAID,
+    settings: EvaluationSettings = DEFAULTS,
+    *,
+    observer: Observer | None = None,
+    cache: ResultCache | None = None,
+) -> EvaluationResult:
+    """Position-wise NLL, context harm, in-window NLL and the length verdict; three forward passes per token.
+
+    The verdict judges later positions by the stream, and positions inside the training length by their mean over all
+    windows, which is many times more precise than the single beginning of each sequence.
+
+    Args:
+        model: As in `stream_nll`.
+        tokens: Token ids (S, L + 1): S held-out sequences, L > training_length positions each. Intervals need S >= 2,
+            and a last octave of harm at 32 to 64 training lengths needs L = 64 * training_length.
+        training_length: Tokens per training sequence, T.
+        label: Name of the model in tables and figures.
+        data: Description of the tokens; the digest is always computed from `tokens`.
+        settings: How the model is measured.
+        observer: Sees the stream, also if the result is cached; a context manager is entered around the stream.
+        cache: Where results are kept, and partial results after an interrupt.
+
+    Raises:
+        ValueError: as in `stream_nll` and `window_nll`.
+    """
+    task = Measurement(model, tokens, training_length, label, data, settings, cache)
+    return evaluated(task, observer)
+
+
+def evaluated(task: Measurement, observer: Observer | None = None) -> EvaluationResult:
+    """The evaluation, made once; with an observer, the texts are read again, so that it sees the stream."""
+    if task.evaluation is None or observer is not None:
+        task.evaluation = _evaluate(task, observer)
+    result: EvaluationResult = task.evaluation
+    return result
+
+
+def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
+    settings, began = task.settings, time.perf_counter()
+    depends_on = {"harm": settings.harm_threshold, "verdict": settings.tolerance}
+    watched = None if observer is None else list(observer.positions)
+    partials = {
+        part: task.partial("evaluation", part=part, watched=watched, **depends_on) for part in Readings._fields
+    }
+
+    def read_stream() -> np.ndarray:
+        # an observer records the stream only, not the windows
+        with observer if isinstance(observer, AbstractContextManager) else nullcontext():
+            return stream_nll(
+                task.model, task.tokens, observer=observer, partial=partials["stream"], **settings.reading
+            ).nll
+
+    seen = None if observer is None else read_stream()
+
+    def compute() -> EvaluationResult:
+        stream = read_stream() if seen is None else seen
+        windows = window_nll(
+            task.model, task.tokens, task.training_length, partial=partials["windows"], **settings.reading
+        )
+        return EvaluationResult(
+            model=task.label,
+            weights=task.key["model"]["weights"],
+            training_length=task.training_length,
+            evaluated_length=task.length,
+            sequences=len(task.tokens),
+            confidence=settings.confidence,
+            data=task.data,
+            **{name: measure(task, Readings(stream, windows)) for name, measure in MEASURES.items()},
+            device=str(task.reader.device),
+            command="",
+            seed=settings.seed,
+            **run_record(task.model, began),
+        )
+
+    kept = task.kept("evaluation", EvaluationResult, compute, **depends_on)
+    for partial in partials.values():
+        if partial is not None:
+            partial.remove()
+    command, seed = settings.recorded_command, settings.seed
+    return dataclasses.replace(kept, model=task.label, data=task.data, command=command, seed=seed)
+
+
+def _curves(task: Measurement, values: np.ndarray, first: int) -> TwoResolutions:
+    """Both resolutions of values (S, L - first) at the positions from `first` on."""
+    fine, coarse = (
+        binned_curve(values, position_edges(task.length, task.training_length, *bins), first, task.settings.confidence)
+        for bins in ((EXACT_UNTIL, FINE_PER_OCTAVE), (0, COARSE_PER_OCTAVE))
+    )
+    return TwoResolutions(fine, coarse)
+
+
+def _position_wise(task: Measurement, read: Readings) -> TwoResolutions:
+    return _curves(task, read.stream, 0)
+
+
+def _context_harm(task: Measurement, read: Readings) -> ContextHarm:
+    trained, threshold = task.training_length, task.settings.harm_threshold
+    harm = read.stream[:, trained:] - read.windows.truncated
+    curves, (start, stop) = _curves(task, harm, trained), last_octave(task.length, trained)
+    low = curves.coarse.low or ()
+    return ContextHarm(
+        curves=curves,
+        last_range=(start, stop),
+        last=estimate(harm[:, start - trained : stop - trained], task.settings.confidence),
+        threshold=threshold,
+        harmful_from=next(
+            (edge for edge, bound in zip(curves.coarse.edges, low, strict=False) if bound > threshold), None
+        ),
+    )
+
+
+def _in_window(task: Measurement, read: Readings) -> InWindow:
+    trained, confidence, inside = task.training_length, task.settings.confidence, read.windows.in_window
+    early, late = context_use_bands(trained)
+    return InWindow(
+        curve=binned_curve(inside, position_edges(trained, trained, EXACT_UNTIL, FINE_PER_OCTAVE), 0, confidence),
+        loss=estimate(inside, confidence),
+        context_use=estimate(bin_means(inside, early) - bin_means(inside, late), confidence),
+        early_band=early,
+        late_band=late,
+        windows_per_sequence=(task.length - trained) // (trained // 2) + 1,
+    )
+
+
+def _verdict(task: Measurement, read: Readings) -> LengthVerdict:
+    edges = position_edges(task.length, task.training_length, 0, VERDICT_PER_OCTAVE)
+    border = edges.index(task.training_length)
+    inside = bin_means(read.windows.in_window, edges[: border + 1])
+    nll = np.concatenate([inside, bin_means(read.stream, edges[border:])], axis=1)
+    return length_verdict(edges, nll, task.training_length, task.settings.tolerance, task.settings.confidence)
+
+
+MEASURES: dict[str, Callable[[Measurement, Readings], Any]] = {
+    "position_wise": _position_wise,
+    "harm": _context_harm,
+    "in_window": _in_window,
+    "verdict": _verdict,
+}
+"""Field of `EvaluationResult` -> how it is found."""
+
+
+def length_verdict(
+    edges: Sequence[int],
+    nll: np.ndarray,
+    training_length: int,
+    tolerance: float = TOLERANCE,
+    confidence: float = CONFIDENCE,
+) -> LengthVerdict:
+    """Judge a position-wise NLL by Definition 3.2.
+
+    Args:
+        edges: Bin edges (n + 1,); the training length must be one of them.
+        nll: Mean NLL of each sequence in each bin, (S, n), nats per token.
+        training_length: T_train in tokens; p* is sought in the bins below it.
+        tolerance: Fraction by which perplexity may exceed p*.
+        confidence: Two-sided confidence of the paired intervals.
+    """
+    if training_length not in edges[1:]:
+        raise ValueError(f"The training length {training_length} must be one of the bin edges {tuple(edges)}.")
+    if tolerance < 0:
+        raise ValueError(f"tolerance must be at least 0, got {tolerance}.")
+    best = int(nll[:, : list(edges).index(training_length)].mean(0).argmin())
+    excess = make_curve(edges, nll - nll[:, best : best + 1], confidence)
+    allowed = math.log1p(tolerance)
+    later = range(best + 1, len(edges) - 1)
+    proven = [] if excess.low is None else [edges[i] for i in later if excess.low[i] > allowed]
+    return LengthVerdict(
+        best_bin=(edges[best], edges[best + 1]),
+        best_nll=float(nll[:, best].mean()),
+        excess=excess,
+        tolerance=tolerance,
+        holds_to=next((edges[i] for i in later if excess.mean[i] > allowed), edges[-1]),
+        violated_from=proven[0] if proven else None,
+    )

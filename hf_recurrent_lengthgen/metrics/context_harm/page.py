@@ -1,0 +1,201 @@
+"""One self-contained HTML page of a comparison: the findings, figures, numbers, and how they were made."""
+
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from hf_recurrent_lengthgen.evaluation.words import cell, range_text, signed, tokens
+from hf_recurrent_lengthgen.metrics.context_harm.figure import (
+    context_harm_figure,
+    in_window_figure,
+    position_wise_figure,
+)
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
+from hf_recurrent_lengthgen.metrics.context_harm.words import Finding, findings, summary
+from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, Shown, entry_list, html_page, picture, table
+from hf_recurrent_lengthgen.plotting.style import role_colors
+
+STATUS_MARKS = {"breaks": "✕", "holds": "✓", "unclear": "?"}
+
+
+class Picture(NamedTuple):
+    """A figure of evaluations: the function that draws it, and its caption."""
+
+    draw: Callable[[Sequence[ComparedModel]], Figure]
+    caption: str
+
+
+PICTURES = {
+    "context_harm": Picture(
+        context_harm_figure,
+        "Loss with the whole context minus loss of the same tokens with at most the training length of context. At "
+        "zero, extra context does no harm.",
+    ),
+    "position_wise": Picture(
+        position_wise_figure,
+        "Loss by position in one long stream read from the zero state. Text difficulty varies with position.",
+    ),
+    "in_window": Picture(
+        in_window_figure,
+        "Loss by position inside the training length, from the zero state. It falls if a model uses its context.",
+    ),
+}
+"""Name of a figure -> the figure."""
+
+
+def comparison_page(comparison: Comparison, loading: str | None = None) -> str:
+    """The HTML text of a self-contained page, in light and dark, for desktop and phone.
+
+    `loading` is code that loads the checkpoint, shown as it is.
+    """
+    models, colors = comparison.models, page_colors(comparison)
+    evaluations = [model.evaluation for model in models]
+    found = summary(comparison)
+    bands = bands_text(evaluations[0])
+    pictures = "".join(
+        picture(draw(models), name, caption + bands, f"{caption} {found}")
+        for name, (draw, caption) in PICTURES.items()
+    )
+    cards = "".join(
+        card(finding, color, f"<p>{escape(finding.detail)}</p>")
+        for finding, color in zip(findings(comparison), colors, strict=True)
+    )
+    rows = [Row("Training", "method, steps, time, mean loss", _training), *evaluation_rows(models)]
+    sections = [
+        f"<h1>{escape(comparison.title)}</h1>",
+        f'<p class="lead">{escape(found)}</p>',
+        f'<div class="cards">{cards}</div>',
+        f'<div class="figures">{pictures}</div>',
+        "<h2>Numbers</h2>",
+        table(models, colors, rows),
+        f'<p class="note">{escape(definitions(evaluations[0]))}</p>',
+        "<h2>How this was made</h2>",
+        provenance(evaluations),
+    ]
+    if loading is not None:
+        sections += ["<h2>Load the checkpoint</h2>", f"<pre>{escape(loading)}</pre>"]
+    return html_page(comparison.title, sections)
+
+
+def _training(model: ComparedModel) -> str:
+    training = model.training
+    if training is None:
+        return "not recorded"
+    told = " with ".join(training.methods)
+    if training.state_drop_probability is not None:
+        told += f", zero state with probability {training.state_drop_probability:g}"
+    if training.learning_rate is not None:
+        told += f", learning rate {training.learning_rate:g}"
+    return (
+        f"{escape(told)}<small>{training.steps:,} steps, {training.seconds:,.0f} s, loss {training.loss:.3f}</small>"
+    )
+
+
+def page_colors(comparison: Comparison) -> list[str]:
+    return [VARIABLES[color] for color in role_colors([model.role for model in comparison.models])]
+
+
+def card(finding: Finding, color: str, details: str) -> str:
+    evaluation = finding.model.evaluation
+    return (
+        f'<div class="card" style="border-color:{color}">'
+        f'<div class="status"><b style="color:{color}">{STATUS_MARKS[finding.status]}</b> {finding.status}</div>'
+        f"<h3>{escape(finding.headline)}</h3>"
+        f'<div class="big">{signed(evaluation.harm.last.mean)} '
+        f"<small>nats per {escape(evaluation.data.token_unit)} of harm</small></div>"
+        f"{details}</div>"
+    )
+
+
+def bands_text(evaluation: EvaluationResult) -> str:
+    """Explanation of the bands in figures; empty for a single sequence."""
+    many = evaluation.sequences > 1
+    return f" Bands: {evaluation.confidence:.0%} intervals over {evaluation.sequences} sequences." if many else ""
+
+
+def evaluation_rows(models: Sequence[Shown]) -> list[Row[Shown]]:
+    """The numbers of evaluations; the remarks are those of the first one."""
+    first = models[0].evaluation
+    unit, tolerance = first.data.token_unit, f"{first.verdict.tolerance:.0%}"
+    early, late = first.in_window.early_band, first.in_window.late_band
+    return [
+        Row("Training length", "tokens", lambda model: f"{model.evaluation.training_length:,}"),
+        Row(
+            "Context harm",
+            f"{range_text(first.harm.last_range)}, nats per {unit}",
+            lambda model: cell(model.evaluation.harm.last, sign=True),
+        ),
+        Row(
+            f"Harm above {first.harm.threshold:g} from",
+            "first bin whose interval is above it, tokens",
+            lambda model: tokens(model.evaluation.harm.harmful_from, "nowhere"),
+        ),
+        Row(
+            "In-window loss",
+            f"positions inside the training length, nats per {unit}",
+            lambda model: cell(model.evaluation.in_window.loss),
+        ),
+        Row(
+            "Context use",
+            f"loss at {range_text(early)} minus at {range_text(late)}",
+            lambda model: cell(model.evaluation.in_window.context_use, sign=True),
+        ),
+        Row(
+            "Definition 3.2 holds to",
+            f"raw loss by position, {tolerance} tolerance, tokens; also depends on how hard the texts get",
+            lambda model: f"{model.evaluation.verdict.holds_to:,}",
+        ),
+        Row(
+            "Definition 3.2 fails from",
+            "same, with intervals, tokens",
+            lambda model: tokens(model.evaluation.verdict.violated_from, "none"),
+        ),
+    ]
+
+
+def definitions(evaluation: EvaluationResult) -> str:
+    start, stop = evaluation.verdict.best_bin
+    return (
+        f"Intervals are {evaluation.confidence:.0%} t-intervals over {evaluation.sequences} sequences, paired for "
+        "harm, context use and failure. A model breaks if the interval of its harm is above "
+        f"{evaluation.harm.threshold:g}, holds if it is at or below, and is on the border otherwise. "
+        "Definition 3.2 is from Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), applied to logarithmic position bins: "
+        f"after the best bin inside the training length (for {evaluation.model}: positions {start:,} to {stop:,}), "
+        "perplexity must not rise by more than the tolerance. It cannot distinguish a model that gets worse from "
+        "texts that get harder, so with few texts harm is more informative."
+    )
+
+
+def provenance(evaluations: Sequence[EvaluationResult], given: Sequence[str] | None = None) -> str:
+    """How the evaluations were made; `given` are the full names of the models if the page shortens them."""
+    first = evaluations[0]
+    seconds = sum(evaluation.wall_seconds for evaluation in evaluations)
+    renamed = [
+        f"{evaluation.model}: {name}"
+        for evaluation, name in zip(evaluations, given or [], strict=given is not None)
+        if evaluation.model != name
+    ]
+    entries = [
+        *([("Models", "; ".join(renamed))] if renamed else []),
+        ("Command", _each(evaluations, lambda found: found.command)),
+        ("Seed", _each(evaluations, lambda found: str(found.seed))),
+        ("Data", f"{first.data.description}; {first.sequences} sequences of {first.evaluated_length:,} tokens"),
+        ("SHA-256 of the token ids", first.data.digest),
+        ("SHA-256 of the weights", _each(evaluations, lambda found: found.weights)),
+        (
+            "Versions",
+            _each(evaluations, lambda found: ", ".join(f"{k} {v}" for k, v in found.versions.items())),
+        ),
+        ("Device", _each(evaluations, lambda found: found.device)),
+        ("Evaluation time", f"{seconds:,.0f} s for {len(evaluations)} model{'s' * (len(evaluations) > 1)}"),
+    ]
+    return entry_list(entries)
+
+
+def _each(evaluations: Sequence[EvaluationResult], read: Callable[[EvaluationResult], str]) -> str:
+    values = {evaluation.model: read(evaluation) for evaluation in evaluations}
+    if len(set(values.values())) == 1:
+        return next(iter(values.values()))
+    return "; ".join(f"{label}: {value}" for label, value in values.items())

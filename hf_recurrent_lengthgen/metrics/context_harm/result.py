@@ -1,0 +1,139 @@
+"""The evaluation of a model on long texts, as typed values with a strict JSON form, and several evaluations together.
+
+Position t is scored with t + 1 tokens of context; units are those of `evaluation/results.py`.
+"""
+
+from dataclasses import dataclass
+
+from hf_recurrent_lengthgen.evaluation.json_schema import document
+from hf_recurrent_lengthgen.evaluation.results import (
+    NO_FORGETTING,
+    Curve,
+    DataRecord,
+    Estimate,
+    ForgettingRule,
+    Role,
+    TrainingRecord,
+)
+
+
+@dataclass(frozen=True)
+class TwoResolutions:
+    """The same per-token values over two sets of bins."""
+
+    fine: Curve
+    coarse: Curve
+
+
+@dataclass(frozen=True)
+class ContextHarm:
+    """NLL with the whole context minus NLL of the same tokens with at most the training length of context.
+
+    `last` is the mean over the positions `last_range` ([start, stop)). `harmful_from` is the start of the first
+    coarse bin whose lower bound exceeds `threshold`; None if there is none.
+    """
+
+    curves: TwoResolutions
+    last_range: tuple[int, int]
+    last: Estimate
+    threshold: float
+    harmful_from: int | None
+
+
+@dataclass(frozen=True)
+class InWindow:
+    """NLL from the zero state by position inside the training length, over windows that cover the sequences.
+
+    `loss` is its mean. `context_use` is the NLL in `early_band` minus that in `late_band` (positions [start, stop)):
+    above zero for a model that predicts better with more context.
+    """
+
+    curve: Curve
+    loss: Estimate
+    context_use: Estimate
+    early_band: tuple[int, int]
+    late_band: tuple[int, int]
+    windows_per_sequence: int
+
+
+@dataclass(frozen=True)
+class LengthVerdict:
+    """Length generalization by Definition 3.2 of Buitrago Ruiz and Gu, 2025, on logarithmic bins.
+
+    The best bin inside the training length is `best_bin` (t*), with NLL `best_nll` (log p*). `excess` is the NLL
+    of every bin minus that of t*, paired by sequence. `holds_to` is the largest bin edge up to which the mean
+    perplexity of every bin from t* is at most p* (1 + tolerance). `violated_from` is the start of the first later bin
+    in which the lower bound of the excess is above log(1 + tolerance).
+    """
+
+    best_bin: tuple[int, int]
+    best_nll: float
+    excess: Curve
+    tolerance: float
+    holds_to: int
+    violated_from: int | None
+
+
+@document("evaluation", version=3)
+@dataclass(frozen=True)
+class EvaluationResult:
+    """One model on one set of sequences.
+
+    Attributes:
+        model, weights: Its name, and the SHA-256 of its parameters.
+        training_length, evaluated_length, sequences: What it was trained on, and what was read.
+        confidence: Of all intervals.
+        data: The texts, their digest and the name of a token.
+        position_wise: NLL by position.
+        harm: What context beyond the training length costs; `harm.last` is the number for a table.
+        in_window: NLL inside the training length; `in_window.loss` is the number for a table.
+        verdict: Up to which position the model holds.
+        device, versions, command, seed, wall_seconds: How it was measured.
+        forgetting: The forgetting in its config.
+    """
+
+    model: str
+    weights: str
+    training_length: int
+    evaluated_length: int
+    sequences: int
+    confidence: float
+    data: DataRecord
+    position_wise: TwoResolutions
+    harm: ContextHarm
+    in_window: InWindow
+    verdict: LengthVerdict
+    device: str
+    versions: dict[str, str]
+    command: str
+    seed: int
+    wall_seconds: float
+    forgetting: ForgettingRule = NO_FORGETTING
+
+
+@dataclass(frozen=True)
+class ComparedModel:
+    """One model of a comparison; `training` is None if its training is not recorded."""
+
+    role: Role
+    evaluation: EvaluationResult
+    training: TrainingRecord | None
+
+
+@document("comparison", version=3)
+@dataclass(frozen=True)
+class Comparison:
+    """Models evaluated on the same data, in the order in which they are shown."""
+
+    title: str
+    models: tuple[ComparedModel, ...]
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ValueError("A comparison needs at least one model, got none.")
+        labels = [model.evaluation.model for model in self.models]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"The models of a comparison need different labels, got {labels}.")
+        for name in ("digest", "token_unit"):
+            if len(found := {getattr(model.evaluation.data, name) for model in self.models}) > 1:
+                raise ValueError(f"The models of a comparison must have the same data {name}, got {sorted(found)}.")

@@ -1,0 +1,105 @@
+"""The findings of a comparison in sentences, which follow from the numbers, also if a cure did not work."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from hf_recurrent_lengthgen.evaluation.words import interval_text, number_text, range_text, sentence
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
+
+Status = Literal["breaks", "holds", "unclear"]
+
+MOST, HALF = 0.7, 0.5
+"""A cure must leave less than HALF of the harm; a model that keeps more than MOST of it has not reduced it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One model's verdict in plain text: a status, a headline of a few words, and the sentences behind it."""
+
+    model: ComparedModel
+    status: Status
+    headline: str
+    detail: str
+
+
+def status(evaluation: EvaluationResult) -> Status:
+    """Whether context beyond the training length hurts at the end of the evaluated positions.
+
+    "breaks" if the interval of the last range's harm is above the threshold, "holds" if it is at or below,
+    "unclear" if it contains the threshold or there is no interval.
+    """
+    harm = evaluation.harm
+    if harm.last.low is None or harm.last.high is None:
+        return "unclear"
+    if harm.last.low > harm.threshold:
+        return "breaks"
+    return "holds" if harm.last.high <= harm.threshold else "unclear"
+
+
+def findings(comparison: Comparison) -> list[Finding]:
+    """One finding per model; cured and control models are judged against the first base, if there is one."""
+    base = next((model for model in comparison.models if model.role == "base"), None)
+    return [_finding(model, None if model is base else base) for model in comparison.models]
+
+
+def summary(comparison: Comparison) -> str:
+    return " ".join(sentence(finding.headline) for finding in findings(comparison))
+
+
+def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
+    evaluation = model.evaluation
+    found = status(evaluation)
+    broken = None if base is None or status(base.evaluation) != "breaks" else base.evaluation
+    name, length = evaluation.model, f"{evaluation.evaluated_length:,} tokens"
+    onset = evaluation.harm.harmful_from
+    headline = {
+        "holds": f"{name} holds to {length}",
+        "breaks": f"{name} breaks" + (f" within {length}" if onset is None else f" beyond {onset:,} tokens"),
+        "unclear": f"{name} is on the border at {length}",
+    }[found]
+    if evaluation.harm.last.low is None:
+        headline = f"{name}: one sequence cannot tell whether it holds to {length}"
+    elif broken is not None and found != "unclear" and model.role in ("cured", "control"):
+        kept = evaluation.harm.last.mean / broken.harm.last.mean
+        if found == "breaks":
+            headline = f"{name} does not cure it" if kept > MOST else f"{name} eases it, but does not cure it"
+        elif model.role == "control":
+            headline = f"{name} holds to {length} too: more steps alone are enough"
+        elif kept < HALF:
+            headline = f"{name} cures it: holds to {length}"
+    details = [_harm(evaluation)]
+    if broken is not None:
+        kept = evaluation.harm.last.mean / broken.harm.last.mean
+        details.append(f"That is {number_text(kept, '.0%')} of the harm of {broken.model}.")
+    if model.role == "cured":
+        details += [_cost(evaluation, base), _use(evaluation)]
+    return Finding(model, found, headline, " ".join(filter(None, details)))
+
+
+def _harm(evaluation: EvaluationResult) -> str:
+    harm, kept = evaluation.harm, f"only the last {evaluation.training_length:,} tokens"
+    return (
+        f"At {range_text(harm.last_range)} the loss is {interval_text(harm.last, sign=True)} nats per "
+        f"{evaluation.data.token_unit} compared with the same text with {kept} as context: "
+        f"{math.exp(min(harm.last.mean, 700.0)):,.2f} times the perplexity."
+    )
+
+
+def _cost(evaluation: EvaluationResult, base: ComparedModel | None) -> str:
+    if base is None:
+        return ""
+    cost = evaluation.in_window.loss.mean - base.evaluation.in_window.loss.mean
+    return (
+        f"Inside the training length, its loss is {number_text(cost, '+.3f')} compared with {base.evaluation.model}."
+    )
+
+
+def _use(evaluation: EvaluationResult) -> str:
+    window = evaluation.in_window
+    early, late = (sum(band) // 2 for band in (window.early_band, window.late_band))
+    shown = window.context_use.low is not None and window.context_use.low > 0
+    return (
+        f"It {'still uses' if shown else 'is not shown to use'} its context: from around position {early:,} to "
+        f"{late:,} the loss falls by {interval_text(window.context_use)}."
+    )

@@ -1,0 +1,226 @@
+"""One self-contained HTML page of a diagnosis: how far models hold and why, then figures, numbers and definitions."""
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from hf_recurrent_lengthgen.evaluation.words import interval_text, sentence
+from hf_recurrent_lengthgen.metrics.context_harm.page import (
+    PICTURES,
+    bands_text,
+    card,
+    definitions,
+    evaluation_rows,
+    page_colors,
+    provenance,
+)
+from hf_recurrent_lengthgen.metrics.context_harm.words import Status, findings
+from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.part import INSIDE, Fact, Part, PartRow
+from hf_recurrent_lengthgen.metrics.parts import PARTS
+from hf_recurrent_lengthgen.plotting.html import Row, entry_list, html_page, picture, table
+from hf_recurrent_lengthgen.plotting.names import figure_names, short_names, with_names
+
+HOLDS = "How far it holds"
+SECTIONS = {"context_harm": HOLDS, "position_wise": HOLDS, "in_window": INSIDE}
+"""Figure of an evaluation -> heading of its section."""
+ABSENT = "<small>not measured</small>"
+EXPLAINED_MODELS = 3
+"""Maximum number of models whose failure is explained in the first lines; of more, only the first that breaks."""
+
+
+class Verdict(NamedTuple):
+    """A model's result in a sentence, and its explanation by the parts, which may be empty."""
+
+    headline: str
+    reason: str
+
+
+def facts(model: DiagnosedModel) -> list[Fact]:
+    """The key numbers of a model."""
+    return [fact for part, found in _parts(model) for fact in part.facts(found)]
+
+
+def verdicts(diagnosis: Diagnosis) -> list[Verdict]:
+    found = findings(diagnosis.comparison)
+    statuses = [finding.status for finding in found]
+    explained = range(len(found))
+    if len(found) > EXPLAINED_MODELS:
+        explained = range(first := statuses.index("breaks"), first + 1) if "breaks" in statuses else range(0)
+    reasons = [_reason(model, status) for model, status in zip(diagnosis.models, statuses, strict=True)]
+    return [
+        Verdict(sentence(finding.headline), sentence(reason) if reason and index in explained else "")
+        for index, (finding, reason) in enumerate(zip(found, reasons, strict=True))
+    ]
+
+
+def _reason(model: DiagnosedModel, status: Status) -> str:
+    return "; ".join(reason for part, found in _parts(model) if (reason := part.reason(found, status)))
+
+
+def diagnosis_summary(diagnosis: Diagnosis) -> str:
+    return " ".join(part for verdict in verdicts(diagnosis) for part in verdict if part)
+
+
+def reasons(diagnosis: Diagnosis) -> list[str]:
+    told = []
+    for model in diagnosis.models:
+        refused = [*model.refused.items()]
+        refused += [(name, reason) for name, found in model.parts.items() for reason in found.left_out]
+        refused += [(name, "measured by a part that is not installed") for name in model.parts if name not in PARTS]
+        told += [f"{model.evaluation.model}, {name}: {reason}" for name, reason in refused]
+    return told
+
+
+def not_measured(diagnosis: Diagnosis) -> list[str]:
+    asked = {name for model in diagnosis.models for name in (*model.parts, *model.refused)}
+    return [
+        *reasons(diagnosis),
+        *(f"{part.title}: not requested." for name, part in PARTS.items() if name not in asked),
+    ]
+
+
+def diagnosis_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
+    """The figures of a diagnosis, by name."""
+    short = short_names([model.evaluation.model for model in diagnosis.models])
+    named = with_names(diagnosis, figure_names(short))
+    unit = diagnosis.models[0].evaluation.data.token_unit
+    drawn = {name: PICTURES[name].draw(named.comparison.models) for name in SECTIONS}
+    for part in PARTS.values():
+        having = [model for model in named.models if part.name in model.parts]
+        for name, shown in part.pictures.items():
+            if models := [model for model in having if shown.shows(model.parts[part.name])]:
+                results = {model.evaluation.model: model.parts[part.name] for model in models}
+                drawn[name] = shown.draw(results, [model.role for model in models], unit)
+    return drawn
+
+
+def diagnosis_page(diagnosis: Diagnosis) -> str:
+    """The HTML text of a self-contained page, in light and dark, for desktop and phone.
+
+    Models given as paths are named by the last part; the section "How this was made" has the full paths.
+    """
+    given = [model.evaluation.model for model in diagnosis.models]
+    steps = next_steps(diagnosis)
+    diagnosis = with_names(diagnosis, short_names(given))
+    models, colors = diagnosis.models, page_colors(diagnosis.comparison)
+    lead = "".join(
+        f"<p><b>{escape(verdict.headline)}</b> {escape(verdict.reason)}</p>" for verdict in verdicts(diagnosis)
+    )
+    cards = "".join(
+        card(finding, color, entry_list([(fact.name, fact.value + fact.note) for fact in facts(model)]))
+        for finding, color, model in zip(findings(diagnosis.comparison), colors, models, strict=True)
+    )
+    sections = [
+        f"<h1>{escape(diagnosis.title)}</h1>",
+        f'<div class="lead">{lead}</div>',
+        f'<div class="cards">{cards}</div>',
+        *_sections(diagnosis),
+    ]
+    sections += ["<h2>Numbers</h2>", table(models, colors, [*evaluation_rows(models), *_rows(diagnosis)])]
+    if missing := not_measured(diagnosis):
+        entries = "".join(f"<li>{escape(words)}</li>" for words in missing)
+        sections += ["<h2>Not measured</h2>", f'<ul class="note">{entries}</ul>']
+    evaluations = [model.evaluation for model in models]
+    sections += [
+        "<h2>What the words mean</h2>",
+        *(f'<p class="note">{escape(text)}</p>' for text in [definitions(evaluations[0]), *_definitions(diagnosis)]),
+        "<h2>How this was made</h2>",
+        provenance(evaluations, given),
+    ]
+    if steps:
+        sections.append("<h2>What to do next</h2>")
+    for step in steps:
+        commands = "\n".join(step.commands)
+        sections.append(f"<p>{escape(sentence(step.why))}</p><pre>{escape(commands)}</pre>")
+    return html_page(diagnosis.title, sections)
+
+
+def _parts(model: DiagnosedModel) -> list[tuple[Part[Any], Any]]:
+    return [(part, model.parts[name]) for name, part in PARTS.items() if name in model.parts]
+
+
+def _results(diagnosis: Diagnosis, part: Part[Any]) -> list[Any]:
+    return [model.parts[part.name] for model in diagnosis.models if part.name in model.parts]
+
+
+def _sections(diagnosis: Diagnosis) -> list[str]:
+    """The sections of the evaluation and of the parts; the section inside the training length comes last."""
+    bands, summary = bands_text(diagnosis.models[0].evaluation), diagnosis_summary(diagnosis)
+    pictures: dict[str, tuple[str, str, bool, bool]] = {
+        name: (section, PICTURES[name].caption, True, False) for name, section in SECTIONS.items()
+    }
+    for part in PARTS.values():
+        pictures |= {name: (part.section, p.caption, p.bands, p.further) for name, p in part.pictures.items()}
+    shown: dict[str, list[str]] = {}
+    further: dict[str, list[str]] = {}
+    for name, figure in diagnosis_figures(diagnosis).items():
+        section, caption, banded, on_demand = pictures[name]
+        drawn = picture(figure, name, caption + (bands if banded else ""), f"{caption} {summary}")
+        (further if on_demand else shown).setdefault(section, []).append(drawn)
+    titles = [HOLDS, *(title for part in PARTS.values() if (title := part.section) not in (HOLDS, INSIDE)), INSIDE]
+    return [
+        _section(title, shown.get(title, []), _said(diagnosis, title), further.get(title, []))
+        for title in dict.fromkeys(titles)
+    ]
+
+
+def _said(diagnosis: Diagnosis, title: str) -> list[str]:
+    """The sentences about each model under a heading, as HTML; models without sentences are left out."""
+    said = []
+    for model, finding in zip(diagnosis.models, findings(diagnosis.comparison), strict=True):
+        evaluation = model.evaluation
+        unit = evaluation.data.token_unit
+        loss = f"Loss {interval_text(evaluation.in_window.loss)} nats per {unit}."
+        told = [{HOLDS: finding.detail, INSIDE: loss}[title]] if title in (HOLDS, INSIDE) else []
+        for part, found in _parts(model):
+            if part.section == title:
+                told += part.texts(found, unit)
+        if told:
+            paragraphs = "".join(f"<p>{escape(words)}</p>" for words in told)
+            said.append(f"<div><h3>{escape(evaluation.model)}</h3>{paragraphs}</div>")
+    return said
+
+
+def _section(title: str, figures: list[str], said: list[str], more: list[str]) -> str:
+    """A heading, figures, and the sentences about each model; empty without figures and sentences."""
+    if not figures and not said:
+        return ""
+    if len(figures) % 2:  # the text fills the free place
+        figures, said = [*figures, f"<div>{''.join(said)}</div>"], []
+    return (
+        f"<section><h2>{escape(title)}</h2>{_pairs(figures)}{_pairs(said)}"
+        + (f"<details><summary>More pictures</summary>{_pairs(more)}</details>" if more else "")
+        + "</section>"
+    )
+
+
+def _pairs(parts: Sequence[str]) -> str:
+    return f'<div class="pair">{"".join(parts)}</div>' if parts else ""
+
+
+def _rows(diagnosis: Diagnosis) -> list[Row[DiagnosedModel]]:
+    unit = diagnosis.models[0].evaluation.data.token_unit
+    return [
+        _row(part, row, unit)
+        for part in PARTS.values()
+        if (found := _results(diagnosis, part))
+        for row in part.rows
+        if not row.some or any(map(row.html, found))
+    ]
+
+
+def _row(part: Part[Any], row: PartRow, unit: str) -> Row[DiagnosedModel]:
+    def html(model: DiagnosedModel) -> str:
+        return (row.html(model.parts[part.name]) if part.name in model.parts else "") or ABSENT
+
+    return Row(row.name, row.note.format(unit=unit), html)
+
+
+def _definitions(diagnosis: Diagnosis) -> list[str]:
+    return [
+        text for part in PARTS.values() if (found := _results(diagnosis, part)) for text in part.definitions(found)
+    ]

@@ -1,0 +1,50 @@
+"""The result of a diagnosis, as a typed value with a strict JSON form, which figures and pages are made from."""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hf_recurrent_lengthgen.evaluation.json_schema import document
+from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
+from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
+from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
+from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
+
+RESULTS: tuple[type[PartResult], ...] = (StateDiagnosis, Remembrance, Misalignment, ConstantPrompt)
+"""Those that a file can hold; a new one is listed here, so that it is known when it is read."""
+Found = TypeVar("Found", bound=PartResult)
+
+
+@dataclass(frozen=True)
+class DiagnosedModel:
+    """The results for one model.
+
+    `parts` holds results by the name of the part, `refused` the reason for each part that could not be measured.
+    """
+
+    role: Role
+    evaluation: EvaluationResult
+    parts: dict[str, PartResult]
+    refused: dict[str, str]
+
+    def found(self, kind: type[Found]) -> Found | None:
+        """The first part of the given type, or None."""
+        return next((part for part in self.parts.values() if isinstance(part, kind)), None)
+
+
+@document("diagnosis", version=2)
+@dataclass(frozen=True)
+class Diagnosis:
+    """Models diagnosed on the same data, in the order in which they are shown."""
+
+    title: str
+    models: tuple[DiagnosedModel, ...]
+
+    def __post_init__(self) -> None:
+        _ = self.comparison  # checks that the models can be compared
+
+    @property
+    def comparison(self) -> Comparison:
+        """The evaluations without the parts."""
+        return Comparison(self.title, tuple(ComparedModel(m.role, m.evaluation, None) for m in self.models))

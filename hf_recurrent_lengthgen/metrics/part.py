@@ -1,0 +1,87 @@
+"""A part of a diagnosis: one metric, with everything that the command, the page and the card show about it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from hf_recurrent_lengthgen.evaluation.measurement import Measurement
+from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
+from hf_recurrent_lengthgen.metrics.context_harm.words import Status
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # drawn on demand only
+
+Result = TypeVar("Result", bound=PartResult)
+
+INSIDE = "Inside the training length"
+"""Heading for the measurements there, of evaluations and parts of diagnoses."""
+
+
+@dataclass(frozen=True)
+class Picture(Generic[Result]):
+    """A figure of a page.
+
+    Attributes:
+        draw: Draws it from results by model name (at least one), the roles of the models, and the name of a token.
+        shows: Whether a result has something to draw.
+        bands: Whether it has bands for the intervals over sequences.
+        further: Whether a page shows it only on demand.
+    """
+
+    draw: Callable[[Mapping[str, Result], Sequence[Role], str], "Figure"]
+    caption: str
+    shows: Callable[[Result], bool] = lambda _: True
+    bands: bool = False
+    further: bool = False
+
+
+class PartRow(NamedTuple):
+    """A row of the table of numbers.
+
+    It has a name, a remark ("{unit}" is the name of a token), and the HTML for a result, empty without such a number.
+    A row of numbers that only `some` models can have is left out where none has one.
+    """
+
+    name: str
+    note: str
+    html: Callable[[Any], str]
+    some: bool = False
+
+
+class Fact(NamedTuple):
+    """A key number: name, value, a remark after it, and a sentence (Markdown) for model cards."""
+
+    name: str
+    value: str
+    note: str = ""
+    sentence: str = ""
+
+
+@dataclass(frozen=True)
+class Part(Generic[Result]):
+    """One metric of a diagnosis: its result, and everything that is shown about it.
+
+    Attributes:
+        name, title, summary: Name in files and options, title in lists, and line in the command's help.
+        compute: Measures `result`; raises a `ValueError` with the reason if it cannot be measured.
+        section: Heading under which the page shows it.
+        texts: Sentences of the page about a result; the second argument is the name of a token.
+        facts: Key numbers for the page, the terminal and model cards.
+        rows: Rows of the table of numbers.
+        pictures: Figures by file name.
+        definitions: Definitions of terms, from all results of a page.
+        reason: A clause that explains the model's verdict ("breaks", "holds", "unclear"), or "".
+    """
+
+    name: str
+    title: str
+    summary: str
+    result: type[Result]
+    compute: Callable[[Measurement], Result]
+    section: str
+    texts: Callable[[Result, str], Sequence[str]]
+    facts: Callable[[Result], Sequence[Fact]]
+    rows: Sequence[PartRow] = ()
+    pictures: Mapping[str, Picture[Result]] = field(default_factory=dict)
+    definitions: Callable[[Sequence[Result]], Sequence[str]] = lambda _: ()
+    reason: Callable[[Result, Status], str] = lambda *_: ""

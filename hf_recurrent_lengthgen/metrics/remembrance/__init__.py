@@ -1,0 +1,1 @@
+"""Effective Remembrance: how much distant tokens change predictions."""

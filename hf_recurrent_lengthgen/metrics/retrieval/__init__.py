@@ -1,0 +1,1 @@
+"""How often a model retrieves what was far back in a text."""

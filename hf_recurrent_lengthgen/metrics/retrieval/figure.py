@@ -1,0 +1,166 @@
+"""Figures of retrieval from long texts: by depth and length, by length, and near the end."""
+
+from collections.abc import Sequence
+from itertools import cycle
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from hf_recurrent_lengthgen.metrics.retrieval.result import RECALL_ACCURACY, RetrievalResult, Share
+from hf_recurrent_lengthgen.plotting.style import (
+    FONT_SIZE,
+    GRID,
+    INK,
+    LINE_COLORS,
+    MUTED,
+    label_ends,
+    length_axis,
+    mark_training_lengths,
+    new_axes,
+    set_left_title,
+    short_number,
+)
+
+_Box = tuple[float, float, float, float]  # left, bottom, width, height
+WIDTH = 4.8
+_ROW = 0.235  # height of a row of cells in inches
+_ON_DARK, _ON_LIGHT = "#ffffff", "#101418"  # numbers in cells, which look the same on a dark page
+_COLORS_OF_ACCURACY = colormaps["cividis"]  # from dark blue to yellow, also for color-blind readers
+_DASHES = ("solid", (0, (6, 2)), (0, (3, 1.5)), (0, (1, 1.2)))
+_TITLES = {"passkey": "Passkeys", "niah": "Needles in running text", "babilong": "BABILong"}
+
+
+def heat_map_figure(models: Sequence[RetrievalResult]) -> Figure:
+    """Right answers in percent by depth (or bAbI task) and length, with one panel per model.
+
+    A line separates the lengths inside the training length from those beyond.
+    """
+    rows, columns = len(models[0].rows), len(models[0].lengths)
+    width, panel = max(WIDTH, 1.1 + 0.42 * columns), 0.8 + _ROW * rows
+    height = panel * len(models) + 0.78
+    figure = Figure(figsize=(width, height))
+    FigureCanvasAgg(figure)
+    what = "depth" if models[0].depths is not None else "task"
+    title = f"{_TITLES[models[0].task]}: right answers in percent\nby {what} and length"
+    figure.text(0.15 / width, 1 - 0.1 / height, title, fontsize=FONT_SIZE, color=INK, va="top", linespacing=1.25)
+    for place, result in enumerate(models):
+        bottom = 0.72 + panel * (len(models) - 1 - place)
+        inches = (0.86, bottom, width - 0.96, _ROW * rows)
+        _cells(figure.add_axes(_shares(inches, width, height)), result)
+    _scale(figure.add_axes(_shares((0.86, 0.24, 1.5, 0.09), width, height)))
+    return figure
+
+
+def _shares(inches: _Box, width: float, height: float) -> _Box:
+    """A box in inches (left, bottom, width, height) as shares of a figure."""
+    return inches[0] / width, inches[1] / height, inches[2] / width, inches[3] / height
+
+
+def _scale(axes: Axes) -> None:
+    axes.imshow(np.linspace(0, 1, 64)[None], cmap=_COLORS_OF_ACCURACY, aspect="auto", extent=(0, 100, 0, 1))
+    axes.set_yticks([])
+    axes.set_xticks([0, 50, 100], ["0", "50", "100 % right"])
+    axes.tick_params(length=2, labelsize=FONT_SIZE - 2.5, colors=MUTED, labelcolor=MUTED, pad=1.5)
+    axes.spines[:].set_visible(False)
+
+
+def _cells(axes: Axes, result: RetrievalResult) -> None:
+    shares = [[Share(cell.right, cell.samples).accuracy for cell in row] for row in result.cells]
+    values = np.ma.masked_invalid([[np.nan if share is None else share for share in row] for row in shares])
+    axes.pcolormesh(values, cmap=_COLORS_OF_ACCURACY, vmin=0, vmax=1, edgecolors="none", linewidth=0)
+    axes.set_facecolor(GRID)
+    axes.invert_yaxis()
+    size = FONT_SIZE - 2
+    for row, column in np.ndindex(values.shape):
+        share = shares[row][column]
+        text = "-" if share is None else f"{100 * share:.0f}"
+        color = MUTED if share is None else _ON_DARK if share < 0.55 else _ON_LIGHT
+        axes.text(column + 0.5, row + 0.5, text, ha="center", va="center_baseline", fontsize=size, color=color)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0, labelsize=FONT_SIZE - 2, labelcolor=INK, pad=3)
+    names = [short_number(length) for length in result.lengths]
+    axes.set_xticks([column + 0.5 for column in range(len(names))], names)
+    axes.set_yticks([row + 0.5 for row in range(len(result.rows))], _row_names(result))
+    axes.set_ylabel(
+        "Depth (0 %: start)" if result.depths is not None else "Task", fontsize=FONT_SIZE - 1.5, color=MUTED
+    )
+    axes.set_xlabel(f"Length ({result.data.token_unit}s)", fontsize=FONT_SIZE - 1.5, color=MUTED, labelpad=1)
+    trained = ""
+    if result.training_length is not None:
+        trained = f", trained on {short_number(result.training_length)}"
+        inside = sum(length <= result.training_length for length in result.lengths)
+        if 0 < inside < len(result.lengths):
+            axes.axvline(inside, color=_ON_DARK, linewidth=2.5)
+            axes.axvline(inside, color=_ON_LIGHT, linewidth=1, linestyle=(0, (2, 2)))
+    set_left_title(axes, f"{result.model}{trained}", FONT_SIZE - 0.5, "bold")
+
+
+def _row_names(result: RetrievalResult) -> Sequence[str]:
+    """Depths in whole percent if that distinguishes them, else as in the result."""
+    short = [f"{100 * depth:.0f} %" for depth in result.depths or ()]
+    return short if short and len(set(short)) == len(short) else result.rows
+
+
+def retrieval_accuracy_figure(models: Sequence[RetrievalResult]) -> Figure:
+    """Share of right answers by length for several models, with intervals and training lengths."""
+    figure, axes = new_axes(f"{_TITLES[models[0].task]}: right answers (dots: 95 %)")
+    _accuracy_axes(axes, models)
+    ends = []
+    for result, color in zip(models, cycle(LINE_COLORS), strict=False):
+        ends += _line(axes, result, result.by_length, result.model, color, "solid", band=True)
+    label_ends(axes, ends)
+    return figure
+
+
+def within_figure(result: RetrievalResult, distances: Sequence[int] | None = None) -> Figure:
+    """Share of right answers of one model by length, for needles within the last r tokens.
+
+    There is one line per r of `distances`, by default the first four lengths (Chen et al., 2024, Figures 13 and 14).
+
+    Raises:
+        ValueError: if no needle is within the last r tokens for any r.
+    """
+    distances = sorted(set(distances or result.lengths[:4]))
+    figure, axes = new_axes(f"Right answers, needle in the last r {result.data.token_unit}s")
+    _accuracy_axes(axes, [result])
+    ends = []
+    for distance, color, dashes in zip(distances, cycle(LINE_COLORS), cycle(_DASHES), strict=False):
+        shares, label = result.within(distance), f"r = {short_number(distance)}"
+        ends += _line(axes, result, shares, label, color, dashes, band=False)
+    if not ends:
+        raise ValueError(
+            f"No needle is within the last {distances[-1]} tokens at any length: give larger distances, or measure "
+            "depths nearer to 1."
+        )
+    label_ends(axes, ends)
+    return figure
+
+
+def _accuracy_axes(axes: Axes, models: Sequence[RetrievalResult]) -> None:
+    trained = [result.training_length for result in models if result.training_length is not None]
+    axes.set_ylim(-0.03, 1.13)  # room for the mark above the lines
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+    axes.axhline(RECALL_ACCURACY, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
+    length_axis(axes, sorted({*models[0].lengths, *trained}), f"{models[0].data.token_unit}s")
+    if trained:
+        mark_training_lengths(axes, trained)
+
+
+def _line(
+    axes: Axes, result: RetrievalResult, shares: Sequence[Share], label: str, color: str, dashes: object, band: bool
+) -> list[tuple[float, str, str]]:
+    """Draw the shares that have samples; returns height, text and color of the label."""
+    there = [(length, share) for length, share in zip(result.lengths, shares, strict=True) if share.samples]
+    if not there:
+        return []
+    lengths = [length for length, _ in there]
+    heights = [share.right / share.samples for _, share in there]
+    axes.plot(lengths, heights, color=color, linestyle=dashes, linewidth=1.8, marker="o", markersize=3.5)
+    if band:
+        bounds = [share.interval(result.confidence) for _, share in there]
+        low, high = [low for low, _ in bounds], [high for _, high in bounds]
+        axes.fill_between(lengths, low, high, color=color, alpha=0.18, linewidth=0)
+    return [(heights[-1], label, color)]

@@ -1,0 +1,183 @@
+"""How often a model retrieves what was far back in a text: passkeys, needles, facts.
+
+Accuracy by depth and length as in Chen et al., 2024 (arXiv:2410.07145), B.1 and Figure 2, Buitrago Ruiz and Gu, 2025
+(arXiv:2507.02782), B.3 and B.4, and Shen et al., 2025 (arXiv:2509.22630), C.4. Decoding is greedy (`greedy_hits`).
+"""
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from hf_recurrent_lengthgen.data.tasks import RetrievalGrid, Task
+from hf_recurrent_lengthgen.evaluation.provenance import model_record, run_record
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
+from hf_recurrent_lengthgen.evaluation.results import NOT_SAID, DataRecord
+from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
+from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalResult
+
+TOKENS_AT_ONCE = 2**25
+"""Maximum number of prompt tokens in memory at once, 4 bytes each, unless a single cell has more."""
+
+
+class _Cell(NamedTuple):
+    """A cell: its place (row, column), and the prompts with their answers as (n,) int32."""
+
+    place: tuple[int, int]
+    digest: str
+    texts: list[np.ndarray]
+    tasks: list[Task]
+
+
+def retrieval_accuracy(
+    model: nn.Module,
+    grid: RetrievalGrid,
+    lengths: Sequence[int],
+    label: str = "model",
+    data: DataRecord = NOT_SAID,
+    training_length: int | None = None,
+    settings: EvaluationSettings = DEFAULTS,
+    *,
+    cache: ResultCache | None = None,
+) -> RetrievalResult:
+    """Accuracy of greedy answers for each row of a grid of prompts and each length.
+
+    Args:
+        model: Any causal language model. With a state that is a value, shared beginnings of prompts are read once.
+        grid: `PasskeyGrid`, `NeedleGrid` or `BabilongGrid`.
+        lengths: Different numbers of tokens of prompt and answer.
+        label: Name of the model in tables and figures.
+        data: Description of the prompts' source; the digest is always computed from all prompts.
+        training_length: Training length of the model in tokens, if known.
+        settings: Confidence, prompts and tokens of each per forward pass, progress, and the command that is recorded.
+        cache: Where complete cells are kept; cells in it are not computed again.
+
+    Raises:
+        ValueError: as in the grid for lengths without a prompt, and as in `greedy_hits`; both before any reading.
+    """
+    if not lengths or len(set(lengths)) < len(lengths) or min(lengths) < 1:
+        raise ValueError(f"lengths must be one or more different lengths of at least 1, got {list(lengths)}.")
+    began, record = time.perf_counter(), model_record(model)
+    run = _Run(model, grid, sorted(lengths), settings, cache)
+    digest = run.look_up(record)
+    if not any(cell.samples for cell in run.cells.values()) and not run.missing:
+        raise ValueError(
+            f"No question fits into {max(lengths)} {data.token_unit}s together with its facts: give larger lengths."
+        )
+    run.measure()
+    rows, columns = range(len(grid.rows)), range(len(lengths))
+    return RetrievalResult(
+        model=label,
+        weights=record["weights"],
+        training_length=training_length,
+        task=grid.task,
+        style=grid.style,
+        shots=grid.shots,
+        rows=grid.rows,
+        depths=grid.depths,
+        lengths=tuple(run.lengths),
+        cells=tuple(tuple(run.cells[row, column] for column in columns) for row in rows),
+        confidence=settings.confidence,
+        data=replace(data, digest=digest),
+        device=record["device"],
+        command=settings.recorded_command,
+        seed=grid.seed,
+        **run_record(model, began),
+    )
+
+
+class _Run:
+    """The measured cells of a grid, by place, and the cache keys of those that are missing."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grid: RetrievalGrid,
+        lengths: list[int],
+        settings: EvaluationSettings,
+        cache: ResultCache | None,
+    ) -> None:
+        self.reader, self.grid, self.lengths = reader_of(model), grid, lengths
+        self.settings, self.cache = settings, cache
+        self.cells: dict[tuple[int, int], RetrievalCell] = {}
+        self.missing: dict[tuple[int, int], Any] = {}
+
+    def look_up(self, record: dict[str, str]) -> str:
+        """Make all prompts before the first is read, and return their digest; may take long."""
+        every = hashlib.sha256()
+        for column in range(len(self.lengths)):
+            for row in range(len(self.grid.rows)):
+                cell = self._cell((row, column))
+                every.update(cell.digest.encode())
+                key = {"what": "retrieval cell", "model": record, "prompts": cell.digest}
+                kept = self.cache.get(key) if self.cache else None
+                if not cell.tasks:
+                    self.cells[cell.place] = RetrievalCell(0, 0, None)
+                elif kept is not None:
+                    self.cells[cell.place] = RetrievalCell(**kept)
+                else:
+                    self.missing[cell.place] = key
+        return every.hexdigest()
+
+    def _cell(self, place: tuple[int, int]) -> _Cell:
+        row, column = place
+        tasks = self.grid.tasks(row, self.lengths[column])
+        # the period after an answer is not scored
+        texts = [np.concatenate([task.prompt, task.answer[: task.scored]]).astype("<i4") for task in tasks]
+        digest = hashlib.sha256()
+        for task, text in zip(tasks, texts, strict=True):
+            digest.update(f"{len(text)} {task.scored} {task.distance};".encode() + text.tobytes())
+        return _Cell(place, digest.hexdigest(), texts, tasks)
+
+    def measure(self) -> None:
+        for group in self._groups():
+            owners = [cell for cell in group for _ in cell.tasks]
+            tasks = [task for cell in group for task in cell.tasks]
+            texts = [text for cell in group for text in cell.texts]
+            right: dict[tuple[int, int], list[bool]] = {cell.place: [] for cell in group}
+            for number, hits in greedy_hits(
+                self.reader,
+                texts,
+                [len(text) - task.scored for text, task in zip(texts, tasks, strict=True)],
+                batch_size=self.settings.batch_size,
+                chunk_length=self.settings.chunk_length,
+                names=[self._name(cell.place) for cell in owners],
+                title=f"{self.grid.task} up to {self.lengths[group[-1].place[1]]:,}" if self.settings.progress else "",
+            ):
+                cell = owners[number]
+                right[cell.place].append(bool(hits.all()))
+                if len(right[cell.place]) == len(cell.tasks):
+                    self._keep(cell, sum(right[cell.place]))
+
+    def _groups(self) -> Iterator[list[_Cell]]:
+        """The missing cells in groups that fit into memory."""
+        group: list[_Cell] = []
+        size = 0
+        for place in self.missing:
+            cell = self._cell(place)
+            tokens = sum(map(len, cell.texts))
+            if group and size + tokens > TOKENS_AT_ONCE:
+                yield group
+                group, size = [], 0
+            group.append(cell)
+            size += tokens
+        if group:
+            yield group
+
+    def _name(self, place: tuple[int, int]) -> str:
+        where = "depth " if self.grid.depths is not None else ""
+        return f"{self.grid.task}, {where}{self.grid.rows[place[0]]}, {self.lengths[place[1]]:,} tokens"
+
+    def _keep(self, cell: _Cell, right: int) -> None:
+        distances = [task.distance for task in cell.tasks]
+        known = [distance for distance in distances if distance is not None]
+        found = RetrievalCell(right, len(distances), max(known) if len(known) == len(distances) else None)
+        self.cells[cell.place] = found
+        if self.cache:
+            self.cache.put(self.missing[cell.place], asdict(found))

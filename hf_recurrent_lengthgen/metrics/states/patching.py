@@ -1,0 +1,263 @@
+"""Which heads do the harm: the states of some heads are exchanged for other states of the same text.
+
+At position n of a long text, the whole context gives the state h, and its last n' tokens alone give the state h'. The
+next W tokens are read from h and from h', with n' + W <= T, so that the context of h' stays within the training length
+T. Harm is the NLL from h minus the NLL from h'. Then, for some heads at a time:
+
+    restored = NLL from h, minus NLL from h with these heads taken from h'     (the harm that goes with them)
+    broken   = NLL from h' with these heads taken from h, minus NLL from h'    (the harm that they do alone)
+
+If several heads fail at once, restoring one may change little, while breaking one shows its effect. So shares of the
+harm need not add up to 1. Only the recurrent part is exchanged head by head.
+
+In a hybrid, h and h' also hold the keys and values of the attention layers after the same tokens. All of them together
+are one more thing that can be exchanged, which also moves the positions: "attention" in place of a head.
+"""
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_recurrent_lengthgen.evaluation.readers import Reader, StateReader, reader_of
+from hf_recurrent_lengthgen.evaluation.streaming import (
+    Chunk,
+    Tokens,
+    check_tokens,
+    progress_bar,
+    reading_plan,
+    state_arrays,
+    state_from,
+    stream_chunks,
+)
+from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver, as_units
+from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    RecurrentState,
+    concatenate_rows,
+    state_batch_size,
+    state_to,
+)
+
+Head = tuple[int, int]
+"""(layer, unit); see `trajectory.as_units` for layers without heads."""
+Heads = Sequence[Head | Literal["attention"]]
+"""Some heads, and "attention" for the keys and values of all attention layers."""
+
+
+class Patching(NamedTuple):
+    """NLL in nats per token over the W = `width` tokens after the exchange, for each of S sequences.
+
+    `full` (S,) is from h after `position` tokens, `short` (S,) from h' after `kept` tokens; `restored` and `broken`
+    (groups, S) are for each group of heads.
+    """
+
+    position: int
+    kept: int
+    width: int
+    full: np.ndarray
+    short: np.ndarray
+    restored: np.ndarray
+    broken: np.ndarray
+
+    @property
+    def harm(self) -> np.ndarray:
+        return np.asarray(self.full - self.short)
+
+
+def patched_place(length: int, training_length: int) -> tuple[int, int]:
+    """Default position and width of `patch_heads` for texts of `length` positions."""
+    width = max(1, min(training_length // 2, length - training_length))
+    return length - width, width
+
+
+class StateKeeper:
+    """Keeps the states after `position` tokens, for `patch_heads`, of texts that are read for an observer.
+
+    A stream takes it in place of the observer. With None it keeps nothing.
+    """
+
+    def __init__(self, observer: StateObserver, position: int | None) -> None:
+        self._observer, self._position = observer, position
+        self.positions = tuple(sorted({*observer.positions, *(() if position is None else (position,))}))
+        self._states: list[RecurrentState] = []
+
+    def __enter__(self) -> "StateKeeper":
+        self._observer.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._observer.__exit__(kind, error, trace)
+
+    def see(self, first_sequence: int, chunk: Chunk) -> None:
+        self._observer.see(first_sequence, chunk)
+        if chunk.start + chunk.nll.shape[1] == self._position:
+            self._states.append(state_to(chunk.state, "cpu"))  # other texts follow before it is needed
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        kept = {"groups": np.array(len(self._states))} if self._states else {}
+        for group, state in enumerate(self._states):
+            kept |= state_arrays(state, f"group.{group}.")
+        return self._observer.arrays() | {f"keeper.{name}": array for name, array in kept.items()}
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        self._observer.restore(arrays)
+        groups = int(arrays.get("keeper.groups", 0))
+        self._states = [state_from(arrays, f"keeper.group.{group}.", torch.device("cpu")) for group in range(groups)]
+
+    def state(self) -> RecurrentState | None:
+        """The state of all texts that were read, None without any."""
+        return concatenate_rows(self._states) if self._states else None
+
+
+def patch_heads(
+    model: nn.Module,
+    tokens: Tokens,
+    training_length: int,
+    groups: Sequence[Heads],
+    *,
+    position: int | None = None,
+    width: int | None = None,
+    state_there: RecurrentState | None = None,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> Patching:
+    """Exchange groups of heads at a position of long texts and measure the NLL of the tokens after it.
+
+    Args:
+        model: A model whose state is a value; a hybrid is wrapped by `stateful`.
+        tokens: Token ids (S, L + 1).
+        training_length: Tokens per training sequence, T.
+        groups: Groups of heads that are exchanged together; each group is one measurement.
+        position: Tokens read before the exchange; by default all but the last `width`.
+        width: Tokens that are scored; by default half the training length, or the length of the texts beyond it if
+            that is less. h' has read the T - `width` tokens before them.
+        state_there: The states h, S rows, if they are known; None to read the texts up to `position`.
+        batch_size, progress: As in `stream_nll`.
+
+    Raises:
+        ValueError: for models without a state that is a value, heads that do not exist, attention that does not exist,
+            a width not below T (so also for T = 1), texts or positions that are too short, and given states of another
+            number of texts, or without the keys of attention layers.
+    """
+    reader = reader_of(model)
+    if not isinstance(reader, StateReader):
+        raise ValueError(reader.refusal("an exchange of heads"))
+    array = check_tokens(tokens, reader.vocabulary, training_length + 1)
+    length = array.shape[1] - 1
+    width = patched_place(length, training_length)[1] if width is None else width
+    if not 1 <= width < training_length:
+        raise ValueError(f"width must be at least 1 and below the training length {training_length}, got {width}.")
+    kept = training_length - width
+    position = length - width if position is None else position
+    if not training_length <= position <= length - width:
+        raise ValueError(
+            f"position must be from the training length {training_length} to {length - width}, which leaves {width} "
+            f"tokens to score; got {position}."
+        )
+    _check_groups(groups, reader)
+    if state_there is not None and not reader.carried_by_row:
+        raise ValueError("state_there has no keys of attention layers: leave it out.")
+    if state_there is not None and state_batch_size(state_there) != len(array):
+        raise ValueError(f"state_there must have a row per text, {len(array)}, got {state_batch_size(state_there)}.")
+    after = array[:, position : position + width + 1]
+    nll = np.empty((2 + 2 * len(groups), len(array)))
+    total = len(array) * (position * (state_there is None) + kept + len(nll) * width)
+    together = len(array)
+    if not reader.carried_by_row:  # then no more rows than can carry their keys at once
+        together, _ = reading_plan(reader, len(array), position, batch_size, None)
+        batch_size = together
+    with evaluation_mode(reader.model), progress_bar(total, "patching", progress) as bar:
+        for first in range(0, len(array), together):
+            rows = slice(first, min(first + together, len(array)))
+            if state_there is None:
+                full = _cache_after(reader, array[rows, : position + 1], batch_size, bar, first)
+            else:  # of all rows
+                full = reader.begin(state_to(state_there, reader.device))
+            short = _cache_after(reader, array[rows, position - kept : position + 1], batch_size, bar, first)
+            for index, cache in enumerate(_variants(full, short, groups)):
+                nll[index, rows] = _nll_from(reader, cache, after[rows], batch_size, bar)
+            del full, short, cache  # before the next rows fill theirs
+    return Patching(position, kept, width, nll[0], nll[1], nll[0] - nll[2::2], nll[3::2] - nll[1])
+
+
+def _variants(full: Any, short: Any, groups: Sequence[Heads]) -> Iterator[Any]:
+    """The caches to read from: both, then both with each group taken from the other."""
+    yield from (full, short)
+    for group in groups:
+        yield _exchanged(full, short, group)
+        yield _exchanged(short, full, group)
+
+
+def _exchanged(cache: Any, other: Any, group: Heads) -> Any:
+    """A cache (state, keys) with some heads, or the keys, taken from another one."""
+    return exchange(cache[0], other[0], heads_of(group)), (other if "attention" in group else cache)[1]
+
+
+def heads_of(group: Heads) -> list[Head]:
+    """The heads of a group, without attention."""
+    return [place for place in group if not isinstance(place, str)]
+
+
+@torch.no_grad()
+def exchange(state: RecurrentState, other: RecurrentState, heads: Sequence[Head]) -> RecurrentState:
+    """`state` with the recurrent part of some heads taken from `other`; a new value."""
+    layers = list(state)
+    for layer in {layer for layer, _ in heads}:
+        units = as_units(state[layer].recurrent).clone()
+        chosen = [unit for other_layer, unit in heads if other_layer == layer]
+        units[:, chosen] = as_units(other[layer].recurrent)[:, chosen]
+        layers[layer] = state[layer]._replace(recurrent=units.reshape(state[layer].recurrent.shape))
+    return tuple(layers)
+
+
+def _check_groups(groups: Sequence[Heads], reader: Reader) -> None:
+    state = reader.model.zero_state(1)
+    units = [as_units(layer.recurrent).shape[1] if layer.recurrent[0].numel() else 0 for layer in state]
+    for layer, unit in (head for group in groups for head in heads_of(group)):
+        if not 0 <= layer < len(units) or not 0 <= unit < units[layer]:
+            raise ValueError(
+                f"There is no head {unit} in layer {layer}: layers 0 to {len(units) - 1} have {units} heads or "
+                "channel groups."
+            )
+    others = {place for group in groups for place in group if isinstance(place, str)}
+    if others - {"attention"} or (others and reader.carried_by_row):
+        raise ValueError(
+            f'A group holds heads (layer, head), and "attention" in models with attention layers; got '
+            f"{', '.join(map(repr, sorted(others)))} for {reader.name}."
+        )
+    if not groups or not all(groups):
+        raise ValueError("groups must hold at least one group, and each group at least one head (layer, head).")
+
+
+def _cache_after(reader: Reader, rows: np.ndarray, batch_size: int | None, bar: Any, sequence: int) -> Any:
+    """The cache after all tokens but the last of rows (S, n + 1), the first of which is a sequence of the texts."""
+    caches = []
+    batch, chunk = reading_plan(reader, len(rows), rows.shape[1] - 1, batch_size, None)
+    for first in range(0, len(rows), batch):
+        part = rows[first : first + batch]
+        origins = [(sequence + first + row, 0) for row in range(len(part))]
+        for piece in stream_chunks(reader, part, chunk, None, origins):
+            bar.update(piece.nll.numel())
+        caches.append(piece.cache)
+    return caches[0] if len(caches) == 1 else reader.join_rows(caches)
+
+
+def _nll_from(reader: Reader, cache: Any, rows: np.ndarray, batch_size: int | None, bar: Any) -> np.ndarray:
+    """Mean NLL of each row (S, W + 1), read from a cache, (S,)."""
+    batch, chunk = reading_plan(reader, len(rows), rows.shape[1] - 1, batch_size, None)
+    found = []
+    for first in range(0, len(rows), batch):
+        part = slice(first, min(first + batch, len(rows)))
+        before = reader.fork(cache) if part == slice(0, len(rows)) else reader.take_rows(cache, part)
+        pieces = []
+        for piece in stream_chunks(reader, rows[part], chunk, cache=before):
+            pieces.append(piece.nll)
+            bar.update(piece.nll.numel())
+        found.append(torch.cat(pieces, 1).double().mean(1).cpu().numpy())
+    return np.concatenate(found)
