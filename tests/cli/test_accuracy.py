@@ -30,7 +30,7 @@ from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
 from hf_recurrent_lengthgen.metrics.tables import read_rows
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.trainers import checkpoints, resumable_runs
+from hf_recurrent_lengthgen.trainers.run import checkpoints, resumable_runs
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
 Run = Callable[..., int]
