@@ -179,12 +179,6 @@ class RunRecord:
                 "resume from another checkpoint or with that version."
             ) from error
 
-    def found_unrecorded(self, trainer: Trainer, groups: list[dict[str, Any]]) -> None:
-        """Take the current settings of a trainer and the groups for those of a previous part without a record."""
-        if self._start and not self._before:
-            # Trainer has not set max_steps for this run yet
-            self._before = (replace(settings(trainer, groups), max_steps=None),)
-
     def saved(self, trainer: Trainer) -> dict[str, Any]:
         """The record as `begin` takes it."""
         groups = as_json([] if trainer.optimizer is None else made_with(trainer.optimizer))
@@ -201,8 +195,6 @@ class RunRecord:
         if not self._before:
             return {}
         old, new = ({**asdict(one), **one.method, **one.others} for one in (self._before[-1], settings(trainer)))
-        if old["max_steps"] is None:
-            old["max_steps"] = new["max_steps"]
         pairs = {name: (old.get(name), new.get(name)) for name in {**old, **new}}
         kept = pairs.keys() - {"from_step", "method", "others"}
         return {name: pair for name, pair in pairs.items() if name in kept and pair[0] != pair[1]}
@@ -258,16 +250,10 @@ def _hardware(args: TrainingArguments) -> Hardware:
     return Hardware(name, args.world_size * max(1, args.n_gpu if kind == "cuda" else 1))
 
 
-def settings(trainer: Trainer, groups: list[dict[str, Any]] | None = None) -> Settings:
-    """The settings that a repetition of the training needs.
-
-    Args:
-        trainer: The trainer.
-        groups: Settings of the optimizer's groups; by default those that it started with, if it exists.
-    """
+def settings(trainer: Trainer) -> Settings:
+    """The settings that a repetition of the training needs."""
     args = trainer.args
-    if groups is None:
-        groups = [] if trainer.optimizer is None else made_with(trainer.optimizer)
+    groups = [] if trainer.optimizer is None else made_with(trainer.optimizer)
     rate = groups[0].get("initial_lr", args.learning_rate) if groups else args.learning_rate
     own_scheduler = getattr(trainer, "given_scheduler", None)
     return Settings(

@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_l
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.adapters import holds_adapter, write_adapter_base
-from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.records import Lineage
@@ -124,7 +124,7 @@ class ResumableTrainer(SameRowsTrainer):
             self.run_record.begin(self)
         else:
             step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_FILE)).global_step
-            self.run_record.begin(self, saved_run(self._own_file(checkpoint)).get("record"), step)
+            self.run_record.begin(self, saved_run(self._own_file(checkpoint))["record"], step)
         self._place = DataPlace(self.args.dataloader_num_workers)
         self.initial_states.reset()
         try:
@@ -197,7 +197,7 @@ class ResumableTrainer(SameRowsTrainer):
         }
 
     def _rows_left_out(self) -> dict[str, int]:
-        """Their number, if any; checkpoints of versions that did not leave out rows have no entry."""
+        """Their number, if any."""
         data: Any = self.train_dataset
         if isinstance(data, ContinuedChunks) or not has_length(data):
             return {}
@@ -251,18 +251,9 @@ class ResumableTrainer(SameRowsTrainer):
         passes, batches = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
         if checkpoint is None:
             return passes, batches
-        place = saved_run(self._own_file(checkpoint)).get("place")
-        if (
-            place is None
-            and not has_length(self.train_dataset)
-            and not isinstance(self.train_dataset, ContinuedStream)
-        ):
-            raise ValueError(
-                f"{checkpoint} is of an earlier version, which did not record the place in a stream: load the weights "
-                "with from_pretrained and start a new run."
-            )
-        if has_length(self.train_dataset) or place is None:  # of an earlier version, which had no place
-            place = {"read": [], "began": {}, **(place or {}), "passes": passes, "batches": batches}
+        place = saved_run(self._own_file(checkpoint))["place"]
+        if has_length(self.train_dataset):
+            place |= {"passes": passes, "batches": batches}
         self._place.resume(place, place["batches"] > 0)
         return place["passes"], place["batches"]
 
@@ -293,8 +284,7 @@ class ResumableTrainer(SameRowsTrainer):
         remember_settings(self.optimizer, new_run=False)
         check_same_kind(checkpoint, self.optimizer, self.lr_scheduler, self.args)
         super()._load_optimizer_and_scheduler(checkpoint)
-        before = made_before(self.optimizer, self.lr_scheduler, self.run_record.groups)
-        self.run_record.found_unrecorded(self, before)
+        before = made_before(self.optimizer, self.run_record.groups)
         changed = self.run_record.changes(self).keys()
         apply_changes(self.optimizer, self.lr_scheduler, before, not changed.isdisjoint(RATES))
         tensors = load_initial_states(self._own_file(checkpoint), self._run_description())

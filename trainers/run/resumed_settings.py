@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from enum import Enum
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -82,22 +81,14 @@ def made_with(optimizer: Any) -> list[dict[str, Any]]:
     return _MADE_WITH.get(optimizer) or _settings(optimizer)
 
 
-def made_before(optimizer: Any, scheduler: Any, recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def made_before(optimizer: Any, recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The settings that each group of an optimizer started with in the run that saved it.
 
     Args:
         optimizer: The optimizer, as loaded.
-        scheduler: Its schedule.
-        recorded: What `made_with` returned in that run. Settings without a record (older checkpoints) have the loaded
-            values, except betas and momentum under a schedule that moves them, which count as unchanged.
+        recorded: What `made_with` returned in that run.
     """
-    moved = ("betas", "momentum") if getattr(scheduler, "cycle_momentum", False) else ()
-    loaded, now = _settings(optimizer), made_with(optimizer)
-    unknown: dict[str, Any] = {}
-    return [
-        held | {name: made[name] for name in moved if name in made} | known
-        for held, made, known in zip_longest(loaded, now, recorded[: len(loaded)], fillvalue=unknown)
-    ]
+    return [held | made for held, made in zip(_settings(optimizer), recorded, strict=True)]
 
 
 def _settings(optimizer: Any) -> list[dict[str, Any]]:
