@@ -28,16 +28,3 @@ def test_the_card_is_written_and_what_it_lacks_is_said(
     assert "By A. Person." in text
     assert 'from_pretrained("me/mine", trust_remote_code=True)' in text
     assert "`revision=` with a commit" in text
-
-
-def test_what_cannot_be_is_refused_in_one_line(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["card", str(tmp_path / "nothing")]) == 1
-    assert main(["card", str(checkpoint), "--results", str(tmp_path / "none.json")]) == 1
-    assert main(["card", str(checkpoint), "--repo", "a/b/c"]) == 1
-    first, second, third = capsys.readouterr().err.splitlines()
-    assert first.endswith("nothing has no config.json, so it is not a checkpoint: give the folder of a checkpoint.")
-    assert "none.json cannot be read as a result file" in second
-    assert "Repo id must be in the form" in third
-    assert not (checkpoint / "README.md").exists()

@@ -184,10 +184,3 @@ def test_a_folder_with_other_files_is_left_alone(
     assert "holds files that no demo wrote: give another --output" in capsys.readouterr().err
     assert mine.read_text() == "precious"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["control"]
-
-
-def test_the_help_names_the_files(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["demo", "--help"])
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("index.html", "result.json", "base/", "cured/", "control/"))

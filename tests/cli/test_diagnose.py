@@ -98,27 +98,6 @@ def test_parts_can_be_chosen(diagnose: Diagnose, checkpoint: Path, tmp_path: Pat
     assert list(model.parts) == ["misalignment"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--parts", "state"], "parts must be some of states, remembrance"),
-        (["--data", "stdlib", "--text-column", "x"], "the text column 'x' does nothing"),
-        (["--length", "8"], "must be above the training length, 8"),
-    ],
-)
-def test_bad_options_are_refused(
-    arguments: list[str],
-    message: str,
-    diagnose: Diagnose,
-    checkpoint: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert diagnose(checkpoint, *arguments) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
 def test_one_text_has_no_distances(
     diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -98,29 +98,6 @@ def test_a_hybrid_needs_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mamba_d_state"] == 24
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "Give --output"),
-        (["--output", "{full}"], "exists already and is not an empty folder"),
-        (["--output", "{out}", "--report"], "--report writes no weights: leave out --output, or"),
-        (["--report", "--initialization", "reinit", "--seed", "0"], "leave out --initialization, --seed, or --report"),
-        (["--output", "{out}", "--factor", "inf"], "factor must be a finite number above 1, got inf"),
-        (["--output", "{out}", "--factor", "nan"], "factor must be a finite number above 1, got nan"),
-        (["--output", "{full}/config.json/x"], "config.json, which is no folder: give another --output"),
-        (["--output", "{out}", "--layers", "first"], '--layers takes numbers of layers or "all", got first'),
-        (["--output", "{out}", "--layers", "7"], "layers must be some of the recurrent layers, 0, 1, got [7]"),
-        (["--output", "{out}", "--num-heads", "1"], "num_heads does not apply to stateful_mamba2"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_is_written(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert expand(checkpoint, *(text.format(full=checkpoint, out=tmp_path / "out") for text in arguments)) == 1
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_checkpoint_that_forgets_is_refused_since_training_would_be(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -128,21 +105,3 @@ def test_a_checkpoint_that_forgets_is_refused_since_training_would_be(
     assert expand(tmp_path / "forgets", "--output", tmp_path / "out") == 1
     assert "forgets (window 4), so it cannot be trained after an expansion: give" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["forgets"]
-
-
-def test_a_config_alone_cannot_be_expanded(config_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no weights: give the folder of a checkpoint, or --report"):
-        main(["--debug", "expand", str(config_file), "--output", str(tmp_path / "out")])
-    with pytest.raises(ValueError, match="is no checkpoint folder here"):
-        main(["--debug", "expand", str(tmp_path / "nothing"), "--report"])
-
-
-def test_a_failed_save_leaves_nothing_behind(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    assert expand(checkpoint, "--output", tmp_path / "out") == 1
-    assert list(tmp_path.iterdir()) == []

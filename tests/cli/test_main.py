@@ -59,37 +59,6 @@ def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str
     assert f"transformers {transformers.__version__}" in " ".join(shown.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "COMMAND"),
-        (["trian"], "invalid choice: 'trian'"),
-        (["convrt"], "for convrt, did you mean convert?"),
-        (["--debgu", "demo"], "for --debgu, did you mean --debug?"),
-        (["evaluate", "m", "--lenght=64"], "for --lenght, did you mean --length?"),
-        (["evaluate", "--lenght", "64"], "for --lenght, did you mean --length?"),  # where MODEL is missing
-        (["expand", "m", "--ouput_dir", "x"], "for --ouput_dir, did you mean --output?"),
-        (["--quiet", "demo"], "--quiet"),
-        (["demo", "--seeds", "1", "2"], "unrecognized arguments"),
-        (["demo", "--seed", "one"], "must be a whole number, got 'one'"),
-        (["evaluate"], "MODEL"),
-        (["evaluate", "m", "--length", "0"], "must be at least 1, got 0"),
-        (["train", "--output", "x"], "--model"),
-        (["train", "--model", "m", "--max-steps", "many"], "invalid int value: 'many'"),
-        (["train", "--model", "m", "--intervention", "magic"], "invalid choice: 'magic'"),
-        (["train", "--model", "m", "--learnig_rate", "1e-3"], "did you mean learning_rate"),
-        (["train", "--model", "m", "--learnig-rate=1e-3"], "did you mean learning_rate"),
-        (["train", "--model", "m", "--state_dorp_probability=1"], "did you mean state_drop_probability"),
-        (["train", "--model", "m", "--quetzalcoatl", "0.5"], "--help-all"),
-    ],
-)
-def test_wrong_options_exit_with_2_and_name_the_option(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_status(*arguments) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("arguments", [["--quetzalcoatl", "1"], ["m", "--outp", "x", "--length", "0"]])
 def test_nothing_is_suggested_for_what_is_near_nothing_or_the_start_of_an_option(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

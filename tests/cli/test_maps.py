@@ -42,25 +42,3 @@ def test_tokens_and_layers_of_a_stock_model(tmp_path: Path) -> None:
     with np.load(tmp_path / "out" / "maps.npz") as maps:
         header = json.loads(str(maps["header"]))
     assert (header["tokens"], [layer["layer"] for layer in header["layers"]]) == (["8", "0", "5"], [0, 2])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--token-ids", "3", "400"], "Token ids must be from 0 to 383, got 3 to 400"),
-        (["--text", "a" * 1025], "The text has 1025 tokens"),
-        (["--text", "a", "--layers", "7"], "layers must be some of 0 to"),
-        (["--token-ids", "3", "--tokenizer", "bytes"], "--tokenizer does nothing beside --token-ids"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
-) -> None:
-    assert main(["maps", str(checkpoint), *arguments, "--output", str(tmp_path / "out")]) == 1
-    assert complaint in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_text_is_needed(checkpoint: Path) -> None:
-    with pytest.raises(SystemExit):
-        main(["maps", str(checkpoint)])

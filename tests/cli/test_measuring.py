@@ -189,14 +189,6 @@ def test_an_interrupted_command_goes_on(
     assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
 
 
-@pytest.mark.parametrize("roles", ["base", "base,best", "base,cured,control", ","])
-def test_roles_must_be_known_and_as_many_as_models(
-    roles: str, evaluate: Evaluate, checkpoint: Path, stock_checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate(checkpoint, stock_checkpoint, "--tokenizer", "bytes", "--roles", roles) == 1
-    assert "--roles must name one of base, cured, control, other for each of the 2" in capsys.readouterr().err
-
-
 def test_models_of_different_training_lengths_need_the_option(
     checkpoint: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,21 +226,6 @@ def test_a_training_length_from_another_model_is_told(capsys: pytest.CaptureFixt
     assert "The config of b names no training length: taking 8, as in a, c" in capsys.readouterr().out
     assert _training_length(["a", "c"], models[::2]) == 8
     assert capsys.readouterr().out == ""
-
-
-def test_a_cache_that_cannot_be_written_is_said(
-    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert evaluate(checkpoint, "--cache", tmp_path / "file") == 1
-    assert "give another --cache, or --no-cache" in capsys.readouterr().err
-
-
-def test_too_little_text_names_the_options(
-    evaluate: Evaluate, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate(checkpoint, "--length", 5000) == 1
-    assert "Give more text (--data, --split), fewer --sequences, or a shorter --length." in capsys.readouterr().err
 
 
 @pytest.mark.slow

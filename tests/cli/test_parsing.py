@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
@@ -61,25 +60,6 @@ def test_no_text_is_empty(command: str) -> None:
         if action.type is None:
             with pytest.raises(argparse.ArgumentError, match="is empty: give a value, or leave the option out"):
                 parser._get_values(action, [""])
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("evaluate m --output ''", "argument --output: is empty: give a value, or leave the option out"),
-        ("evaluate m --length 0", "argument --length: must be at least 1, got 0"),
-        ("evaluate m --length 9999999999999999999999", "argument --length: must be below 2**63, got 9999"),
-        ("diagnose m --seed -1", "argument --seed: must be at least 0, got -1"),
-        ("verify m --length many", "argument --length: must be a whole number, got 'many'"),
-    ],
-)
-def test_a_value_that_is_refused_is_named_with_its_option(
-    line: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(shlex.split(line))
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("started", ["--delta-s", "--delta_s", "--del"])

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.cli import report, retrieve
 from hf_recurrent_lengthgen.cli.main import main
@@ -114,77 +113,3 @@ def test_needles_in_a_text(checkpoint: Path, text_file: Path, tmp_path: Path, mo
     assert (result.task, result.style, result.rows) == ("niah", "single-2", ("50 %",))
     assert result.data.description == f"{text_file.name}, split train"
     assert (output / "within.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--lengths", "100"], "length is 100, but a passkey prompt without filler has 2"),
-        (["--depths", "0.5,2"], "--depths is '0.5,2'"),
-        (["--depths", "2.5"], "--depths is '2.5'"),
-        (["--depths", "0.5,0.5"], "the rows of passkey must be different"),
-        (["--lengths", "400,600", "--within", "100,601"], "--within names 601, but must be at most the longest"),
-        (["--task", "babilong", "--task-files", "nowhere"], "nowhere has 0 files qa1_*_test.txt"),
-        (["--task", "niah", "--lengths", "1m"], "that does not repeat, but the data have"),
-        (["--output", "TEXT_FILE"], "is a file, or inside one: give the name of a folder"),
-        (["--device", "moon"], "Cannot use the device 'moon'"),
-        (["--tokenizer", "MERGING"], "merges '\\nWhat is t' with the word before it"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(
-    arguments: list[str],
-    complaint: str,
-    checkpoint: Path,
-    text_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(retrieve, "load_documents", lambda *_: [text_file.read_text()])
-    if "MERGING" in arguments:
-        vocabulary = {character: place for place, character in enumerate([*map(chr, range(128)), "a\n"])}
-        merging = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocabulary, [("a", "\n")])))
-        monkeypatch.setattr(retrieve, "shared_tokenizer", lambda _: merging)
-    words = [str(text_file) if word == "TEXT_FILE" else word for word in arguments]
-    output = [] if "--output" in words else ["--output", str(tmp_path / "out")]
-    assert main(["retrieve", str(checkpoint), *words, *output]) == 1
-    assert complaint in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--data", "stdlib"], "unrecognized arguments: --data stdlib"),
-        (["--task", "niah", "--task-style", "pass key"], "unrecognized arguments: --task-style"),
-        (["--task=babilong", "--task-files", "f", "--within", "3"], "unrecognized arguments: --within"),
-        (["--babi-tasks", "1"], "unrecognized arguments: --babi-tasks"),
-        (["--task", "babilong"], "the following arguments are required: --task-files"),
-        (["--task"], "argument --task: expected one argument"),
-        (["--lengths", "1k,k"], "argument --lengths: must be whole numbers with commas between"),
-        (["--lengths", "1k,1024"], "argument --lengths: must have each number once"),
-        (["--within", "x"], "argument --within: must be whole numbers"),
-    ],
-)
-def test_a_task_has_its_own_options_only_and_numbers_are_checked(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["retrieve", "checkpoint", *arguments])
-    assert complaint in capsys.readouterr().err
-
-
-def test_models_must_be_several_and_tasks_known(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["retrieve", str(checkpoint), str(checkpoint)]) == 1
-    assert "Each model can be given once" in capsys.readouterr().err
-    for arguments in (["--task", "copying"], ["--task-style", "key"], ["--samples", "0"]):
-        with pytest.raises(SystemExit):
-            main(["retrieve", str(checkpoint), *arguments])
-    assert "invalid choice: 'copying'" in capsys.readouterr().err
-
-
-def test_the_help_says_where_other_tasks_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["retrieve", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "`lengthgen accuracy` measures copying and the recall of many key-value pairs" in shown
-    assert "babilong" in shown

@@ -149,13 +149,6 @@ def test_only_the_first_process_says_what_was_saved(
     assert "Saved to" not in capsys.readouterr().out
 
 
-def test_mimetic_would_destroy_a_checkpoint(
-    train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(model=checkpoint, mimetic=True) == 1
-    assert "mimetic overwrites trained weights" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("intervention", "passes"), [("none", False), ("state_passing", True)])
 def test_the_intervention_decides_the_trainer(
     intervention: str, passes: bool, train: Train, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -539,21 +532,23 @@ def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: P
         ({"eval_strategy": "steps"}, "has no validation split: give eval_data, or a part of the training text"),
         (
             {"report_to": "wandb"},
-            "report_to names wandb, which is not installed here, or unknown to Transformers: install",
+            "report_to names wandb, which is not installed here, or unknown to Transformers",
         ),
         ({"report_to": "nothing"}, "report_to names nothing, which is not installed here, or unknown"),
         ({"import": "nowhere.py"}, "--import nowhere.py: there is no such Python file"),
-        ({"state_drop_probability": 1.5}, "between 0 and 1"),
-        ({"save_strategy": "sometimes"}, None),
+        ({"mimetic": True}, "mimetic overwrites trained weights"),
+        ({"resume_from_checkpoint": "x"}, "--resume takes the newest complete checkpoint"),
+        ({"task": "babilong"}, "task babilong needs task_files"),
+        ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "own rows: leave out tbtt and alignment_alpha"),
+        ({"alignment_max_extra": 2}, "have no effect without alignment_alpha"),
+        ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, training_length 8"),
+        ({"minimum_document_tokens": -1}, "minimum_document_tokens must be at least 0, got -1"),
+        ({"intervention": "random_noise"}, "noise_sigma is missing"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(
-    options: dict[str, Any], message: str | None, train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any], message: str, train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if message is None:
-        with pytest.raises(SystemExit):
-            train(model=checkpoint, **options)
-        return
     assert train(model=checkpoint, **options) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("lengthgen train: ")
@@ -597,16 +592,12 @@ def test_a_run_starts_with_its_seed(
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "random_noise": {"noise_sigma": 0.1},
-    "fitted_noise": {"fitted_noise_beta": 0.2},
-    "state_passing": {"alignment_alpha": 0.1},
     "tbtt": {"chunks_before_reset": 3, "reset_at_document": True},
     "mixed": {"mixture": '{"zero": 0.5, "tbtt": 0.25, "fitted_noise": 0.25}'},
 }
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("intervention", METHODS)
 def test_every_intervention_trains_every_weight(
     train: Train, checkpoint: Path, tmp_path: Path, intervention: str
@@ -616,15 +607,6 @@ def test_every_intervention_trains_every_weight(
     before, after = load_file(checkpoint / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert [name for name in before if torch.equal(before[name], after[name])] == []
     assert trained_config(tmp_path / "out")["training_length"] == TINY["training_length"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("start", "length"), [("checkpoint", 8), ("config_file", 2048)])
-def test_the_training_length_is_that_of_the_model_unless_given(
-    start: str, length: int, train: Train, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    assert train(model=request.getfixturevalue(start), training_length=None, data="stdlib", max_steps=1) == 0
-    assert trained_config(tmp_path / "out")["training_length"] == length
 
 
 def test_a_learned_state_is_saved_alone(
@@ -691,14 +673,6 @@ def test_the_lines_of_what_to_do_next_run_as_they_are(
     assert description == f"{text.get('eval_data', text['data'])}, split {expected}"
 
 
-def test_a_model_trained_with_its_learned_state_is_evaluated_next(
-    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(model=checkpoint, intervention="learned", train_model=True) == 0
-    out = tmp_path / "out"
-    assert f"verify {out}, then lengthgen evaluate {checkpoint} {out} --roles base,cured" in capsys.readouterr().out
-
-
 def test_a_state_is_not_learned_into_the_folder_of_a_checkpoint(
     train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -763,29 +737,6 @@ def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
     assert train(model=checkpoint, intervention="tbtt", alignment_alpha=0.1, alignment_max_extra=2) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"intervention": "random_noise"}, "noise_sigma is missing"),
-        ({"intervention": "mixed"}, "mixture must give shares"),
-        ({"resume_from_checkpoint": "x"}, "--resume takes the newest complete checkpoint"),
-        ({"task": "babilong"}, "task babilong needs task_files"),
-        (
-            {"task": "passkey", "data": None, "alignment_alpha": 0.1},
-            "makes its own rows: leave out tbtt and alignment_alpha",
-        ),
-        ({"alignment_max_extra": 2}, "have no effect without alignment_alpha"),
-        ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, training_length 8"),
-        ({"minimum_document_tokens": -1}, "minimum_document_tokens must be at least 0, got -1"),
-    ],
-)
-def test_options_that_contradict_each_other_are_refused(
-    train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], told: str
-) -> None:
-    assert train(model=checkpoint, **options) == 1
-    assert told in capsys.readouterr().err
-
-
 PASSKEY = "--task passkey"
 BABILONG = "--task babilong --task-files f"
 SCRATCH = "--mimetic --model m.json"
@@ -843,13 +794,6 @@ def test_an_option_that_would_do_nothing_is_unknown(
 def test_options_that_do_nothing_here_are_refused(given: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         read_options(f"--model m --output o --use-cpu {given}".split())
-
-
-def test_the_length_of_the_aligned_crops_is_the_training_length(
-    train: Train, checkpoint: Path, tmp_path: Path
-) -> None:
-    assert train(model=checkpoint, alignment_alpha=0.1, alignment_length=8) == 0
-    assert trained_config(tmp_path / "out")["training_length"] == 8
 
 
 def rows_of(monkeypatch: pytest.MonkeyPatch, train: Train, **options: Any) -> dict[str, Any]:

@@ -1,0 +1,137 @@
+"""What the commands refuse: in one line, with a status of their own, before anything is written."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hf_recurrent_lengthgen.cli.main import main
+
+TEXTS = "--data {text} --split train --sequences 3 --length 64 --output {out}"
+EVALUATE, DIAGNOSE = f"evaluate {{ours}} {TEXTS}", f"diagnose {{ours}} {TEXTS} --training-length 8"
+EXPAND, MAPS = "expand {ours} --output {out}", "maps {ours} --output {out}"
+PASSKEY = "retrieve {ours} --output {out}"
+NIAH = f"{PASSKEY} --task niah --data {{text}} --split train"
+ROLES = "--roles must name one of base, cured, control, other for each of the 2"
+
+REFUSED = [
+    (f"{EVALUATE} --device abacus", "Cannot use the device 'abacus'"),
+    (f"{EVALUATE} --device meta", "Cannot use the device 'meta', which holds no values"),
+    (f"{EVALUATE} --data stdlib --text-column x", "the text column 'x' does nothing"),
+    (f"{EVALUATE} --length 8", "--length is 8, but must be above the training length, 8"),
+    (f"{EVALUATE} --length 100000", "3 sequences of 100001 tokens need 300003"),
+    (f"{EVALUATE} --length 5000", "Give more text (--data, --split), fewer --sequences, or a shorter --length."),
+    (f"{EVALUATE} --data nowhere.txt", "no file or folder nowhere.txt"),
+    (f"{EVALUATE} --text-column body", "no column 'body'"),
+    (f"{EVALUATE} --output {{file}}", "is a file, or inside one: give the name of a folder"),
+    (f"{EVALUATE} --cache {{file}}", "give another --cache, or --no-cache"),
+    (f"evaluate {{stock}} {TEXTS} --tokenizer bytes", "names no training length: give --training-length"),
+    *((f"evaluate {{ours}} {same} {TEXTS}", "can be given once") for same in ("{ours}/", "{ours}/../checkpoint")),
+    *(
+        (f"evaluate {{ours}} {{stock}} {TEXTS} --tokenizer bytes --roles {roles}", ROLES)
+        for roles in ("base", "base,best", "base,cured,control", ",")
+    ),
+    (f"{DIAGNOSE} --parts state", "parts must be some of states, remembrance"),
+    (f"{DIAGNOSE} --data stdlib --text-column x", "the text column 'x' does nothing"),
+    (f"{DIAGNOSE} --length 8", "must be above the training length, 8"),
+    ("expand {ours}", "Give --output"),
+    ("expand {ours} --output {stock}", "exists already and is not an empty folder"),
+    ("expand {ours} --output {file}/x", "file, which is no folder: give another --output"),
+    ("expand {config} --output {out}", "holds no weights: give the folder of a checkpoint, or --report"),
+    ("expand {out} --report", "is no checkpoint folder here"),
+    ("expand {ours} --report --initialization reinit --seed 0", "leave out --initialization, --seed, or --report"),
+    (f"{EXPAND} --report", "--report writes no weights: leave out --output, or"),
+    (f"{EXPAND} --factor inf", "factor must be a finite number above 1, got inf"),
+    (f"{EXPAND} --layers first", '--layers takes numbers of layers or "all", got first'),
+    (f"{EXPAND} --layers 7", "layers must be some of the recurrent layers, 0, 1, got [7]"),
+    (f"{EXPAND} --num-heads 1", "num_heads does not apply to stateful_mamba2"),
+    (f"{MAPS} --token-ids 3 400", "Token ids must be from 0 to 383, got 3 to 400"),
+    (f"{MAPS} --text {'a' * 1025}", "The text has 1025 tokens"),
+    (f"{MAPS} --text a --layers 7", "layers must be some of 0 to"),
+    (f"{MAPS} --token-ids 3 --tokenizer bytes", "--tokenizer does nothing beside --token-ids"),
+    (f"{PASSKEY} --lengths 100", "length is 100, but a passkey prompt without filler has 2"),
+    (f"{PASSKEY} --depths 0.5,2", "--depths is '0.5,2'"),
+    (f"{PASSKEY} --depths 0.5,0.5", "the rows of passkey must be different"),
+    (f"{PASSKEY} --lengths 400,600 --within 100,601", "--within names 601, but must be at most the longest"),
+    (f"{PASSKEY} --output {{file}}", "is a file, or inside one: give the name of a folder"),
+    (f"{PASSKEY} --device moon", "Cannot use the device 'moon'"),
+    ("retrieve {ours} {ours} --output {out}", "can be given once"),
+    (f"{NIAH} --lengths 1m", "that does not repeat, but the data have"),
+    (f"{PASSKEY} --task babilong --task-files nowhere --data {{text}}", "nowhere has 0 files qa1_*_test.txt"),
+    ("card {out}", "has no config.json, so it is not a checkpoint: give the folder of a checkpoint."),
+    ("card {ours} --results {out}/none.json", "none.json cannot be read as a result file"),
+    ("card {ours} --repo a/b/c", "Repo id must be in the form"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED)
+def test_what_cannot_be_is_one_line_and_writes_nothing(
+    line: str,
+    message: str,
+    checkpoint: Path,
+    stock_checkpoint: Path,
+    config_file: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (file := tmp_path / "file").touch()
+    models = {"ours": checkpoint, "stock": stock_checkpoint, "config": config_file}
+    words = shlex.split(line.format(**models, text=text_file, out=tmp_path / "out", file=file))
+    before = {path: path.stat().st_mtime_ns for path in checkpoint.parent.rglob("*")}
+    assert main(words) == 1
+    shown = capsys.readouterr()
+    assert shown.err.splitlines()[-1].startswith(f"lengthgen {words[0]}: ")
+    assert message in shown.err.splitlines()[-1]
+    assert "Evaluating" not in shown.out or "--device" in line
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
+    assert {path: path.stat().st_mtime_ns for path in checkpoint.parent.rglob("*")} == before
+
+
+MISUSED = [
+    ("", "COMMAND"),
+    ("trian", "invalid choice: 'trian'"),
+    ("convrt", "for convrt, did you mean convert?"),
+    ("--debgu demo", "for --debgu, did you mean --debug?"),
+    ("--quiet demo", "--quiet"),
+    ("evaluate", "MODEL"),
+    ("evaluate m --lenght=64", "for --lenght, did you mean --length?"),
+    ("evaluate --lenght 64", "for --lenght, did you mean --length?"),  # where MODEL is missing
+    ("evaluate m --length 0", "argument --length: must be at least 1, got 0"),
+    ("evaluate m --length 9999999999999999999999", "argument --length: must be below 2**63, got 9999"),
+    ("evaluate m --output ''", "argument --output: is empty: give a value, or leave the option out"),
+    ("expand m --ouput_dir x", "for --ouput_dir, did you mean --output?"),
+    ("demo --seeds 1 2", "unrecognized arguments"),
+    ("demo --seed one", "must be a whole number, got 'one'"),
+    ("diagnose m --seed -1", "argument --seed: must be at least 0, got -1"),
+    ("verify m --length many", "argument --length: must be a whole number, got 'many'"),
+    ("train --output x", "--model"),
+    ("train --model m --max-steps many", "invalid int value: 'many'"),
+    ("train --model m --intervention magic", "invalid choice: 'magic'"),
+    ("train --model m --learnig_rate 1e-3", "did you mean learning_rate"),
+    ("train --model m --learnig-rate=1e-3", "did you mean learning_rate"),
+    ("train --model m --state_dorp_probability=1", "did you mean state_drop_probability"),
+    ("train --model m --quetzalcoatl 0.5", "--help-all"),
+    ("maps m", "--text"),
+    ("retrieve m --data stdlib", "unrecognized arguments: --data stdlib"),
+    ("retrieve m --babi-tasks 1", "unrecognized arguments: --babi-tasks"),
+    ("retrieve m --task niah --task-style 'pass key'", "unrecognized arguments: --task-style"),
+    ("retrieve m --task=babilong --task-files f --within 3", "unrecognized arguments: --within"),
+    ("retrieve m --task babilong", "the following arguments are required: --task-files"),
+    ("retrieve m --task copying", "invalid choice: 'copying'"),
+    ("retrieve m --task-style key", "invalid choice: 'key'"),
+    ("retrieve m --task", "argument --task: expected one argument"),
+    ("retrieve m --samples 0", "argument --samples: must be at least 1, got 0"),
+    ("retrieve m --lengths 1k,k", "argument --lengths: must be whole numbers with commas between"),
+    ("retrieve m --lengths 1k,1024", "argument --lengths: must have each number once"),
+    ("retrieve m --within x", "argument --within: must be whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), MISUSED)
+def test_wrong_options_exit_with_2_and_name_the_option(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"\A2\Z"):
+        main(shlex.split(line))
+    assert message in capsys.readouterr().err
