@@ -13,7 +13,6 @@ from . import versions as _versions
 if TYPE_CHECKING:
     from .hybrids import stateful
     from .loading import load_model
-    from .models.learned_states import LearnedStates
     from .models.recurrent_state import (
         LayerState,
         RecurrentState,
@@ -21,13 +20,13 @@ if TYPE_CHECKING:
         concatenate_rows,
         detach_state,
         keep_rows,
-        load_state,
-        save_state,
         state_statistics,
         take_rows,
         zero_state,
     )
     from .models.scan_forgetting import Forgetting, forgetting
+    from .models.state_learned import LearnedStates
+    from .models.state_on_disk import load_state, save_state
 
 __version__ = _versions.version_of("hf_recurrent_lengthgen")
 __all__ = [
@@ -52,9 +51,11 @@ __all__ = [
 _PACKAGES = ("data", "metrics", "models", "state_files", "surgery", "trainers")
 _NOT_OF_STATES = {
     "Forgetting": "models.scan_forgetting",
-    "LearnedStates": "models.learned_states",
+    "LearnedStates": "models.state_learned",
     "forgetting": "models.scan_forgetting",
     "load_model": "loading",
+    "load_state": "models.state_on_disk",
+    "save_state": "models.state_on_disk",
     "stateful": "hybrids",
 }
 

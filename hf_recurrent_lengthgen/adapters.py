@@ -21,8 +21,8 @@ from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.models.learned_state_files import CONFIG_FILE as LEARNED_STATE_CONFIG
-from hf_recurrent_lengthgen.models.learned_state_files import read_about
+from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE as LEARNED_STATE_CONFIG
+from hf_recurrent_lengthgen.models.state_learned_files import read_about
 from hf_recurrent_lengthgen.records import Adapter, carded, verified_files
 
 CONFIG_FILE, WEIGHTS_FILE, BASE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_base.json"

@@ -108,7 +108,7 @@ for _metric in METRICS:
     MAY_IMPORT[f"metrics.{_metric}.figure"] = ("evaluation.results", "plotting", "metrics.states.figure", *RESULTS)
     if _metric != "diagnosis":  # which makes all parts
         MAY_IMPORT[f"metrics.{_metric}.measure"] = ("models", "data", "evaluation", "metrics")
-MAY_IMPORT["metrics.maps.result"] += ("models.atomic_files",)
+MAY_IMPORT["metrics.maps.result"] += ("models.state_on_disk",)
 MAY_IMPORT["metrics.diagnosis.result"] += ("metrics.repeated_token", "metrics.misalignment")
 for _leaf in LEAVES:
     MAY_IMPORT[_leaf] = ()

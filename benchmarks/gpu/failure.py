@@ -30,7 +30,7 @@ from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation
 from hf_recurrent_lengthgen.evaluation.settings import HARM_THRESHOLD, EvaluationSettings
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.models.atomic_files import replacing
 from hf_recurrent_lengthgen.models.scan_mixer import ScanMixer
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESERVE = 20.0  # seconds at the end of a stage in which no part is started and trainings write a checkpoint

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.surgery.mimetic import PAPER_SWITCHES, SWITCHES
 

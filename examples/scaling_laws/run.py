@@ -20,7 +20,7 @@ from scaling_laws import forget_threshold, loss_ratio, recall_threshold
 
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import Curve
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

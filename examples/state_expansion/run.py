@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE
 

@@ -12,9 +12,8 @@ from hf_recurrent_lengthgen.cards.facts import Checkpoint
 from hf_recurrent_lengthgen.cards.markdown import code, escape, fence, link
 from hf_recurrent_lengthgen.cards.metadata import PACKAGE, PIPELINE
 from hf_recurrent_lengthgen.cards.sections import citation_section, making_section
-from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.models.learned_state_files import CONFIG_FILE, STATE_FILE, read_about
-from hf_recurrent_lengthgen.models.recurrent_state import load_state
+from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, STATE_FILE, read_about
+from hf_recurrent_lengthgen.models.state_on_disk import load_state, replacing
 from hf_recurrent_lengthgen.private_text import portable
 from hf_recurrent_lengthgen.records import carded, read_card_mark, read_lineage, verified_files
 from hf_recurrent_lengthgen.versions import installed_versions

@@ -9,7 +9,7 @@ from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.page import PICTURES, comparison_page
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
 
 LOADING = """\

@@ -14,8 +14,8 @@ from hf_recurrent_lengthgen.conversion.formats import (
 )
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
-from hf_recurrent_lengthgen.models.learned_states import recorded
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
+from hf_recurrent_lengthgen.models.state_learned import recorded
 
 NOT_ARCHITECTURE = {
     *("_attn_implementation", "_name_or_path", "architectures", "auto_map", "code_format_version", "dtype"),

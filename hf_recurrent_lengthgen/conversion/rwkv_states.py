@@ -14,9 +14,14 @@ import torch
 
 from hf_recurrent_lengthgen.conversion.rwkv_maps import RWKV5, RWKV6, RWKV7
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
-from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.models.learned_states import learned_row
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype, zero_state
+from hf_recurrent_lengthgen.models.recurrent_state import (
+    LayerState,
+    RecurrentState,
+    learned_row,
+    state_dtype,
+    zero_state,
+)
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 
 NAME = "blocks.{layer}.att.time_state"
 

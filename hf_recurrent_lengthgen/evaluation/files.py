@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.evaluation.json_schema import Document, from_json, to_json
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 
 
 def write_result(path: str | os.PathLike[str], document: Any) -> None:

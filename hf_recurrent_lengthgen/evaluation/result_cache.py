@@ -22,8 +22,7 @@ from safetensors import SafetensorError
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import code_digest
 from hf_recurrent_lengthgen.evaluation.readers import reads_together
-from hf_recurrent_lengthgen.models.atomic_files import replacing
-from hf_recurrent_lengthgen.models.checked_files import read_tensors, write_tensors
+from hf_recurrent_lengthgen.models.state_on_disk import read_tensors, replacing, write_tensors
 from hf_recurrent_lengthgen.versions import installed_versions
 
 SECONDS_BETWEEN_SAVES = 30.0

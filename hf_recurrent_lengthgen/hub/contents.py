@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hf_recurrent_lengthgen.adapters import holds_adapter, holds_learned_state, to_merge
 from hf_recurrent_lengthgen.hub.names import unsafe_names
-from hf_recurrent_lengthgen.models.learned_state_files import CONFIG_FILE, read_folder
+from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, read_folder
 from hf_recurrent_lengthgen.private_text import private_in
 from hf_recurrent_lengthgen.records import CHECKPOINT_FILES, TOKENIZER_FILES, TRAINER_STATES
 

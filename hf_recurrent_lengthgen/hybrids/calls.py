@@ -15,8 +15,8 @@ from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of,
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.hybrids.state_cache import NoCache, StateCache
 from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
-from hf_recurrent_lengthgen.models.learned_states import learned_row, recorded
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, learned_row
+from hf_recurrent_lengthgen.models.state_learned import recorded
 from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 from hf_recurrent_lengthgen.models.virtual_tokens import NO_KEYS
 

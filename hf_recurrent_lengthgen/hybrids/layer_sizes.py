@@ -13,8 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
-from hf_recurrent_lengthgen.models.learned_state_files import SUBMODULE
-from hf_recurrent_lengthgen.models.learned_states import LearnedStates, LearnedStatesMixin, recorded
+from hf_recurrent_lengthgen.models.recurrent_state import LearnedStatesMixin
+from hf_recurrent_lengthgen.models.state_learned import LearnedStates, recorded
 
 
 def sizes_of_layers(config: Any) -> dict[int, dict[str, Any]]:
@@ -60,8 +60,8 @@ def described_class(stock: Any) -> Any:
             if layer in sizes and hasattr(mixer, "A_log"):
                 self.set_submodule(name, type(mixer)(config.per_layer_config[layer], layer_idx=layer))
         if recorded(config)["names"]:
-            setattr(self.base_model, SUBMODULE, LearnedStates(config))
-            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), SUBMODULE}
+            self.base_model.learned_states = LearnedStates(config)
+            self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), "learned_states"}
         self.__class__ = stock
 
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}

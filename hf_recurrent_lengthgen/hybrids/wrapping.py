@@ -55,13 +55,14 @@ from hf_recurrent_lengthgen.hybrids.registry import (
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_cached, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
-from hf_recurrent_lengthgen.models.learned_states import LearnedStatesMixin, learned_row
 from hf_recurrent_lengthgen.models.recurrent_generation import refuse_continuous_batching
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
+    LearnedStatesMixin,
     RecurrentState,
     check_given_state,
     check_state,
+    learned_row,
     map_state,
     state_batch_size,
     state_dtype,

@@ -11,7 +11,7 @@ from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison, A
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult, Share
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 
 Row = dict[str, Any]
 

@@ -48,7 +48,7 @@ class StatefulConfigMixin:
             the fields of `Forgetting`; None for nothing more.
         interventions: What was done to the model after its first training, in order, in words.
         learned_states: Names, shapes and the active one of the learned initial states that the checkpoint holds
-            (learned_states.py); None for none.
+            (state_learned.py); None for none.
         expanded_layers: The layers whose states were expanded (StateX), by number, each with its last initialization.
         code_format_version: Version of the checkpoint's code format. A checkpoint of a newer version than
             this code is refused.
@@ -156,7 +156,8 @@ class StatefulConfigMixin:
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """As in Transformers; code in the same folder gets the extras that this configuration asks for."""
-        carry_extras(Path(json_file_path).parent, ["scan_forgetting"] if self.forgetting else [])
+        needed = {"scan_forgetting": self.forgetting, "state_learned": self.learned_states}
+        carry_extras(Path(json_file_path).parent, [name for name, used in needed.items() if used])
         super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
 
     def check_forgetting(self) -> None:

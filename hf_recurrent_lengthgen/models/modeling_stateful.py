@@ -24,14 +24,14 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from .configuration_code import extra
-from .learned_state_files import SUBMODULE
-from .learned_states import LearnedStates, LearnedStatesMixin, learned_row, recorded
 from .recurrent_cache import OutputWithCache, RecurrentCache
 from .recurrent_state import (
     LayerShape,
+    LearnedStatesMixin,
     RecurrentState,
     check_given_state,
     check_state,
+    learned_row,
     own_state,
     state_dtype,
     state_to,
@@ -177,7 +177,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
         attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row; with a cache also
             (B, `cache.tokens_seen` + T). Also masks of packed rows (rows.py).
-        initial_state: State before the first token; None is the active learned state (learned_states.py), or zero.
+        initial_state: State before the first token; None is the active learned state (state_learned.py), or zero.
         output_final_state: Whether to return `final_state`.
         inputs_embeds: (B, T, D).
         cache: Generation cache. It holds a state, so it excludes `initial_state`. The first token
@@ -211,9 +211,9 @@ class StatefulBackbone(StatefulPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         setattr(self, self.layers_name, self.make_layers(config))
         setattr(self, self.norm_name, self.make_norm(config))
-        if recorded(config)["names"]:
-            self.learned_states = LearnedStates(config)  # type: ignore[misc]
-            self._keep_in_fp32_modules_strict = {SUBMODULE}
+        if config.learned_states is not None and (states := extra("state_learned")).recorded(config)["names"]:
+            self.learned_states = states.LearnedStates(config)  # type: ignore[misc]
+            self._keep_in_fp32_modules_strict = {"learned_states"}
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -16,8 +16,6 @@ from .layers_fla import MixerMLPBackbone
 from .recurrent_state import LayerState
 
 # for users of a checkpoint without the package
-from .recurrent_state import load_state as load_state
-from .recurrent_state import save_state as save_state
 from .rows import Rows
 from .sequence_classification import StatefulForSequenceClassification
 

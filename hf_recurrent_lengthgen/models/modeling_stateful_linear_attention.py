@@ -18,8 +18,6 @@ from .layers_fla import MixerMLPBackbone, RMSNorm
 from .recurrent_state import LayerShape, LayerState
 
 # for users of a checkpoint without the package
-from .recurrent_state import load_state as load_state
-from .recurrent_state import save_state as save_state
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import repeat_heads

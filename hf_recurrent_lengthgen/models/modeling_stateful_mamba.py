@@ -24,8 +24,6 @@ from .norms import rms_normalize
 from .recurrent_state import LayerShape, LayerState, state_dtype
 
 # for users of a checkpoint without the package
-from .recurrent_state import load_state as load_state
-from .recurrent_state import save_state as save_state
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_mixer import ScanMixer

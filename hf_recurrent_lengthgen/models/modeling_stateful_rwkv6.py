@@ -22,8 +22,6 @@ from .modeling_stateful import StatefulBackbone
 from .recurrent_state import LayerState
 
 # for users of a checkpoint without the package
-from .recurrent_state import load_state as load_state
-from .recurrent_state import save_state as save_state
 from .rows import Rows
 from .rows_moved import over_groups, zero_past_end
 from .scan_mixer import MixerLayer

@@ -27,8 +27,6 @@ from .modeling_stateful import StatefulBackbone
 from .recurrent_state import LayerState
 
 # for users of a checkpoint without the package
-from .recurrent_state import load_state as load_state
-from .recurrent_state import save_state as save_state
 from .rows import Rows
 from .rows_moved import over_groups, zero_past_end
 from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, piece_dplr, scan_dplr

@@ -21,10 +21,8 @@ ones the oldest never reaches an output.
 No function changes a state it is given, unless it is an `OwnLayerState`, which only `generate` makes.
 """
 
-import json
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -33,10 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import _register_namedtuple
 
-from .checked_files import no_checksum, read_tensors, write_tensors
-
-STATE_FORMAT = "recurrent_state"
-STATE_FORMAT_VERSION = 1
+from .configuration_code import extra
 
 
 class LayerState(NamedTuple):
@@ -270,82 +265,81 @@ def _outside_inference_mode(part: Tensor) -> Tensor:
     return part.clone()
 
 
-def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a state as a safetensors file (`layers.{i}.recurrent`, `layers.{i}.conv`, `layers.{i}.window` if any).
-
-    Args:
-        path: File to write; replaced only when the new one is complete.
-        state: State to write; must be finite.
-        metadata: Text fields stored in the file, for example the name of the model.
-    """
-    check_finite_state(state, "state")
-    tensors = {
-        f"layers.{index}.{part_name}": part
-        for index, layer in enumerate(state)
-        for part_name, part in zip(WindowedLayerState._fields, layer, strict=False)
-    }
-    header = {
-        "format": STATE_FORMAT,
-        "format_version": str(STATE_FORMAT_VERSION),
-        "num_layers": str(len(state)),
-        "metadata": json.dumps(dict(metadata or {})),
-    }
-    write_tensors(path, tensors, header)
-
-
-def load_state(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu"
-) -> tuple[RecurrentState, dict[str, str]]:
-    """Read a state written by `save_state`.
-
-    Returns:
-        The state, in memory of its own, and its metadata.
+def learned_row(model: Any) -> RecurrentState | None:
+    """One row of the learned state that sequences of a model start from, with gradients; None for the zero state.
 
     Raises:
-        ValueError: if the file is cut or damaged, not a state, of a newer format, or has missing, unexpected,
-            wrongly typed or non-finite parts.
-
-    Warns:
-        UserWarning: for a file without a checksum, as earlier versions wrote it.
+        ValueError: if the config names learned states that the model lacks, that have other shapes, or that are
+            offloaded.
     """
-    if os.path.isdir(path):
-        raise ValueError(f"{path} is a folder: give a file that holds a recurrent state.")
-    header, tensors, has_checksum = read_tensors(path, device)
-    if header.get("format") != STATE_FORMAT:
-        raise ValueError(
-            f"{path} holds no recurrent state: its format is {header.get('format')!r}. load_state reads a state "
-            "alone, load_text_state of hf_recurrent_lengthgen.state_files one with its text, model, keys and values."
-        )
-    version = header.get("format_version", "")
-    if not version.isdecimal() or int(version) > STATE_FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has recurrent state format version {version!r}, this code reads up to {STATE_FORMAT_VERSION}: "
-            "update hf_recurrent_lengthgen."
-        )
-    if not has_checksum:
-        warnings.warn(no_checksum(path), stacklevel=2)
-    layers = header.get("num_layers", "")
-    count = min(int(layers), len(tensors)) if layers.isdecimal() else 0  # a damaged number must not allocate memory
-    parts = WindowedLayerState._fields if "layers.0.window" in tensors else LayerState._fields
-    expected = {f"layers.{index}.{part}" for index in range(count) for part in parts}
-    if not expected or set(tensors) != expected:
-        raise ValueError(
-            f"{path} does not hold the parts of {layers!r} layers: missing {sorted(expected - set(tensors))}, "
-            f"unexpected {sorted(set(tensors) - expected)}."
-        )
-    wrong = {
-        key: tensor.dtype for key, tensor in tensors.items() if tensor.dtype not in (torch.float32, torch.float64)
-    }
-    if wrong:
-        raise ValueError(f"{path} has parts that are not float32 or float64: {wrong}.")
-    state = tuple(layer_state(tensors[f"layers.{index}.{part}"] for part in parts) for index in range(count))
-    if len(rows := {tensor.shape[:1] for tensor in tensors.values()}) > 1:
-        raise ValueError(f"{path} has parts with different numbers of rows: {sorted(rows)}.")
-    check_finite_state(state, os.fspath(path))
-    try:
-        metadata = json.loads(header.get("metadata", "{}"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} has damaged metadata ({error}): write it again.") from error
-    if not isinstance(metadata, dict):
-        raise ValueError(f"{path} must have a mapping as metadata, got {metadata!r:.80}.")
-    return state, metadata
+    if getattr(model.config, "learned_states", None) is None:
+        return None
+    row: RecurrentState | None = extra("state_learned").active_row(model)
+    return row
+
+
+class LearnedStatesMixin:
+    """What models that take states know of learned ones (state_learned.py)."""
+
+    @property
+    def learned_states(self: Any) -> Any:
+        """The `LearnedStates` of the model; None if it never had any."""
+        return self.base_model._modules.get("learned_states")
+
+    @property
+    def device(self: Any) -> torch.device:
+        """Where the first weights are, or, if accelerate offloads them, where it brings them for computing."""
+        found: torch.device = super().device  # type: ignore[misc]
+        if found.type != "meta":
+            return found
+        hooks = [module._hf_hook for module in self.modules() if hasattr(module, "_hf_hook")]
+        hooks = [one for hook in hooks for one in getattr(hook, "hooks", [hook])]
+        places = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
+        return torch.device(places[0]) if places else found
+
+    def first_state(self: Any, batch_size: int) -> RecurrentState:
+        """The state before any token: the active learned state, or zero; rows share memory."""
+        row = learned_row(self)
+        if row is None:
+            return self.zero_state(batch_size)
+        return map_state(lambda part: part.expand(batch_size, *part.shape[1:]), row)
+
+    def add_learned_state(self: Any, adapter_name: str = "default", state: RecurrentState | None = None) -> Any:
+        """Add a learned state, make it the active one, and return all.
+
+        Args:
+            adapter_name: A new name.
+            state: Its values, one row, which are not trained; None for a state of zeros that is trained.
+
+        Raises:
+            ValueError: for a name that exists, a model with a window, and a state that does not fit or is not finite.
+        """
+        return extra("state_learned").add_learned_state(self, adapter_name, state)
+
+    def load_learned_state(
+        self: Any,
+        folder: str | os.PathLike[str],
+        adapter_name: str = "default",
+        revision: str | None = None,
+        is_trainable: bool = False,
+    ) -> Any:
+        """Load a learned state from a folder or the Hub, make it the active one, and return all.
+
+        Args:
+            folder: What `save_learned_state` or `LearnedStateTrainer` wrote, or its name on the Hub (owner/name).
+            adapter_name: A new name.
+            revision: Branch, tag or commit on the Hub.
+            is_trainable: Whether it is trained further; by default it is frozen.
+
+        Raises:
+            ValueError: for missing, damaged and newer files, and for a state of another base.
+        """
+        return extra("state_learned_files").load_learned_state(self, folder, adapter_name, revision, is_trainable)
+
+    def save_learned_state(self: Any, folder: str | os.PathLike[str], adapter_name: str | None = None) -> None:
+        """Write a learned state, by default the active one, into a folder.
+
+        Raises:
+            ValueError: if there is no such state, none is active, or it is not finite.
+        """
+        extra("state_learned_files").save_learned_state(self, folder, adapter_name)

@@ -32,7 +32,7 @@ from transformers.initialization import no_init_weights
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.layer_sizes import new_model, stock_class
 from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
-from hf_recurrent_lengthgen.models.learned_states import recorded
+from hf_recurrent_lengthgen.models.state_learned import recorded
 from hf_recurrent_lengthgen.surgery.expanded_weights import EXPANSIONS, Weights, draw_as_mamba_ssm, expansion_of
 from hf_recurrent_lengthgen.surgery.expansion_plan import (
     Layers,

@@ -14,7 +14,7 @@ import pytest
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
-from hf_recurrent_lengthgen.models import atomic_files
+from hf_recurrent_lengthgen.models import state_on_disk
 
 Evaluate = Callable[..., int]
 FILES = ["context_harm", "in_window", "position_wise"]
@@ -129,7 +129,7 @@ def test_a_full_disk_keeps_the_old_results(
     def no_space(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(atomic_files.os, "fsync", no_space)
+    monkeypatch.setattr(state_on_disk.os, "fsync", no_space)
     assert evaluate(checkpoint, "--sequences", "2", "--no-cache") == 1
     assert "No space left on device" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

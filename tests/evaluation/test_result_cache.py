@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
-from hf_recurrent_lengthgen.models import checked_files
+from hf_recurrent_lengthgen.models import state_on_disk
 from hf_recurrent_lengthgen.versions import installed_versions
 from tests.evaluation.test_readers import Watcher
 from tests.models.families import MAMBA2, VOCABULARY, build
@@ -174,7 +174,7 @@ def test_a_disk_that_is_full_costs_no_result(
         raise OSError(errno.ENOSPC, "No space left on device")
         yield
 
-    for module in (result_cache, checked_files):
+    for module in (result_cache, state_on_disk):
         monkeypatch.setattr(module, "replacing", full)
     with pytest.warns(UserWarning, match="No space left on device.*continuing without"):
         found = evaluate_model(build(MAMBA2), tokens, 16, settings=QUIET, cache=cache)

@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.cards import CardSettings, write_learned_state_card
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.hub.push import plan_push
 from hf_recurrent_lengthgen.loading import load_model
-from hf_recurrent_lengthgen.models.learned_state_files import CONFIG_FILE, STATE_FILE
+from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, STATE_FILE
 
 from .checkpoints import push
 from .endpoint import Endpoint

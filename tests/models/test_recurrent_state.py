@@ -12,8 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_recurrent_lengthgen.models import checked_files
-from hf_recurrent_lengthgen.models.checked_files import read_tensors, write_tensors
+from hf_recurrent_lengthgen.models import state_on_disk
 from hf_recurrent_lengthgen.models.recurrent_state import (
     LayerShape,
     LayerState,
@@ -24,9 +23,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     concatenate_rows,
     detach_state,
     keep_rows,
-    load_state,
     map_state,
-    save_state,
     state_batch_size,
     state_dtype,
     state_statistics,
@@ -35,6 +32,7 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     zero_conv,
     zero_state,
 )
+from hf_recurrent_lengthgen.models.state_on_disk import load_state, read_tensors, save_state, write_tensors
 
 from .families import FAMILIES, Family, build, random_state, random_tokens, variant_id
 
@@ -373,7 +371,7 @@ def test_an_interrupted_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pyt
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checked_files, "save_file", full_disk)
+    monkeypatch.setattr(state_on_disk, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         save_state(tmp_path / "s", zero_state(SHAPES, 1))
     assert_same(load_state(tmp_path / "s")[0], numbered_state())

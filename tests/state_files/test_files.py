@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen import load_state, save_state
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.models.checked_files import read_tensors, write_tensors
+from hf_recurrent_lengthgen.models.state_on_disk import read_tensors, write_tensors
 from hf_recurrent_lengthgen.state_files import (
     TextState,
     load_text_state,

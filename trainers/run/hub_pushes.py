@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from transformers import Trainer
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.private_text import private_in
 from hf_recurrent_lengthgen.records import read_lineage
 

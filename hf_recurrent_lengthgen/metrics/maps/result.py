@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document, from_json, to_json
 from hf_recurrent_lengthgen.evaluation.results import DataRecord
-from hf_recurrent_lengthgen.models.atomic_files import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 
 
 @dataclass(frozen=True, eq=False)

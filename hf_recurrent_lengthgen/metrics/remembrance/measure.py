@@ -37,8 +37,8 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
 )
 from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
 from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.learned_states import recorded
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from hf_recurrent_lengthgen.models.state_learned import recorded
 
 START_POINTS = 64
 LENGTHS_OF_TRAINING = 4

@@ -15,15 +15,45 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
-from .atomic_files import replacing
-from .recurrent_state import RecurrentState, load_state, save_state
+from .recurrent_state import RecurrentState, detach_state, map_state, state_dtype
+from .state_on_disk import load_state, replacing, save_state
 
 CONFIG_FILE, STATE_FILE = "learned_state_config.json", "learned_state.safetensors"
 FORMAT, FORMAT_VERSION = "learned_state", 1
-SUBMODULE = "learned_states"
-"""Name of the submodule of a backbone that holds its learned states."""
 SAMPLES = 64
 """Values of each parameter that a fingerprint reads."""
+
+
+def load_learned_state(
+    model: Any, folder: str | os.PathLike[str], adapter_name: str, revision: str | None, is_trainable: bool
+) -> Any:
+    """See `LearnedStatesMixin.load_learned_state`."""
+    about, state = read_folder(folder, revision)
+    base, name = about["base_model_name_or_path"], getattr(model.config, "_name_or_path", "")
+    if about["base_fingerprint"] != fingerprint(model):
+        raise ValueError(
+            f"The learned state in {folder} belongs to {base or 'a base without a name'}"
+            f" ({about['base_model_class']}), whose weights are not those of this {type(model).__name__}"
+            f"{f' of {name}' if name else ''}: load the base that it was trained on. (load_state reads the file "
+            "for any model of the same sizes.)"
+        )
+    dtype = state_dtype(model.dtype)
+    state = map_state(lambda part: part.to(model.device, dtype), state)
+    states = model.add_learned_state(adapter_name, state)
+    if is_trainable:
+        states[adapter_name].learn(about["learn_conv_state"])
+    return states
+
+
+def save_learned_state(model: Any, folder: str | os.PathLike[str], adapter_name: str | None) -> None:
+    """See `LearnedStatesMixin.save_learned_state`."""
+    states = model.learned_states
+    adapter_name = states.active_adapter if adapter_name is None and states is not None else adapter_name
+    if states is None or adapter_name is None:
+        raise ValueError("There is no active learned state: name one of model.learned_states.names.")
+    learned = states[adapter_name]
+    learn_conv = any(parameter.requires_grad or bool(parameter.any()) for parameter in learned.conv)
+    write_folder(folder, model, detach_state(learned()), learn_conv)
 
 
 def write_folder(folder: str | os.PathLike[str], model: Any, state: RecurrentState, learn_conv: bool) -> None:
@@ -83,7 +113,7 @@ def _own_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, 
         return
     yield from ((prefix + name, value) for name, value in module.named_parameters(recurse=False))
     for name, child in module.named_children():
-        if name != SUBMODULE:
+        if name != "learned_states":
             yield from _own_parameters(child, f"{prefix}{name}.")
 
 

@@ -1,7 +1,9 @@
-"""Any damaged bit of a file is found, and what was loaded does not depend on its file."""
+"""A file is the old one or the new one; any damaged bit is found; what was loaded does not depend on its file."""
 
 import contextlib
 import os
+import signal
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,15 @@ import torch
 from safetensors.torch import save_file
 
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
-from hf_recurrent_lengthgen.models.checked_files import digest_of, read_tensors, write_tensors
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, load_state, save_state
+from hf_recurrent_lengthgen.models.recurrent_state import LayerState
+from hf_recurrent_lengthgen.models.state_on_disk import (
+    digest_of,
+    load_state,
+    read_tensors,
+    replacing,
+    save_state,
+    write_tensors,
+)
 from hf_recurrent_lengthgen.state_files import load_text_state, read_text, save_text_state
 from tests.models.families import MAMBA2, build, random_tokens
 
@@ -103,3 +112,52 @@ def test_arrays_of_a_partial_result_are_their_own_and_keep_their_kinds(tmp_path:
 def test_a_file_of_no_tensors_has_a_checksum_too(tmp_path: Path) -> None:
     write_tensors(tmp_path / "file", {}, {"a": "b"})
     assert read_tensors(tmp_path / "file") == ({"a": "b"}, {}, True)
+
+
+def test_the_file_is_replaced_at_the_end_of_the_block(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "file"
+    with replacing(path) as temporary:
+        temporary.write_text("first")
+        assert not path.exists()
+        assert temporary.parent == path.parent  # os.replace works within one file system only
+    with replacing(path) as temporary:
+        temporary.write_text("second")
+        assert path.read_text() == "first"
+    assert path.read_text() == "second"
+    assert os.listdir(path.parent) == ["file"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("x")])
+def test_an_error_keeps_the_old_file_and_leaves_nothing_behind(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def write() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half of the n")
+            raise error
+
+    with pytest.raises(type(error)):
+        write()
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork beside threads
+def test_a_killed_process_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    if (child := os.fork()) == 0:
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert path.read_text() == "old"
+
+
+def test_the_new_file_has_the_permissions_of_an_ordinary_one(tmp_path: Path) -> None:
+    (tmp_path / "ordinary").write_text("")
+    with replacing(tmp_path / "replaced") as temporary:
+        temporary.write_text("")
+    ordinary, replaced = (stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("ordinary", "replaced"))
+    assert replaced == ordinary

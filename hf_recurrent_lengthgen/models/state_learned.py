@@ -6,11 +6,9 @@ place, because it is the state after earlier text. (State tuning of the RWKV com
 
 The parameters are a submodule `learned_states` of the backbone, and `config.learned_states` has names, shapes and the
 active one, so a checkpoint that is saved with learned states has them when it is loaded. By themselves they are
-folders, like those of PEFT, whose names of methods are used here: `learned_state_config.json` names the base and has
-a fingerprint of its weights, `learned_state.safetensors` holds the state.
+folders (state_learned_files.py). Methods have the names that they have in PEFT.
 """
 
-import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -21,14 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .learned_state_files import SUBMODULE, fingerprint, read_folder, write_folder
 from .recurrent_state import (
     LayerShape,
     LayerState,
     RecurrentState,
     check_finite_state,
     check_state,
-    detach_state,
     map_state,
     state_dtype,
     zero_state,
@@ -206,7 +202,7 @@ def _frozen(state: RecurrentState) -> LearnedState:
 
 def recorded(config: Any) -> dict[str, Any]:
     """The entry of a config, without states if it has none; a `ValueError` if it is damaged."""
-    record = getattr(config, SUBMODULE, None)
+    record = getattr(config, "learned_states", None)
     if record is None:
         return {"names": [], "active": None, "shapes": []}
     try:
@@ -223,7 +219,7 @@ def recorded(config: Any) -> dict[str, Any]:
     return dict(record)
 
 
-def learned_row(model: Any) -> RecurrentState | None:
+def active_row(model: Any) -> RecurrentState | None:
     """One row of the state that sequences of a model start from, with gradients; None for the zero state.
 
     Raises:
@@ -251,106 +247,20 @@ def learned_row(model: Any) -> RecurrentState | None:
     )
 
 
-class LearnedStatesMixin:
-    """What models that take states know of learned ones."""
-
-    @property
-    def learned_states(self: Any) -> LearnedStates | None:
-        """The learned states of the model; None if it never had any."""
-        return self.base_model._modules.get(SUBMODULE)
-
-    @property
-    def device(self: Any) -> torch.device:
-        """Where the first weights are, or, if accelerate offloads them, where it brings them for computing."""
-        found: torch.device = super().device  # type: ignore[misc]
-        if found.type != "meta":
-            return found
-        hooks = [module._hf_hook for module in self.modules() if hasattr(module, "_hf_hook")]
-        hooks = [one for hook in hooks for one in getattr(hook, "hooks", [hook])]
-        places = [hook.execution_device for hook in hooks if getattr(hook, "execution_device", None) is not None]
-        return torch.device(places[0]) if places else found
-
-    def first_state(self: Any, batch_size: int) -> RecurrentState:
-        """The state before any token: the active learned state, or zero; rows share memory."""
-        row = learned_row(self)
-        if row is None:
-            return self.zero_state(batch_size)
-        return map_state(lambda part: part.expand(batch_size, *part.shape[1:]), row)
-
-    def add_learned_state(
-        self: Any, adapter_name: str = "default", state: RecurrentState | None = None
-    ) -> LearnedStates:
-        """Add a learned state, make it the active one, and return all.
-
-        Args:
-            adapter_name: A new name.
-            state: Its values, one row, which are not trained; None for a state of zeros that is trained.
-
-        Raises:
-            ValueError: for a name that exists, a model with a window, and a state that does not fit or is not finite.
-        """
-        getattr(self, "check_has_states", lambda: None)()
-        shapes, dtype = self.state_shapes(), state_dtype(self.dtype)
-        if any(len(shape) > len(LayerState._fields) for shape in shapes):
-            raise ValueError(
-                "A model with a window (`forgetting` in its config) takes no learned state: leave it out."
-            )
-        if state is not None:
-            state = check_state(state, shapes, 1, self.device, dtype, "state")
-            check_finite_state(state, "state")
-        learned = LearnedState(shapes, dtype).to(self.device) if state is None else _frozen(state)
-        states = self.learned_states
-        if states is None:
-            if recorded(self.config)["names"]:
-                learned_row(self)  # says what is wrong
-            states = self.base_model.learned_states = LearnedStates(self.config)
-        states.add(adapter_name, learned)
-        return states
-
-    def load_learned_state(
-        self: Any,
-        folder: str | os.PathLike[str],
-        adapter_name: str = "default",
-        revision: str | None = None,
-        is_trainable: bool = False,
-    ) -> LearnedStates:
-        """Load a learned state from a folder or the Hub, make it the active one, and return all.
-
-        Args:
-            folder: What `save_learned_state` or `LearnedStateTrainer` wrote, or its name on the Hub (owner/name).
-            adapter_name: A new name.
-            revision: Branch, tag or commit on the Hub.
-            is_trainable: Whether it is trained further; by default it is frozen.
-
-        Raises:
-            ValueError: for missing, damaged and newer files, and for a state of another base.
-        """
-        about, state = read_folder(folder, revision)
-        base, name = about["base_model_name_or_path"], getattr(self.config, "_name_or_path", "")
-        if about["base_fingerprint"] != fingerprint(self):
-            raise ValueError(
-                f"The learned state in {folder} belongs to {base or 'a base without a name'}"
-                f" ({about['base_model_class']}), whose weights are not those of this {type(self).__name__}"
-                f"{f' of {name}' if name else ''}: load the base that it was trained on. (load_state reads the file "
-                "for any model of the same sizes.)"
-            )
-        dtype = state_dtype(self.dtype)
-        state = map_state(lambda part: part.to(self.device, dtype), state)
-        states: LearnedStates = self.add_learned_state(adapter_name, state)
-        if is_trainable:
-            states[adapter_name].learn(about["learn_conv_state"])
-        return states
-
-    def save_learned_state(self: Any, folder: str | os.PathLike[str], adapter_name: str | None = None) -> None:
-        """Write a learned state, by default the active one, into a folder.
-
-        Raises:
-            ValueError: if there is no such state, none is active, or it is not finite.
-        """
-        states = self.learned_states
-        adapter_name = states.active_adapter if adapter_name is None and states is not None else adapter_name
-        if states is None or adapter_name is None:
-            raise ValueError("There is no active learned state: name one of model.learned_states.names.")
-        learned = states[adapter_name]
-        learn_conv = any(parameter.requires_grad or bool(parameter.any()) for parameter in learned.conv)
-        write_folder(folder, self, detach_state(learned()), learn_conv)
+def add_learned_state(model: Any, adapter_name: str, state: RecurrentState | None) -> LearnedStates:
+    """See `LearnedStatesMixin.add_learned_state`."""
+    getattr(model, "check_has_states", lambda: None)()
+    shapes, dtype = model.state_shapes(), state_dtype(model.dtype)
+    if any(len(shape) > len(LayerState._fields) for shape in shapes):
+        raise ValueError("A model with a window (`forgetting` in its config) takes no learned state: leave it out.")
+    if state is not None:
+        state = check_state(state, shapes, 1, model.device, dtype, "state")
+        check_finite_state(state, "state")
+    learned = LearnedState(shapes, dtype).to(model.device) if state is None else _frozen(state)
+    states = model.learned_states
+    if states is None:
+        if recorded(model.config)["names"]:
+            active_row(model)  # says what is wrong
+        states = model.base_model.learned_states = LearnedStates(model.config)
+    states.add(adapter_name, learned)
+    return states

@@ -1,0 +1,180 @@
+"""Files of states: safetensors with a checksum, read into memory of their own, and replaced as a whole."""
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .recurrent_state import LayerState, RecurrentState, WindowedLayerState, check_finite_state, layer_state
+
+STATE_FORMAT = "recurrent_state"
+STATE_FORMAT_VERSION = 1
+CHECKSUM = "checksum"
+"""Field of the header with the digest of all else in the file."""
+_PREFIX = "sha256-of-fields-and-tensors:"
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside `path` that replaces `path` when the block ends without an error.
+
+    An error (a full disk, an interrupt) removes the temporary file and leaves `path` as it was.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def digest_of(tensors: Mapping[str, Tensor], fields: Mapping[str, str] | None = None) -> str:
+    """SHA-256 of text fields and of name, dtype, shape and bytes of tensors; their order does not matter."""
+    digest = hashlib.sha256(json.dumps(sorted((fields or {}).items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}\n".encode())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def write_tensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], fields: Mapping[str, str], checksum: str = CHECKSUM
+) -> None:
+    """Write tensors and text fields with their checksum, under this name; an old file is replaced at the end."""
+    whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    with replacing(path) as temporary:
+        save_file(whole, temporary, {**fields, checksum: _PREFIX + digest_of(whole, fields)})
+
+
+def read_tensors(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu", checksum: str = CHECKSUM
+) -> tuple[dict[str, str], dict[str, Tensor], bool]:
+    """The fields of a file, its tensors, and whether it has a checksum, which then is right.
+
+    The tensors are copies: what happens to the file later does not touch them.
+
+    Raises:
+        ValueError: for a file that is cut, no safetensors file, or not what its checksum tells.
+    """
+    try:
+        with safe_open(os.fspath(path), framework="pt") as file:
+            fields = file.metadata() or {}
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be cut.") from error
+    # One damaged byte cannot take away both the name of the field and the beginning of its value.
+    has_checksum = checksum in fields or any(value.startswith(_PREFIX) for value in fields.values())
+    told = fields.pop(checksum, "")
+    if has_checksum and told != _PREFIX + digest_of(tensors, fields):
+        raise ValueError(
+            f"{path} is damaged: its tensors or fields are not those that were written, by their checksum. Copy or "
+            "write it again."
+        )
+    return fields, {name: tensor.to(device) for name, tensor in tensors.items()}, has_checksum
+
+
+def no_checksum(path: str | os.PathLike[str]) -> str:
+    """What to say of a file without a checksum."""
+    return (
+        f"{path} has no checksum, as files of earlier versions and of other programs: damaged numbers in it cannot "
+        "be found. Load and save it again to give it one."
+    )
+
+
+def save_state(path: str | os.PathLike[str], state: RecurrentState, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a state as a safetensors file (`layers.{i}.recurrent`, `layers.{i}.conv`, `layers.{i}.window` if any).
+
+    Args:
+        path: File to write; replaced only when the new one is complete.
+        state: State to write; must be finite.
+        metadata: Text fields stored in the file, for example the name of the model.
+    """
+    check_finite_state(state, "state")
+    tensors = {
+        f"layers.{index}.{part_name}": part
+        for index, layer in enumerate(state)
+        for part_name, part in zip(WindowedLayerState._fields, layer, strict=False)
+    }
+    header = {
+        "format": STATE_FORMAT,
+        "format_version": str(STATE_FORMAT_VERSION),
+        "num_layers": str(len(state)),
+        "metadata": json.dumps(dict(metadata or {})),
+    }
+    write_tensors(path, tensors, header)
+
+
+def load_state(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> tuple[RecurrentState, dict[str, str]]:
+    """Read a state written by `save_state`.
+
+    Returns:
+        The state, in memory of its own, and its metadata.
+
+    Raises:
+        ValueError: if the file is cut or damaged, not a state, of a newer format, or has missing, unexpected,
+            wrongly typed or non-finite parts.
+
+    Warns:
+        UserWarning: for a file without a checksum, as earlier versions wrote it.
+    """
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: give a file that holds a recurrent state.")
+    header, tensors, has_checksum = read_tensors(path, device)
+    if header.get("format") != STATE_FORMAT:
+        raise ValueError(
+            f"{path} holds no recurrent state: its format is {header.get('format')!r}. load_state reads a state "
+            "alone, load_text_state of hf_recurrent_lengthgen.state_files one with its text, model, keys and values."
+        )
+    version = header.get("format_version", "")
+    if not version.isdecimal() or int(version) > STATE_FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has recurrent state format version {version!r}, this code reads up to {STATE_FORMAT_VERSION}: "
+            "update hf_recurrent_lengthgen."
+        )
+    if not has_checksum:
+        warnings.warn(no_checksum(path), stacklevel=2)
+    layers = header.get("num_layers", "")
+    count = min(int(layers), len(tensors)) if layers.isdecimal() else 0  # a damaged number must not allocate memory
+    parts = WindowedLayerState._fields if "layers.0.window" in tensors else LayerState._fields
+    expected = {f"layers.{index}.{part}" for index in range(count) for part in parts}
+    if not expected or set(tensors) != expected:
+        raise ValueError(
+            f"{path} does not hold the parts of {layers!r} layers: missing {sorted(expected - set(tensors))}, "
+            f"unexpected {sorted(set(tensors) - expected)}."
+        )
+    wrong = {
+        key: tensor.dtype for key, tensor in tensors.items() if tensor.dtype not in (torch.float32, torch.float64)
+    }
+    if wrong:
+        raise ValueError(f"{path} has parts that are not float32 or float64: {wrong}.")
+    state = tuple(layer_state(tensors[f"layers.{index}.{part}"] for part in parts) for index in range(count))
+    if len(rows := {tensor.shape[:1] for tensor in tensors.values()}) > 1:
+        raise ValueError(f"{path} has parts with different numbers of rows: {sorted(rows)}.")
+    check_finite_state(state, os.fspath(path))
+    try:
+        metadata = json.loads(header.get("metadata", "{}"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} has damaged metadata ({error}): write it again.") from error
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path} must have a mapping as metadata, got {metadata!r:.80}.")
+    return state, metadata
