@@ -10,48 +10,36 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening
 from transformers.trainer_utils import TrainOutput
 from transformers.training_args import OptimizerNames
 
-from hf_recurrent_lengthgen.data.pieces import piece_of_rows
-from hf_recurrent_lengthgen.data.segments import split_at_resets, unpacked
+from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.methods import PLAIN, Method
 from hf_recurrent_lengthgen.models.recurrent_state import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.models.rows import read_rows
 from hf_recurrent_lengthgen.trainers.checks import (
-    base_of,
     check_batch,
     check_no_forgetting,
     check_train_data,
     check_trainer,
-    without_wrong_ids,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
-from hf_recurrent_lengthgen.trainers.row_layout import (
-    MICRO_BATCH,
-    MicroBatch,
-    RowLayout,
-    refuse_packed,
-    without_padding,
-    zero_rows,
-)
+from hf_recurrent_lengthgen.trainers.row_layout import MICRO_BATCH, MicroBatch, lay_out, without_padding
 from hf_recurrent_lengthgen.trainers.run.arguments import check_config
 from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback, RunCallback
-from hf_recurrent_lengthgen.trainers.run.model_calls import ModelCalls, say_lost, say_passed_by
+from hf_recurrent_lengthgen.trainers.run.model_calls import ModelCalls, base_of, say_lost, say_passed_by
 from hf_recurrent_lengthgen.trainers.run.resumable_runs import ResumableTrainer
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
-from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows, refuse_other_rows
+from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
 from hf_recurrent_lengthgen.trainers.run.step_checks import StateSizes, StepChecks, StepLogs
 
 if TYPE_CHECKING:
@@ -205,9 +193,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         """Trainer's micro-batches of a step, laid out before Trainer counts their labels."""
-        laid_out = (
-            self._lay_out(batch, micro_batch) for micro_batch, batch in enumerate(self._place.checked(epoch_iterator))
-        )
+        laid_out = (lay_out(self, batch, index) for index, batch in enumerate(self._place.checked(epoch_iterator)))
         batches, num_items = super().get_batch_samples(laid_out, num_batches, device)
         if self.args.optim not in UPDATE_IN_BACKWARD:
             for batch in batches[:-1]:
@@ -220,58 +206,6 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             for loss in losses:
                 loss.step_overlap = overlap
         return batches, num_items
-
-    def _lay_out(self, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
-        """The inputs of the model for a micro-batch: labels that are not scored are -100, rows are cut at resets or
-        cropped in pairs, and a `MicroBatch` describes the layout."""
-        packed = read_rows(batch) if self._takes_states else None
-        inputs = dict(self._scored(self._with_usable_ids(batch), packed))
-        first_row, sequences = self.args.row_process_index * self._train_batch_size, None
-        from_zero = self.initial_states.always_zero and self._align is None
-        if packed is not None and packed.starts is not None and not (from_zero and not self.args.bptt_chunk_length):
-            if self.needs_continued_data or "state_resets" in inputs:
-                refuse_packed(type(self).__name__)
-            inputs = unpacked(inputs, packed)  # a model takes one state per row; from zero it runs rows packed
-            if not isinstance(self.data_collator, DataCollatorWithFlattening):  # whose examples are one sequence each
-                first_row = self.args.row_process_index << 20  # the rows of the processes before this one are unknown
-        rows = token_shape_of(inputs)[0]
-        place = BatchPlace(self.args.seed, self.state.global_step, micro_batch, first_row, rows)
-        layout, loss = RowLayout(rows), None
-        resets = inputs.pop("state_resets", None)
-        if self._shared.group is not None:
-            if resets is not None:
-                sequences = rows + resets[:, 1:].sum()
-                inputs["seq_idx"] = pad(resets[:, 1:].long(), (1, 0)).cumsum(1)
-                place = replace(place, continues=~resets[:, 0])
-            self._checks.ask(self._shared.differ(inputs), refuse_other_rows)
-            inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
-        elif resets is not None or self._align is not None:
-            if "attention_mask" in inputs and bool((inputs["attention_mask"] == 1).all()):
-                inputs.pop("attention_mask")
-            if resets is not None and not getattr(self.train_dataset, "reset_at_document", True):
-                place = replace(place, continues=~resets[:, 0])
-                resets = None  # rows reset at their first token only, which reading all of them would find out
-            if self._align is None and resets is not None:
-                cut = split_at_resets(inputs, resets)
-                inputs, place = cut.inputs, replace(place, continues=cut.continues)
-                sequences = token_shape_of(inputs)[0]
-                layout = RowLayout(sequences, cut.first, cut.last)
-            elif self._align is not None:
-                if resets is not None and bool(resets[:, 1:].any()):
-                    raise ValueError(
-                        "The alignment loss cannot be computed across resets inside rows: leave reset_at_document out."
-                    )
-                inputs, loss = self._align.crop(inputs, place)
-                place = place if resets is None else replace(place, continues=~resets[:, 0])
-                layout = RowLayout(2 * rows, crops=2, later_from_zero=self._align.second_from_zero)
-        return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss, sequences=sequences)}
-
-    def _with_usable_ids(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch without ids and labels outside the vocabulary, for which the run stops before weights change."""
-        usable, question, refuse = without_wrong_ids(self.model, batch)
-        if question is not None:
-            self._checks.ask(question, lambda found: refuse() if found else None)
-        return usable
 
     # --- loss ---
 
@@ -312,14 +246,13 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             with self._loss_function(None if self._align else self.compute_loss_func):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if MICRO_BATCH not in inputs:  # called by hand, outside of `train`
-            inputs = self._lay_out(inputs, 0)
+            inputs = lay_out(self, inputs, 0)
         inputs = dict(inputs)
         micro_batch: MicroBatch = inputs.pop(MICRO_BATCH)
         place, layout, crop_loss = micro_batch.place, micro_batch.layout, micro_batch.crop_loss
         if self._takes_states:
             state = self.initial_states.initial_state(place)
-            from_zero, is_broken = zero_rows(state)
-            self._checks.ask_initial_state(is_broken, micro_batch.where, type(self.initial_states).__name__)
+            from_zero = self._checks.ask_initial_state(state, micro_batch.where, type(self.initial_states).__name__)
             self.run_record.given = self.run_record.given + place.rows * (1 - from_zero.double())
             sequences = micro_batch.sequences
             share = from_zero if sequences is None else 1 - (1 - from_zero) * place.rows / sequences

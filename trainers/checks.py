@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +16,7 @@ from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.token_inputs import check_token_ids
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
 from hf_recurrent_lengthgen.trainers.run.arguments import check_arguments, keep_states_in_full_precision
+from hf_recurrent_lengthgen.trainers.run.model_calls import base_of
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels
 from hf_recurrent_lengthgen.trainers.run.step_checks import recurrent_layers
 
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
 STATE_ARGUMENTS = {"initial_state", "output_final_state"}
-
-
-def base_of(model: Any) -> Any:
-    """The model itself, without PEFT."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def takes_states(model: nn.Module) -> bool:
@@ -171,18 +166,14 @@ def check_batch(model: nn.Module | None, inputs: Mapping[str, Any]) -> None:
         check_token_ids(inputs[name], vocabulary, name, IGNORED_LABEL)
 
 
-def without_wrong_ids(
-    model: nn.Module | None, inputs: Mapping[str, Any]
-) -> tuple[dict[str, Any], Tensor | None, Callable[[], None]]:
-    """The inputs of `check_batch` for a device that is not waited for.
-
-    Returns:
-        Inputs without ids and labels outside the vocabulary, whether there were any (None for no ids), and a function
-        that raises what `check_batch` raises for them.
-    """
+def usable_ids(
+    model: nn.Module | None, inputs: Mapping[str, Any], ask: Callable[[Tensor, Callable[[bool], None]], None]
+) -> dict[str, Any]:
+    """The inputs without ids and labels outside the vocabulary; `ask` has `check_batch` refuse them before weights
+    change, so that the device is not waited for."""
     vocabulary: Any = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
     names = [] if vocabulary is None else ["input_ids", *token_labels(base_of(model), inputs)]
-    found, usable = [], dict(inputs)
+    usable, questions = dict(inputs), []
     for name in names:
         ids = inputs.get(name)
         if not isinstance(ids, Tensor):
@@ -192,8 +183,10 @@ def without_wrong_ids(
         wrong = (ids < 0) | (ids >= vocabulary)
         wrong &= ids != IGNORED_LABEL if name != "input_ids" else True
         usable[name] = ids.masked_fill(wrong, 0 if name == "input_ids" else IGNORED_LABEL)
-        found.append(wrong.any())
-    return usable, torch.stack(found).any() if found else None, partial(check_batch, model, inputs)
+        questions.append(wrong.any())
+    if questions:
+        ask(torch.stack(questions).any(), lambda is_wrong: check_batch(model, inputs) if is_wrong else None)
+    return usable
 
 
 def check_trainable(model: nn.Module, learns_state: bool) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.checks import base_of
+from hf_recurrent_lengthgen.trainers.run.model_calls import base_of
 
 
 def combine(

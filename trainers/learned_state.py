@@ -18,9 +18,10 @@ from hf_recurrent_lengthgen.models.state_learned_files import STATE_FILE
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
 from hf_recurrent_lengthgen.papers import LEARNED_STATE
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.checks import base_of, check_model, check_no_forgetting
+from hf_recurrent_lengthgen.trainers.checks import check_model, check_no_forgetting
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
+from hf_recurrent_lengthgen.trainers.run.model_calls import base_of
 
 
 class LearnedStateSource(InitialStateSource):

@@ -4,20 +4,27 @@ Truncated backpropagation resets states at given tokens; the alignment loss runs
 change the rows of the model, so a source of initial states still sees one state per row of the batch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithPadding, default_data_collator
+from torch.nn.functional import pad
+from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, default_data_collator
 
+from hf_recurrent_lengthgen.data.pieces import piece_of_rows
+from hf_recurrent_lengthgen.data.segments import split_at_resets, unpacked
 from hf_recurrent_lengthgen.models.recurrent_state import (
     RecurrentState,
     concatenate_rows,
     map_state,
     take_rows,
 )
+from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.trainers.checks import usable_ids
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
+from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
+from hf_recurrent_lengthgen.trainers.run.shared_rows import refuse_other_rows
 
 MICRO_BATCH = "micro_batch_facts"
 """The key of a `MicroBatch` in the inputs, between `get_batch_samples` and `compute_loss`."""
@@ -112,16 +119,48 @@ def _collate_equal_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return batch
 
 
-def zero_rows(state: RecurrentState | None) -> tuple[Tensor, Tensor]:
-    """Share of the rows of a batch that start from zero, and whether any of them has NaN or infinite values."""
-    if state is None:
-        return torch.ones(()), torch.zeros((), dtype=torch.bool)
-    largest = torch.stack(
-        [
-            torch.linalg.vector_norm(part.detach().flatten(1), torch.inf, 1)
-            for layer in state
-            for part in layer
-            if part[0].numel()
-        ]
-    )
-    return (largest == 0).all(0).double().mean(), ~largest.isfinite().all()
+def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
+    """The inputs of the model for a micro-batch of a trainer: labels that are not scored are -100, rows are cut at
+    resets or cropped in pairs, and a `MicroBatch` describes the layout."""
+    args, shared, align = trainer.args, trainer._shared, trainer._align
+    packed = read_rows(batch) if trainer._takes_states else None
+    inputs = dict(trainer._scored(usable_ids(trainer.model, batch, trainer._checks.ask), packed))
+    first_row, sequences = args.row_process_index * trainer._train_batch_size, None
+    from_zero = trainer.initial_states.always_zero and align is None
+    if packed is not None and packed.starts is not None and not (from_zero and not args.bptt_chunk_length):
+        if trainer.needs_continued_data or "state_resets" in inputs:
+            refuse_packed(type(trainer).__name__)
+        inputs = unpacked(inputs, packed)  # a model takes one state per row; from zero it runs rows packed
+        if not isinstance(trainer.data_collator, DataCollatorWithFlattening):  # whose examples are one sequence each
+            first_row = args.row_process_index << 20  # the rows of the processes before this one are unknown
+    rows = token_shape_of(inputs)[0]
+    place = BatchPlace(args.seed, trainer.state.global_step, micro_batch, first_row, rows)
+    layout, loss = RowLayout(rows), None
+    resets = inputs.pop("state_resets", None)
+    if shared.group is not None:
+        if resets is not None:
+            sequences = rows + resets[:, 1:].sum()
+            inputs["seq_idx"] = pad(resets[:, 1:].long(), (1, 0)).cumsum(1)
+            place = replace(place, continues=~resets[:, 0])
+        trainer._checks.ask(shared.differ(inputs), refuse_other_rows)
+        inputs = piece_of_rows(inputs, shared.rank, shared.size)
+    elif resets is not None or align is not None:
+        if "attention_mask" in inputs and bool((inputs["attention_mask"] == 1).all()):
+            inputs.pop("attention_mask")
+        if resets is not None and not getattr(trainer.train_dataset, "reset_at_document", True):
+            place = replace(place, continues=~resets[:, 0])
+            resets = None  # rows reset at their first token only, which reading all of them would find out
+        if align is None and resets is not None:
+            cut = split_at_resets(inputs, resets)
+            inputs, place = cut.inputs, replace(place, continues=cut.continues)
+            sequences = token_shape_of(inputs)[0]
+            layout = RowLayout(sequences, cut.first, cut.last)
+        elif align is not None:
+            if resets is not None and bool(resets[:, 1:].any()):
+                raise ValueError(
+                    "The alignment loss cannot be computed across resets inside rows: leave reset_at_document out."
+                )
+            inputs, loss = align.crop(inputs, place)
+            place = place if resets is None else replace(place, continues=~resets[:, 0])
+            layout = RowLayout(2 * rows, crops=2, later_from_zero=align.second_from_zero)
+    return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss, sequences=sequences)}

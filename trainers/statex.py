@@ -10,8 +10,9 @@ from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.papers import STATEX
 from hf_recurrent_lengthgen.surgery import expand_state
 from hf_recurrent_lengthgen.surgery.state_expansion import expanded_parameters, recorded_expansions
-from hf_recurrent_lengthgen.trainers.checks import base_of, check_model
+from hf_recurrent_lengthgen.trainers.checks import check_model
 from hf_recurrent_lengthgen.trainers.mixed_states import MixedStatesConfig, MixedStatesTrainer
+from hf_recurrent_lengthgen.trainers.run.model_calls import base_of
 
 
 @dataclass

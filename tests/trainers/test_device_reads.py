@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
+from hf_recurrent_lengthgen.trainers.row_layout import lay_out
 from tests.trainers.toys import METHODS, VOCABULARY
 
 OPS = {"_local_scalar_dense", "nonzero", "masked_select", "equal"}
@@ -110,7 +111,7 @@ def test_what_is_wrong_in_a_micro_batch_stops_the_step_before_weights_change(
     toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, micro_batch: int
 ) -> None:
     trainer = toys.resumable_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2)
-    lay_out, loss_of = type(trainer)._lay_out, type(trainer)._loss
+    loss_of = type(trainer)._loss
 
     def with_wrong_ids(self: Any, batch: dict[str, Any], number: int) -> Any:
         if wrong != "loss" and self.state.global_step == 1 and number == micro_batch:
@@ -126,7 +127,7 @@ def test_what_is_wrong_in_a_micro_batch_stops_the_step_before_weights_change(
         loss = loss_of(self, *given)
         return loss * math.nan if wrong == "loss" and len(calls) == 3 + micro_batch else loss
 
-    monkeypatch.setattr(type(trainer), "_lay_out", with_wrong_ids)
+    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.base.lay_out", with_wrong_ids)
     monkeypatch.setattr(type(trainer), "_loss", with_wrong_loss)
     seen = []
     trainer.add_callback(toys.OnStep(1, lambda: seen.append(toys.weights(trainer.model))))

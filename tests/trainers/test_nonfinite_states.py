@@ -11,12 +11,12 @@ import torch
 
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingConfig, StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.row_layout import zero_rows
 from hf_recurrent_lengthgen.trainers.run.step_checks import (
     StateSizes,
     StepLogs,
     part_norms,
     recurrent_rms,
+    zero_rows,
 )
 
 

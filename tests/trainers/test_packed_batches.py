@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.trainers import (
     TbttTrainer,
     ZeroStateTrainer,
 )
+from hf_recurrent_lengthgen.trainers.row_layout import lay_out
 from tests.hybrids.tiny_models import tiny_model as tiny_hybrid
 from tests.versions import needs_hybrids
 
@@ -162,4 +163,4 @@ def test_from_zero_rows_stay_packed(toys: ModuleType, tmp_path: Path) -> None:
     trainer = toys.resumable_trainer(tmp_path, 4, "zero state", max_steps=1, save_strategy="no")
     assert isinstance(trainer, ZeroStateTrainer)
     batch = DataCollatorWithFlattening()(unequal(toys, 4))
-    assert trainer._lay_out(batch, 0)["input_ids"].shape[0] == 1
+    assert lay_out(trainer, batch, 0)["input_ids"].shape[0] == 1

@@ -117,6 +117,21 @@ def _is_max(name: str) -> bool:
     return name.endswith("_max")
 
 
+def zero_rows(state: RecurrentState | None) -> tuple[Tensor, Tensor]:
+    """Share of the rows of a batch that start from zero, and whether any of them has NaN or infinite values."""
+    if state is None:
+        return torch.ones(()), torch.zeros((), dtype=torch.bool)
+    largest = torch.stack(
+        [
+            torch.linalg.vector_norm(part.detach().flatten(1), torch.inf, 1)
+            for layer in state
+            for part in layer
+            if part[0].numel()
+        ]
+    )
+    return (largest == 0).all(0).double().mean(), ~largest.isfinite().all()
+
+
 class StepChecks:
     """The questions about the micro-batches of a step.
 
@@ -142,8 +157,9 @@ class StepChecks:
         for found, (_, then) in zip(answers, waiting, strict=True):
             then(found)
 
-    def ask_initial_state(self, is_broken: Tensor, where: str, source: str) -> None:
-        """Stop at initial states with NaN or infinite values."""
+    def ask_initial_state(self, state: RecurrentState | None, where: str, source: str) -> Tensor:
+        """Stop at initial states with NaN or infinite values; the share of the rows that start from zero."""
+        from_zero, is_broken = zero_rows(state)
 
         def then(found: bool) -> None:
             if found:
@@ -153,6 +169,7 @@ class StepChecks:
                 )
 
         self.ask(is_broken, then)
+        return from_zero
 
     def ask_loss(self, loss: Tensor, where: str) -> None:
         """Stop at a loss that is not finite."""
