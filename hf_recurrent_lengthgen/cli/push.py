@@ -12,10 +12,9 @@ Push a checkpoint folder to the Hugging Face Hub as one commit: code, weights, t
 lineage, verification, and the states in states/. A new repository is private unless --public is given. The token is
 that of `hf auth login`, or HF_TOKEN.
 
-Large files are uploaded first; then everything is committed at once, on the commit that was the newest at the
-beginning, so a commit of somebody else is never overwritten. If the command stops, run it again: it sends what is
-missing. Files of the repository that the folder lacks stay there, but are refused where they would be loaded:
---overwrite deletes those of a checkpoint.
+A commit of somebody else at the same time is never overwritten. If the command stops, run it again. Files of the
+repository that the folder lacks stay there, but are refused where they would be loaded: --overwrite deletes those of a
+checkpoint.
 
 Left out, and listed: what Trainer keeps for itself, pickles, and whatever is no part of a checkpoint. Refused:
 secrets, paths of your machine in texts, links that lead out of the folder, adapters that are not merged, and a
@@ -36,7 +35,7 @@ def command_parser() -> CommandParser:
     what = "repository on the Hub; a name without owner is one of your account"
     parser.model.add_argument("repo_id", metavar="OWNER/NAME", help=what)
     add = parser.run.add_argument
-    what = "only show the files, the card and what is refused; needs neither token nor connection"
+    what = "only show the files, the card and what is refused; the Hub is not asked"
     add("--dry-run", action="store_true", help=what)
     add("--public", action="store_true", help="make a new repository public, or push to a public one")
     what = "delete files of a checkpoint on the Hub that the folder lacks, such as other weights or results"
@@ -46,13 +45,7 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    plan = plan_push(
-        options.folder,
-        options.repo_id,
-        private=not options.public,
-        overwrite=options.overwrite,
-        trial=options.dry_run,
-    )
+    plan = plan_push(options.folder)
     print(_table(plan), flush=True)
     if options.dry_run and "README.md" in plan.files:
         print(f"\nREADME.md:\n\n{(plan.folder / 'README.md').read_text(encoding='utf-8', errors='replace')}")
@@ -61,29 +54,19 @@ def run(arguments: Sequence[str]) -> int:
         print("\n".join(f"- {refusal}" for refusal in plan.refusals), file=sys.stderr)
         return 1
     if options.dry_run:
-        if plan.unknown:
-            print(
-                "Without the Hub it is not known whether the repository exists, is public, or what it holds "
-                f"({plan.unknown})."
-            )
         print("Nothing was pushed (--dry-run).")
         return 0
-    result = do_push(plan)
+    result = do_push(plan, options.repo_id, private=not options.public, overwrite=options.overwrite)
     print(f"\nPushed: {result.url}" if result.created else f"\nNothing to push: the Hub has all of it, {result.url}")
     return 0
 
 
 def _table(plan: PushPlan) -> str:
-    """One row per file, with what happens to it."""
-    visibility = "private" if plan.private else "public"
-    where = "" if plan.exists is None else " (there already)" if plan.exists else f" (new, {visibility})"
-    known = {True: "replaced", False: "new"} if plan.exists is not None else {}
-    rows = [(known.get(name in plan.there, ""), name, _size(size)) for name, size in plan.files.items()]
-    rows += [("deleted", name, "not in the folder") for name in plan.removed]
-    rows += [("stays", name, "not in the folder") for name in sorted(plan.there - {row[1] for row in rows})]
+    """One row per file, with its size or why it is left out."""
+    rows = [("", name, _size(size)) for name, size in plan.files.items()]
     rows += [("left out", name, reason) for name, reason in plan.left_out.items()]
     total = f"{len(plan.files)} files, {_size(sum(plan.files.values()))}"
-    return f"{plan.folder} to {plan.repo_id}{where}:\n{in_columns([('', 'file', ''), *rows])}\n{total}"
+    return f"{plan.folder}:\n{in_columns([('', 'file', ''), *rows])}\n{total}"
 
 
 def _size(count: int) -> str:

@@ -26,12 +26,6 @@ _REASONS = {
 _REASONS[412] = _REASONS[409]
 
 
-class HubError(ValueError):
-    """A failed request, with what to do about it; `lost` if the Hub was not reached."""
-
-    lost = False
-
-
 def hub_api(token: str | None) -> HfApi:
     """The client of the Hub; without a token it is anonymous."""
     version = installed_versions()["hf_recurrent_lengthgen"]
@@ -40,7 +34,7 @@ def hub_api(token: str | None) -> HfApi:
 
 @contextmanager
 def telling(doing: str) -> Iterator[None]:
-    """Turn errors of the client and of connections into a `HubError` that says what failed and what to do."""
+    """Turn errors of the client and of connections into a `ValueError` that says what failed and what to do."""
     try:
         yield
     except (*_BROKEN, RuntimeError) as error:
@@ -48,9 +42,8 @@ def telling(doing: str) -> Iterator[None]:
         while chain[-1].__cause__ is not None:
             chain.append(chain[-1].__cause__)
         answered = next((one for one in chain if getattr(one, "response", None) is not None), None)
-        told = HubError(f"{doing} failed: {_unanswered(chain) if answered is None else _answer(answered)}")
-        told.lost = answered is None
-        raise told from error
+        why = _unanswered(chain) if answered is None else _answer(answered)
+        raise ValueError(f"{doing} failed: {why}") from error
 
 
 def _unanswered(chain: list[BaseException]) -> str:

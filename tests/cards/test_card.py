@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource, Estimate
-from hf_recurrent_lengthgen.hub.push import look_through
+from hf_recurrent_lengthgen.hub.push import plan_push
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
@@ -409,7 +409,7 @@ def test_own_words_outlive_all_that_writes_the_card(work: Work, tmp_path: Path) 
     assert "me/mine" in text
     assert read_card_mark(text).made_of == read_card_mark(fresh).made_of
     (folder / "model.safetensors").write_bytes((work.base / "model.safetensors").read_bytes())
-    assert any("card is of other weights or another config" in line for line in look_through(folder)[2])
+    assert any("card is of other weights or another config" in line for line in plan_push(folder).refusals)
     readme.write_text(text.replace(card.OWN_WORDS[1], ""))
     with pytest.raises(ValueError, match=r"must have its own words between .* each mark once"):
         write_card(folder, overwrite=True)

@@ -1,14 +1,11 @@
 """What the hub for tests answers to each kind of request."""
 
 import base64
-import email.utils
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 import yaml
 
@@ -94,30 +91,6 @@ def model_info(hub: "Endpoint", request: Request, name: str, revision: str = "ma
     return as_json(about | {"siblings": siblings, "tags": [], "lastModified": DATE, "createdAt": DATE})
 
 
-def refs(hub: "Endpoint", request: Request, name: str) -> Answer:
-    branches = hub.repository(request, name).branches
-    listed = [{"name": key, "ref": f"refs/heads/{key}", "targetCommit": at} for key, at in branches.items()]
-    return as_json({"branches": listed, "converts": [], "tags": [], "pullRequests": []})
-
-
-def create_branch(hub: "Endpoint", request: Request, name: str, branch: str) -> Answer:
-    repository = hub.repository(request, name, write=True)
-    if branch in repository.branches:
-        raise Refused(409, f"Reference already exists: {branch}")
-    start = json.loads(request.body).get("startingPoint", "main")
-    repository.branches[branch] = repository.at(start).id
-    return as_json({})
-
-
-def paged(hub: "Endpoint", request: Request, entries: list[Any]) -> Answer:
-    start = int(request.query.get("cursor", ["0"])[0])
-    answer = as_json(entries[start : start + hub.page])
-    if start + hub.page < len(entries):
-        kept = "&".join(f"{key}={value[0]}" for key, value in request.query.items() if key != "cursor")
-        answer.headers["Link"] = f'<{hub.url}{quote(request.path)}?{kept}&cursor={start + hub.page}>; rel="next"'
-    return answer
-
-
 def entry_of(commit: Commit, path: str) -> dict[str, Any]:
     blob = commit.files[path]
     entry: dict[str, Any] = {"type": "file", "path": path, "oid": blob.oid, "size": len(blob.content)}
@@ -133,12 +106,12 @@ def tree(hub: "Endpoint", request: Request, name: str, revision: str, folder: st
     if folder and not inside:
         raise Refused(404, f"{folder} does not exist on {revision}", "EntryNotFound")
     if request.query.get("recursive", ["false"])[0].lower() == "true":
-        return paged(hub, request, [entry_of(commit, path) for path in inside])
+        return as_json([entry_of(commit, path) for path in inside])
     depth = folder.count("/") + 1 if folder else 0
     folders = sorted({"/".join(path.split("/")[: depth + 1]) for path in inside if path.count("/") > depth})
     entries = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in folders]
     files = [entry_of(commit, path) for path in inside if path.count("/") == depth]
-    return paged(hub, request, entries + files)
+    return as_json(entries + files)
 
 
 def preupload(hub: "Endpoint", request: Request, name: str, revision: str) -> Answer:
@@ -162,13 +135,7 @@ def large_file_batch(hub: "Endpoint", request: Request, name: str) -> Answer:
         sha256, size = asked["oid"], asked["size"]
         answer: dict[str, Any] = {"oid": sha256, "size": size}
         if sha256 not in hub.large_files:
-            place = f"{hub.url}/upload/{sha256}/{size}"
-            upload: dict[str, Any] = {"href": place, "header": {}}
-            if hub.part_size is not None and size > hub.part_size:
-                upload["href"] = f"{place}/complete"
-                count = -(-size // hub.part_size)
-                upload["header"] = {"chunk_size": str(hub.part_size)}
-                upload["header"] |= {f"{part:05}": f"{place}/part/{part}" for part in range(1, count + 1)}
+            upload = {"href": f"{hub.url}/upload/{sha256}/{size}", "header": {}}
             verify = {"href": f"{hub.url}/{name}.git/info/lfs/objects/verify"}
             answer["actions"] = {"upload": upload, "verify": verify}
         objects.append(answer)
@@ -176,30 +143,10 @@ def large_file_batch(hub: "Endpoint", request: Request, name: str) -> Answer:
 
 
 def upload(hub: "Endpoint", request: Request, sha256: str, size: str) -> Answer:
-    keep(hub, sha256, int(size), request.body)
-    return Answer()
-
-
-def keep(hub: "Endpoint", sha256: str, size: int, content: bytes) -> None:
-    if len(content) != size:
-        raise Refused(400, "The size of the content is not the one announced")
-    if hub.check_uploads and hashlib.sha256(content).hexdigest() != sha256:
+    if hashlib.sha256(request.body).hexdigest() != sha256:
         raise Refused(400, "The SHA-256 of the content is not the one announced")
-    hub.large_files[sha256] = content
-
-
-def upload_part(hub: "Endpoint", request: Request, sha256: str, size: str, part: str) -> Answer:
-    hub._parts.setdefault(sha256, {})[int(part)] = request.body
-    return Answer(headers={"ETag": f'"{hashlib.md5(request.body).hexdigest()}"'})
-
-
-def upload_complete(hub: "Endpoint", request: Request, sha256: str, size: str) -> Answer:
-    parts = hub._parts.pop(sha256)
-    for part in json.loads(request.body)["parts"]:
-        if part["etag"] != f'"{hashlib.md5(parts[part["partNumber"]]).hexdigest()}"':
-            raise Refused(400, "A part is not the one that was sent")
-    keep(hub, sha256, int(size), b"".join(parts[number] for number in sorted(parts)))
-    return as_json({})
+    hub.large_files[sha256] = request.body
+    return Answer()
 
 
 def verify(hub: "Endpoint", request: Request, name: str) -> Answer:
@@ -258,48 +205,29 @@ def resolve(hub: "Endpoint", request: Request, name: str, revision: str, path: s
         return answer
     blob = at.files[path]
     if blob.sha256 is None:
-        return ranged(request, Answer(200, blob.content, headers | {"ETag": f'"{blob.oid}"'}))
+        return Answer(200, blob.content, headers | {"ETag": f'"{blob.oid}"'})
     linked = {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.content))}
     return Answer(302, b"", headers | linked | {"Location": f"{hub.delivery}/large/{blob.sha256}"})
 
 
 def large_file(hub: "Endpoint", request: Request, sha256: str) -> Answer:
-    return ranged(request, Answer(200, hub.large_files[sha256], {"ETag": f'"{sha256}"'}))
-
-
-def ranged(request: Request, answer: Answer) -> Answer:
-    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("range", ""))
-    answer.headers |= {"Accept-Ranges": "bytes", "Last-Modified": email.utils.formatdate(0, usegmt=True)}
-    if asked is None:
-        return answer
-    size = len(answer.body)
-    start, end = int(asked[1]), int(asked[2] or size - 1)
-    if start >= size:
-        return Answer(416, b"", {"Content-Range": f"bytes */{size}"})
-    part = answer.body[start : end + 1]
-    where = {"Content-Range": f"bytes {start}-{start + len(part) - 1}/{size}"}
-    return Answer(206, part, answer.headers | where)
+    return Answer(200, hub.large_files[sha256], {"ETag": f'"{sha256}"'})
 
 
 LARGE_FILES = r"/(?P<name>[\w.-]+/[\w.-]+?)\.git/info/lfs/objects"
-UPLOAD = r"/upload/(?P<sha256>[0-9a-f]{64})/(?P<size>\d+)"
 ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("GET", r"/api/whoami-v2", whoami),
     ("POST", r"/api/repos/create", create_repository),
     ("POST", r"/api/validate-yaml", validate_card),
     ("GET", REPOSITORY, model_info),
     ("GET", REPOSITORY + r"/revision/(?P<revision>[^/]+)", model_info),
-    ("GET", REPOSITORY + r"/refs", refs),
-    ("POST", REPOSITORY + r"/branch/(?P<branch>[^/]+)", create_branch),
     ("GET", REPOSITORY + r"/tree/(?P<revision>[^/]+)", tree),
     ("GET", REPOSITORY + r"/tree/(?P<revision>[^/]+)/(?P<folder>.+)", tree),
     ("POST", REPOSITORY + r"/preupload/(?P<revision>[^/]+)", preupload),
     ("POST", REPOSITORY + r"/commit/(?P<revision>[^/]+)", commit),
     ("POST", LARGE_FILES + r"/batch", large_file_batch),
     ("POST", LARGE_FILES + r"/verify", verify),
-    ("PUT", UPLOAD, upload),
-    ("PUT", UPLOAD + r"/part/(?P<part>\d+)", upload_part),
-    ("POST", UPLOAD + r"/complete", upload_complete),
+    ("PUT", r"/upload/(?P<sha256>[0-9a-f]{64})/(?P<size>\d+)", upload),
     ("GET HEAD", r"/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", resolve),
     ("GET HEAD", r"/large/(?P<sha256>[0-9a-f]{64})", large_file),
 ]

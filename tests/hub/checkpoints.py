@@ -40,8 +40,8 @@ NEVER_PUSHED = {"training_args.bin", "optimizer.pt", "initial_states_0.safetenso
 
 
 def push(folder: Path, name: str, **options: Any) -> PushResult:
-    """What `lengthgen push` does; options of `plan_push`."""
-    return do_push(plan_push(folder, name, **options))
+    """What `lengthgen push` does; options of `do_push`."""
+    return do_push(plan_push(folder), name, **options)
 
 
 def pushed_files(folder: Path) -> dict[str, bytes]:

@@ -8,7 +8,6 @@ huggingface_hub 2 the client uploads by Xet unless told not to, so its `HF_HUB_D
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,12 +24,8 @@ class Fault:
 
     Args:
         status: Answer with this status, and do nothing.
-        retry_after: Seconds that this answer tells the client to wait.
         message: Its message.
-        cut: Close the connection: "request" in the middle of reading the request, "answer" when the request is done,
-            before the answer, "body" in the middle of the answer's body.
-        corrupt: Flip a bit of the body, of a PUT as it comes in, of a GET as it goes out.
-        slow: Seconds to wait before the answer, and once more in the middle of its body.
+        cut: Close the connection when the request is done, before the answer.
         call: Called first; without any other fault the request then goes its way.
     """
 
@@ -38,26 +33,19 @@ class Fault:
     pattern: str
     times: int = 1
     status: int | None = None
-    retry_after: int | None = None
     message: str = "injected"
-    cut: str | None = None
-    corrupt: bool = False
-    slow: float = 0.0
+    cut: bool = False
     call: Callable[[], object] | None = None
 
 
 class Endpoint(Store):
-    """The server; a context manager. `requests` is the log, `faults` what is to go wrong, `page` entries per page."""
+    """The server; a context manager. `requests` is the log, `faults` what is to go wrong."""
 
     def __init__(self) -> None:
         super().__init__()
         self.accounts["hf_test"] = Account("user", ("team",))
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
-        self.page = 1000
-        self.part_size: int | None = None  # larger files than this go up in parts
-        self.check_uploads = True  # whether content must have the hash that it is announced with
-        self._parts: dict[str, dict[int, bytes]] = {}
         self._lock = threading.RLock()
         self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), self._handler()) for _ in range(2)]
         # another name than that of the hub, for the client follows redirects that stay on a host
@@ -104,17 +92,14 @@ class Endpoint(Store):
                 self.close_connection = True
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
 
-            def _body(self, part: float = 1.0) -> bytes:
+            def _body(self) -> bytes:
                 if self.headers.get("Transfer-Encoding") != "chunked":
-                    return self.rfile.read(int(int(self.headers.get("Content-Length", 0)) * part))
+                    return self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 pieces = []
                 while size := int(self.rfile.readline(), 16):
                     pieces.append(self.rfile.read(size))
                     self.rfile.readline()
-                    if part < 1:
-                        break
-                else:
-                    self.rfile.readline()
+                self.rfile.readline()
                 return b"".join(pieces)
 
             def _serve(self) -> None:
@@ -127,41 +112,20 @@ class Endpoint(Store):
                 endpoint.requests.append(request)
                 if fault.call is not None:
                     fault.call()
-                if fault.cut == "request":
-                    request.body = self._body(0.5)
-                    return self._cut()
                 request.body = self._body()
-                if fault.corrupt and request.method == "PUT":
-                    request.body = flipped(request.body)
-                if fault.status is not None:
-                    answer = refusal(Refused(fault.status, fault.message))
-                    if fault.retry_after is not None:
-                        answer.headers["Retry-After"] = str(fault.retry_after)
-                else:
+                if fault.status is None:
                     answer = endpoint.answer(request)
-                if fault.corrupt and request.method == "GET":
-                    answer.body = flipped(answer.body)
-                time.sleep(fault.slow)
-                if fault.cut == "answer":
+                else:
+                    answer = refusal(Refused(fault.status, fault.message))
+                if fault.cut:
                     return self._cut()
                 request.status = answer.status
-                self._send(answer, fault)
-
-            def _send(self, answer: Answer, fault: Fault) -> None:
                 self.send_response(answer.status)
-                answer.headers.setdefault("Content-Length", str(len(answer.body)))
-                for name, value in answer.headers.items():
+                for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
-                if self.command == "HEAD":
-                    return
-                half = len(answer.body) // 2
-                self.wfile.write(answer.body[:half])
-                if fault.cut == "body":
-                    self.wfile.flush()
-                    return self._cut()
-                time.sleep(fault.slow)
-                self.wfile.write(answer.body[half:])
+                if self.command != "HEAD":
+                    self.wfile.write(answer.body)
 
             def _handle(self) -> None:
                 try:
@@ -209,7 +173,3 @@ class Endpoint(Store):
         if write and not (owned and account is not None and account.may_write):
             raise Refused(403, "You don't have the required permissions to perform this action.")
         return repository
-
-
-def flipped(body: bytes) -> bytes:
-    return body[:-1] + bytes([body[-1] ^ 1])

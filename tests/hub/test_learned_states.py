@@ -90,7 +90,7 @@ def test_what_others_could_not_use_is_refused(change: Any, message: str, state: 
     about = json.loads((state / CONFIG_FILE).read_text())
     change(state, about)
     (state / CONFIG_FILE).write_text(json.dumps(about))
-    assert message in "; ".join(plan_push(state, "user/other").refusals)
+    assert message in "; ".join(plan_push(state).refusals)
 
 
 def test_a_state_of_another_base_is_refused_by_name(hub: Endpoint, model: Any, state: Path) -> None:
