@@ -1,6 +1,6 @@
 """Prompt-learning methods of PEFT: right, against a loop without a cache, or refused in a sentence."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -39,7 +39,17 @@ MODELS: dict[str, Callable[[], Any]] = {
     **{f"stock {name}": lambda name=name: stateful(tiny_model(name)) for name in SUPPORTED_TYPES if HAS_HYBRIDS},
 }
 QUICK = ("mamba2", "stock falcon_h1", "stock minimax")
-NAMES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
+
+
+def in_turn(methods: Iterable[str]) -> list[Any]:
+    """Models and methods: all methods of a few models, and of each other one the first and another."""
+    first, *others = methods
+    pairs = [(name, method) for name in QUICK if name in MODELS for method in (first, *others)]
+    rest = [name for name in MODELS if name not in QUICK]
+    slow = [(name, method) for i, name in enumerate(rest) for method in (first, others[i % len(others)])]
+    return pairs + [pytest.param(*pair, marks=pytest.mark.slow) for pair in slow]
+
+
 # their caches count no tokens, or their positions do not follow the cache
 UNCOUNTED = ("bamba", "falcon_mamba", "mamba", "mamba2", "minimax", "xlstm")
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
@@ -69,8 +79,7 @@ def by_hand(model: Any, ids: Tensor, mask: Tensor | None = None, **more: Any) ->
     return ids
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "method"), in_turn(METHODS))
 def test_virtual_tokens_train_and_are_generated_from(name: str, method: str, tmp_path: Any) -> None:
     if method == "cpt" and name in ("mamba", "falcon_mamba"):  # PEFT asks for heads, and CPTConfig takes none
         with pytest.raises(ValueError, match="Please specify `num_attention_heads`"):
@@ -126,8 +135,7 @@ def test_a_hybrid_starts_from_virtual_tokens_or_from_a_state() -> None:
         model.generate(input_ids=ids, past_key_values=cache, **GREEDY)
 
 
-@pytest.mark.parametrize("method", KEYS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "method"), in_turn(KEYS))
 def test_methods_that_train_keys_are_refused(name: str, method: str) -> None:
     model, ids = prompted(MODELS[name](), KEYS[method]), torch.tensor([[3, 4, 5]])
     for call in (model, model.generate):

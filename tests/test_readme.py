@@ -70,7 +70,7 @@ def test_the_commands_run(demo_output: Path) -> None:
     quick = {
         "train": "--max-steps 2 --training-length 16 --report-to none --eval-strategy no",
         "evaluate": "--sequences 2 --length 512",
-        "diagnose": "--sequences 2 --length 512 --patched-heads 0",
+        "diagnose": "--sequences 2 --length 512 --patched-heads 0 --parts states,misalignment",
     }
     lines = [line for block in blocks_of("bash") for line in block.replace("\\\n", " ").splitlines()]
     commands = [line for line in lines if line.startswith("lengthgen ")]

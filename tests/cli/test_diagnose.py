@@ -92,27 +92,22 @@ def test_models_of_all_kinds_side_by_side(
 
 
 @pytest.mark.slow
-def test_parts_can_be_chosen(diagnose: Diagnose, checkpoint: Path, tmp_path: Path) -> None:
-    assert diagnose(checkpoint, "--parts", "misalignment") == 0
-    [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
-    assert list(model.parts) == ["misalignment"]
-
-
-@pytest.mark.slow
 def test_one_text_has_no_distances(
     diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert diagnose(checkpoint, "--sequences", 1) == 0
+    assert diagnose(checkpoint, "--sequences", 1, "--parts", "states,misalignment") == 0
     assert "needs at least two texts" in capsys.readouterr().out
     [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
     assert states_of(model) is None
 
 
 @pytest.mark.slow
-def test_reasons_for_what_is_left_out_of_states_are_shown(
-    diagnose: Diagnose, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+def test_parts_can_be_chosen_and_what_is_left_out_of_them_is_said(
+    diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert diagnose(checkpoint, "--parts", "states", "--patched-heads", 0) == 0
+    [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
+    assert list(model.parts) == ["states"]
     shown = capsys.readouterr().out
     assert "unknown from 3 texts" in shown
     assert f"{checkpoint.name}, states: No head is said to drift: 3 texts cannot tell" in shown

@@ -638,12 +638,11 @@ def test_a_learned_state_is_saved_alone(
 @pytest.mark.parametrize(
     "text",
     [
-        {"data": "val.jsonl", "text_column": "body"},
         {"data": "saved", "text_column": "body"},
         {"data": "train.txt", "eval_data": "val.jsonl", "text_column": "text", "eval_strategy": "steps"},
         {"data": "a name.txt", "tokenizer": "bytes"},
     ],
-    ids=["column", "validation split", "held-out text", "tokenizer"],
+    ids=["validation split", "held-out text", "tokenizer"],
 )
 def test_the_lines_of_what_to_do_next_run_as_they_are(
     text: dict[str, str],

@@ -32,6 +32,7 @@ def test_wrapped_models_refuse_it(model_type: str) -> None:
     assert_refused(stateful(tiny_model(model_type)).eval())
 
 
+@pytest.mark.slow
 @needs_hybrids
 def test_a_stock_model_without_layer_types_answers_wrongly() -> None:
     """Why a refusal is needed: the stock xLSTM starts every token from a zero state."""

@@ -84,6 +84,7 @@ def test_float32_stays_close_to_float64(scan: Scan, length: int) -> None:
     assert_equal_up_to(scan.error, {name: value.double() for name, value in chunked.items()}, truth(scan, length))
 
 
+@pytest.mark.thinned(2)
 @every_scan
 @settings(max_examples=15)
 @given(data=st.data())
@@ -99,6 +100,7 @@ def test_any_split_equals_the_whole(scan: Scan, data: st.DataObject) -> None:
     assert_equal_up_to(2 * scan.error, split, run(scan, scan.scan, inputs))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("scan", [scan for scan in SCANS if scan.name != "ssd-4-groups"], ids=lambda scan: scan.name)
 def test_gradients_are_those_of_finite_differences(scan: Scan) -> None:
     inputs = scan.make_inputs(5, heads=2)

@@ -83,7 +83,7 @@ def reads_of_steps(toys: ModuleType, folder: Path, method: str, **changes: Any) 
     return steps.steps[1:]  # fitted noise reads after the first step whether it has statistics
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_waits_once_for_the_device(toys: ModuleType, tmp_path: Path, method: str) -> None:
     """Whatever the number of micro-batches: here two."""
@@ -105,6 +105,7 @@ def test_so_does_a_step_with_other_settings(
         assert step == {"step_checks.py": 1}
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("wrong", ["loss", "id", "label"])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_what_is_wrong_in_a_micro_batch_stops_the_step_before_weights_change(

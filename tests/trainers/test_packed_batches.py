@@ -83,7 +83,7 @@ def trained(
     return toys.weights(trainer.model), [entry.get("zero_states") for entry in trainer.state.log_history[:-1]]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", UNEQUAL + IN_CHUNKS + OF_ONE_LENGTH)
 def test_every_source_gives_each_sequence_its_state(toys: ModuleType, tmp_path: Path, method: str) -> None:
     data = toys.sequences(16) if method in OF_ONE_LENGTH else unequal(toys, 16)
@@ -94,7 +94,7 @@ def test_every_source_gives_each_sequence_its_state(toys: ModuleType, tmp_path: 
     assert method in ("zero state", "alignment") or logged[-1] < 1
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_packed_rows_is_unpacked(toys: ModuleType, tmp_path: Path, form: str) -> None:
     data, without = unequal(toys, 16), {"state_drop_probability": 0.0}  # other drops, from other row numbers
@@ -145,6 +145,7 @@ def test_rows_that_continue_are_not_packed(toys: ModuleType, tmp_path: Path) -> 
         assert trainer.evaluate(toys.sequences(4))["eval_loss"] > 0
 
 
+@pytest.mark.slow
 def test_packed_evaluation_starts_where_the_source_says(toys: ModuleType, tmp_path: Path) -> None:
     data = unequal(toys, 8)
     for method in ("learned state and model", "state passing"):

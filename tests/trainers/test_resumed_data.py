@@ -127,6 +127,7 @@ def padded(rows: list[Any]) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
 def test_rows_come_in_the_order_of_trainer(toys: ModuleType, tmp_path: Path, strategy: str) -> None:
     lengths = [1 + row % 4 for row in range(24)]

@@ -24,6 +24,8 @@ METHODS = [
 
 
 def jobs_of(root: Path, method: str) -> list[dict[str, Any]]:
+    """One of `SHARED` for each method in turn, all of them for state passing."""
+    number = METHODS.index(method)
     return [
         {
             "output_dir": str(root / method.replace(" ", "_") / f"{processes}_{size}"),
@@ -34,7 +36,7 @@ def jobs_of(root: Path, method: str) -> list[dict[str, Any]]:
             "double": True,
             "rows": 24,  # six steps
         }
-        for processes, size in SHARED
+        for processes, size in (SHARED if method == "state passing" else [SHARED[number % 3]])
     ]
 
 
