@@ -1,13 +1,11 @@
 """Hybrids and models with attention only: the numbers of lm_eval's own class, with shared prefixes read once."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen import stateful
@@ -16,7 +14,6 @@ from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.harness import StateLM
 from tests.harness import support
 from tests.harness.test_lm import CHOICES, CONTEXTS, HEADER, MULTIPLE_CHOICE, QUIET, assert_same, requests
-from tests.harness.test_tasks import COMMON_SENSE, RECALL, evaluate, write
 from tests.versions import HAS_HYBRIDS
 
 SIZES: dict[str, Any] = {
@@ -102,30 +99,6 @@ def test_beams_continue_shared_prefixes(name: str) -> None:
     arguments = {"until": [], "max_gen_toks": 8, "num_beams": 3}
     asked = requests("generate_until", *((text, arguments) for text in [*CONTEXTS, CONTEXTS[0]]))
     assert ours(name).generate_until(asked, **QUIET) == theirs(name).generate_until(asked, **QUIET)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_tasks_of_lm_eval_have_the_same_results(
-    name: str, task_manager: Callable[..., TaskManager], tmp_path: Path
-) -> None:
-    (tmp_path / "book.txt").write_text("A text that goes on, and then some. " * 500)
-    folder = write(tmp_path, {**COMMON_SENSE, **RECALL})
-    metadata = {"data_dir": folder, "tokenizer": "bytes", "context_length": 300}
-    found, expected = ours(name), theirs(name)
-    expected._max_length = 20_000  # of a whole book
-    for group, metrics in (
-        ("lengthgen_common_sense", ("acc", "acc_norm")),
-        ("lengthgen_recall", ("contains",)),
-        ("lengthgen_pg19", ("token_perplexity",)),
-    ):
-        options = {"gen_kwargs": {"max_gen_toks": 8}} if group == "lengthgen_recall" else {}
-        one = evaluate(found, task_manager(**metadata), group, **options)
-        other = evaluate(expected, task_manager(**metadata), group, **options)
-        for task, row in other.items():
-            for metric in metrics:
-                if metric in row:
-                    assert one[task][metric] == pytest.approx(row[metric], rel=1e-4)
 
 
 @pytest.mark.skipif(not HAS_HYBRIDS, reason="hybrids need Transformers 5.21 or newer")

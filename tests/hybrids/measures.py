@@ -1,12 +1,40 @@
-"""Numbers that compare outputs, states and gradients of wrapped models."""
+"""Models, texts, and the numbers that compare outputs, states and gradients of wrapped models."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
-from tests.hybrids.tiny_models import VOCABULARY
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+
+
+def pair(model_type: str, **changes: Any) -> tuple[Any, Any]:
+    """A stock model and a wrapped one of the same weights."""
+    stock = tiny_model(model_type, **changes)
+    return stock, stateful(copy.deepcopy(stock))
+
+
+def random_tokens(rows: int, length: int, seed: int = 1) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def with_checkpointing(model: Any, reentrant: bool = False) -> Any:
+    """The model in training with activation checkpointing, which Transformers 5.23 renamed."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    return model.train()
+
+
+@torch.no_grad()
+def by_calls(model: Any, prompt: Tensor, new: int, **given: Any) -> Tensor:
+    """Greedy tokens after a prompt (1, T), each from a call with the whole text."""
+    text = prompt
+    for _ in range(new):
+        text = torch.cat([text, model(input_ids=text, **given).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return text[:, prompt.shape[1] :]
 
 
 def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
@@ -38,7 +66,6 @@ def parts(state: RecurrentState) -> list[Tensor]:
 
 def random_state(model: Any, rows: int) -> RecurrentState:
     """A state of nonzero values, that of two random tokens, with gradients."""
-    tokens = torch.randint(3, VOCABULARY, (rows, 2), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        state = model(input_ids=tokens, output_final_state=True).final_state
+        state = model(input_ids=random_tokens(rows, 2, seed=5), output_final_state=True).final_state
     return map_state(lambda part: part.detach().clone().requires_grad_(), state)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state, take_rows
-from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
+from tests.hybrids.measures import gradients, parts, random_state, random_tokens, relative_error, weighted_sum
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 # Each letter is a sequence, a dot is padding. Lengths up to one more than a chunk of the tiny models.
@@ -31,7 +31,12 @@ PACKED = [
 def positions_and_mask(words: list[str]) -> tuple[Tensor, Tensor]:
     """`position_ids` that restart at each letter, and the mask, whose zeros are the dots."""
     positions = [[word[:place].count(letter) for place, letter in enumerate(word)] for word in words]
-    return torch.tensor(positions), torch.tensor([[int(letter != ".") for letter in word] for word in words])
+    return torch.tensor(positions), real_of(words)
+
+
+def real_of(words: list[str]) -> Tensor:
+    """1 at tokens and 0 at padding."""
+    return torch.tensor([[int(letter != ".") for letter in word] for word in words])
 
 
 def places_of(word: str) -> list[list[int]]:
@@ -40,8 +45,7 @@ def places_of(word: str) -> list[list[int]]:
 
 
 def tokens_of(words: list[str], seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (len(words), len(words[0])), generator=generator)
+    return random_tokens(len(words), len(words[0]), seed)
 
 
 def alone(

@@ -24,9 +24,19 @@ from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.loading import quiet_transformers
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
-from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
+from tests.hybrids.measures import (
+    by_calls,
+    gradients,
+    pair,
+    parts,
+    random_state,
+    random_tokens,
+    relative_error,
+    weighted_sum,
+    with_checkpointing,
+)
 from tests.hybrids.padded_rows import measure_rows
-from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.tiny_models import tiny_model
 from tests.hybrids.uses import measure_uses, table_of_uses
 
 PAGE = Path(__file__).parents[2] / "docs" / "hybrids.md"
@@ -34,6 +44,7 @@ BORDERS = "<!-- begin of the generated table -->", "<!-- end of the generated ta
 BORDERS_OF_USES = "<!-- begin of the generated table of uses -->", "<!-- end of the generated table of uses -->"
 PIECES = (3, 1, 59, 2)
 TOLERANCE = 1e-3
+TOLERANCE_OF_ROWS = 1e-4  # of float32 in the stock scans, whose gradients of A are off by up to 4e-5
 
 
 class Errors(NamedTuple):
@@ -73,16 +84,15 @@ class Row(NamedTuple):
     @property
     def supported(self) -> bool:
         """Whether everything holds."""
-        if self.errors is None or max(*self.errors, *(self.rows or ())) > TOLERANCE:
+        if self.errors is None or max(self.errors) > TOLERANCE or max(self.rows or (0.0,)) > TOLERANCE_OF_ROWS:
             return False
         return self.generates and self.saves
 
 
 def measure_errors(model_type: str, pieces: tuple[int, ...] = PIECES, **changes: Any) -> Errors:
     """Largest errors of a tiny model of this type."""
-    stock: Any = tiny_model(model_type, **changes)
-    model = stateful(copy.deepcopy(stock))
-    tokens = torch.randint(3, VOCABULARY, (2, sum(pieces)), generator=torch.Generator().manual_seed(1))
+    stock, model = pair(model_type, **changes)
+    tokens = random_tokens(2, sum(pieces))
     with torch.no_grad():
         cache = getattr(stock(input_ids=tokens, use_cache=True), cache_adapter_of(model).argument)
     expected_state = parts(model.state_from_cache(cache))
@@ -115,9 +125,7 @@ def measure_errors(model_type: str, pieces: tuple[int, ...] = PIECES, **changes:
         run(from_initial(lengths), model, parts(initial)) for lengths in (pieces, (sum(pieces),))
     )
     plain = run(public, model, parts(initial))
-    # Transformers 5.23 renamed it.
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
-    checkpointed = run(public, model, parts(initial))
+    checkpointed = run(public, with_checkpointing(model), parts(initial))
     return Errors(
         outputs=relative_error(split[:1], whole[:1]),
         states=relative_error(state, expected_state),
@@ -131,14 +139,9 @@ def generates(model_type: str) -> bool:
     """Whether greedy `generate` from a state picks the tokens that repeated calls from that state pick."""
     model = stateful(tiny_model(model_type))
     state = map_state(Tensor.detach, random_state(model, 1))
-    prompt = torch.randint(3, VOCABULARY, (1, 4), generator=torch.Generator().manual_seed(4))
+    prompt = random_tokens(1, 4, seed=4)
     generated = model.generate(prompt, initial_state=state, max_new_tokens=5, do_sample=False, eos_token_id=None)
-    text = prompt
-    for _ in range(5):
-        with torch.no_grad():
-            logits = model(input_ids=text, initial_state=state).logits
-        text = torch.cat([text, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return torch.equal(generated, text)
+    return torch.equal(generated[:, 4:], by_calls(model, prompt, 5, initial_state=state))
 
 
 def saves_stock(model_type: str) -> bool:

@@ -14,10 +14,10 @@ from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.loading import load_language_model, load_model
-from tests.hybrids.measures import relative_error
-from tests.hybrids.tiny_models import COMMON, COMPOSITE, TINY, VOCABULARY, tiny_composite, tiny_model
+from tests.hybrids.measures import random_tokens, relative_error
+from tests.hybrids.tiny_models import COMMON, COMPOSITE, TINY, tiny_composite, tiny_model
 
-IDS = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(5))
+IDS = random_tokens(2, 12, seed=5)
 
 
 @torch.no_grad()

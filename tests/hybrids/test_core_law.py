@@ -1,6 +1,5 @@
 """In any pieces as at once: every supported model type against the stock model of the same weights."""
 
-import copy
 import inspect
 from itertools import pairwise
 from typing import Any
@@ -9,30 +8,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
-from tests.hybrids.measures import parts, random_state, relative_error
-from tests.hybrids.support import TOLERANCE, measure_errors
-from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
+from tests.hybrids.measures import pair, parts, random_state, random_tokens, relative_error
+from tests.hybrids.support import TOLERANCE
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 
 # One type for each kind of mixer; the others run with the slow tests.
 QUICK = {"falcon_h1", "kimi_linear", "lfm2", "minimax", "nemotron_h", "qwen3_next", "xlstm", "zamba", "zaya"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
 SLOW_TYPES = [pytest.param(name, marks=[] if name == "falcon_h1" else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
 LENGTHS = (1, 2, 3, 63, 64, 65, 200)
-
-
-def random_tokens(rows: int, length: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def pair(model_type: str, **changes: Any) -> tuple[Any, Any]:
-    """A stock model and a wrapped one of the same weights."""
-    stock = tiny_model(model_type, **changes)
-    return stock, stateful(copy.deepcopy(stock))
 
 
 @torch.no_grad()
@@ -46,13 +34,6 @@ def test_outputs_and_states_of_any_length_are_the_stock_models(model_type: str) 
         assert relative_error([output.logits], [expected.logits]) < TOLERANCE, length
         expected_state = parts(model.state_from_cache(getattr(expected, cache_adapter_of(model).argument)))
         assert relative_error(parts(output.final_state), expected_state) < TOLERANCE, length
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("model_type", TYPES)
-def test_gradients_through_pieces_are_those_of_the_whole(model_type: str) -> None:
-    errors = measure_errors(model_type, pieces=(3, 1, 12, 2))
-    assert max(errors) < TOLERANCE, errors
 
 
 @torch.no_grad()

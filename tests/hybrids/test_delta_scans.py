@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.hybrids import delta_scans, stateful
 from hf_recurrent_lengthgen.hybrids.delta_scans import RULES, stock_delta_rule
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.loading import load_model
-from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
+from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum, with_checkpointing
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 QUICK = {"qwen3_next", "kimi_linear"}
@@ -171,8 +171,7 @@ def test_checkpointing_of_calls_without_states(model_type: str, reentrant: bool)
         return [x.grad.clone() for x in model.parameters() if x.grad is not None]
 
     expected = weights()
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
+    with_checkpointing(model, reentrant)
     torch.testing.assert_close(weights(), expected, rtol=1e-12, atol=1e-12)
 
 

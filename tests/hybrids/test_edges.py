@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
 from hf_recurrent_lengthgen.hybrids import stateful
+from tests.hybrids.measures import random_tokens
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
-TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(7))
+TOKENS = random_tokens(2, 9, seed=7)
 
 
 def test_a_model_whose_hooks_refer_to_it_is_pickled() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM, StatefulMambaForCausalLM
-from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
+from tests.hybrids.measures import random_tokens
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 
 OURS = {
     "mamba": StatefulMambaForCausalLM,
@@ -37,10 +38,6 @@ SETTINGS = [
     {"retention": 0.95, "insertion": 0.75, "delta_scale": 0.7},
 ]
 every_setting = pytest.mark.parametrize("settings", SETTINGS, ids=str)
-
-
-def random_tokens(rows: int, length: int) -> Tensor:
-    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 def wrapped(model_type: str) -> Any:

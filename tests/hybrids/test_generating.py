@@ -7,18 +7,11 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models.recurrent_state import map_state, take_rows
 from tests.hybrids.measures import random_state
 from tests.hybrids.padded_rows import tokens_of
-from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
+from tests.hybrids.tiny_models import tiny_model
 
-QUICK = {"falcon_h1", "jamba", "lfm3", "qwen3_next", "xlstm", "zaya"}
-TYPES = [
-    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-    for name in SUPPORTED_TYPES
-    if SUPPORTED[name].adapter.reads_padding and not SUPPORTED[name].adapter.why_not_stop
-]
 LENGTHS = (4, 13, 1)
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
@@ -27,26 +20,6 @@ def prompts() -> tuple[Tensor, Tensor]:
     """Prompts behind padding, and their mask."""
     mask = torch.tensor([[0] * (13 - length) + [1] * length for length in LENGTHS])
     return tokens_of(["a" * 13] * 3).masked_fill(mask == 0, 0), mask
-
-
-def by_calls(model: Any, prompt: Tensor, state: Any, new: int = 12) -> Tensor:
-    """Greedy tokens after a prompt (1, T), each from a call with the whole text."""
-    text = prompt
-    for _ in range(new):
-        with torch.no_grad():
-            logits = model(input_ids=text, initial_state=state).logits
-        text = torch.cat([text, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return text[:, prompt.shape[1] :]
-
-
-@pytest.mark.parametrize("model_type", TYPES)
-def test_prompts_behind_padding_are_continued_as_each_alone(model_type: str) -> None:
-    model, (tokens, mask) = stateful(tiny_model(model_type)), prompts()
-    state = map_state(Tensor.detach, random_state(model, 3))
-    generated = model.generate(tokens, attention_mask=mask, initial_state=state, **GREEDY)
-    for row, length in enumerate(LENGTHS):
-        expected = by_calls(model, tokens[row : row + 1, -length:], take_rows(state, slice(row, row + 1)))
-        assert torch.equal(generated[row : row + 1, 13:], expected), row
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "lfm2"])
@@ -67,15 +40,6 @@ def test_prompts_may_be_embeddings() -> None:
     given = {"attention_mask": mask, "initial_state": state, **GREEDY}
     generated = model.generate(inputs_embeds=model.get_input_embeddings()(tokens), **given)
     assert torch.equal(generated, model.generate(tokens, **given)[:, 13:])
-
-
-@pytest.mark.parametrize("model_type", ["jamba", "mamba", "zamba"])
-def test_mixers_of_mamba_1_read_prompts(model_type: str) -> None:
-    """Those of Transformers would drop the state."""
-    model, tokens = stateful(tiny_model(model_type)), tokens_of(["aaaaa"])
-    state = map_state(Tensor.detach, random_state(model, 1))
-    expected = by_calls(model, tokens, state)
-    assert torch.equal(model.generate(tokens, initial_state=state, **GREEDY)[:, 5:], expected)
 
 
 @pytest.mark.slow

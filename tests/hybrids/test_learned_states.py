@@ -1,4 +1,4 @@
-"""Learned states of wrapped models: layers with a recurrent part, convolutions only, attention without states."""
+"""Learned states of wrapped models, of one type for each kind of mixer; `uses.py` tries all types."""
 
 import copy
 from pathlib import Path
@@ -14,13 +14,12 @@ from hf_recurrent_lengthgen.metrics import stream_nll
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
 from tests.versions import needs_hybrids
 
-from .tiny_models import SUPPORTED_TYPES, tiny_model
+from .tiny_models import tiny_model
 
 pytestmark = needs_hybrids
 
 GENERATION = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-QUICK = ("granitemoehybrid", "lfm2", "qwen3_next")  # Mamba-2 and attention, convolutions only, the delta rule
-TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
+TYPES = ("granitemoehybrid", "lfm2", "qwen3_next", "xlstm")  # with attention, convolutions, delta rule, other parts
 OF_OTHER_KINDS = ("xlstm",)
 """Types whose parts are no memory alone: a random state has denominators that are negative."""
 

@@ -13,34 +13,27 @@ from transformers import AutoModelForSequenceClassification
 from hf_recurrent_lengthgen.hybrids import calls, stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.models.recurrent_state import map_state
-from tests.hybrids.measures import parts, random_state, relative_error
+from tests.hybrids.measures import parts, random_state, relative_error, with_checkpointing
 from tests.hybrids.padded_rows import (
     PACKED,
     PADDED,
     alone,
     errors,
     leaves_of,
-    measure_rows,
     places_of,
     positions_and_mask,
     together,
     tokens_of,
 )
+from tests.hybrids.support import TOLERANCE_OF_ROWS as EXACT
 from tests.hybrids.tiny_models import tiny_model
 
 QUICK = {"falcon_h1", "jamba", "lfm2", "minimax", "qwen3_next", "xlstm", "zaya"}
 NOT_STOPPED = ["minimax", "zaya"]
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
 STOPPED = [one for one in TYPES if one.values[0] not in NOT_STOPPED]
-EXACT = 1e-4  # of float32 in the stock scans, whose gradients of A are off by up to 4e-5
 TOKENS = torch.arange(3, 12)[None].repeat(2, 1)
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0, 0, 0]])
-
-
-def with_checkpointing(model: Any) -> Any:
-    model.train()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
-    return model
 
 
 @pytest.mark.parametrize("model_type", NOT_STOPPED)
@@ -49,13 +42,6 @@ def test_states_that_cannot_stop_before_padding_are_refused(model_type: str) -> 
     with pytest.raises(ValueError, match=r"cannot stop its states before padding, since its .*: give rows of one len"):
         model(TOKENS, attention_mask=MASK, output_final_state=True)
     model(TOKENS, attention_mask=MASK)
-
-
-@pytest.mark.parametrize("model_type", STOPPED)
-def test_sequences_give_what_they_give_alone(model_type: str) -> None:
-    padding, packing = measure_rows(model_type)
-    assert padding < EXACT
-    assert packing < EXACT
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", pytest.param("lfm3", marks=pytest.mark.slow)])
@@ -89,35 +75,6 @@ def test_forgetting_sees_no_padding(model_type: str) -> None:
         for part, wanted in zip(layer, other, strict=True):
             if part.numel():
                 assert relative_error([part], [wanted]) < EXACT
-
-
-@pytest.mark.thinned(2)
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", TYPES)
-def test_calls_without_states_are_exact(model_type: str) -> None:
-    """The stock models would read on from one sequence to the next, and from padding on the left."""
-    model, tokens = stateful(tiny_model(model_type)), tokens_of(PACKED)
-    positions, mask = positions_and_mask(PACKED)
-    output = model(input_ids=tokens, attention_mask=mask, position_ids=positions)
-    assert getattr(output, "final_state", None) is None
-    for row, word in enumerate(PACKED):
-        for places in places_of(word):
-            one = model(input_ids=tokens[row : row + 1, places], use_cache=False).logits[0]
-            assert relative_error([output.logits[row, places]], [one]) < EXACT
-    assert torch.equal(model(input_ids=tokens, attention_mask=mask, seq_idx=numbers(PACKED)).logits, output.logits)
-    as_tuple = model(input_ids=tokens, attention_mask=mask, position_ids=positions, return_dict=False)
-    assert torch.equal(as_tuple[0], output.logits)
-
-
-def numbers(words: list[str]) -> Tensor:
-    """`seq_idx`; padding has the number of the sequence before it."""
-    found: list[list[int]] = []
-    for word in words:
-        found.append([])
-        for letter in word:
-            last = found[-1][-1] if found[-1] else 0
-            found[-1].append(last if letter == "." else ord(letter) - ord("a"))
-    return torch.tensor(found)
 
 
 @pytest.mark.thinned(2)

@@ -12,9 +12,10 @@ from hf_recurrent_lengthgen.hybrids.cache_adapters import Mamba1CacheAdapter
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, StockType
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from tests.hybrids import support
-from tests.hybrids.tiny_models import SUPPORTED_TYPES, TINY, VOCABULARY, tiny_model
+from tests.hybrids.measures import random_tokens
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, TINY, tiny_model
 
-QUICK = {"bamba", "lfm2_moe"}
+QUICK = {"bamba", "jamba", "lfm2_moe", "qwen3_next", "xlstm"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
 
 # How the code of a model shows that it carries something recurrent from call to call.
@@ -79,7 +80,7 @@ def test_one_entry_is_all_that_a_type_needs(monkeypatch: pytest.MonkeyPatch) -> 
         wrapping.stateful(model)
     monkeypatch.setitem(SUPPORTED, "toy", StockType("(D, N)", Mamba1CacheAdapter, ("dt_proj",), "it is a toy"))
     wrapped = wrapping.stateful(model)
-    tokens = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+    tokens = random_tokens(2, 9)
     logits, _ = read_in_pieces(wrapped, tokens, (3, 1, 5))
     assert support.relative_error([logits], [stock(input_ids=tokens).logits]) < support.TOLERANCE
     assert wrapped.no_noise == "it is a toy"

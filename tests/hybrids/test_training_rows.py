@@ -22,10 +22,21 @@ from hf_recurrent_lengthgen.trainers import (
 )
 from hf_recurrent_lengthgen.trainers.checks import check_continued_data
 from tests.hybrids.padded_rows import joined, tokens_of
-from tests.hybrids.test_training import LEARNING_RATE, SETTINGS
 from tests.hybrids.tiny_models import tiny_model
 
-STEPS, ROWS = 3, 2
+STEPS, ROWS, LEARNING_RATE = 3, 2, 0.05
+SETTINGS: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "max_steps": STEPS,
+    "learning_rate": LEARNING_RATE,
+    "per_device_train_batch_size": ROWS,
+    "state_drop_probability": 0.0,
+}
 LENGTHS = [9, 4, 12, 12, 1, 7]
 TEXTS = [tokens_of(["a" * length], seed=length)[0] for length in LENGTHS]
 
@@ -65,8 +76,10 @@ def difference(one: Any, other: Any) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next"])
-def test_rows_of_unequal_length_train_as_each_alone(model_type: str, tmp_path: Path) -> None:
+def test_rows_of_unequal_length_train_as_each_alone(model_type: str, checkpointing: bool, tmp_path: Path) -> None:
     model, seen = stateful(tiny_model(model_type)), list[dict[str, Tensor]]()
     start = copy.deepcopy(model)
 
@@ -75,9 +88,10 @@ def test_rows_of_unequal_length_train_as_each_alone(model_type: str, tmp_path: P
         return seen[-1]
 
     rows = [{"input_ids": text} for text in TEXTS]
-    trainer = StatePassingTrainer(
-        model, StatePassingConfig(str(tmp_path), **SETTINGS), train_dataset=rows, data_collator=collate
-    )
+    names = StatePassingConfig.__dataclass_fields__
+    field = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    config = StatePassingConfig(str(tmp_path), **SETTINGS | {field: checkpointing})
+    trainer = StatePassingTrainer(model, config, train_dataset=rows, data_collator=collate)
     trainer.train()
     steps = [
         [row[mask.bool()] for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]

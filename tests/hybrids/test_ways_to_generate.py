@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models.recurrent_state import map_state, take_rows
+from tests.hybrids.measures import by_calls, with_checkpointing
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
 from tests.models.families import FAMILIES, build
 
@@ -19,7 +20,7 @@ LENGTHS = (4, 9, 1)
 NEW = 5
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
 BY_NAME = {family.name: family for family in FAMILIES}
-QUICK = {"gla", "xlstm"}
+QUICK = {"gla", "jamba", "xlstm"}
 OWN = [pytest.param("family", name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in BY_NAME]
 STOCK = [pytest.param("hybrid", name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
 
@@ -33,23 +34,13 @@ def new_model(kind: str, name: str) -> Any:
     return (build(BY_NAME[name]) if kind == "family" else stateful(tiny_model(name))).eval()
 
 
-def with_checkpointing(model: Any) -> Any:
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
-    return model.train()
-
-
-@torch.no_grad()
-def by_calls(model: Any, state: Any) -> Tensor:
+def rows_by_calls(model: Any, state: Any) -> Tensor:
     """Greedy tokens of each row alone, each from a call with the whole text."""
-    found = []
+    rows = []
     for row, length in enumerate(LENGTHS):
-        text = IDS[row : row + 1, -length:]
-        own = {} if state is None else {"initial_state": take_rows(state, slice(row, row + 1))}
-        for _ in range(NEW):
-            logits = model(input_ids=text, **own, **({} if own else {"use_cache": False})).logits
-            text = torch.cat([text, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-        found.append(text[:, -NEW:])
-    return torch.cat(found)
+        given = {"use_cache": False} if state is None else {"initial_state": take_rows(state, slice(row, row + 1))}
+        rows.append(by_calls(model, IDS[row : row + 1, -length:], NEW, **given))
+    return torch.cat(rows)
 
 
 def alone(model: Any, **given: Any) -> Tensor:
@@ -73,9 +64,9 @@ def refused(what: Callable[[], Tensor], expected: Tensor) -> bool:
 @pytest.mark.parametrize(("kind", "name"), [*OWN, *STOCK])
 def test_every_way_to_generate_is_right_or_refused(kind: str, name: str) -> None:
     model = new_model(kind, name)
-    plain, flags = by_calls(model, None), {"return_dict_in_generate": True, **GREEDY}
+    plain, flags = rows_by_calls(model, None), {"return_dict_in_generate": True, **GREEDY}
     state = map_state(Tensor.detach, model(IDS[:, -3:].clamp(min=3), output_final_state=True).final_state)
-    carried, left = by_calls(model, state), {"attention_mask": MASK}
+    carried, left = rows_by_calls(model, state), {"attention_mask": MASK}
     beams = GREEDY | {"num_beams": 2}
     ways: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
         "left": (lambda: model.generate(IDS, **left, **GREEDY), plain),
@@ -113,6 +104,8 @@ def test_every_way_to_generate_is_right_or_refused(kind: str, name: str) -> None
         assert found == {"attentions"}
         return
     expected = {"right"} | ({"beams"} if name == "xlstm" else set()) | (set() if model.attends else {"attentions"})
+    if SUPPORTED[name].adapter.why_not_stop:
+        expected |= {"state"}
     if name == "minimax":
         expected |= {way for way in (*ways, "beams", "sampling", "training, left") if way != "no cache"}
     assert found == expected
@@ -126,7 +119,7 @@ def test_an_attention_cache_with_gradients_is_one_without(name: str) -> None:
     if not model.attends:
         return
     text = IDS[1:2].repeat(2, 1)
-    expected = by_calls(model, None)[1]
+    expected = rows_by_calls(model, None)[1]
     one_token = not SUPPORTED[name].adapter.reads_prompts
     cut = 8 if one_token else 5
     cache = model.new_attention_cache()

@@ -17,21 +17,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
-from tests.hybrids.measures import parts, random_state, relative_error
-from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.measures import parts, random_state, random_tokens, relative_error, with_checkpointing
+from tests.hybrids.tiny_models import tiny_model
 from tests.versions import HAS_HYBRIDS
 
 STOCK = tiny_model("falcon_h1") if HAS_HYBRIDS else None
-TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(7))
+TOKENS = random_tokens(2, 9, seed=7)
 
 
 @pytest.fixture
 def model() -> Any:
     return stateful(copy.deepcopy(STOCK))
-
-
-def enable_checkpointing(model: Any, **options: Any) -> None:
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(options)
 
 
 def test_object_class_and_signature_stay(model: Any) -> None:
@@ -146,8 +142,7 @@ def test_adapters_train_and_merge(model: Any) -> None:
 
 
 def test_checkpointing_recomputes_every_layer_and_leaves_no_trace(model: Any) -> None:
-    model.train()
-    enable_checkpointing(model, use_reentrant=False)
+    with_checkpointing(model)
     calls: list[int] = []
     for layer in model.model.layers:
         layer.mamba.register_forward_hook(lambda *_: calls.append(1))
@@ -163,11 +158,10 @@ def test_checkpointing_recomputes_every_layer_and_leaves_no_trace(model: Any) ->
 
 
 def test_reentrant_checkpointing_and_kept_keys_under_checkpointing_are_refused(model: Any) -> None:
-    model.train()
-    enable_checkpointing(model, use_reentrant=False)
+    with_checkpointing(model)
     with pytest.raises(ValueError, match="attention_cache cannot be used with activation checkpointing"):
         model(TOKENS, attention_cache=model.new_attention_cache())
-    enable_checkpointing(model, use_reentrant=True)
+    with_checkpointing(model, reentrant=True)
     with pytest.raises(ValueError, match="use_reentrant"):
         model(TOKENS, output_final_state=True)
     model(TOKENS)  # the stock call stays possible

@@ -21,27 +21,16 @@ from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_st
 from hf_recurrent_lengthgen.state_files import load_text_state, read_text, save_text_state, start_of
 from hf_recurrent_lengthgen.surgery import expand_state
 from tests.harness.support import error_of
-from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum
-from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.measures import gradients, pair, parts, random_state, random_tokens, relative_error, weighted_sum
 
 TRAINING_LENGTH = 20
-
-
-def tokens_of(rows: int, length: int) -> Tensor:
-    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(6))
-
-
-def pair(model_type: str) -> tuple[Any, Any]:
-    """A stock model and a wrapped one with the same weights."""
-    stock = tiny_model(model_type).eval()
-    return stock, stateful(copy.deepcopy(stock)).eval()
 
 
 @torch.no_grad()
 def diagnosis(model_type: str) -> float:
     """NLL after a long and after a short context, as `lengthgen diagnose` reads them to exchange states."""
     stock, model = pair(model_type)
-    tokens = tokens_of(2, 3 * TRAINING_LENGTH + 1)
+    tokens = random_tokens(2, 3 * TRAINING_LENGTH + 1, seed=6)
     layer = next((i for i, shape in enumerate(model.state_shapes()) if shape.recurrent != (0,)), 0)
     found = patch_heads(
         model, tokens, TRAINING_LENGTH, [["attention"] if model.attends else [(layer, 0)]], progress=False
@@ -60,7 +49,7 @@ def larger_states(model_type: str, layers: Any) -> float:
     """StateX: the same logits before training, in pieces, and loaded from a checkpoint."""
     stock, model = pair(model_type)
     new: Any = expand_state(model, layers=layers, initialization="inherit")
-    tokens = tokens_of(2, 33)
+    tokens = random_tokens(2, 33, seed=6)
     with tempfile.TemporaryDirectory() as folder:
         new.save_pretrained(folder)
         loaded: Any = load_model(folder).eval()
@@ -73,9 +62,10 @@ def larger_states(model_type: str, layers: Any) -> float:
 
 
 def learned_state(model_type: str) -> float:
-    """Logits and gradients from an active learned state against a given one; also loaded from its folder."""
+    """Logits and gradients from an active learned state against a given one, also loaded from its folder and from a
+    checkpoint, and logits without it."""
     stock, model = pair(model_type)
-    tokens, values = tokens_of(2, 21), map_state(Tensor.detach, random_state(model, 1))
+    tokens, values = random_tokens(2, 21, seed=6), map_state(Tensor.detach, random_state(model, 1))
     given = map_state(lambda part: part.clone().requires_grad_(), values)
     rows: RecurrentState = map_state(lambda part: part.expand(2, *part.shape[1:]), given)
     expected = model(input_ids=tokens, initial_state=rows).logits
@@ -84,12 +74,15 @@ def learned_state(model_type: str) -> float:
     logits = model(input_ids=tokens).logits
     other = stateful(copy.deepcopy(stock))
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        model.save_learned_state(folder)
-        other.load_learned_state(folder)
-        loaded = other(input_ids=tokens).logits
+        model.save_learned_state(f"{folder}/state")
+        other.load_learned_state(f"{folder}/state")
+        model.save_pretrained(f"{folder}/both")
+        loaded = [each(input_ids=tokens).logits for each in (other, load_model(f"{folder}/both").eval())]
+        with model.learned_states.disable_adapter():
+            without = model(input_ids=tokens).logits
     return relative_error(
-        [logits, loaded, *gradients(weighted_sum([logits]), parts(learned()))],
-        [expected, expected, *gradients(weighted_sum([expected]), parts(given))],
+        [logits, *loaded, without, *gradients(weighted_sum([logits]), parts(learned()))],
+        [*[expected] * 3, stock(input_ids=tokens).logits, *gradients(weighted_sum([expected]), parts(given))],
     )
 
 
@@ -97,7 +90,7 @@ def learned_state(model_type: str) -> float:
 def state_file(model_type: str) -> float:
     """The last logits and the state after a text whose beginning comes from a file."""
     stock, model = pair(model_type)
-    tokens = tokens_of(1, 65)
+    tokens = random_tokens(1, 65, seed=6)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "read.safetensors"
         save_text_state(path, read_text(model, tokens[:, :40]))
