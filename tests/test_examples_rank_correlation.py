@@ -9,7 +9,7 @@ from scipy import stats
 
 from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
 from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
-from tests.diagnosis.diagnoses import diagnosed, with_part
+from tests.metrics.diagnoses import diagnosed, with_part
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "alignment"))
 from rank_correlation import RankCorrelation, late_loss, misalignment_and_loss, rank_correlation

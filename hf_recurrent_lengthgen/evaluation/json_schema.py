@@ -74,10 +74,10 @@ def from_json(text: str, kind: type[Document]) -> Document:
             wrongly typed or not finite entries, with the path of each.
     """
     try:
-        found: Document = _untagged(json.loads(text, object_pairs_hook=_unique), kind)
+        value: Document = _untagged(json.loads(text, object_pairs_hook=_unique), kind)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"The text is not JSON ({error}); the file may be truncated.") from error
-    return found
+    return value
 
 
 def to_plain(value: Any) -> Any:
@@ -91,10 +91,10 @@ def to_plain(value: Any) -> Any:
 def from_plain(plain: Any, kind: type[Document]) -> Document:
     """A dataclass from plain JSON types, or a `ValueError` with all missing, unknown or wrongly typed entries."""
     try:
-        (found,) = _adapter(kind).validate_json(json.dumps([plain]))  # type: ignore[arg-type]
+        (value,) = _adapter(kind).validate_json(json.dumps([plain]))  # type: ignore[arg-type]
     except ValidationError as error:
         raise ValueError("; ".join(_problem(one["loc"][1:], one) for one in error.errors()[:10])) from error
-    result: Document = found
+    result: Document = value
     return result
 
 
@@ -131,9 +131,9 @@ def _untagged(plain: Any, kind: type) -> Any:
 def _problem(place: tuple[int | str, ...], error: Any) -> str:
     """One error of pydantic with its place: "models[1].role: Input should be 'base' or 'other', got 'cure'"."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
-    told = error["msg"].removeprefix("Value error, ").replace("Unexpected keyword argument", "There is no such field")
+    why = error["msg"].removeprefix("Value error, ").replace("Unexpected keyword argument", "There is no such field")
     got = "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r:.80}"
-    return f"{path or 'the document'}: {told}{got}"
+    return f"{path or 'the document'}: {why}{got}"
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

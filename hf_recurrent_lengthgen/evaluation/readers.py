@@ -253,9 +253,9 @@ class SharedReader(StateReader):
         output = self._piece(ids[:, :-1], cache)
         borders, longest = piece_borders(length, self.size), -(-length // self.size)
         own = nll_of(output.logits, ids[:, 1 + borders[self.rank] : 1 + borders[self.rank + 1]])
-        found = [own.new_empty(len(own), longest) for _ in range(self.size)]
-        dist.all_gather(found, pad(own, (0, longest - own.shape[1])), self.group)
-        pieces = [nll[:, : stop - start] for nll, (start, stop) in zip(found, pairwise(borders), strict=True)]
+        gathered = [own.new_empty(len(own), longest) for _ in range(self.size)]
+        dist.all_gather(gathered, pad(own, (0, longest - own.shape[1])), self.group)
+        pieces = [nll[:, : stop - start] for nll, (start, stop) in zip(gathered, pairwise(borders), strict=True)]
         return torch.cat(pieces, dim=1), (output.final_state, None)
 
     def _piece(self, ids: Tensor, cache: Any, logits_to_keep: int = 0) -> Any:

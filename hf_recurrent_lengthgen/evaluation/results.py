@@ -5,9 +5,10 @@ with t + 1 tokens of context. Every interval is the two-sided t-interval over se
 result, paired for differences. Bounds are None with fewer than two sequences.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from operator import attrgetter
+from typing import Any, Literal
 
 from hf_recurrent_lengthgen.evaluation.json_schema import AnyDocument
 
@@ -126,3 +127,16 @@ class TrainingRecord:
 
 Role = Literal["base", "cured", "control", "other"]
 """base: the model before the intervention; cured: after it; control: after equally many plain steps."""
+
+
+def check_comparison(results: Sequence[Any], *same: str) -> None:
+    """Raise a `ValueError` unless the names of the models differ and these fields ("data.digest") are equal."""
+    if not results:
+        raise ValueError("A comparison needs at least one model, got none.")
+    names = [result.model for result in results]
+    if len(set(names)) < len(names):
+        raise ValueError(f"The models of a comparison need different labels, got {names}.")
+    for field in same:
+        read = attrgetter(field)
+        if any(read(result) != read(results[0]) for result in results):
+            raise ValueError(f"The models of a comparison must have the same {field.replace('.', ' ')}.")

@@ -18,9 +18,9 @@ def text_config(model: Any) -> Any:
 
 def rope_types(config: Any) -> set[str]:
     """The types of rotary position encoding in a config, for all layer types."""
-    found, waiting = set(), [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
+    types, waiting = set(), [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
     while waiting:
         if isinstance(settings := waiting.pop(), dict):
-            found |= {settings[key] for key in ("rope_type", "type") if isinstance(settings.get(key), str)}
+            types |= {settings[key] for key in ("rope_type", "type") if isinstance(settings.get(key), str)}
             waiting += settings.values()
-    return found
+    return types

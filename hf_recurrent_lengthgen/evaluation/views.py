@@ -57,12 +57,12 @@ def to_frame(result: Any) -> Any:
 
 def _rows(value: Any, place: Row) -> Iterator[Row]:
     if is_dataclass(value):
-        found = {field.name: getattr(value, field.name) for field in fields(value)}
-        owner = getattr(found.get("evaluation"), "model", None) or found.get("model")
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+        owner = getattr(parts.get("evaluation"), "model", None) or parts.get("model")
         place = place | ({"model": owner} if isinstance(owner, str) else {})
-        if {"mean", "low", "high"} <= found.keys():
-            bounds = (found.pop("mean"), found.pop("low"), found.pop("high"))
-            if (edges := found.pop("edges", None)) is None:
+        if {"mean", "low", "high"} <= parts.keys():
+            bounds = (parts.pop("mean"), parts.pop("low"), parts.pop("high"))
+            if (edges := parts.pop("edges", None)) is None:
                 yield place | dict(zip(("value", "low", "high"), bounds, strict=True))
             else:
                 for index, (start, stop) in enumerate(pairwise(edges)):
@@ -71,7 +71,7 @@ def _rows(value: Any, place: Row) -> Iterator[Row]:
                         for name, bound in zip(("value", "low", "high"), bounds, strict=True)
                     }
                     yield place | {"start": start, "stop": stop} | values
-        for name, part in found.items():
+        for name, part in parts.items():
             yield from _rows(part, place | {"quantity": f"{place['quantity']}.{name}".removeprefix(".")})
     elif isinstance(value, tuple | dict):
         for key, part in value.items() if isinstance(value, dict) else enumerate(value):

@@ -255,13 +255,13 @@ MISALIGNMENT = Part(
     result=Misalignment,
     compute=_compute,
     section=INSIDE,
-    texts=lambda found, unit: (f"Long-short misalignment {interval_text(found)} nats.",),
-    facts=lambda found: (
+    texts=lambda result, unit: (f"Long-short misalignment {interval_text(result)} nats.",),
+    facts=lambda result: (
         Fact(
             "Misalignment",
-            f"{found.mean:.3f} nats",
+            f"{result.mean:.3f} nats",
             " (lower is better)",
-            f"Long-short misalignment: {interval_text(found, bounds=' [{}, {}]')} nats.",
+            f"Long-short misalignment: {interval_text(result, bounds=' [{}, {}]')} nats.",
         ),
     ),
     rows=(PartRow("Long-short misalignment", "inside the training length, nats", cell),),

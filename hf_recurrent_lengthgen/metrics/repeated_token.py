@@ -155,16 +155,18 @@ def constant_prompt_figure(models: Mapping[str, ConstantPrompt], roles: Sequence
     return figure
 
 
-def constant_prompt_text(found: ConstantPrompt) -> str:
-    highest = f"at most {found.inside:.3g} nats per token inside the training length and {found.beyond:.3g} beyond it"
-    limit = f"{found.factor:g} times the highest loss inside"
-    if found.exceeded_from is None:
-        return f"The loss is {highest}. Up to {found.length:,} tokens it never exceeds {limit}."
-    return f"The loss is {highest}. At {found.exceeded_from:,} tokens it exceeds {limit}."
+def constant_prompt_text(result: ConstantPrompt) -> str:
+    highest = (
+        f"at most {result.inside:.3g} nats per token inside the training length and {result.beyond:.3g} beyond it"
+    )
+    limit = f"{result.factor:g} times the highest loss inside"
+    if result.exceeded_from is None:
+        return f"The loss is {highest}. Up to {result.length:,} tokens it never exceeds {limit}."
+    return f"The loss is {highest}. At {result.exceeded_from:,} tokens it exceeds {limit}."
 
 
-def _fact(found: ConstantPrompt) -> Fact:
-    start = found.exceeded_from
+def _fact(result: ConstantPrompt) -> Fact:
+    start = result.exceeded_from
     return Fact("Constant prompt", "holds" if start is None else f"fails at {start:,} tokens")
 
 
@@ -175,18 +177,18 @@ CONSTANT_PROMPT = Part(
     result=ConstantPrompt,
     compute=_compute,
     section="One token repeated",
-    texts=lambda found, unit: (constant_prompt_text(found),),
-    facts=lambda found: (_fact(found),),
+    texts=lambda result, unit: (constant_prompt_text(result),),
+    facts=lambda result: (_fact(result),),
     rows=(
         PartRow(
             "Constant prompt",
             "highest loss beyond the training length, and inside",
-            lambda found: f"<b>{found.beyond:.3g}</b><small>{found.inside:.3g} inside</small>",
+            lambda result: f"<b>{result.beyond:.3g}</b><small>{result.inside:.3g} inside</small>",
         ),
     ),
     pictures={
         "constant_prompt": Picture(
-            lambda found, roles, unit: constant_prompt_figure(found, roles),
+            lambda result, roles, unit: constant_prompt_figure(result, roles),
             "Loss on a text that repeats one token. A model whose loss is above the dotted line has failed.",
         )
     },

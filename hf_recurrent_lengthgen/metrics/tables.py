@@ -72,22 +72,22 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
         temporary.write_text(text.getvalue(), encoding="utf-8")
 
 
-def _bin(role: str, found: EvaluationResult, metric: str, start: int, stop: int, *values: Any) -> Row:
-    place = {"model": found.model, "role": role, "training_length": found.training_length, "metric": metric}
+def _bin(role: str, evaluation: EvaluationResult, metric: str, start: int, stop: int, *values: Any) -> Row:
+    place = {"model": evaluation.model, "role": role, "training_length": evaluation.training_length, "metric": metric}
     return place | {"start": start, "stop": stop} | dict(zip(("mean", "low", "high"), values, strict=True))
 
 
-def _evaluation_rows(role: str, found: EvaluationResult) -> Iterator[Row]:
+def _evaluation_rows(role: str, evaluation: EvaluationResult) -> Iterator[Row]:
     curves = {
-        "nll": found.position_wise.fine,
-        "harm": found.harm.curves.fine,
-        "in_window_nll": found.in_window.curve,
+        "nll": evaluation.position_wise.fine,
+        "harm": evaluation.harm.curves.fine,
+        "in_window_nll": evaluation.in_window.curve,
     }
     for metric, curve in curves.items():
         absent = (None,) * len(curve.mean)
         columns = curve.edges[:-1], curve.edges[1:], curve.mean, curve.low or absent, curve.high or absent
         for values in zip(*columns, strict=True):
-            yield _bin(role, found, metric, *values)
+            yield _bin(role, evaluation, metric, *values)
 
 
 def _part_rows(model: DiagnosedModel) -> Iterator[Row]:
@@ -96,17 +96,17 @@ def _part_rows(model: DiagnosedModel) -> Iterator[Row]:
             yield _bin(model.role, model.evaluation, name, start, stop, value.mean, value.low, value.high)
 
 
-def _retrieval_rows(found: RetrievalResult) -> Iterator[Row]:
-    for i, (name, cells) in enumerate(zip(found.rows, found.cells, strict=True)):
-        for length, cell in zip(found.lengths, cells, strict=True):
+def _retrieval_rows(result: RetrievalResult) -> Iterator[Row]:
+    for i, (name, cells) in enumerate(zip(result.rows, result.cells, strict=True)):
+        for length, cell in zip(result.lengths, cells, strict=True):
             share = Share(cell.right, cell.samples)
-            low, high = share.interval(found.confidence) if share.samples else (None, None)
+            low, high = share.interval(result.confidence) if share.samples else (None, None)
             yield {
-                "model": found.model,
-                "training_length": found.training_length,
-                "task": found.task,
+                "model": result.model,
+                "training_length": result.training_length,
+                "task": result.task,
                 "row": name,
-                "depth": None if found.depths is None else found.depths[i],
+                "depth": None if result.depths is None else result.depths[i],
                 "length": length,
                 "distance": cell.distance,
                 "right": share.right,

@@ -13,7 +13,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from hf_recurrent_lengthgen.evaluation.results import Curve, Role
+from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate, Role
 
 INK, MUTED, GRID = "#1b1f24", "#5b636d", "#d5d9de"
 # Okabe and Ito's colors, and their partners on a dark ground. Roles also differ in line style.
@@ -71,15 +71,15 @@ def fitted(text: str, width: float, size: float, lines: int, weight: str = "norm
     It is written smaller if it is too long, and then cut in the middle, where names differ least.
     """
     for smaller in (size, size - 1.5, size - 3):
-        found = _wrapped(text, width, smaller, weight)
-        if len(found) <= lines:
-            return "\n".join(found), smaller
+        wrapped = _wrapped(text, width, smaller, weight)
+        if len(wrapped) <= lines:
+            return "\n".join(wrapped), smaller
     kept = len(text)
-    while len(found) > lines and kept > 2:
+    while len(wrapped) > lines and kept > 2:
         kept -= 1
         shorter = f"{text[: (kept + 1) // 2]}…{text[len(text) - kept // 2 :]}"
-        found = _wrapped(shorter, width, smaller, weight)
-    return "\n".join(found), smaller
+        wrapped = _wrapped(shorter, width, smaller, weight)
+    return "\n".join(wrapped), smaller
 
 
 def _wrapped(text: str, width: float, size: float, weight: str) -> list[str]:
@@ -87,8 +87,8 @@ def _wrapped(text: str, width: float, size: float, weight: str) -> list[str]:
     font = FontProperties(size=size, weight=weight)
 
     def fits(line: str) -> bool:
-        found: float = text_to_path.get_text_width_height_descent(line.rstrip(), font, ismath=False)[0]
-        return found <= 0.97 * width  # hints make letters a little wider
+        drawn: float = text_to_path.get_text_width_height_descent(line.rstrip(), font, ismath=False)[0]
+        return drawn <= 0.97 * width  # hints make letters a little wider
 
     lines = [""]
     for part in re.findall(r"[^\s/_-]*[\s/_-]|[^\s/_-]+", text):
@@ -145,6 +145,14 @@ def length_axis(axes: Axes, lengths: Sequence[int], unit: str) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.set_xlabel(f"Length ({unit})", fontsize=FONT_SIZE - 0.5, color=MUTED)
+
+
+def draw_band(axes: Axes, x: Sequence[float], values: Sequence[Estimate], color: str) -> None:
+    """The intervals of values as a band; nothing where none has one."""
+    bounds = [(value.low, value.high) for value in values if value.low is not None and value.high is not None]
+    if bounds:
+        low, high = zip(*bounds, strict=True)
+        axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
 
 
 def bin_centers(curve: Curve) -> list[float]:

@@ -7,9 +7,9 @@ import pytest
 
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
-from tests.plotting.conftest import compared
-from tests.plotting.test_retrieval import RESULT
-from tests.plotting.test_states_figures import diagnosis
+from tests.metrics.conftest import compared
+from tests.metrics.test_retrieval_figures import RESULT
+from tests.metrics.test_states_figures import diagnosis
 
 EVALUATION: Any = compared("base", "a/base", 1.4).evaluation
 STATES: StateDiagnosis = diagnosis([[0.0, 0.8], [1.0] * 40], 1.0)

@@ -1,5 +1,5 @@
 from hf_recurrent_lengthgen.plotting.names import LONGEST, figure_names, short_names, with_names
-from tests.diagnosis.diagnoses import expected
+from tests.metrics.diagnoses import expected
 
 
 def test_paths_are_called_by_as_few_parts_as_tell_them_apart() -> None:

@@ -117,10 +117,10 @@ def measure_accuracy(
         ValueError: as `accuracy_by_length`.
     """
     began, record = time.perf_counter(), model_record(model)
-    data, digest, found = _strings(task, lengths, samples, EVALUATION_SEED + settings.seed), hashlib.sha256(), []
+    data, digest, accuracies = _strings(task, lengths, samples, EVALUATION_SEED + settings.seed), hashlib.sha256(), []
     for length in sorted(data):
         symbols, answers, texts = _right(model, data[length], settings.batch_size, settings.chunk_length)
-        found.append(LengthAccuracy(length, symbols, answers))
+        accuracies.append(LengthAccuracy(length, symbols, answers))
         digest.update(b"".join(text.astype("<i8").tobytes() for text in texts))
     return AccuracyResult(
         model=label,
@@ -128,7 +128,7 @@ def measure_accuracy(
         training_length=training_length,
         task=task.name,
         vocabulary=task.vocabulary,
-        lengths=tuple(found),
+        lengths=tuple(accuracies),
         data=DataRecord(DataSource(f"{task.name} of random symbols"), digest.hexdigest(), token_unit="symbol"),
         device=record["device"],
         command=settings.recorded_command,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule
+from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule, check_comparison
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
 
 
@@ -57,10 +57,4 @@ class AccuracyComparison:
     models: tuple[AccuracyResult, ...]
 
     def __post_init__(self) -> None:
-        if not self.models:
-            raise ValueError("A comparison needs at least one model, got none.")
-        if len({result.model for result in self.models}) < len(self.models):
-            raise ValueError(f"The models need different names, got {[result.model for result in self.models]}.")
-        for name in ("task", "vocabulary", "data"):
-            if any(getattr(result, name) != getattr(self.models[0], name) for result in self.models):
-                raise ValueError(f"The models of a comparison must have the same {name}.")
+        check_comparison(self.models, "task", "vocabulary", "data")

@@ -98,7 +98,7 @@ def attention_apart(
             f"{list(borders)}."
         )
     batch, chunk = reading_plan(reader, len(array), length, batch_size, None)
-    found = np.empty((4, len(array), len(places)))
+    nlls = np.empty((4, len(array), len(places)))
     total = len(array) * (places[-1] + 4 * training_length * len(places))
     with evaluation_mode(reader.model), progress_bar(total, "attention apart", progress) as bar:
 
@@ -124,13 +124,13 @@ def attention_apart(
                     end = border + training_length + 1
                     targets = torch.from_numpy(array[rows, end - scored : end].astype(np.int64)).to(logits.device)
                     nll = F.cross_entropy(logits.mT.double(), targets, reduction="none").mean(1)
-                    found[case, rows, number] = nll.cpu().numpy()
-    if not np.isfinite(found).all():
+                    nlls[case, rows, number] = nll.cpu().numpy()
+    if not np.isfinite(nlls).all():
         raise ValueError(
             f"The NLL is NaN or infinite within {training_length} tokens after a border of {places}: the model "
             "overflows there or has broken weights. Evaluate in float32, or shorter texts."
         )
-    both, recurrent, attention, neither = found
+    both, recurrent, attention, neither = nlls
     return AttentionApart(tuple(places), both, recurrent, attention, neither, cached_bytes(keys))
 
 
@@ -148,7 +148,7 @@ def attention_harm(
     """
     last = int(tokens.shape[1]) - 1 - training_length
     borders = [place for place in sample_positions(max(last, 1), training_length) if place >= training_length]
-    found = attention_apart(
+    apart = attention_apart(
         model,
         tokens,
         training_length,
@@ -158,9 +158,9 @@ def attention_harm(
     )
 
     def harm(case: np.ndarray) -> tuple[Estimate, ...]:
-        return tuple(estimate(values[:, None], settings.confidence) for values in (case - found.neither).T)
+        return tuple(estimate(values[:, None], settings.confidence) for values in (case - apart.neither).T)
 
-    cases = {name: harm(getattr(found, name)) for name in ("both", "recurrent", "attention")}
+    cases = {name: harm(getattr(apart, name)) for name in ("both", "recurrent", "attention")}
     return AttentionHarm(
-        found.borders, **cases, layers=tuple(found.cache_bytes), cache_bytes=sum(found.cache_bytes.values())
+        apart.borders, **cases, layers=tuple(apart.cache_bytes), cache_bytes=sum(apart.cache_bytes.values())
     )

@@ -15,60 +15,60 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def attention_text(states: StateDiagnosis, unit: str) -> str:
     """What long states and long attention do, and how large the cache of keys was."""
-    found = states.attention
-    if found is None:
+    harm = states.attention
+    if harm is None:
         return ""
-    told = [
-        f"After {found.borders[-1]:,} tokens, the long states alone do {_signed(found.recurrent[-1])} nats per {unit} "
-        f"of harm, the long attention alone {_signed(found.attention[-1])}, and both together "
-        f"{_signed(found.both[-1])}."
+    sentences = [
+        f"After {harm.borders[-1]:,} tokens, the long states alone do {_signed(harm.recurrent[-1])} nats per {unit} "
+        f"of harm, the long attention alone {_signed(harm.attention[-1])}, and both together "
+        f"{_signed(harm.both[-1])}."
     ]
     onsets = {
         name: place
-        for name, values in (("long states", found.recurrent), ("long attention", found.attention))
-        if (place := first_harm(found, values)) is not None
+        for name, values in (("long states", harm.recurrent), ("long attention", harm.attention))
+        if (place := first_harm(harm, values)) is not None
     }
     if onsets:
         ends = " and ".join(f"{name} from {place:,} tokens on" for name, place in onsets.items())
-        told.append(f"Harm is shown of {ends}.")
-    size, name = _size(found.cache_bytes)
-    layers = "layer" if len(found.layers) == 1 else "layers"
-    told.append(
-        f"The keys and values of {layers} {listed(found.layers)} then took {size:.3g} {name} per text; what else is "
+        sentences.append(f"Harm is shown of {ends}.")
+    size, name = _size(harm.cache_bytes)
+    layers = "layer" if len(harm.layers) == 1 else "layers"
+    sentences.append(
+        f"The keys and values of {layers} {listed(harm.layers)} then took {size:.3g} {name} per text; what else is "
         "carried has the same size at every length."
     )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
 def attention_reason(states: StateDiagnosis) -> str:
     """A clause of the verdict on a hybrid."""
-    found = states.attention
-    if found is None:
+    harm = states.attention
+    if harm is None:
         return ""
-    recurrent, attention = (number_text(values[-1].mean, "+.2f") for values in (found.recurrent, found.attention))
-    told = f"long states alone do {recurrent} nats of harm, long attention alone {attention}"
+    recurrent, attention = (number_text(values[-1].mean, "+.2f") for values in (harm.recurrent, harm.attention))
+    clause = f"long states alone do {recurrent} nats of harm, long attention alone {attention}"
     patching = states.patching
     keys = next((group for group in patching.groups if group.attention), None) if patching is not None else None
     share = None if keys is None or patching is None else patching.share(keys.restored)
     if keys is None or share is None or share < HALF or keys.restored.low is None or keys.restored.low <= 0:
-        return told
-    return f"{told}; replacing its keys and values by those of a short context removes {share:.0%} of the harm"
+        return clause
+    return f"{clause}; replacing its keys and values by those of a short context removes {share:.0%} of the harm"
 
 
 def attention_facts(states: StateDiagnosis) -> Sequence[Fact]:
-    found = states.attention
-    if found is None:
+    harm = states.attention
+    if harm is None:
         return ()
     return [
-        Fact("Harm of long states alone", f"{number_text(found.recurrent[-1].mean, '+.3f')} nats"),
-        Fact("Harm of long attention alone", f"{number_text(found.attention[-1].mean, '+.3f')} nats"),
+        Fact("Harm of long states alone", f"{number_text(harm.recurrent[-1].mean, '+.3f')} nats"),
+        Fact("Harm of long attention alone", f"{number_text(harm.attention[-1].mean, '+.3f')} nats"),
     ]
 
 
-def first_harm(found: AttentionHarm, values: Sequence[Estimate]) -> int | None:
+def first_harm(harm: AttentionHarm, values: Sequence[Estimate]) -> int | None:
     """The first border from which on the harm is shown, up to the last."""
     first = None
-    for border, value in zip(reversed(found.borders), reversed(values), strict=True):
+    for border, value in zip(reversed(harm.borders), reversed(values), strict=True):
         if value.low is None or value.low <= 0:
             break
         first = border
@@ -105,10 +105,10 @@ ATTENTION_ROWS = (
     PartRow("Harm of long attention alone", "states start from zero, nats per {unit}", _attention_cell, True),
 )
 ATTENTION_PICTURE: Picture[StateDiagnosis] = Picture(
-    lambda found, _, unit: attention_harm_figure(found, unit),
+    lambda states, _, unit: attention_harm_figure(states, unit),
     "Harm of what the recurrent layers and what the attention layers keep of a long text, each alone and together. At "
     "zero, the long context does no harm.",
-    lambda found: found.attention is not None,
+    lambda states: states.attention is not None,
     bands=True,
 )
 ATTENTION_DEFINITION = (

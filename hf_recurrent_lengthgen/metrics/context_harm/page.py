@@ -52,10 +52,10 @@ def comparison_page(comparison: Comparison, loading: str | None = None) -> str:
     """
     models, colors = comparison.models, page_colors(comparison)
     evaluations = [model.evaluation for model in models]
-    found = summary(comparison)
+    words = summary(comparison)
     bands = bands_text(evaluations[0])
     pictures = "".join(
-        picture(draw(models), name, caption + bands, f"{caption} {found}")
+        picture(draw(models), name, caption + bands, f"{caption} {words}")
         for name, (draw, caption) in PICTURES.items()
     )
     cards = "".join(
@@ -65,7 +65,7 @@ def comparison_page(comparison: Comparison, loading: str | None = None) -> str:
     rows = [Row("Training", "method, steps, time, mean loss", _training), *evaluation_rows(models)]
     sections = [
         f"<h1>{escape(comparison.title)}</h1>",
-        f'<p class="lead">{escape(found)}</p>',
+        f'<p class="lead">{escape(words)}</p>',
         f'<div class="cards">{cards}</div>',
         f'<div class="figures">{pictures}</div>',
         "<h2>Numbers</h2>",
@@ -83,13 +83,13 @@ def _training(model: ComparedModel) -> str:
     training = model.training
     if training is None:
         return "not recorded"
-    told = " with ".join(training.methods)
+    words = " with ".join(training.methods)
     if training.state_drop_probability is not None:
-        told += f", zero state with probability {training.state_drop_probability:g}"
+        words += f", zero state with probability {training.state_drop_probability:g}"
     if training.learning_rate is not None:
-        told += f", learning rate {training.learning_rate:g}"
+        words += f", learning rate {training.learning_rate:g}"
     return (
-        f"{escape(told)}<small>{training.steps:,} steps, {training.seconds:,.0f} s, loss {training.loss:.3f}</small>"
+        f"{escape(words)}<small>{training.steps:,} steps, {training.seconds:,.0f} s, loss {training.loss:.3f}</small>"
     )
 
 
@@ -179,16 +179,16 @@ def provenance(evaluations: Sequence[EvaluationResult], given: Sequence[str] | N
     ]
     entries = [
         *([("Models", "; ".join(renamed))] if renamed else []),
-        ("Command", _each(evaluations, lambda found: found.command)),
-        ("Seed", _each(evaluations, lambda found: str(found.seed))),
+        ("Command", _each(evaluations, lambda evaluation: evaluation.command)),
+        ("Seed", _each(evaluations, lambda evaluation: str(evaluation.seed))),
         ("Data", f"{first.data.description}; {first.sequences} sequences of {first.evaluated_length:,} tokens"),
         ("SHA-256 of the token ids", first.data.digest),
-        ("SHA-256 of the weights", _each(evaluations, lambda found: found.weights)),
+        ("SHA-256 of the weights", _each(evaluations, lambda evaluation: evaluation.weights)),
         (
             "Versions",
-            _each(evaluations, lambda found: ", ".join(f"{k} {v}" for k, v in found.versions.items())),
+            _each(evaluations, lambda evaluation: ", ".join(f"{k} {v}" for k, v in evaluation.versions.items())),
         ),
-        ("Device", _each(evaluations, lambda found: found.device)),
+        ("Device", _each(evaluations, lambda evaluation: evaluation.device)),
         ("Evaluation time", f"{seconds:,.0f} s for {len(evaluations)} model{'s' * (len(evaluations) > 1)}"),
     ]
     return entry_list(entries)

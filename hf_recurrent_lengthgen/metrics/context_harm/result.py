@@ -14,6 +14,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
     ForgettingRule,
     Role,
     TrainingRecord,
+    check_comparison,
 )
 
 
@@ -129,11 +130,4 @@ class Comparison:
     models: tuple[ComparedModel, ...]
 
     def __post_init__(self) -> None:
-        if not self.models:
-            raise ValueError("A comparison needs at least one model, got none.")
-        labels = [model.evaluation.model for model in self.models]
-        if len(set(labels)) < len(labels):
-            raise ValueError(f"The models of a comparison need different labels, got {labels}.")
-        for name in ("digest", "token_unit"):
-            if len(found := {getattr(model.evaluation.data, name) for model in self.models}) > 1:
-                raise ValueError(f"The models of a comparison must have the same data {name}, got {sorted(found)}.")
+        check_comparison([model.evaluation for model in self.models], "data.digest", "data.token_unit")

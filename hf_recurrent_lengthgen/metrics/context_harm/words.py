@@ -49,7 +49,7 @@ def summary(comparison: Comparison) -> str:
 
 def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
     evaluation = model.evaluation
-    found = status(evaluation)
+    verdict = status(evaluation)
     broken = None if base is None or status(base.evaluation) != "breaks" else base.evaluation
     name, length = evaluation.model, f"{evaluation.evaluated_length:,} tokens"
     onset = evaluation.harm.harmful_from
@@ -57,12 +57,12 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
         "holds": f"{name} holds to {length}",
         "breaks": f"{name} breaks" + (f" within {length}" if onset is None else f" beyond {onset:,} tokens"),
         "unclear": f"{name} is on the border at {length}",
-    }[found]
+    }[verdict]
     if evaluation.harm.last.low is None:
         headline = f"{name}: one sequence cannot tell whether it holds to {length}"
-    elif broken is not None and found != "unclear" and model.role in ("cured", "control"):
+    elif broken is not None and verdict != "unclear" and model.role in ("cured", "control"):
         kept = evaluation.harm.last.mean / broken.harm.last.mean
-        if found == "breaks":
+        if verdict == "breaks":
             headline = f"{name} does not cure it" if kept > MOST else f"{name} eases it, but does not cure it"
         elif model.role == "control":
             headline = f"{name} holds to {length} too: more steps alone are enough"
@@ -74,7 +74,7 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
         details.append(f"That is {number_text(kept, '.0%')} of the harm of {broken.model}.")
     if model.role == "cured":
         details += [_cost(evaluation, base), _use(evaluation)]
-    return Finding(model, found, headline, " ".join(filter(None, details)))
+    return Finding(model, verdict, headline, " ".join(filter(None, details)))
 
 
 def _harm(evaluation: EvaluationResult) -> str:

@@ -50,13 +50,13 @@ def diagnose_model(
     """
     parts = chosen_parts(settings)
     task = Measurement(model, tokens, training_length, label, data, settings, cache)
-    found, refused = {}, {}
+    results, refused = {}, {}
     for part in parts:
         try:
-            found[part.name] = _checked(part, part.compute(task))
+            results[part.name] = _checked(part, part.compute(task))
         except ValueError as error:
             refused[part.name] = str(error)
-    return DiagnosedModel(role, evaluated(task), found, refused)
+    return DiagnosedModel(role, evaluated(task), results, refused)
 
 
 def _checked(part: Part[Any], result: Any) -> Any:

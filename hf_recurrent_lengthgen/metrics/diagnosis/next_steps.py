@@ -25,7 +25,7 @@ class Step(NamedTuple):
 
 def next_steps(diagnosis: Diagnosis) -> list[Step]:
     """A step for the first model that fails, unless one that cures it is there, else for what is not certain yet."""
-    judged = list(zip(diagnosis.models, (found.status for found in findings(diagnosis.comparison)), strict=True))
+    judged = list(zip(diagnosis.models, (finding.status for finding in findings(diagnosis.comparison)), strict=True))
     holding = [model for model, status in judged if status == "holds"]
     broken = [model for model, status in judged if status == "breaks" and model.role != "control"]
     cured = [model for model in broken if model.role == "cured"]

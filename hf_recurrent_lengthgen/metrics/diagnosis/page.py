@@ -41,24 +41,24 @@ class Verdict(NamedTuple):
 
 def facts(model: DiagnosedModel) -> list[Fact]:
     """The key numbers of a model."""
-    return [fact for part, found in _parts(model) for fact in part.facts(found)]
+    return [fact for part, result in _parts(model) for fact in part.facts(result)]
 
 
 def verdicts(diagnosis: Diagnosis) -> list[Verdict]:
-    found = findings(diagnosis.comparison)
-    statuses = [finding.status for finding in found]
-    explained = range(len(found))
-    if len(found) > EXPLAINED_MODELS:
+    judged = findings(diagnosis.comparison)
+    statuses = [finding.status for finding in judged]
+    explained = range(len(judged))
+    if len(judged) > EXPLAINED_MODELS:
         explained = range(first := statuses.index("breaks"), first + 1) if "breaks" in statuses else range(0)
     reasons = [_reason(model, status) for model, status in zip(diagnosis.models, statuses, strict=True)]
     return [
         Verdict(sentence(finding.headline), sentence(reason) if reason and index in explained else "")
-        for index, (finding, reason) in enumerate(zip(found, reasons, strict=True))
+        for index, (finding, reason) in enumerate(zip(judged, reasons, strict=True))
     ]
 
 
 def _reason(model: DiagnosedModel, status: Status) -> str:
-    return "; ".join(reason for part, found in _parts(model) if (reason := part.reason(found, status)))
+    return "; ".join(reason for part, result in _parts(model) if (reason := part.reason(result, status)))
 
 
 def diagnosis_summary(diagnosis: Diagnosis) -> str:
@@ -66,13 +66,13 @@ def diagnosis_summary(diagnosis: Diagnosis) -> str:
 
 
 def reasons(diagnosis: Diagnosis) -> list[str]:
-    told = []
+    sentences = []
     for model in diagnosis.models:
         refused = [*model.refused.items()]
-        refused += [(name, reason) for name, found in model.parts.items() for reason in found.left_out]
+        refused += [(name, reason) for name, results in model.parts.items() for reason in results.left_out]
         refused += [(name, "measured by a part that is not installed") for name in model.parts if name not in PARTS]
-        told += [f"{model.evaluation.model}, {name}: {reason}" for name, reason in refused]
-    return told
+        sentences += [f"{model.evaluation.model}, {name}: {reason}" for name, reason in refused]
+    return sentences
 
 
 def not_measured(diagnosis: Diagnosis) -> list[str]:
@@ -175,12 +175,12 @@ def _said(diagnosis: Diagnosis, title: str) -> list[str]:
         evaluation = model.evaluation
         unit = evaluation.data.token_unit
         loss = f"Loss {interval_text(evaluation.in_window.loss)} nats per {unit}."
-        told = [{HOLDS: finding.detail, INSIDE: loss}[title]] if title in (HOLDS, INSIDE) else []
-        for part, found in _parts(model):
+        sentences = [{HOLDS: finding.detail, INSIDE: loss}[title]] if title in (HOLDS, INSIDE) else []
+        for part, result in _parts(model):
             if part.section == title:
-                told += part.texts(found, unit)
-        if told:
-            paragraphs = "".join(f"<p>{escape(words)}</p>" for words in told)
+                sentences += part.texts(result, unit)
+        if sentences:
+            paragraphs = "".join(f"<p>{escape(words)}</p>" for words in sentences)
             said.append(f"<div><h3>{escape(evaluation.model)}</h3>{paragraphs}</div>")
     return said
 
@@ -207,9 +207,9 @@ def _rows(diagnosis: Diagnosis) -> list[Row[DiagnosedModel]]:
     return [
         _row(part, row, unit)
         for part in PARTS.values()
-        if (found := _results(diagnosis, part))
+        if (results := _results(diagnosis, part))
         for row in part.rows
-        if not row.some or any(map(row.html, found))
+        if not row.some or any(map(row.html, results))
     ]
 
 
@@ -222,5 +222,5 @@ def _row(part: Part[Any], row: PartRow, unit: str) -> Row[DiagnosedModel]:
 
 def _definitions(diagnosis: Diagnosis) -> list[str]:
     return [
-        text for part in PARTS.values() if (found := _results(diagnosis, part)) for text in part.definitions(found)
+        text for part in PARTS.values() if (results := _results(diagnosis, part)) for text in part.definitions(results)
     ]

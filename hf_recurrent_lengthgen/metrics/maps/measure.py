@@ -115,14 +115,14 @@ def attention_maps(
             average, mask = _averages(scan)
             linear = scan.linear.tril()
             distance = float((average - linear).norm() / linear.norm())
-        found = correlations.get(layer)
+        correlation = correlations.get(layer)
         results.append(
             LayerMaps(
                 layer=layer,
                 kind="softmax attention" if isinstance(scan, Tensor) else scan.kind,
                 linear_distance=distance,
-                cosine=None if found is None else found.cosine,
-                identity=None if found is None else found.identity,
+                cosine=None if correlation is None else correlation.cosine,
+                identity=None if correlation is None else correlation.identity,
                 average=average.float().cpu().numpy(),
                 mask=mask.float().cpu().numpy(),
             )
@@ -301,9 +301,9 @@ def _read_trapezoid(
 
     def maps(channels: slice) -> tuple[Tensor, Tensor]:
         q, k = q_HTN[channels], k_HTN[channels]
-        found, masks = _maps(q, (now + ahead)[channels] * k, s_HT1[channels])
-        found.diagonal(dim1=1, dim2=2).copy_((q * now[channels] * k).sum(-1))
-        return found, masks
+        weights, masks = _maps(q, (now + ahead)[channels] * k, s_HT1[channels])
+        weights.diagonal(dim1=1, dim2=2).copy_((q * now[channels] * k).sum(-1))
+        return weights, masks
 
     return _Scan("Mamba-3", len(q_HTN), maps, (C[0].transpose(0, 1) @ B[0].transpose(0, 1).mT).mean(0))
 

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
-from hf_recurrent_lengthgen.evaluation.results import Estimate, Role
+from hf_recurrent_lengthgen.evaluation.results import Role
 from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
 from hf_recurrent_lengthgen.plotting.style import (
     FONT_SIZE,
     MUTED,
     ROLE_LINES,
+    draw_band,
     label_ends,
     mark_training_lengths,
     new_axes,
@@ -31,7 +31,7 @@ def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role])
     for (name, result), role, color in zip(models.items(), roles, role_colors(roles), strict=True):
         x, values = [result.length - start for start in result.starts], result.total_variation
         axes.plot(x, [value.mean for value in values], color=color, linewidth=2, linestyle=ROLE_LINES[role])
-        _band(axes, x, values, color)
+        draw_band(axes, x, values, color)
         # All curves end at 0, where all tokens are kept, so labels have the order at one training length.
         beside = min(range(len(x)), key=lambda place: abs(x[place] - result.training_length))
         ends.append((values[beside].mean, name, color))
@@ -43,10 +43,3 @@ def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role])
     axes.set_xlabel("Number of last tokens kept", fontsize=FONT_SIZE - 0.5, color=MUTED)
     label_ends(axes, ends)
     return figure
-
-
-def _band(axes: Axes, x: Sequence[float], values: Sequence[Estimate], color: str) -> None:
-    bounds = [(value.low, value.high) for value in values if value.low is not None and value.high is not None]
-    if bounds:
-        low, high = zip(*bounds, strict=True)
-        axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)

@@ -20,23 +20,23 @@ def _compute(task: Measurement) -> Remembrance:
     )
 
 
-def far_tokens(found: Remembrance) -> Estimate | None:
-    return None if found.length <= found.training_length else found.beyond_training
+def far_tokens(result: Remembrance) -> Estimate | None:
+    return None if result.length <= result.training_length else result.beyond_training
 
 
-def remembrance_text(found: Remembrance) -> str:
-    if found.length <= found.training_length:
-        return f"Texts of {found.length:,} tokens do not show the effect of tokens beyond the training length."
-    if (beyond := far_tokens(found)) is None:
+def remembrance_text(result: Remembrance) -> str:
+    if result.length <= result.training_length:
+        return f"Texts of {result.length:,} tokens do not show the effect of tokens beyond the training length."
+    if (beyond := far_tokens(result)) is None:
         return "The effect of tokens beyond the training length was not measured."
     return (
-        f"At {found.length:,} tokens, the tokens before the last {found.training_length:,} change the prediction by "
+        f"At {result.length:,} tokens, the tokens before the last {result.training_length:,} change the prediction by "
         f"{interval_text(beyond)}, on a scale from 0 to 1."
     )
 
 
-def _facts(found: Remembrance) -> Sequence[Fact]:
-    if (beyond := far_tokens(found)) is None:
+def _facts(result: Remembrance) -> Sequence[Fact]:
+    if (beyond := far_tokens(result)) is None:
         return ()
     sentence = (
         "Effective remembrance: tokens further back than the training length change predictions by "
@@ -46,8 +46,8 @@ def _facts(found: Remembrance) -> Sequence[Fact]:
     return (Fact("Effective Remembrance", f"{beyond.mean:.3f}", note, sentence),)
 
 
-def _cell(found: Remembrance) -> str:
-    beyond = far_tokens(found)
+def _cell(result: Remembrance) -> str:
+    beyond = far_tokens(result)
     return "" if beyond is None else cell(beyond)
 
 
@@ -58,12 +58,12 @@ REMEMBRANCE = Part(
     result=Remembrance,
     compute=_compute,
     section="What it remembers",
-    texts=lambda found, unit: (remembrance_text(found),),
+    texts=lambda result, unit: (remembrance_text(result),),
     facts=_facts,
     rows=(PartRow("Effective Remembrance", "of tokens beyond the training length, 0 to 1", _cell),),
     pictures={
         "remembrance": Picture(
-            lambda found, roles, unit: remembrance_figure(found, roles),
+            lambda result, roles, unit: remembrance_figure(result, roles),
             "Change of the prediction if only the last tokens are kept. To the right of the training length, it is "
             "the effect of tokens further back than that.",
             bands=True,

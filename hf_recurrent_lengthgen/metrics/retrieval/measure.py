@@ -177,7 +177,7 @@ class _Run:
     def _keep(self, cell: _Cell, right: int) -> None:
         distances = [task.distance for task in cell.tasks]
         known = [distance for distance in distances if distance is not None]
-        found = RetrievalCell(right, len(distances), max(known) if len(known) == len(distances) else None)
-        self.cells[cell.place] = found
+        result = RetrievalCell(right, len(distances), max(known) if len(known) == len(distances) else None)
+        self.cells[cell.place] = result
         if self.cache:
-            self.cache.put(self.missing[cell.place], asdict(found))
+            self.cache.put(self.missing[cell.place], asdict(result))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from scipy.stats import binomtest
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule
+from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule, check_comparison
 
 RECALL_ACCURACY = 0.95
 """Least accuracy that counts as recall (Chen et al., 2024, section 4.3)."""
@@ -32,8 +32,8 @@ class Share:
         """Wilson's score interval (1927), inside [0, 1]; without samples (0, 1)."""
         if not self.samples:
             return 0.0, 1.0
-        found = binomtest(self.right, self.samples).proportion_ci(confidence, method="wilson")
-        return float(found.low), float(found.high)
+        bounds = binomtest(self.right, self.samples).proportion_ci(confidence, method="wilson")
+        return float(bounds.low), float(bounds.high)
 
 
 @dataclass(frozen=True)
@@ -140,15 +140,7 @@ class RetrievalComparison:
     models: tuple[RetrievalResult, ...]
 
     def __post_init__(self) -> None:
-        if not self.models:
-            raise ValueError("A comparison needs at least one model, got none.")
-        if len({result.model for result in self.models}) < len(self.models):
-            raise ValueError(
-                f"The models of a comparison need different labels, got {[result.model for result in self.models]}."
-            )
-        for name in ("task", "style", "shots", "rows", "lengths", "data"):
-            if any(getattr(result, name) != getattr(self.models[0], name) for result in self.models):
-                raise ValueError(f"The models of a comparison must have the same {name}.")
+        check_comparison(self.models, "task", "style", "shots", "rows", "lengths", "data")
 
 
 def _together(cells: Sequence[RetrievalCell]) -> Share:

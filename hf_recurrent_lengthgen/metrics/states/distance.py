@@ -174,12 +174,12 @@ def _drift(
 
 
 def _leaves(distance: np.ndarray, threshold: float, positions: tuple[int, ...], training_length: int) -> int | None:
-    found = None
+    first = None
     for place in reversed(range(len(positions))):
         if positions[place] <= training_length or distance[place] <= threshold:
             break
-        found = positions[place]
-    return found
+        first = positions[place]
+    return first
 
 
 def pooled_std(mean: np.ndarray, variance: np.ndarray) -> np.ndarray:

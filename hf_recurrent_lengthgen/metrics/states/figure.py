@@ -51,9 +51,9 @@ def whole_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
         for diagnosis in diagnoses.values()
     ]
     whole = [_relative(diagnosis.std, diagnosis) for diagnosis in diagnoses.values()]
-    _ratio_axes(panels, diagnoses, [*whole, *(curve for found in layers for curve in found)])
-    for axes, diagnosis, found, together in zip(panels, diagnoses.values(), layers, whole, strict=True):
-        for curve in found:
+    _ratio_axes(panels, diagnoses, [*whole, *(curve for curves in layers for curve in curves)])
+    for axes, diagnosis, curves, together in zip(panels, diagnoses.values(), layers, whole, strict=True):
+        for curve in curves:
             axes.plot(diagnosis.positions, curve, color=STEADY, linewidth=1.2, alpha=0.8)
         axes.plot(diagnosis.positions, together, color=INK, linewidth=2)
         label_ends(axes, [(together[-1], f"{diagnosis.std[-1]:.3g}", INK)])
@@ -141,12 +141,12 @@ def conv_std_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
         for diagnosis in diagnoses.values()
     ]
     heads = [_relative(head.std, diagnosis) for diagnosis in diagnoses.values() for _, head in diagnosis.ranking]
-    _ratio_axes(panels, diagnoses, [*heads, *(curve for found in curves for curve in found)])
-    for axes, diagnosis, found in zip(panels, diagnoses.values(), curves, strict=True):
-        for curve in found:
+    _ratio_axes(panels, diagnoses, [*heads, *(curve for parts in curves for curve in parts)])
+    for axes, diagnosis, parts in zip(panels, diagnoses.values(), curves, strict=True):
+        for curve in parts:
             axes.plot(diagnosis.positions, curve, color=STEADY, linewidth=1.3, alpha=0.8)
-        if found:
-            label_ends(axes, [(max(curve[-1] for curve in found), f"{len(found)} parts", STEADY)])
+        if parts:
+            label_ends(axes, [(max(curve[-1] for curve in parts), f"{len(parts)} parts", STEADY)])
     return figure
 
 
@@ -198,8 +198,8 @@ def distance_map_figure(diagnoses: Mapping[str, StateDiagnosis]) -> Figure:
 
 def patching_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str = "token") -> Figure:
     """Harm removed and added if the states of some heads are exchanged, with intervals over texts."""
-    found = [diagnosis.patching for diagnosis in diagnoses.values() if diagnosis.patching is not None]
-    heights = [0.27 * len(patching.groups) for patching in found]
+    patchings = [diagnosis.patching for diagnosis in diagnoses.values() if diagnosis.patching is not None]
+    heights = [0.27 * len(patching.groups) for patching in patchings]
     figure, panels = panels_of(
         diagnoses,
         f"Harm that heads do beyond training (nats per {unit})",
@@ -210,14 +210,14 @@ def patching_figure(diagnoses: Mapping[str, StateDiagnosis], unit: str = "token"
     )
     values = [
         bound
-        for patching in found
+        for patching in patchings
         for group in patching.groups
         for estimate in (group.restored, group.broken, patching.harm)
         for bound in (estimate.mean, estimate.low, estimate.high)
         if bound is not None
     ]
     low, high = min(0.0, *values), max(0.05, *values)
-    for axes, patching in zip(panels, found, strict=True):
+    for axes, patching in zip(panels, patchings, strict=True):
         places = np.arange(len(patching.groups))
         for offset, name, color in ((-0.19, "broken", DRIFT), (0.19, "restored", STEADY)):
             estimates = [getattr(group, name) for group in patching.groups]
@@ -258,13 +258,13 @@ def _head_figure(
     shown: dict[str, StateDiagnosis] = {}
     curves: list[list[tuple[LayerStates, HeadStates, Sequence[float]]]] = []
     for name, diagnosis in diagnoses.items():
-        found = {
+        drawn = {
             quantity: [
                 (layer, head, values) for layer, head in diagnosis.ranking if (values := curve(diagnosis, head))
             ]
             for quantity, curve in quantities.items()
         }
-        for quantity, lines in ({quantity: lines for quantity, lines in found.items() if lines} or {"": []}).items():
+        for quantity, lines in ({quantity: lines for quantity, lines in drawn.items() if lines} or {"": []}).items():
             shown[name + quantity] = diagnosis
             curves.append(lines)
     explained = f"{explanation}.\nOrange: heads that drift (L0 H5: layer 0, head 5)"

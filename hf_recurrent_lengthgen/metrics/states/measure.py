@@ -115,13 +115,13 @@ def measure_states(task: Measurement) -> StateDiagnosis:
         confidence = settings.confidence
         return describe_states(task.model, observer.trajectory(), task.training_length, confidence)
 
-    found, apart = task.kept("states", StateDiagnosis, describe), {}
+    result, apart = task.kept("states", StateDiagnosis, describe), {}
     if getattr(task.model, "attends", False):
-        separate = partial(with_attention, task.model, task.tokens, found, settings)
-        found, apart = task.kept("states and attention", StateDiagnosis, separate), {"attention": "exchanged"}
+        separate = partial(with_attention, task.model, task.tokens, result, settings)
+        result, apart = task.kept("states and attention", StateDiagnosis, separate), {"attention": "exchanged"}
     if not heads:
-        return found
-    patch = partial(with_patching, task.model, task.tokens, found, heads, settings, keeper.state())
+        return result
+    patch = partial(with_patching, task.model, task.tokens, result, heads, settings, keeper.state())
     return task.kept("patched states", StateDiagnosis, patch, patched_heads=heads, **apart)
 
 
@@ -199,10 +199,10 @@ def with_patching(
         groups["attention"] = ["attention"]
     try:
         reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress, "state_there": state_there}
-        found = patch_heads(model, tokens, states.training_length, list(groups.values()), **reading)
+        result = patch_heads(model, tokens, states.training_length, list(groups.values()), **reading)
     except ValueError as error:
         return dataclasses.replace(states, left_out=(*states.left_out, f"Heads were not patched: {error}"))
-    return dataclasses.replace(states, patching=_patching(found, groups, states.confidence))
+    return dataclasses.replace(states, patching=_patching(result, groups, states.confidence))
 
 
 def with_attention(
@@ -212,11 +212,11 @@ def with_attention(
     if not getattr(model, "attends", False):
         return states
     try:
-        found = attention_harm(model, tokens, states.training_length, settings)
+        result = attention_harm(model, tokens, states.training_length, settings)
     except ValueError as error:
-        told = f"The harm of long states was not measured apart from that of long attention: {error}"
-        return dataclasses.replace(states, left_out=(*states.left_out, told))
-    return dataclasses.replace(states, attention=found)
+        reason = f"The harm of long states was not measured apart from that of long attention: {error}"
+        return dataclasses.replace(states, left_out=(*states.left_out, reason))
+    return dataclasses.replace(states, attention=result)
 
 
 def ranked(drifts: Sequence[Drift | None]) -> list[tuple[int, int]]:
@@ -248,35 +248,35 @@ def patched_groups(order: Sequence[Head], drift: int, alone: int) -> dict[str, H
     return groups | {f"layer {layer}, head {head}": [(layer, head)] for layer, head in order[:alone]}
 
 
-def _patching(found: Patching, groups: dict[str, Heads], confidence: float) -> HeadPatching:
+def _patching(result: Patching, groups: dict[str, Heads], confidence: float) -> HeadPatching:
     def mean(values: np.ndarray) -> Estimate:
         return estimate(values[:, None], confidence)
 
     patched = tuple(
         PatchedHeads(name, tuple(heads_of(group)), mean(restored), mean(broken), "attention" in group)
-        for (name, group), restored, broken in zip(groups.items(), found.restored, found.broken, strict=True)
+        for (name, group), restored, broken in zip(groups.items(), result.restored, result.broken, strict=True)
     )
-    full, short, harm = map(mean, (found.full, found.short, found.harm))
-    return HeadPatching(found.position, found.kept, found.width, full, short, harm, patched)
+    full, short, harm = map(mean, (result.full, result.short, result.harm))
+    return HeadPatching(result.position, result.kept, result.width, full, short, harm, patched)
 
 
 def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: int) -> list[str]:
-    told = []
+    reasons = []
     if sequences < FEWEST_SEQUENCES:
-        told.append(
+        reasons.append(
             f"No head is said to drift: {sequences} texts cannot tell a drift from differences between texts; "
             f"{FEWEST_SEQUENCES} or more texts can."
         )
     unread = sum(layer.inputs is None for layer in layers)
     if not unread:
-        return told
+        return reasons
     reason = "their scans are not known to this package"
     if why := getattr(model.config, "why_not_forget", ""):
         reason = f"{why} (lengthgen maps shows what is left of each token of a short text)"
     if Forgetting.of(model.config).in_recurrence:
         reason = "the model is made to forget, so its scans get other inputs than its layers computed"
     inputs = f"Inputs of the recurrence and retention were not read in {unread} of {len(layers)} layers: {reason}."
-    return [*told, inputs]
+    return [*reasons, inputs]
 
 
 def _layer_states(

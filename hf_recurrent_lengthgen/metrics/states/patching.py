@@ -251,7 +251,7 @@ def _cache_after(reader: Reader, rows: np.ndarray, batch_size: int | None, bar: 
 def _nll_from(reader: Reader, cache: Any, rows: np.ndarray, batch_size: int | None, bar: Any) -> np.ndarray:
     """Mean NLL of each row (S, W + 1), read from a cache, (S,)."""
     batch, chunk = reading_plan(reader, len(rows), rows.shape[1] - 1, batch_size, None)
-    found = []
+    losses = []
     for first in range(0, len(rows), batch):
         part = slice(first, min(first + batch, len(rows)))
         before = reader.fork(cache) if part == slice(0, len(rows)) else reader.take_rows(cache, part)
@@ -259,5 +259,5 @@ def _nll_from(reader: Reader, cache: Any, rows: np.ndarray, batch_size: int | No
         for piece in stream_chunks(reader, rows[part], chunk, cache=before):
             pieces.append(piece.nll)
             bar.update(piece.nll.numel())
-        found.append(torch.cat(pieces, 1).double().mean(1).cpu().numpy())
-    return np.concatenate(found)
+        losses.append(torch.cat(pieces, 1).double().mean(1).cpu().numpy())
+    return np.concatenate(losses)

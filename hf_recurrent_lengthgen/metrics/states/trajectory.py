@@ -253,11 +253,11 @@ class StateObserver:
             -1, units, self._running[f"{layer}.retained"][0].numel() // units
         )
         tokens = self._running[f"{layer}.tokens"]
-        found = {"log_retention": retained.logsumexp(-1) - math.log(retained.shape[-1])}
+        statistics = {"log_retention": retained.logsumexp(-1) - math.log(retained.shape[-1])}
         for name in ("log_decay", "key", "value", "step"):
             if (total := self._running.get(f"{layer}.{name}")) is not None:
-                found[name] = (total / tokens).reshape(len(total), units, -1).mean(-1)
-        return found
+                statistics[name] = (total / tokens).reshape(len(total), units, -1).mean(-1)
+        return statistics
 
     def arrays(self) -> dict[str, np.ndarray]:
         running = {f"running.{name}": total.cpu().numpy() for name, total in self._running.items()}

@@ -106,7 +106,7 @@ def retention_text(states: StateDiagnosis) -> str:
     inside = [place for place, position in enumerate(states.positions) if position <= states.training_length]
     if not known or not inside:
         return ""
-    pair, most = max(known, key=lambda found: found[1][inside[-1]])
+    pair, most = max(known, key=lambda entry: entry[1][inside[-1]])
     at, end = states.positions[inside[-1]], states.positions[-1]
     whom = "no head holds" if len(known) == len(states.ranking) else f"none of the {len(known)} measured heads holds"
     return (
@@ -155,23 +155,23 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
             + ("More texts would tell." if wide else "There is no harm to attribute to heads.")
         )
     together, others = drifting_group(states), _other_group(states)
-    told = [
+    sentences = [
         f"After {patching.position:,} tokens, {subject} {'do' if hybrid else 'does'} {interval_text(patching.harm)} "
         f"nats per {unit} of harm, compared with {kept}."
     ]
     if together is not None:
         heads = "the drifting head" if len(together.heads) == 1 else f"the {len(together.heads):,} drifting heads"
-        told.append(f"With states of the short context in {heads}, {_goes_away(patching, together.restored)}.")
+        sentences.append(f"With states of the short context in {heads}, {_goes_away(patching, together.restored)}.")
         if others is not None:
-            told.append(f"With such states in all other heads, {_goes_away(patching, others.restored)}.")
+            sentences.append(f"With such states in all other heads, {_goes_away(patching, others.restored)}.")
     for group in patching.groups:
         if group.attention:
-            told.append(f"With keys and values of the short context, {_goes_away(patching, group.restored)}.")
+            sentences.append(f"With keys and values of the short context, {_goes_away(patching, group.restored)}.")
     layers = _layer_groups(states)
     if len(layers) > 1:
-        index, most = max(layers.items(), key=lambda found: found[1].broken.mean)
+        index, most = max(layers.items(), key=lambda entry: entry[1].broken.mean)
         if _shown(most.broken):
-            told.append(
+            sentences.append(
                 f"Of {len(layers)} layers whose drifting heads were exchanged together, layer {index} does most harm: "
                 f"its states alone bring {_share(patching, most.broken)} of the harm into a short context."
             )
@@ -179,11 +179,11 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
     worst = max(alone, key=lambda group: group.broken.mean, default=None)
     if worst is not None and _shown(worst.broken):
         names = {(layer.layer, head.head): head_name(layer, head) for layer, head in states.ranking}
-        told.append(
+        sentences.append(
             f"Of {len(alone)} heads exchanged one by one, {names[worst.heads[0]]} does most harm: its state alone "
             f"brings {_share(patching, worst.broken)} of the harm into a short context."
         )
-    return " ".join(told)
+    return " ".join(sentences)
 
 
 def _facts(states: StateDiagnosis) -> Sequence[Fact]:
@@ -192,10 +192,10 @@ def _facts(states: StateDiagnosis) -> Sequence[Fact]:
     drifting, total = states.drifting, len(states.ranking)
     furthest = f"{len(drifting):,} of {total:,}, {head_name(*states.ranking[0])} the furthest"
     none = f"none of {total:,}" if states.names_heads else f"unknown from {states.sequences} texts"
-    told = [Fact("Heads that drift", furthest if drifting else none)]
+    facts = [Fact("Heads that drift", furthest if drifting else none)]
     if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
-        told.append(Fact("Their share of the harm", harm_share_text(states.patching, group.restored)))
-    return [*told, *attention_facts(states)]
+        facts.append(Fact("Their share of the harm", harm_share_text(states.patching, group.restored)))
+    return [*facts, *attention_facts(states)]
 
 
 def harm_share_text(patching: HeadPatching, estimate: Estimate) -> str:
@@ -216,8 +216,8 @@ def _layer_groups(states: StateDiagnosis) -> dict[int, PatchedHeads]:
     drifting = {
         layer.layer: {(layer.layer, head.head) for head in layer.heads if head.drifts} for layer in states.layers
     }
-    found = {layer: _group_of(states, heads) for layer, heads in drifting.items()}
-    return {index: group for index, group in found.items() if group is not None}
+    groups = {layer: _group_of(states, heads) for layer, heads in drifting.items()}
+    return {index: group for index, group in groups.items() if group is not None}
 
 
 def _group_of(states: StateDiagnosis, heads: set[tuple[int, int]]) -> PatchedHeads | None:
@@ -238,22 +238,22 @@ def _drift_reason(states: StateDiagnosis, status: Status) -> str:
         return f"{states.sequences} texts are too few to say which heads drift"
     if not drifting:
         return f"none of its {counted(states.ranking)} drifts"
-    told = f"{len(drifting):,} of its {counted(states.ranking)} {with_number(drifting, 'drift')}"
+    clause = f"{len(drifting):,} of its {counted(states.ranking)} {with_number(drifting, 'drift')}"
     named = f"{head_name(*drifting[0])}{' the furthest' * (len(drifting) > 1)}"
     left = left_text(states)
-    told = f"{left} ({told}, {named})" if left else f"{told}{', ' if len(drifting) > 1 else ': '}{named}"
+    clause = f"{left} ({clause}, {named})" if left else f"{clause}{', ' if len(drifting) > 1 else ': '}{named}"
     if status == "holds":
-        return f"{told}, without harm"
+        return f"{clause}, without harm"
     if patching is None or group is None or not patching.harmful:
-        return told
+        return clause
     share, those = patching.share(group.restored), "this head" if len(drifting) == 1 else "these heads"
     exchange = f"replacing the states of {those} by those of a short context"
     if share is None or not _shown(group.restored):
-        return f"{told}; but {exchange} is not shown to remove any of the harm"
+        return f"{clause}; but {exchange} is not shown to remove any of the harm"
     return (
-        f"{told}; {exchange} removes {share:.0%} of the harm"
+        f"{clause}; {exchange} removes {share:.0%} of the harm"
         if share >= HALF
-        else (f"{told}; but {exchange} removes only {share:.0%} of the harm")
+        else (f"{clause}; but {exchange} removes only {share:.0%} of the harm")
     )
 
 
@@ -296,24 +296,24 @@ def _removed_cell(states: StateDiagnosis) -> str:
     return f"{cell(group.restored, sign=True)}<small>{harm_share_text(states.patching, group.restored)}</small>"
 
 
-def _definitions(found: Sequence[StateDiagnosis]) -> list[str]:
-    told = [
+def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
+    sentences = [
         "The distance of a head at a position is the 2-Wasserstein distance between the elements of its states there "
         "and those in the second half of the training length, in standard deviations of the latter. A head drifts if "
         "its mean distance over the last octave of positions is above "
-        f"{found[0].smallest_drift:g} and above the distances of training positions from each other, and if the "
+        f"{results[0].smallest_drift:g} and above the distances of training positions from each other, and if the "
         "interval over texts shows that it rises."
     ]
-    if patching := next((states.patching for states in found if states.patching is not None), None):
-        told.append(
+    if patching := next((states.patching for states in results if states.patching is not None), None):
+        sentences.append(
             f"Heads are exchanged between the state after {patching.position:,} tokens and the state after only the "
             f"last {patching.kept:,} of them. The next {patching.width:,} tokens are scored. Harm is the loss from "
             "the former state minus the loss from the latter. If several heads fail at once, replacing one may help "
             "little, so shares need not add up to 100%."
         )
-    if any(states.attention is not None for states in found):
-        told.append(ATTENTION_DEFINITION)
-    return told
+    if any(states.attention is not None for states in results):
+        sentences.append(ATTENTION_DEFINITION)
+    return sentences
 
 
 def _has_heads(states: StateDiagnosis) -> bool:
@@ -327,11 +327,11 @@ STATES = Part(
     result=StateDiagnosis,
     compute=measure_states,
     section="Why: the states",
-    texts=lambda found, unit: [
+    texts=lambda result, unit: [
         words
         for words in (
-            *(drift_text(found), retention_text(found), patching_text(found, unit)),
-            attention_text(found, unit),
+            *(drift_text(result), retention_text(result), patching_text(result, unit)),
+            attention_text(result, unit),
         )
         if words
     ],
@@ -344,48 +344,48 @@ STATES = Part(
     ),
     pictures={
         "state_distance": Picture(
-            lambda found, *_: distance_map_figure(found),
+            lambda result, *_: distance_map_figure(result),
             "Each row is a head, the furthest at the top. Orange: more than one standard deviation from training.",
             _has_heads,
         ),
         "state_patching": Picture(
-            lambda found, _, unit: patching_figure(found, unit),
+            lambda result, _, unit: patching_figure(result, unit),
             "States exchanged between a long and a short context. Blue up to the dashed line: all of the harm goes "
             "away. Thin lines: intervals.",
-            lambda found: found.patching is not None,
+            lambda result: result.patching is not None,
         ),
         "attention_harm": ATTENTION_PICTURE,
         "state_std": Picture(
-            lambda found, *_: state_std_figure(found), "A state that has settled has a flat line.", _has_heads
+            lambda result, *_: state_std_figure(result), "A state that has settled has a flat line.", _has_heads
         ),
         "whole_std": Picture(
-            lambda found, *_: whole_std_figure(found),
+            lambda result, *_: whole_std_figure(result),
             "All elements of the state together. The number is the standard deviation at the last position.",
             further=True,
         ),
         "state_outliers": Picture(
-            lambda found, *_: outlier_figure(found),
+            lambda result, *_: outlier_figure(result),
             "A rising line: ever fewer elements make the spread of the head. Normally distributed elements would stay "
             "below 5.",
-            lambda found: any(head.extremes for _, head in found.ranking),
+            lambda result: any(head.extremes for _, head in result.ranking),
             further=True,
         ),
         "state_inputs": Picture(
-            lambda found, *_: inputs_figure(found),
+            lambda result, *_: inputs_figure(result),
             "Flat lines: the head gets what it got in training, so a state that grows does so because it forgets too "
             "little.",
-            lambda found: any(head.inputs for _, head in found.ranking),
+            lambda result: any(head.inputs for _, head in result.ranking),
             further=True,
         ),
         "state_retention": Picture(
-            lambda found, *_: retention_figure(found),
+            lambda result, *_: retention_figure(result),
             "A head that still holds the first token accumulates what it reads instead of replacing it.",
-            lambda found: any(head.inputs for _, head in found.ranking),
+            lambda result: any(head.inputs for _, head in result.ranking),
         ),
         "conv_std": Picture(
-            lambda found, *_: conv_std_figure(found),
+            lambda result, *_: conv_std_figure(result),
             "Convolution states hold only the last tokens: they show whether the inputs of a layer change.",
-            lambda found: any(layer.conv for layer in found.layers),
+            lambda result: any(layer.conv for layer in result.layers),
             further=True,
         ),
     },

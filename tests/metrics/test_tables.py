@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.evaluation.json_schema import to_json
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.metrics.tables import read_rows, rows_of, write_csv
-from tests.diagnosis.diagnoses import expected
+from tests.metrics.diagnoses import expected
 
 ROOT = Path(__file__).parents[2]
 

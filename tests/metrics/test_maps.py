@@ -1,5 +1,5 @@
-import hashlib
-import json
+"""Attention maps equal loops from their definition, and applied to the inputs the outputs of the scans."""
+
 import math
 import sys
 import warnings
@@ -9,35 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import logsigmoid, silu, softplus
-from transformers import MambaConfig, MambaForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
-from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps, channel_maps, projection_correlations
-from hf_recurrent_lengthgen.metrics.maps.result import read_maps, save_maps
+from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps, channel_maps
 from hf_recurrent_lengthgen.models import (
-    StatefulDeltaNetConfig,
-    StatefulDeltaNetForCausalLM,
-    StatefulGatedDeltaNetConfig,
-    StatefulGatedDeltaNetForCausalLM,
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
     StatefulHGRN2Config,
     StatefulHGRN2ForCausalLM,
-    StatefulKDAConfig,
-    StatefulKDAForCausalLM,
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
     StatefulMamba3Config,
     StatefulMamba3ForCausalLM,
     StatefulMambaConfig,
     StatefulMambaForCausalLM,
-    StatefulRWKV6Config,
-    StatefulRWKV6ForCausalLM,
-    StatefulRWKV7Config,
-    StatefulRWKV7ForCausalLM,
 )
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
@@ -202,98 +189,6 @@ def test_gated_maps_applied_to_v_are_the_output_of_the_scan(make: Any, norm: str
     torch.testing.assert_close(y.flatten(), found[norm][0][0][0].flatten(), rtol=1e-5, atol=1e-5)
 
 
-def delta_rule_heads(model: Any) -> tuple[Tensor, ...]:
-    """q, k, w, a and b (T, H, N) and rates (T, H) of layer 1, from its modules and the papers' equations."""
-    mixer = model.model.layers[1].attn
-    if isinstance(model, StatefulRWKV7ForCausalLM):
-        names = ("r_proj", "k_proj", "w_lora", "a_lora")
-        found = {name: out[0] for name, (_, out) in seen(model, *names).items()}
-        rate = found["a_lora"].sigmoid()
-        kappa = (found["k_proj"] * mixer.k_k.detach()).unflatten(-1, (2, 4))
-        kappa = kappa / kappa.norm(dim=-1, keepdim=True)
-        k = found["k_proj"] * (1 + (rate - 1) * mixer.k_a.detach())
-        w = torch.exp(-math.exp(-0.5) * found["w_lora"].sigmoid())
-        q, k, w, rate = (x.unflatten(-1, (2, 4)) for x in (found["r_proj"], k, w, rate))
-        return q, k, w, -kappa, kappa * rate, torch.ones(7, 2)
-    projections = [name for name in ("a_proj", "f_proj", "b_proj") if hasattr(mixer, name)]
-    found = {name: out[0] for name, (_, out) in seen(model, "q_proj", "k_proj", *projections).items()}
-    q, k = (silu(found[name]).unflatten(-1, (2, -1)) for name in ("q_proj", "k_proj"))
-    beta = 2 * found["b_proj"].sigmoid()
-    q, k = (x[:, [h * 2 // beta.shape[1] for h in range(beta.shape[1])]] for x in (q, k))
-    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-    w = torch.ones_like(k)
-    if "a_proj" in found:
-        w = w * torch.exp(-mixer.A_log.detach().exp() * softplus(found["a_proj"] + mixer.dt_bias.detach()))[..., None]
-    if "f_proj" in found:
-        step = softplus(found["f_proj"] + mixer.dt_bias.detach()).unflatten(-1, (beta.shape[1], -1))
-        w = torch.exp(-mixer.A_log.detach().exp()[:, None] * step)
-    return q / k.shape[-1] ** 0.5, k, w, w * k, -beta[..., None] * k, beta
-
-
-def delta_rule(name: str) -> Any:
-    makes: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "DeltaNet": (StatefulDeltaNetForCausalLM, StatefulDeltaNetConfig, {"num_heads": 2}),
-        "Gated DeltaNet": (StatefulGatedDeltaNetForCausalLM, StatefulGatedDeltaNetConfig, {"head_dim": 3}),
-        "KDA": (StatefulKDAForCausalLM, StatefulKDAConfig, {"head_dim": 3}),
-        "Gated DeltaNet, shared keys": (
-            StatefulGatedDeltaNetForCausalLM,
-            StatefulGatedDeltaNetConfig,
-            {"head_dim": 3, "num_v_heads": 4},
-        ),
-        "KDA, shared keys": (StatefulKDAForCausalLM, StatefulKDAConfig, {"head_dim": 3, "num_v_heads": 4}),
-        "RWKV-7": (StatefulRWKV7ForCausalLM, StatefulRWKV7Config, {"head_dim": 4}),
-    }
-    model_class, config_class, fields = makes[name]
-    if name != "RWKV-7":
-        fields |= {"num_heads": 2, "use_short_conv": False, "allow_neg_eigval": True}
-    return randomized(model_class(config_class(**(SIZES | {"intermediate_size": 12} | fields))))
-
-
-DELTA_RULES = ["DeltaNet", "Gated DeltaNet", "KDA", "Gated DeltaNet, shared keys", "KDA, shared keys"]
-
-
-@pytest.mark.parametrize("name", [*DELTA_RULES, "RWKV-7"])
-def test_maps_of_the_delta_rule_equal_products_of_matrices(name: str) -> None:
-    model = delta_rule(name)
-    q, k, w, a, b, beta = delta_rule_heads(model)
-    heads = q.shape[1]
-    maps, masks = torch.zeros(2, heads, 7, 7)
-    for h in range(heads):
-        for j in range(7):
-            left = k[j, h]  # a row, which later transitions multiply from the right
-            for i in range(j, 7):
-                if i > j:
-                    left = left @ (torch.diag(w[i, h]) + torch.outer(a[i, h], b[i, h]))
-                maps[h, i, j], masks[h, i, j] = beta[j, h] * (left @ q[i, h]), left @ k[j, h] / (k[j, h] @ k[j, h])
-    torch.testing.assert_close(channel_maps(model, IDS, 1, ALL).float(), maps, rtol=1e-4, atol=1e-5)
-    layer = attention_maps(model, IDS).layers[1]
-    np.testing.assert_allclose(layer.average, maps.mean(0), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(layer.mask, masks.mean(0), rtol=1e-4, atol=1e-5)
-    linear = torch.einsum("ihn,jhn->ij", q, k).tril() / heads
-    distance = float((maps.mean(0) - linear).norm() / linear.norm())
-    assert (layer.kind, layer.cosine) == ("delta rule", None)
-    assert layer.linear_distance == pytest.approx(distance, rel=1e-4)
-
-
-@pytest.mark.parametrize("name", DELTA_RULES)
-def test_maps_of_the_delta_rule_applied_to_v_are_the_output_of_the_scan(name: str) -> None:
-    model = delta_rule(name)
-    found = seen(model, "v_proj", "o_norm")
-    maps = channel_maps(model, IDS, 1, ALL).float()
-    v = silu(found["v_proj"][1][0]).unflatten(-1, (len(maps), -1))
-    y = torch.einsum("hij,jhp->ihp", maps, v)
-    torch.testing.assert_close(y, found["o_norm"][0][0][0], rtol=1e-4, atol=1e-5)
-
-
-def test_a_key_of_zeros_writes_and_keeps_nothing() -> None:
-    model = delta_rule("DeltaNet")
-    with torch.no_grad():
-        model.model.layers[1].attn.k_proj.weight.zero_()
-    layer = attention_maps(model, IDS).layers[1]
-    assert not layer.average.any()
-    assert not layer.mask.any()
-
-
 @pytest.mark.parametrize("make", [mamba, mamba2, gla])
 def test_averages_are_those_of_all_channels_and_made_a_few_at_a_time(
     make: Any, monkeypatch: pytest.MonkeyPatch
@@ -427,63 +322,6 @@ def test_softmax_and_linear_attention_layers_have_maps_too() -> None:
     assert (linear.kind, linear.linear_distance) == ("linear attention", pytest.approx(0, abs=1e-6))
 
 
-def test_correlations_by_hand() -> None:
-    model = mamba()
-    weight = model.backbone.layers[0].mixer.x_proj.weight
-    with torch.no_grad():
-        weight.zero_()
-        weight[2:5, :3] = torch.eye(3)  # W_B
-        weight[5:, :3] = 2 * torch.eye(3)  # W_C
-    cosine, identity = projection_correlations(model)[0]
-    assert cosine == pytest.approx(1)
-    assert identity == pytest.approx(math.sqrt(3 / 16))  # rank 3 of 16 channels
-    with torch.no_grad():
-        weight[5, :3] = torch.tensor([0.0, 0.0, 2.0])
-        weight[7, :3] = torch.tensor([2.0, 0.0, 0.0])
-    cosine, identity = projection_correlations(model)[0]
-    assert cosine == pytest.approx(1 / 3)
-    assert identity == pytest.approx(1 / 3 * math.sqrt(3 / 16))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("make", [mamba, mamba2, gla])
-def test_correlations_equal_products_of_the_whole_matrices(make: Any) -> None:
-    model = make()
-    mixer = model.base_model.layers[1].attn if make is gla else model.base_model.layers[1].mixer
-    if make is gla:
-        pairs = [(mixer.k_proj.weight, part) for part in mixer.q_proj.weight.chunk(2)]
-    elif make is mamba:
-        pairs = [(mixer.x_proj.weight[2:5], mixer.x_proj.weight[5:])]
-    else:
-        pairs = list(zip(mixer.in_proj.weight[32:38].chunk(2), mixer.in_proj.weight[38:44].chunk(2), strict=True))
-    cosines, identities = [], []
-    for W_B, W_C in pairs:
-        cosines.append(torch.cosine_similarity(W_B.flatten(), W_C.flatten(), dim=0))
-        product = W_C.T @ W_B
-        identities.append(torch.cosine_similarity(product.flatten(), torch.eye(len(product)).flatten(), dim=0))
-    expected = [float(torch.stack(values).mean()) for values in (cosines, identities)]
-    assert projection_correlations(model)[1] == pytest.approx(expected, abs=1e-5)
-
-
-def test_mimetic_projections_are_correlated_and_models_of_transformers_covered() -> None:
-    model = MambaForCausalLM(MambaConfig(**FULL, state_size=32))
-    assert abs(projection_correlations(model)[1].cosine) < 0.05
-    mimetic_initialization(model, layers=[1])
-    assert projection_correlations(model)[1].cosine == pytest.approx(1 / math.sqrt(2), abs=0.02)
-    assert abs(projection_correlations(model)[0].cosine) < 0.05
-    assert projection_correlations(nn.Linear(2, 2)) == {}
-
-
-def test_nothing_is_left_behind() -> None:
-    model = mamba().train()
-    attention_maps(model, IDS)
-    assert model.training
-    assert not any("scan" in vars(block.mixer) for block in model.backbone.layers)
-    with pytest.raises(ValueError, match="inside"), recorded_scans(model, {"scan_selective": print}):
-        raise ValueError("inside")
-    assert not any("scan" in vars(block.mixer) for block in model.backbone.layers)
-
-
 def test_a_model_with_the_code_of_its_checkpoint(tmp_path: Path) -> None:
     ours = mamba2()
     ours.save_pretrained(tmp_path)
@@ -495,144 +333,9 @@ def test_a_model_with_the_code_of_its_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(channel_maps(model, IDS, 1, ALL), channel_maps(ours, IDS, 1, ALL))
 
 
-def test_files_hold_everything(tmp_path: Path) -> None:
-    maps = attention_maps(mamba(attention_layers=[0]), IDS, list("abcdefg"), label="a model")
-    save_maps(tmp_path / "maps.npz", maps)
-    with np.load(tmp_path / "maps.npz") as file:
-        header, average, mask = json.loads(str(file["header"])), file["average"], file["mask"]
-    assert (header["model"], header["tokens"]) == ("a model", list("abcdefg"))
-    for place, (before, after) in enumerate(zip(maps.layers, header["layers"], strict=True)):
-        assert np.array_equal(before.average, average[place])
-        assert np.array_equal(before.mask, mask[place])
-        for name in ("layer", "kind", "cosine", "identity", "linear_distance"):
-            assert getattr(before, name) == after[name]
-
-
-def damaged(path: Path, **changes: Any) -> Path:
-    """The file with another array, or another field of its header; None takes it away."""
-    with np.load(path) as file:
-        arrays = dict(file)
-    header = json.loads(str(arrays["header"]))
-    for name, value in changes.items():
-        place = arrays if name in arrays else header
-        place.pop(name) if value is None else place.__setitem__(name, value)
-    np.savez(path, **arrays | {"header": np.array(json.dumps(header))})
-    return path
-
-
-def test_files_are_read_again_and_name_what_they_are_of(tmp_path: Path) -> None:
-    model = mamba(attention_layers=[0])
-    maps = attention_maps(model, IDS, command="lengthgen maps m")
-    save_maps(path := tmp_path / "maps.npz", maps)
-    read = read_maps(path)
-    assert vars(read) | {"layers": ()} == vars(maps) | {"layers": ()}
-    for before, after in zip(maps.layers, read.layers, strict=True):
-        assert np.array_equal(before.average, after.average)
-        assert np.array_equal(before.mask, after.mask)
-        assert (before.kind, before.cosine) == (after.kind, after.cosine)
-    weights = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        weights.update(f"{name} torch.float32 {tuple(value.shape)}".encode() + value.numpy().tobytes())
-    assert read.weights == weights.hexdigest()
-    ids = IDS.numpy().astype("<i8")
-    assert read.data.digest == hashlib.sha256(f"(1, {len(ids)})".encode() + ids.tobytes()).hexdigest()
-    assert (read.device, read.command, read.versions["torch"]) == ("cpu", "lengthgen maps m", torch.__version__)
-    assert read.wall_seconds > 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"weights": None}, "weights: Field required"),
-        ({"command": None}, "command: Field required"),
-        ({"more": 1}, "more: There is no such field"),
-        ({"schema_version": 3}, "schema version 3, .* reads up to 2"),
-        ({"kind": "evaluation"}, "Expected a document of kind 'attention_maps'"),
-        ({"mask": None}, "mask"),
-        ({"average": np.zeros((1, 2, 2))}, "must have"),
-    ],
-    ids=str,
-)
-def test_files_that_are_damaged_or_newer_are_refused(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
-    save_maps(path := tmp_path / "maps.npz", attention_maps(mamba(), IDS))
-    with pytest.raises(ValueError, match=rf"maps.npz: .*{complaint}"):
-        read_maps(damaged(path, **changes))
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"maps.npz"):
-        read_maps(path)
-
-
-def test_numbers_that_are_not_finite_are_null_in_files(tmp_path: Path) -> None:
-    model = mamba()
-    with torch.no_grad():
-        model.backbone.layers[0].mixer.x_proj.weight.zero_()
-    save_maps(tmp_path / "maps.npz", attention_maps(model, IDS))
-    with np.load(tmp_path / "maps.npz") as file:
-        layer = json.loads(str(file["header"]), parse_constant=pytest.fail)["layers"][0]
-    assert (layer["layer"], layer["cosine"], layer["identity"]) == (0, None, None)
-
-
-def test_recordings_may_be_nested() -> None:
-    model, outer, inner = mamba(), list[int](), list[int]()
-    with torch.no_grad(), recorded_scans(model, {"scan_selective": lambda layer, *_: outer.append(layer)}):
-        with recorded_scans(model, {"scan_selective": lambda layer, *_: inner.append(layer)}):
-            model(IDS[None])
-        model(IDS[None])
-    assert (outer, inner) == ([0, 1] * 2, [0, 1])
-    assert "scan" not in vars(model.backbone.layers[0].mixer)
-
-
-def test_an_error_in_writing_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "maps.npz"
-    maps = attention_maps(mamba(), IDS)
-    save_maps(path, maps)
-    before = path.read_bytes()
-
-    def fail(file: Any, **_: Any) -> None:
-        file.write(b"half")
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "savez_compressed", fail)
-        with pytest.raises(OSError, match="disk full"):
-            save_maps(path, maps)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_smaller_steps_are_in_the_maps() -> None:
     whole, halved = (
         channel_maps(mamba(**fields), IDS, 0, ALL) for fields in ({}, {"forgetting": {"delta_scale": 0.5}})
     )
     diagonals = [maps.diagonal(dim1=1, dim2=2) for maps in (whole, halved)]
     torch.testing.assert_close(diagonals[1], diagonals[0] / 2)  # C_i . B_i Delta_i, without decay
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments", "complaint"),
-    [
-        (
-            mamba,
-            {"input_ids": torch.ones(2, 3, dtype=torch.long)},
-            r"must be one text, \(T,\) or \(1, T\), got \(2, 3\)",
-        ),
-        (mamba, {"tokens": ["a"]}, "one word per token, 7, got 1"),
-        (mamba, {"layers": [2]}, r"some of 0 to 1, got \[2\]"),
-        (mamba, {"layers": []}, "some of 0 to 1"),
-        (lambda: mamba(forgetting={"window": 3}), {}, "switch forgetting off"),
-        (
-            lambda: StatefulRWKV6ForCausalLM(StatefulRWKV6Config(**SIZES, num_heads=2, intermediate_size=8)),
-            {},
-            r"layers \[0, 1\] of StatefulRWKV6ForCausalLM have no attention maps",
-        ),
-        (
-            lambda: MambaForCausalLM(MambaConfig(**SIZES)),
-            {},
-            "layers of MambaForCausalLM are not known to this package",
-        ),
-    ],
-    ids=["texts", "words", "layer", "no layer", "forgetting", "RWKV", "stock"],
-)
-def test_what_has_no_maps_is_refused(make: Any, arguments: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        attention_maps(make(), **({"input_ids": IDS} | arguments))

@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.metrics.states.result import (
     RecurrenceInputs,
     StateDiagnosis,
 )
-from tests.plotting.conftest import compared
+from tests.metrics.conftest import compared
 
 POSITIONS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 STEADY = 0.3

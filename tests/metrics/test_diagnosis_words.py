@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt_text
 from hf_recurrent_lengthgen.metrics.states import words as states_part
 from hf_recurrent_lengthgen.metrics.states.result import PatchedHeads, StateDiagnosis
 from hf_recurrent_lengthgen.metrics.states.words import drift_text, left_text, retention_text
-from tests.diagnosis.diagnoses import (
+from tests.metrics.diagnoses import (
     constant_prompt,
     diagnosed,
     expected,

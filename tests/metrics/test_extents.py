@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 from hf_recurrent_lengthgen import metrics
 from hf_recurrent_lengthgen.plotting.images import PNG_DOTS_PER_INCH
 from hf_recurrent_lengthgen.plotting.style import fitted
-from tests.diagnosis.diagnoses import hybrid
-from tests.plotting.conftest import compared
-from tests.plotting.test_attention_maps import maps_of
-from tests.plotting.test_remembrance import prompt, remembrance
-from tests.plotting.test_retrieval import RESULT
-from tests.plotting.test_states_figures import diagnosis
+from tests.metrics.conftest import compared
+from tests.metrics.diagnoses import hybrid
+from tests.metrics.test_maps_figure import maps_of
+from tests.metrics.test_remembrance_figures import prompt, remembrance
+from tests.metrics.test_retrieval_figures import RESULT
+from tests.metrics.test_states_figures import diagnosis
 
 Names = Sequence[str]
 TYPICAL = ("mamba2-cured", "rwkv7-g1-0.4b-state-passing-seed-3-final")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics import (
     EvaluationSettings,
@@ -21,9 +22,14 @@ from hf_recurrent_lengthgen.metrics import (
     window_nll,
     write_result,
 )
+from hf_recurrent_lengthgen.metrics.attention.figure import CASES, attention_harm_figure
 from hf_recurrent_lengthgen.metrics.attention.measure import attention_harm
 from hf_recurrent_lengthgen.metrics.attention.result import AttentionHarm
+from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
+from hf_recurrent_lengthgen.plotting.images import save_png
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.metrics.diagnoses import hybrid as made_up
+from tests.metrics.diagnoses import states
 from tests.models.families import MAMBA2, build, random_tokens
 from tests.versions import needs_hybrids
 
@@ -126,3 +132,26 @@ def test_weights_that_give_nan_are_told() -> None:
         model.lm_head.weight[:] = torch.nan
     with pytest.raises(ValueError, match="The NLL is NaN or infinite within 8 tokens after a border"):
         attention_apart(model, text(31), T, progress=False)
+
+
+def without_intervals(found: StateDiagnosis) -> StateDiagnosis:
+    """Only the last border, of a single text."""
+    assert found.attention is not None
+    last = {name: (Estimate(getattr(found.attention, name)[-1].mean, None, None),) for name in CASES}
+    return replace(found, attention=replace(found.attention, borders=(512,), **last))
+
+
+def test_each_model_with_attention_has_a_panel_with_three_lines(tmp_path: Path) -> None:
+    figure = attention_harm_figure({"one": made_up(), "none": states({}), "two": without_intervals(made_up())}, "byte")
+    one, two = figure.axes
+    assert [axes.get_title("left") for axes in figure.axes] == ["one", "two"]
+    colors = list(CASES.values())
+    curves = {line.get_color(): line.get_xydata() for line in one.get_lines() if line.get_color() in colors}
+    np.testing.assert_allclose(curves[CASES["recurrent"]], [[16, 0.0], [64, 0.5], [512, 1.2]])
+    np.testing.assert_allclose(curves[CASES["attention"]], [[16, 0.3], [64, 0.0], [512, 0.02]])
+    assert (len(one.collections), len(two.collections)) == (3, 0)
+    assert [line.get_marker() for line in two.get_lines() if line.get_color() == CASES["attention"]] == ["o"]
+    assert (one.get_ylim(), one.get_xlim()) == (two.get_ylim(), two.get_xlim())
+    assert {"states", "attention", "both"} <= {text.get_text() for text in one.texts}
+    save_png(figure, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 5000

@@ -8,7 +8,7 @@ import pytest
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, diagnosis_page, diagnosis_summary
 from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
-from tests.diagnosis.diagnoses import (
+from tests.metrics.diagnoses import (
     diagnosed,
     expected,
     hybrid,
@@ -17,7 +17,7 @@ from tests.diagnosis.diagnoses import (
     with_part,
     without_parts,
 )
-from tests.plotting.test_page import Reader
+from tests.metrics.test_comparison_page import Reader
 
 STATE_FIGURES = {"state_distance", "state_patching", "state_std", "state_retention", "conv_std"}
 STATE_FIGURES |= {"whole_std", "state_outliers", "state_inputs"}

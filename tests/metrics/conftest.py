@@ -14,7 +14,9 @@ from hf_recurrent_lengthgen.metrics.context_harm.result import (
     LengthVerdict,
     TwoResolutions,
 )
+from tests.evaluation.conftest import counter_model, expected_nll, random_tokens
 
+__all__ = ["counter_model", "expected_nll", "random_tokens"]
 EDGES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 

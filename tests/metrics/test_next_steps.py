@@ -9,7 +9,7 @@ from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Step, next_steps
 from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_page
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from tests.cli.helps import parser_of
-from tests.diagnosis.diagnoses import diagnosed, expected, hybrid, states
+from tests.metrics.diagnoses import diagnosed, expected, hybrid, states
 
 COMMAND = "lengthgen diagnose folder/a folder/b --data 'my text.txt' --length 512 --sequences=8"
 

@@ -1,0 +1,212 @@
+"""Files of attention maps, correlations of projections, recordings of scans, and what is refused."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import MambaConfig, MambaForCausalLM
+
+from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
+from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps, projection_correlations
+from hf_recurrent_lengthgen.metrics.maps.result import read_maps, save_maps
+from hf_recurrent_lengthgen.models import StatefulRWKV6Config, StatefulRWKV6ForCausalLM
+from hf_recurrent_lengthgen.surgery import mimetic_initialization
+from tests.metrics.test_maps import FULL, IDS, SIZES, gla, mamba, mamba2
+
+
+def test_correlations_by_hand() -> None:
+    model = mamba()
+    weight = model.backbone.layers[0].mixer.x_proj.weight
+    with torch.no_grad():
+        weight.zero_()
+        weight[2:5, :3] = torch.eye(3)  # W_B
+        weight[5:, :3] = 2 * torch.eye(3)  # W_C
+    cosine, identity = projection_correlations(model)[0]
+    assert cosine == pytest.approx(1)
+    assert identity == pytest.approx(math.sqrt(3 / 16))  # rank 3 of 16 channels
+    with torch.no_grad():
+        weight[5, :3] = torch.tensor([0.0, 0.0, 2.0])
+        weight[7, :3] = torch.tensor([2.0, 0.0, 0.0])
+    cosine, identity = projection_correlations(model)[0]
+    assert cosine == pytest.approx(1 / 3)
+    assert identity == pytest.approx(1 / 3 * math.sqrt(3 / 16))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [mamba, mamba2, gla])
+def test_correlations_equal_products_of_the_whole_matrices(make: Any) -> None:
+    model = make()
+    mixer = model.base_model.layers[1].attn if make is gla else model.base_model.layers[1].mixer
+    if make is gla:
+        pairs = [(mixer.k_proj.weight, part) for part in mixer.q_proj.weight.chunk(2)]
+    elif make is mamba:
+        pairs = [(mixer.x_proj.weight[2:5], mixer.x_proj.weight[5:])]
+    else:
+        pairs = list(zip(mixer.in_proj.weight[32:38].chunk(2), mixer.in_proj.weight[38:44].chunk(2), strict=True))
+    cosines, identities = [], []
+    for W_B, W_C in pairs:
+        cosines.append(torch.cosine_similarity(W_B.flatten(), W_C.flatten(), dim=0))
+        product = W_C.T @ W_B
+        identities.append(torch.cosine_similarity(product.flatten(), torch.eye(len(product)).flatten(), dim=0))
+    expected = [float(torch.stack(values).mean()) for values in (cosines, identities)]
+    assert projection_correlations(model)[1] == pytest.approx(expected, abs=1e-5)
+
+
+def test_mimetic_projections_are_correlated_and_models_of_transformers_covered() -> None:
+    model = MambaForCausalLM(MambaConfig(**FULL, state_size=32))
+    assert abs(projection_correlations(model)[1].cosine) < 0.05
+    mimetic_initialization(model, layers=[1])
+    assert projection_correlations(model)[1].cosine == pytest.approx(1 / math.sqrt(2), abs=0.02)
+    assert abs(projection_correlations(model)[0].cosine) < 0.05
+    assert projection_correlations(nn.Linear(2, 2)) == {}
+
+
+def test_nothing_is_left_behind() -> None:
+    model = mamba().train()
+    attention_maps(model, IDS)
+    assert model.training
+    assert not any("scan" in vars(block.mixer) for block in model.backbone.layers)
+    with pytest.raises(ValueError, match="inside"), recorded_scans(model, {"scan_selective": print}):
+        raise ValueError("inside")
+    assert not any("scan" in vars(block.mixer) for block in model.backbone.layers)
+
+
+def test_files_hold_everything(tmp_path: Path) -> None:
+    maps = attention_maps(mamba(attention_layers=[0]), IDS, list("abcdefg"), label="a model")
+    save_maps(tmp_path / "maps.npz", maps)
+    with np.load(tmp_path / "maps.npz") as file:
+        header, average, mask = json.loads(str(file["header"])), file["average"], file["mask"]
+    assert (header["model"], header["tokens"]) == ("a model", list("abcdefg"))
+    for place, (before, after) in enumerate(zip(maps.layers, header["layers"], strict=True)):
+        assert np.array_equal(before.average, average[place])
+        assert np.array_equal(before.mask, mask[place])
+        for name in ("layer", "kind", "cosine", "identity", "linear_distance"):
+            assert getattr(before, name) == after[name]
+
+
+def damaged(path: Path, **changes: Any) -> Path:
+    """The file with another array, or another field of its header; None takes it away."""
+    with np.load(path) as file:
+        arrays = dict(file)
+    header = json.loads(str(arrays["header"]))
+    for name, value in changes.items():
+        place = arrays if name in arrays else header
+        place.pop(name) if value is None else place.__setitem__(name, value)
+    np.savez(path, **arrays | {"header": np.array(json.dumps(header))})
+    return path
+
+
+def test_files_are_read_again_and_name_what_they_are_of(tmp_path: Path) -> None:
+    model = mamba(attention_layers=[0])
+    maps = attention_maps(model, IDS, command="lengthgen maps m")
+    save_maps(path := tmp_path / "maps.npz", maps)
+    read = read_maps(path)
+    assert vars(read) | {"layers": ()} == vars(maps) | {"layers": ()}
+    for before, after in zip(maps.layers, read.layers, strict=True):
+        assert np.array_equal(before.average, after.average)
+        assert np.array_equal(before.mask, after.mask)
+        assert (before.kind, before.cosine) == (after.kind, after.cosine)
+    weights = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        weights.update(f"{name} torch.float32 {tuple(value.shape)}".encode() + value.numpy().tobytes())
+    assert read.weights == weights.hexdigest()
+    ids = IDS.numpy().astype("<i8")
+    assert read.data.digest == hashlib.sha256(f"(1, {len(ids)})".encode() + ids.tobytes()).hexdigest()
+    assert (read.device, read.command, read.versions["torch"]) == ("cpu", "lengthgen maps m", torch.__version__)
+    assert read.wall_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"weights": None}, "weights: Field required"),
+        ({"command": None}, "command: Field required"),
+        ({"more": 1}, "more: There is no such field"),
+        ({"schema_version": 3}, "schema version 3, .* reads up to 2"),
+        ({"kind": "evaluation"}, "Expected a document of kind 'attention_maps'"),
+        ({"mask": None}, "mask"),
+        ({"average": np.zeros((1, 2, 2))}, "must have"),
+    ],
+    ids=str,
+)
+def test_files_that_are_damaged_or_newer_are_refused(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    save_maps(path := tmp_path / "maps.npz", attention_maps(mamba(), IDS))
+    with pytest.raises(ValueError, match=rf"maps.npz: .*{complaint}"):
+        read_maps(damaged(path, **changes))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"maps.npz"):
+        read_maps(path)
+
+
+def test_numbers_that_are_not_finite_are_null_in_files(tmp_path: Path) -> None:
+    model = mamba()
+    with torch.no_grad():
+        model.backbone.layers[0].mixer.x_proj.weight.zero_()
+    save_maps(tmp_path / "maps.npz", attention_maps(model, IDS))
+    with np.load(tmp_path / "maps.npz") as file:
+        layer = json.loads(str(file["header"]), parse_constant=pytest.fail)["layers"][0]
+    assert (layer["layer"], layer["cosine"], layer["identity"]) == (0, None, None)
+
+
+def test_recordings_may_be_nested() -> None:
+    model, outer, inner = mamba(), list[int](), list[int]()
+    with torch.no_grad(), recorded_scans(model, {"scan_selective": lambda layer, *_: outer.append(layer)}):
+        with recorded_scans(model, {"scan_selective": lambda layer, *_: inner.append(layer)}):
+            model(IDS[None])
+        model(IDS[None])
+    assert (outer, inner) == ([0, 1] * 2, [0, 1])
+    assert "scan" not in vars(model.backbone.layers[0].mixer)
+
+
+def test_an_error_in_writing_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "maps.npz"
+    maps = attention_maps(mamba(), IDS)
+    save_maps(path, maps)
+    before = path.read_bytes()
+
+    def fail(file: Any, **_: Any) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez_compressed", fail)
+        with pytest.raises(OSError, match="disk full"):
+            save_maps(path, maps)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "complaint"),
+    [
+        (
+            mamba,
+            {"input_ids": torch.ones(2, 3, dtype=torch.long)},
+            r"must be one text, \(T,\) or \(1, T\), got \(2, 3\)",
+        ),
+        (mamba, {"tokens": ["a"]}, "one word per token, 7, got 1"),
+        (mamba, {"layers": [2]}, r"some of 0 to 1, got \[2\]"),
+        (mamba, {"layers": []}, "some of 0 to 1"),
+        (lambda: mamba(forgetting={"window": 3}), {}, "switch forgetting off"),
+        (
+            lambda: StatefulRWKV6ForCausalLM(StatefulRWKV6Config(**SIZES, num_heads=2, intermediate_size=8)),
+            {},
+            r"layers \[0, 1\] of StatefulRWKV6ForCausalLM have no attention maps",
+        ),
+        (
+            lambda: MambaForCausalLM(MambaConfig(**SIZES)),
+            {},
+            "layers of MambaForCausalLM are not known to this package",
+        ),
+    ],
+    ids=["texts", "words", "layer", "no layer", "forgetting", "RWKV", "stock"],
+)
+def test_what_has_no_maps_is_refused(make: Any, arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        attention_maps(make(), **({"input_ids": IDS} | arguments))
