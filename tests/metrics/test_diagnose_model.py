@@ -118,7 +118,7 @@ def test_texts_a_little_beyond_training_are_diagnosed(length: int, model: Any, t
         ("states", "states.measure.describe_states"),
         ("remembrance", "remembrance.words.effective_remembrance"),
         ("misalignment", "misalignment.long_short_misalignment"),
-        ("constant prompt", "constant_prompt.constant_prompt"),
+        ("constant prompt", "repeated_token.constant_prompt"),
     ],
 )
 def test_a_part_that_cannot_be_measured_leaves_the_others(
