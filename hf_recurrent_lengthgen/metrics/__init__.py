@@ -6,7 +6,33 @@ they share is in `hf_recurrent_lengthgen.evaluation`. The names here are loaded 
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
+    from hf_recurrent_lengthgen.evaluation.readers import reading_together
+    from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
+    from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+    from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+    from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length, measure_accuracy, string_accuracy
+    from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison, AccuracyResult
+    from hf_recurrent_lengthgen.metrics.attention.measure import attention_apart
+    from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+    from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison, EvaluationResult
+    from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
+    from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
+    from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
+    from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, read_maps, save_maps
+    from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
+    from hf_recurrent_lengthgen.metrics.remembrance.measure import effective_remembrance
+    from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt
+    from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
+    from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult
+    from hf_recurrent_lengthgen.metrics.states.distance import state_drift
+    from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states
+    from hf_recurrent_lengthgen.metrics.states.patching import patch_heads
+    from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver
+    from hf_recurrent_lengthgen.metrics.tables import read_rows, rows_of, write_csv
 
 _MODULES = {
     "evaluation.files": "read_result write_result",
@@ -35,7 +61,43 @@ _MODULES = {
     "metrics.tables": "read_rows rows_of write_csv",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted(_HOMES)
+__all__ = [
+    "AccuracyComparison",
+    "AccuracyResult",
+    "AttentionMaps",
+    "Comparison",
+    "DataRecord",
+    "DataSource",
+    "Diagnosis",
+    "EvaluationResult",
+    "EvaluationSettings",
+    "RetrievalComparison",
+    "RetrievalResult",
+    "StateObserver",
+    "accuracy_by_length",
+    "attention_apart",
+    "attention_maps",
+    "constant_prompt",
+    "diagnose_states",
+    "effective_remembrance",
+    "evaluate_model",
+    "long_short_misalignment",
+    "measure_accuracy",
+    "patch_heads",
+    "read_maps",
+    "read_result",
+    "read_rows",
+    "reading_together",
+    "retrieval_accuracy",
+    "rows_of",
+    "save_maps",
+    "state_drift",
+    "stream_nll",
+    "string_accuracy",
+    "window_nll",
+    "write_csv",
+    "write_result",
+]
 
 
 def __getattr__(name: str) -> Any:
