@@ -193,7 +193,7 @@ def test_an_error_in_writing_leaves_the_file_of_before(tmp_path: Path, monkeypat
         (mamba, {"tokens": ["a"]}, "one word per token, 7, got 1"),
         (mamba, {"layers": [2]}, r"some of 0 to 1, got \[2\]"),
         (mamba, {"layers": []}, "some of 0 to 1"),
-        (lambda: mamba(forgetting={"window": 3}), {}, "switch forgetting off"),
+        (lambda: mamba2(forgetting={"window": 3}), {}, "switch forgetting off"),
         (
             lambda: StatefulRWKV6ForCausalLM(StatefulRWKV6Config(**SIZES, num_heads=2, intermediate_size=8)),
             {},
