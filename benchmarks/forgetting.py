@@ -9,9 +9,9 @@ from torch.nn.functional import pad
 
 from hf_recurrent_lengthgen import Forgetting, forgetting
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, WindowedLayerState
 from hf_recurrent_lengthgen.models.scan_forgetting import SSDRecurrence, forgetful_scan
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
+from hf_recurrent_lengthgen.models.state_value import LayerState, WindowedLayerState
 
 LENGTH, WINDOW = 16_384, 4096
 LENGTHS = (65_536, 1_048_576)

@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
 )
-from hf_recurrent_lengthgen.models.recurrent_cache import RecurrentCache
+from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
 from hf_recurrent_lengthgen.surgery import expand_state
 
 TRAINING_TOKENS, PREFILL_TOKENS = 256, 512

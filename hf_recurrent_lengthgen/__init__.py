@@ -13,7 +13,10 @@ from . import versions as _versions
 if TYPE_CHECKING:
     from .hybrids import stateful
     from .loading import load_model
-    from .models.recurrent_state import (
+    from .models.scan_forgetting import Forgetting, forgetting
+    from .models.state_learned import LearnedStates
+    from .models.state_on_disk import load_state, save_state
+    from .models.state_value import (
         LayerState,
         RecurrentState,
         clone_state,
@@ -24,9 +27,6 @@ if TYPE_CHECKING:
         take_rows,
         zero_state,
     )
-    from .models.scan_forgetting import Forgetting, forgetting
-    from .models.state_learned import LearnedStates
-    from .models.state_on_disk import load_state, save_state
 
 __version__ = _versions.version_of("hf_recurrent_lengthgen")
 __all__ = [
@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_NOT_OF_STATES.get(name, 'models.recurrent_state')}", __name__)
+    module = import_module(f".{_NOT_OF_STATES.get(name, 'models.state_value')}", __name__)
     found = globals()[name] = getattr(module, name)
     return found
 

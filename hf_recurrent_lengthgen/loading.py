@@ -40,7 +40,12 @@ from hf_recurrent_lengthgen.hybrids.layer_sizes import described_class, says_mor
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPERSEDED, SUPPORTED
 from hf_recurrent_lengthgen.json_files import read_json_object
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES, register_family
-from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
+from hf_recurrent_lengthgen.models.configuration_stateful import (
+    CODE_FORMAT_VERSION,
+    StatefulConfigMixin,
+    extras_of,
+    with_extras,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -128,11 +133,16 @@ def _check_finite(name: str, model: torch.nn.Module) -> None:
 def differing_code(folder: str | os.PathLike[str]) -> list[str]:
     """Names of the Python files in a checkpoint folder that differ from the installed package, sorted."""
     installed = Path(inspect.getfile(register_family)).parent
-    return sorted(
-        path.name
-        for path in Path(folder).glob("*.py")
-        if not (installed / path.name).is_file() or (installed / path.name).read_bytes() != path.read_bytes()
-    )
+
+    def differs(path: Path) -> bool:
+        if not (source := installed / path.name).is_file():
+            return True
+        code, theirs = source.read_bytes(), path.read_bytes()
+        if path.name == Path(inspect.getfile(StatefulConfigMixin)).name:  # it says which extras the checkpoint carries
+            code = with_extras(code.decode(), extras_of(theirs.decode(errors="replace"))).encode()
+        return code != theirs
+
+    return sorted(path.name for path in Path(folder).glob("*.py") if differs(path))
 
 
 def _tell_of_differing_code(name: str, settings: dict[str, Any]) -> None:

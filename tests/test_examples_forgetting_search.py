@@ -21,8 +21,8 @@ from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen.models import StatefulMamba2Config as Config
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM as Model
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
 from hf_recurrent_lengthgen.models.scan_forgetting import in_words
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "forgetting"))
 import forgetting_search

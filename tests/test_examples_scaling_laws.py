@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.evaluation.statistics import position_edges
 from hf_recurrent_lengthgen.metrics.context_harm.result import TwoResolutions
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState
+from hf_recurrent_lengthgen.models.state_value import LayerState
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "scaling_laws"))
 from law import Law

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
 from hf_recurrent_lengthgen.models import FAMILIES
-from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
-from hf_recurrent_lengthgen.models.recurrent_state import states_checked_by_caller
+from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
+from hf_recurrent_lengthgen.models.state_value import states_checked_by_caller
 
 from .hybrids.tiny_models import TINY, tiny_model
 

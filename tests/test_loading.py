@@ -84,13 +84,13 @@ def test_code_of_a_checkpoint_that_differs_from_the_installed_one_is_named(
     load_model(str(tmp_path))
     assert differing_code(tmp_path) == []
     assert caplog.text == ""
-    (tmp_path / "norms.py").write_text((tmp_path / "norms.py").read_text() + "\n")
+    (tmp_path / "layers_mixer.py").write_text((tmp_path / "layers_mixer.py").read_text() + "\n")
     (tmp_path / "foreign.py").write_text("raise RuntimeError")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"code_format_version": 0}))
-    assert differing_code(tmp_path) == ["foreign.py", "norms.py"]
+    assert differing_code(tmp_path) == ["foreign.py", "layers_mixer.py"]
     assert type(load_model(str(tmp_path))) is StatefulMambaForCausalLM
-    assert "foreign.py, norms.py (code format version 0, installed 1)" in caplog.text
+    assert "foreign.py, layers_mixer.py (code format version 0, installed 1)" in caplog.text
 
 
 def test_code_on_the_hub_is_compared_where_it_can_be_had(
@@ -100,12 +100,13 @@ def test_code_on_the_hub_is_compared_where_it_can_be_had(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "norms.py").write_text("old")
+    (tmp_path / "model" / "layers_mixer.py").write_text("old")
     HfApi().create_repo("user/name")
     HfApi().upload_folder(repo_id="user/name", folder_path=tmp_path / "model")
     assert type(load_model("user/name")) is StatefulMambaForCausalLM
     assert (
-        "user/name brings code that differs from the installed hf_recurrent_lengthgen: norms.py (code" in caplog.text
+        "user/name brings code that differs from the installed hf_recurrent_lengthgen: layers_mixer.py (code"
+        in caplog.text
     )
     caplog.clear()
     monkeypatch.setattr(loading, "snapshot_download", partial(snapshot_download, cache_dir=tmp_path / "empty"))

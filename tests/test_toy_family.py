@@ -16,14 +16,14 @@ from hf_recurrent_lengthgen.conversion.format_fla import KINDS
 from hf_recurrent_lengthgen.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.models import FAMILIES, register_family
-from hf_recurrent_lengthgen.models.causal_lm import StatefulForCausalLM
 from hf_recurrent_lengthgen.models.configuration_fla import FlaConfigMixin
 from hf_recurrent_lengthgen.models.layers_fla import MixerMLPBackbone
-from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, LayerState
+from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
+from hf_recurrent_lengthgen.models.modeling_heads import StatefulForCausalLM
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla
-from hf_recurrent_lengthgen.models.scan_mixer import ScanMixer
+from hf_recurrent_lengthgen.models.state_value import LayerShape, LayerState
 from hf_recurrent_lengthgen.surgery import expand_state, mimetic_initialization
 
 

@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
 from hf_recurrent_lengthgen.papers import MIMETIC
 from hf_recurrent_lengthgen.records import read_lineage
 from hf_recurrent_lengthgen.trainers import (

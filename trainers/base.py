@@ -22,8 +22,8 @@ from transformers.training_args import OptimizerNames
 
 from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.methods import PLAIN, Method
-from hf_recurrent_lengthgen.models.recurrent_state import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.checks import (
     check_batch,
     check_no_forgetting,

@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.models.causal_lm import StatefulCausalLMOutput
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, detach_state
+from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state
 
 TAKEN = (
     "input_ids",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.methods import Method
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, LayerStatistics, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, LayerStatistics, RecurrentState
 from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.methods import Method
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers import (  # noqa: F401 (known in INTERVENTIONS when they are imported)
     fitted_noise,

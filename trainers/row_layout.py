@@ -14,13 +14,8 @@ from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, de
 
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import split_at_resets, unpacked
-from hf_recurrent_lengthgen.models.recurrent_state import (
-    RecurrentState,
-    concatenate_rows,
-    map_state,
-    take_rows,
-)
 from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, map_state, take_rows
 from hf_recurrent_lengthgen.trainers.checks import usable_ids
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.methods import Method
-from hf_recurrent_lengthgen.models.recurrent_state import (
+from hf_recurrent_lengthgen.models.state_value import (
     LayerState,
     RecurrentState,
     concatenate_rows,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.gpu.stage import DEVICE, Part, Stage, in_short
 from hf_recurrent_lengthgen.models import FAMILIES
-from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from hf_recurrent_lengthgen.models.state_value import map_state
 from tests.models.families import random_state
 from tests.models.law import model_step, run_in_pieces
 

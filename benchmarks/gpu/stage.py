@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.models.scan_mixer import ScanMixer
+from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
 from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers
 from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 
 Quantity = Literal["mean", "sum", "length"]
 BEGIN_ID, END_ID, FIRST_BIT_ID, BIT_VOCAB_SIZE = 1, 2, 3, 5

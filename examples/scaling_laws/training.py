@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
 from hf_recurrent_lengthgen.evaluation.statistics import bin_means, position_edges
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.recurrent_state import detach_state
+from hf_recurrent_lengthgen.models.state_value import detach_state
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
 VALUES = 16

@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
 )
-from hf_recurrent_lengthgen.models.mixer_layouts import known_mixers
+from hf_recurrent_lengthgen.models.layers_known import known_mixers
 from hf_recurrent_lengthgen.surgery import expand_state, mimetic_initialization
 from hf_recurrent_lengthgen.surgery.expanded_weights import draw_as_mamba_ssm
 

@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.metrics.context_harm.result import EvaluationResult
 from hf_recurrent_lengthgen.metrics.context_harm.words import status
 from hf_recurrent_lengthgen.models import family_config
-from hf_recurrent_lengthgen.models.configuration_code import TESTED
+from hf_recurrent_lengthgen.models.configuration_stateful import TESTED
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.records import Source, Step
 

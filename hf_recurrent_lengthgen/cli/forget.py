@@ -16,8 +16,8 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words
-from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
 
 DESCRIPTION = """\
 Make a copy of a checkpoint that forgets at inference, without training (Chen et al., 2024): its states hold the last

@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 from hf_recurrent_lengthgen.conversion.key_maps import Rename
 from hf_recurrent_lengthgen.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.models import FAMILIES
-from hf_recurrent_lengthgen.models.configuration_reference import ReferenceLayersConfigMixin
+from hf_recurrent_lengthgen.models.configuration_mamba import ReferenceLayersConfigMixin
 from hf_recurrent_lengthgen.models.configuration_stateful import StatefulConfigMixin
 
 SOURCE_CONFIG = "source_config"

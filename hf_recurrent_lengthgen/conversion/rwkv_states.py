@@ -14,14 +14,8 @@ import torch
 
 from hf_recurrent_lengthgen.conversion.rwkv_maps import RWKV5, RWKV6, RWKV7
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles
-from hf_recurrent_lengthgen.models.recurrent_state import (
-    LayerState,
-    RecurrentState,
-    learned_row,
-    state_dtype,
-    zero_state,
-)
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, learned_row, state_dtype, zero_state
 
 NAME = "blocks.{layer}.att.time_state"
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hf_recurrent_lengthgen.models.modeling_heads import scored_labels
 from hf_recurrent_lengthgen.models.rows import LAYOUT, read_rows
-from hf_recurrent_lengthgen.models.token_inputs import scored_labels
 
 from .packing import IGNORED_LABEL
 

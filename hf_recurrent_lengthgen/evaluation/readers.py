@@ -26,9 +26,9 @@ from transformers import DynamicCache
 from hf_recurrent_lengthgen.data.pieces import piece_borders
 from hf_recurrent_lengthgen.evaluation import attention_caches
 from hf_recurrent_lengthgen.evaluation.text_configs import rope_types, text_config, vocabulary_size
-from hf_recurrent_lengthgen.models.configuration_code import CACHE_NAME
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, concatenate_rows, take_rows
+from hf_recurrent_lengthgen.models.configuration_stateful import CACHE_NAME
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, take_rows
 
 LOGITS_PER_LOSS = 2**18
 """Logits whose log-probabilities are in memory at once: 1 MiB, which caches hold."""

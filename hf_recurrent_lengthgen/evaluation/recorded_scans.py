@@ -1,6 +1,6 @@
 """The inputs of the scans of a model's layers, recorded while the model runs, also with the code of a checkpoint.
 
-The `scan` of every mixer (`models/scan_mixer.py`) is replaced within a `with` block.
+The `scan` of every mixer (`models/layers_mixer.py`) is replaced within a `with` block.
 
 Shapes: B rows, T tokens of a call, H heads (channels in Mamba-1), N states (keys), P values, G groups.
 """

@@ -19,8 +19,8 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.recurrent_state import (
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
+from hf_recurrent_lengthgen.models.state_value import (
     RecurrentState,
     concatenate_rows,
     layer_state,

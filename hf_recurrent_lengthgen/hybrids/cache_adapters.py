@@ -24,11 +24,11 @@ from hf_recurrent_lengthgen.hybrids.stopping import (
     stopped_scans,
     stopped_xlstm,
 )
-from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, state_dtype
+from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
+from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
-from hf_recurrent_lengthgen.models.stateful_model import HybridModel
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, state_dtype
 
 # What a layer of a stock cache holds about its keys; `cumulative_length` counts tokens that left a sliding window.
 KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtype", "device")

@@ -14,11 +14,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.hybrids.state_cache import NoCache, StateCache
-from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, learned_row
+from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
+from hf_recurrent_lengthgen.models.modeling_generation import NO_KEYS
+from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.state_learned import recorded
-from hf_recurrent_lengthgen.models.stateful_model import HybridModel
-from hf_recurrent_lengthgen.models.virtual_tokens import NO_KEYS
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, learned_row
 
 
 def check_arguments(cache_argument: str, arguments: dict[str, Any], seen: int) -> tuple[int, int, StockRows | None]:

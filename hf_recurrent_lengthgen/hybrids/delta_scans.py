@@ -19,9 +19,9 @@ from transformers.utils import is_kernels_available
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.hybrids.sharing import shared_now
 from hf_recurrent_lengthgen.hybrids.stopping import RULES, stopped_rule
-from hf_recurrent_lengthgen.models.recurrent_state import state_dtype
+from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, piece_delta, scan_delta
-from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
+from hf_recurrent_lengthgen.models.state_value import state_dtype
 
 SCANS = ("auto", "stock")
 KERNELS = chunk_gated_delta_rule is not None or is_kernels_available()

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, SCAN, STEP, as_chunk_scan, exchanged
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState
+from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, SSDRecurrence
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
-from hf_recurrent_lengthgen.models.stateful_model import HybridModel
+from hf_recurrent_lengthgen.models.state_value import LayerState
 
 
 def mamba_mixers(model: HybridModel) -> dict[int, Any]:

@@ -24,10 +24,10 @@ from hf_recurrent_lengthgen.hybrids.calls import (
 )
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import check_cached, real_of, rows_of
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state, state_dtype
+from hf_recurrent_lengthgen.models.modeling_generation import GOES_ON, virtual_tokens
 from hf_recurrent_lengthgen.models.rows import LAYOUT, check_prompts, text_positions
 from hf_recurrent_lengthgen.models.state_learned import recorded
-from hf_recurrent_lengthgen.models.virtual_tokens import GOES_ON, virtual_tokens
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state, state_dtype
 
 
 def _prompt(inputs: Tensor | None, given: dict[str, Any]) -> Tensor | None:

@@ -13,8 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
-from hf_recurrent_lengthgen.models.recurrent_state import LearnedStatesMixin
 from hf_recurrent_lengthgen.models.state_learned import LearnedStates, recorded
+from hf_recurrent_lengthgen.models.state_value import LearnedStatesMixin
 
 
 def sizes_of_layers(config: Any) -> dict[int, dict[str, Any]]:

@@ -6,8 +6,8 @@ import torch
 
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.verify import close
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, state_dtype, zero_state
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
+from hf_recurrent_lengthgen.models.state_value import LayerShape, state_dtype, zero_state
 
 
 class Layout(NamedTuple):

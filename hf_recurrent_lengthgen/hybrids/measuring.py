@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids import mixers as our_scans
 from hf_recurrent_lengthgen.hybrids.forgetting import as_scan_of_one, mamba_mixers
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, STEP, as_chunk_scan, exchanged
-from hf_recurrent_lengthgen.models.stateful_model import HybridModel
+from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 
 
 @contextmanager

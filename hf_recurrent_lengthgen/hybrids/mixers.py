@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, state_dtype
+from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, SelectiveRecurrence
 from hf_recurrent_lengthgen.models.scan_selective import piece_selective, scan_selective, selective_scan_fn
 from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined
-from hf_recurrent_lengthgen.models.stateful_model import StatefulModel
+from hf_recurrent_lengthgen.models.state_value import LayerState, state_dtype
 
 STEP, CHUNKS, SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan", "mamba_selective_scan"
 

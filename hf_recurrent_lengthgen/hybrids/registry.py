@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.hybrids.cache_adapters import (
     RoundingCacheAdapter,
     XlstmCacheAdapter,
 )
-from hf_recurrent_lengthgen.models.stateful_model import HybridModel, StatefulModel
+from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel, StatefulModel
 
 
 class StockType(NamedTuple):

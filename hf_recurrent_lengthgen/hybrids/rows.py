@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, layer_state
+from hf_recurrent_lengthgen.models.modeling_heads import scored_labels
 from hf_recurrent_lengthgen.models.rows import (
     LAYOUT,
     Rows,
@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.models.rows import (
     token_shape,
 )
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
-from hf_recurrent_lengthgen.models.token_inputs import scored_labels
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, layer_state
 
 TOKENS, TARGETS = ("input_ids", "inputs_embeds"), ("labels", "shift_labels")
 UNREAD = ("document_ids", "segment_ids", "sequence_ids", "seq_lengths")

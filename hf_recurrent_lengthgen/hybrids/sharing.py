@@ -1,4 +1,4 @@
-"""Rows of a wrapped model that several processes share, each with a piece of them (`models/sequence_pieces.py`).
+"""Rows of a wrapped model that several processes share, each with a piece of them (`models/rows_shared.py`).
 
 Recurrent layers run their scan from the state folded from the maps of all pieces, with the functions that they call
 replaced during one forward pass (Mamba, Mamba-2), or with our scan of the delta rule in their place. Attention layers
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, as_chunk_scan, exchanged
+from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows import Rows
+from hf_recurrent_lengthgen.models.rows_shared import gathered, scan_piece
 from hf_recurrent_lengthgen.models.scan_ssd import piece_ssd, scan_ssd
-from hf_recurrent_lengthgen.models.sequence_pieces import gathered, scan_piece
-from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 
 class Shared:

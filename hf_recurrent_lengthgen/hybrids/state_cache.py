@@ -16,12 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_recurrent_lengthgen.models.recurrent_state import (
-    LayerState,
-    RecurrentState,
-)
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import inputs_around, last_inputs
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
 
 class Overwritten(Tensor):

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.hybrids.forgetting import forgetting_scans
 from hf_recurrent_lengthgen.hybrids.mixers import exchanged
+from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
-from hf_recurrent_lengthgen.models.stateful_model import HybridModel
 
 # Delta rules of Transformers, with the arguments and results of fla's kernels; T = 1 goes to the recurrent ones.
 RULES = {

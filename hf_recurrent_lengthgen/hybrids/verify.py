@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
-from hf_recurrent_lengthgen.models.stateful_model import HybridModel
+from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel, evaluation_mode
+from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
 
 def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:

@@ -55,8 +55,9 @@ from hf_recurrent_lengthgen.hybrids.registry import (
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_cached, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
-from hf_recurrent_lengthgen.models.recurrent_generation import refuse_continuous_batching
-from hf_recurrent_lengthgen.models.recurrent_state import (
+from hf_recurrent_lengthgen.models.modeling_generation import refuse_continuous_batching
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
+from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
     LearnedStatesMixin,
     RecurrentState,
@@ -68,7 +69,6 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     state_dtype,
     zero_state,
 )
-from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 
 
 class StatefulMixin(LossMixin, LearnedStatesMixin):

@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.evaluation.statistics import estimate
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar
 from hf_recurrent_lengthgen.evaluation.words import cell, interval_text
 from hf_recurrent_lengthgen.metrics.part import INSIDE, Fact, Part, PartRow
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 
 LOGITS_PER_CHUNK = {"cpu": 2**19, "accelerator": 2**25}
 """Default number of logits per chunk: what fits into a CPU's cache, and what fills an accelerator."""

@@ -1,7 +1,7 @@
 """Configuration fields that DeltaNet, Gated DeltaNet and Kimi Delta Attention share, under fla's names."""
 
-from .configuration_code import PreTrainedConfig
 from .configuration_fla import KEYS_CHANGE_ALL, FlaConfigMixin
+from .configuration_stateful import PreTrainedConfig
 
 
 class DeltaRuleConfig(FlaConfigMixin, PreTrainedConfig):

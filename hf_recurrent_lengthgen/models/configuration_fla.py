@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .configuration_code import PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin
+from .configuration_stateful import PreTrainedConfig, StatefulConfigMixin
 
 KEYS_CHANGE_ALL = "every key changes what earlier tokens wrote, so that a state is no sum of decayed writes"
 """Why families of the delta rule do not forget."""

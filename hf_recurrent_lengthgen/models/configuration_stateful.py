@@ -1,18 +1,99 @@
-"""What the configurations of all stateful families have in common."""
+"""What the configurations of all stateful families have in common, and what this code needs and carries.
+
+To support a newer release of Transformers: run `make test-newest`, then raise `NEWEST` here, the bound in
+pyproject.toml and the pin in constraints.txt, which a test holds together.
+
+Releases before 5.10 copy of a checkpoint's code only the files that its entry file imports. So the entry files of
+configurations, which are loaded first, import all that they need, and their users get to the sentence below.
+"""
 
 import inspect
 import os
+import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from numbers import Integral
 from pathlib import Path
 from types import UnionType
+from typing import TYPE_CHECKING as TYPE_CHECKING
 from typing import Any, ClassVar, Union, get_args, get_origin
 
-from .configuration_code import PreTrainedConfig as PreTrainedConfig
-from .configuration_code import carry_extras, extra
+import transformers
+from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.utils import logging
+
+OLDEST, NEWEST = (5, 10), (5, 24)
+
+_installed = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+TESTED = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+if _installed < OLDEST:
+    raise ImportError(
+        f"Transformers {transformers.__version__} is installed, and models of hf_recurrent_lengthgen need {TESTED}: "
+        f'pip install "transformers>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}".'
+    )
+if _installed > NEWEST:
+    logging.get_logger(__name__).warning_once(
+        f"Transformers {transformers.__version__} is installed, and models of hf_recurrent_lengthgen were tested with "
+        f"{TESTED}: should anything fail, install one of these, or a newer hf_recurrent_lengthgen."
+    )
+
+# What `generate` calls the cache. The models of this package take it under all names with every release.
+CACHE_NAME = "cache" if _installed >= (5, 24) else "past_key_values"
+OLD_CACHE_NAMES = ("past_key_values", "cache_params")
+PreTrainedConfig = transformers.PreTrainedConfig  # not imported above, since older releases name it otherwise
+
+
+def extra(name: str) -> Any:
+    """A module of this folder that few models need; a checkpoint has it only if it needs it (`EXTRAS`).
+
+    Raises:
+        ValueError: in the code of a checkpoint without it.
+    """
+    try:
+        return import_module(f".{name}", __package__)
+    except ModuleNotFoundError as error:
+        if error.name != f"{__package__}.{name}":
+            raise
+        raise ValueError(
+            f"The code of this checkpoint has no {name}.py, which few models need: pip install "
+            '"hf_recurrent_lengthgen", and load the checkpoint with hf_recurrent_lengthgen.load_model.'
+        ) from error
+
+
+EXTRAS = {"forgetting": "scan_forgetting", "learned_states": "state_learned", "attention_layers": "layers_attention"}
+"""Modules that travel only with a checkpoint that needs them, by the field of its configuration that then is set."""
+_LINE = "    from .{} import *  # noqa: F403\n"
+
+
+def with_extras(code: str, names: Iterable[str]) -> str:
+    """This file, as it is in the package or in a checkpoint, with imports of these extras at its end.
+
+    Transformers copies the files that are imported in so many words.
+    """
+    lines = [_LINE.format(name) for name in EXTRAS.values() if name in names]
+    own = code.partition("\nif TYPE_CHECKING:\n")[0]
+    return "".join([own, *(["\nif TYPE_CHECKING:\n", *lines] if lines else [])])
+
+
+def extras_of(code: str) -> list[str]:
+    """The extras that a copy of this file imports at its end."""
+    return [name for name in EXTRAS.values() if _LINE.format(name) in code]
+
+
+def carry_extras(folder: str | os.PathLike[str], names: Iterable[str]) -> None:
+    """Give the code that was saved to a folder these extras."""
+    copy = Path(folder, Path(__file__).name)
+    if not copy.exists():  # a configuration alone
+        return
+    for file in (Path(str(extra(name).__file__)) for name in names):
+        for needed in (file, *map(Path, get_relative_import_files(file))):
+            if needed.name != copy.name:
+                shutil.copyfile(needed, copy.with_name(needed.name))
+    copy.write_text(with_extras(Path(__file__).read_text(encoding="utf-8"), names), encoding="utf-8")
+
 
 CODE_FORMAT_VERSION = 1
 SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
@@ -156,8 +237,7 @@ class StatefulConfigMixin:
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """As in Transformers; code in the same folder gets the extras that this configuration asks for."""
-        needed = {"scan_forgetting": self.forgetting, "state_learned": self.learned_states}
-        carry_extras(Path(json_file_path).parent, [name for name, used in needed.items() if used])
+        carry_extras(Path(json_file_path).parent, [EXTRAS[name] for name in EXTRAS if getattr(self, name, None)])
         super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
 
     def check_forgetting(self) -> None:

@@ -1,8 +1,8 @@
 """Configuration of Gated DeltaNet with an initial and a final state."""
 
-from .configuration_code import PreTrainedConfig as PreTrainedConfig
 from .configuration_delta import HeadDimConfig
 from .configuration_fla import FlaConfigMixin as FlaConfigMixin
+from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 GATE_ACTIVATIONS = ("swish", "silu", "sigmoid")

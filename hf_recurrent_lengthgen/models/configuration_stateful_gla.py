@@ -1,7 +1,7 @@
 """Configuration of GLA with an initial and a final state."""
 
-from .configuration_code import PreTrainedConfig as PreTrainedConfig
 from .configuration_fla import GatedLinearAttentionConfig
+from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 FEATURE_MAPS = ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")

@@ -1,7 +1,7 @@
 """Configuration of linear attention with an initial and a final state."""
 
-from .configuration_code import PreTrainedConfig as PreTrainedConfig
 from .configuration_fla import GatedLinearAttentionConfig
+from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 FEATURE_MAPS = ("hedgehog", "t2r", "elementwise_product", "dpfp", "elu", "relu", "identity")

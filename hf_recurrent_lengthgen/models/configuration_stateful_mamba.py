@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import MambaConfig
 
-from .configuration_code import PreTrainedConfig as PreTrainedConfig
-from .configuration_reference import ReferenceLayersConfigMixin
+from .configuration_mamba import ReferenceLayersConfigMixin
+from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 FLA_NAMES = {

@@ -2,8 +2,8 @@
 
 from transformers import Mamba2Config
 
-from .configuration_code import PreTrainedConfig as PreTrainedConfig
-from .configuration_reference import ReferenceLayersConfigMixin
+from .configuration_mamba import ReferenceLayersConfigMixin
+from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 

@@ -2,8 +2,7 @@
 
 from typing import ClassVar
 
-from .configuration_code import PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin
+from .configuration_stateful import PreTrainedConfig, StatefulConfigMixin
 
 DECAY_ACTIVATIONS = ("softplus", "heavy_tail")
 

@@ -1,7 +1,6 @@
 """Configuration of RWKV-5 with an initial and a final state."""
 
-from .configuration_code import PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin
+from .configuration_stateful import PreTrainedConfig, StatefulConfigMixin
 
 
 class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):

@@ -1,7 +1,7 @@
 """Configuration of RWKV-6 with an initial and a final state."""
 
-from .configuration_code import PreTrainedConfig as PreTrainedConfig
 from .configuration_fla import ExpandedHeadsConfig
+from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 

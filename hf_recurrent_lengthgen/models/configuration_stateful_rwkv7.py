@@ -1,7 +1,7 @@
 """Configuration of RWKV-7 with an initial and a final state."""
 
-from .configuration_code import PreTrainedConfig
 from .configuration_fla import KEYS_CHANGE_ALL, FlaConfigMixin
+from .configuration_stateful import PreTrainedConfig
 from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import initialization as init
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
+from .layers_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .layers_fla import RMSNorm
-from .recurrent_state import LayerShape, LayerState
+from .layers_mixer import ScanMixer
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import ScanBackend
 from .scan_delta import NORMED_BY_HEAD, chunk_gated_delta_rule, kernel_limit_of, piece_delta, scan_delta
-from .scan_mixer import ScanMixer
+from .state_value import LayerShape, LayerState
 
 KERNEL_AVAILABLE = chunk_gated_delta_rule is not None and causal_conv1d_fn is not None
 _NORM_EPS = 1e-6  # of fla's kernels

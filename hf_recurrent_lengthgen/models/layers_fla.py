@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from .configuration_fla import FlaConfigMixin
+from .layers_mixer import MixerLayer, RMSNorm, ScanMixer
 from .modeling_stateful import StatefulBackbone
-from .norms import RMSNorm
-from .recurrent_state import LayerState
 from .rows import Rows
 from .rows_moved import over_groups
-from .scan_mixer import MixerLayer, ScanMixer
+from .state_value import LayerState
 
 
 class GatedMLP(nn.Module):

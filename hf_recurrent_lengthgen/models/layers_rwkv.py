@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from transformers import initialization as init
 
-from .recurrent_state import LayerShape
+from .layers_mixer import ScanMixer
 from .rows import Rows
 from .rows_moved import inputs_around
-from .scan_mixer import ScanMixer
+from .state_value import LayerShape
 
 
 def token_shift(x: Tensor, initial_state: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:

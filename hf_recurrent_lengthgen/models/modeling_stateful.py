@@ -23,9 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from .configuration_code import extra
-from .recurrent_cache import OutputWithCache, RecurrentCache
-from .recurrent_state import (
+from .configuration_stateful import extra
+from .layers_mixer import MixerLayer
+from .modeling_generation import OutputWithCache, RecurrentCache, given_cache
+from .rows import Rows, check_token_types, read_inputs
+from .rows_moved import MovedRows
+from .state_value import (
     LayerShape,
     LearnedStatesMixin,
     RecurrentState,
@@ -37,10 +40,6 @@ from .recurrent_state import (
     state_to,
     zero_state,
 )
-from .rows import Rows
-from .rows_moved import MovedRows
-from .scan_mixer import MixerLayer
-from .token_inputs import check_token_types, given_cache, read_inputs
 
 
 @dataclass
@@ -193,7 +192,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             the graph. M-RoPE's (3 or 4, B or 1, T) are taken for text, whose planes are equal.
         token_type_ids: (B, T), all 0, as tokenizers return them.
         sequence_group: Processes that share the rows, each with a piece of them, in the order of time
-            (sequence_pieces.py). All give the same `initial_state`, that before the whole rows, and get the same
+            (rows_shared.py). All give the same `initial_state`, that before the whole rows, and get the same
             `final_state`, that after them. Packed rows need `seq_idx`, counted over the pieces.
         rows: The rows, where they have been read already, in place of what describes them.
         others: Other forms of packed rows that collators give (rows.py): `seq_idx` (B, T), the number of each token's

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import elu, normalize, relu, silu
 
-from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_delta_net import StatefulDeltaNetConfig
 from .layers_delta import DeltaMixer, l2_norm
 from .layers_fla import MixerMLPBackbone
-from .recurrent_state import LayerState
+from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
 
 # for users of a checkpoint without the package
 from .rows import Rows
-from .sequence_classification import StatefulForSequenceClassification
+from .state_value import LayerState
 
 
 class StatefulDeltaNetMixer(DeltaMixer):

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_gated_deltanet import StatefulGatedDeltaNetConfig
 from .layers_delta import DeltaMixer, init_decays, l2_norm
 from .layers_fla import MixerMLPBackbone
-from .recurrent_state import LayerState
+from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
 
 # for users of a checkpoint without the package
 from .rows import Rows
-from .sequence_classification import StatefulForSequenceClassification
+from .state_value import LayerState
 
 
 class StatefulGatedDeltaNetMixer(DeltaMixer):

@@ -13,19 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, logsigmoid, relu, silu
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
-from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_gla import StatefulGLAConfig
+from .layers_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .layers_fla import MixerMLPBackbone, RMSNorm
-from .recurrent_state import LayerShape, LayerState
+from .layers_mixer import ScanMixer
+from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
 
 # for users of a checkpoint without the package
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import repeat_heads
 from .scan_gla import chunk_gla, piece_gla, scan_gla
-from .scan_mixer import ScanMixer
-from .sequence_classification import StatefulForSequenceClassification
+from .state_value import LayerShape, LayerState
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,

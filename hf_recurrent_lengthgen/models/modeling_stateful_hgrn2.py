@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, silu
 from transformers import initialization as init
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
-from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
+from .layers_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .layers_fla import MixerMLPBackbone, RMSNorm
-from .recurrent_state import LayerShape, LayerState, state_dtype
+from .layers_mixer import ScanMixer
+from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
 
 # for users of a checkpoint without the package
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_gla import chunk_gla, piece_gla, scan_gla
-from .scan_mixer import ScanMixer
-from .sequence_classification import StatefulForSequenceClassification
+from .state_value import LayerShape, LayerState, state_dtype
 
 
 class StatefulHGRN2Mixer(ScanMixer):

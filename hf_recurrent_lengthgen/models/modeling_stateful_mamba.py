@@ -16,19 +16,17 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
 from transformers import initialization as init
 
-from .causal_conv import CausalConv1d, causal_conv1d_fn
-from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_mamba import StatefulMambaConfig
-from .layers_mamba_block import MixerBackbone, init_mamba_mixer
-from .norms import rms_normalize
-from .recurrent_state import LayerShape, LayerState, state_dtype
+from .layers_conv import CausalConv1d, causal_conv1d_fn
+from .layers_mamba import MixerBackbone, init_mamba_mixer
+from .layers_mixer import ScanMixer, rms_normalize
+from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
 
 # for users of a checkpoint without the package
 from .rows import Rows
 from .rows_moved import zero_past_end
-from .scan_mixer import ScanMixer
 from .scan_selective import piece_selective, scan_selective, selective_scan_fn
-from .sequence_classification import StatefulForSequenceClassification
+from .state_value import LayerShape, LayerState, state_dtype
 
 KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
 

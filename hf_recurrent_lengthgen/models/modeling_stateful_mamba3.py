@@ -16,20 +16,18 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 from transformers import initialization as init
 
-from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_mamba3 import StatefulMamba3Config
-from .layers_mamba_block import MixerBlock, init_output, init_steps
+from .layers_mamba import MixerBlock, init_output, init_steps
+from .layers_mixer import RMSNorm, ScanMixer, rms_normalize
+from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
 from .modeling_stateful import StatefulBackbone
-from .norms import RMSNorm, rms_normalize
-from .recurrent_state import LayerShape, LayerState
 
 # for users of a checkpoint without the package
 from .rows import Rows
 from .rows_moved import inputs_around, over_groups, zero_past_end
 from .scan_backends import repeat_heads
-from .scan_mixer import ScanMixer
 from .scan_trapezoid import chunk_simple_gla, piece_trapezoid, scan_trapezoid
-from .sequence_classification import StatefulForSequenceClassification
+from .state_value import LayerShape, LayerState
 
 
 class GatedHeadNorm(nn.Module):

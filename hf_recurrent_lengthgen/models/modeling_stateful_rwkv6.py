@@ -15,18 +15,17 @@ from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 from transformers import initialization as init
 
-from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
+from .layers_mixer import MixerLayer
 from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
+from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
 from .modeling_stateful import StatefulBackbone
-from .recurrent_state import LayerState
 
 # for users of a checkpoint without the package
 from .rows import Rows
 from .rows_moved import over_groups, zero_past_end
-from .scan_mixer import MixerLayer
 from .scan_rwkv6 import chunk_rwkv6, piece_rwkv6, scan_rwkv6
-from .sequence_classification import StatefulForSequenceClassification
+from .state_value import LayerState
 
 
 class ShiftedLinear(nn.Module):

@@ -20,18 +20,17 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize, relu
 from transformers import initialization as init
 
-from .causal_lm import StatefulForCausalLM
 from .configuration_stateful_rwkv7 import StatefulRWKV7Config
+from .layers_mixer import MixerLayer
 from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
+from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
 from .modeling_stateful import StatefulBackbone
-from .recurrent_state import LayerState
 
 # for users of a checkpoint without the package
 from .rows import Rows
 from .rows_moved import over_groups, zero_past_end
 from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, piece_dplr, scan_dplr
-from .scan_mixer import MixerLayer
-from .sequence_classification import StatefulForSequenceClassification
+from .state_value import LayerState
 
 DECAY_RATE = math.exp(-0.5)  # the largest
 L2_PENALTY = 1e-4

@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
+from .configuration_stateful import extra
+
 BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 LONGEST = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
 LAYOUT = ("attention_mask", "position_ids", "seq_idx", *BORDERS, *LONGEST)
@@ -41,7 +43,7 @@ class Rows(NamedTuple):
         real: (B, T) bool, true at real tokens; None if all are.
         starts: (B, T) bool, where sequences begin inside rows; None if none does. The first real token of a row
             begins no sequence: it continues from the row's initial state.
-        group: The processes that share the rows, each with a piece of them, in the order of time (sequence_pieces.py);
+        group: The processes that share the rows, each with a piece of them, in the order of time (rows_shared.py);
             None for whole rows.
         ended: For layers, in packed rows with a `group`: (B,) bool, where the sequence that enters the piece ends in
             it. The layer then gets 2 B rows, the sequences that enter the piece, and the last ones of each row, which
@@ -63,6 +65,39 @@ class Rows(NamedTuple):
     def lengths(self) -> Tensor | None:
         """Real tokens of each row, (B,); None if all are."""
         return None if self.real is None else self.real.sum(1)
+
+
+def read_inputs(
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Tensor | None,
+    cache: Any,
+    position_ids: Tensor | None,
+    others: dict[str, Any],
+    group: ProcessGroup | None = None,
+) -> Rows:
+    """Check what a model is given, and read its rows; arguments as in `StatefulBackbone.forward`."""
+    given = sorted(name for name, x in others.items() if x is not None and x is not False and name not in LAYOUT)
+    if given:
+        raise ValueError(
+            f"A recurrent model does not take the arguments {given}: remove them."
+            + " It has no attentions to return." * ("output_attentions" in given)
+        )
+    rows = {name: x for name, x in others.items() if name in LAYOUT and x is not None}
+    rows |= {"attention_mask": attention_mask, "position_ids": position_ids}
+    if group is None:
+        tokens = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        return read_rows(rows | tokens, 0 if cache is None else cache.tokens_seen)
+    wrong = [name for name in rows if name not in ("attention_mask", "seq_idx") and rows[name] is not None]
+    if wrong or cache is not None:
+        raise ValueError(
+            f"With a sequence_group, leave {', '.join(wrong) or 'cache'} out: packed rows take seq_idx, "
+            "counted over the pieces, and states go in as initial_state and out as final_state."
+        )
+    shape = token_shape(input_ids, inputs_embeds)
+    real = real_tokens(mask_of_new_tokens(attention_mask, 0, shape))
+    piece: Rows = extra("rows_shared").read_piece(rows.get("seq_idx"), shape, real, group)
+    return piece
 
 
 def read_rows(given: Mapping[str, Any], seen: int = 0) -> Rows:
@@ -302,3 +337,33 @@ def changes(numbers: Tensor, real: Tensor | None) -> Tensor:
     if bool((followed & (numbers < previous)).any()):
         raise ValueError("seq_idx goes down: a recurrent model cannot return to an earlier sequence of the row.")
     return followed & (numbers > previous)
+
+
+def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> None:
+    """Raise a `ValueError` for a real token whose type is not 0."""
+    if token_type_ids is None or torch.compiler.is_compiling():
+        return
+    if bool((token_type_ids if real is None else token_type_ids.masked_fill(~real, 0)).any()):
+        raise ValueError("token_type_ids must be 0 at all tokens: a recurrent language model has no token types.")
+
+
+def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignored: int | None = None) -> None:
+    """Check ids (B, T) before an embedding or a loss indexes with them and fails without a position, or not at all."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {ids.dtype} of shape {tuple(ids.shape)}.")
+    if not ids.numel():
+        return
+    lowest, highest = ids.aminmax()
+    if lowest >= 0 and highest < vocabulary:
+        return
+    wrong = (ids < 0) | (ids >= vocabulary)
+    if ignored is not None:
+        wrong &= ids != ignored
+    if wrong.any():
+        place = tuple(wrong.nonzero()[0].tolist())
+        told = f"row {place[0]}, position {place[-1]}"
+        also = "" if ignored is None else f", or {ignored} for none"
+        raise ValueError(
+            f"{name} must be from 0 to {vocabulary - 1}{also}, got {int(ids[place])} in {told}: tokenize with the "
+            "model's own tokenizer."
+        )

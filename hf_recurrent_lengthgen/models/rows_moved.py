@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .recurrent_state import LayerState, layer_state
+from .configuration_stateful import extra
 from .rows import Rows
-from .sequence_pieces import inputs_before
+from .state_value import LayerState, layer_state
 
 
 class MovedRows(NamedTuple):
@@ -199,12 +199,14 @@ def inputs_around(inputs: Sequence[Tensor], initial_state: Tensor, rows: Rows | 
     lengths = None if rows is None else rows.lengths
     if rows is None or rows.group is None:
         return initial_state, joined([last_inputs(x, part, lengths) for x, part in zip(inputs, parts, strict=True)], 1)
-    count, length = inputs[0].shape[:2]
+    batch, length = inputs[0].shape[:2]
     tails = [
-        last_inputs(x, part.new_zeros(count, *part.shape[1:]), lengths) for x, part in zip(inputs, parts, strict=True)
+        last_inputs(x, part.new_zeros(batch, *part.shape[1:]), lengths) for x, part in zip(inputs, parts, strict=True)
     ]
-    real = torch.full((count,), length, device=initial_state.device) if lengths is None else lengths
-    return inputs_before(joined(tails, 1), real.clamp(max=initial_state.shape[2]), initial_state, rows)
+    real = torch.full((batch,), length, device=initial_state.device) if lengths is None else lengths
+    count = real.clamp(max=initial_state.shape[2])
+    around: tuple[Tensor, Tensor] = extra("rows_shared").inputs_before(joined(tails, 1), count, initial_state, rows)
+    return around
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:

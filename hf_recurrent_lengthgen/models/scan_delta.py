@@ -8,8 +8,8 @@ Definitions, per batch row and head; the states are the transposes of the papers
 
 DeltaNet (Yang et al. 2024, arXiv:2406.06484) is g = 0, Gated DeltaNet (arXiv:2412.06464) has one gate per head, Kimi
 Delta Attention (arXiv:2510.26692) one per channel, and RWKV-7 (Peng et al. 2025, arXiv:2503.14456, Eq. 17) is the
-second, diagonal plus low rank. Both have the definition as a loop, the chunked form of chunked_delta_scan.py in plain
-torch, and fla's kernels on a GPU with the limits named in fla_kernels.py. Shape suffixes as in scan_backends.py.
+second, diagonal plus low rank. Both have the definition as a loop, the chunked form of scan_delta_chunked.py in plain
+torch, and fla's kernels on a GPU with the limits named in scan_fla_kernels.py. Shape suffixes as in scan_backends.py.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .chunked_delta_scan import ChunkedDeltaScan, DeltaRule, LowRank
-from .fla_kernels import fla_kernel, scan_with_fla
 from .scan_backends import (
+    AffineMap,
     ScanBackend,
     chunked_scan,
     decayed_and_written,
@@ -30,7 +29,8 @@ from .scan_backends import (
     repeat_heads,
     run_scan,
 )
-from .sequence_pieces import AffineMap
+from .scan_delta_chunked import ChunkedDeltaScan, DeltaRule, LowRank
+from .scan_fla_kernels import fla_kernel, scan_with_fla
 
 chunk_gated_delta_rule = fla_kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 chunk_kda = fla_kernel("fla.ops.kda", "chunk_kda")

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .recurrent_state import LayerState
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_window import windowed_scan
+from .state_value import LayerState
 
 _GATED = "GLA, HGRN-2, linear attention, RWKV-5 and RWKV-6"
 WHERE = {

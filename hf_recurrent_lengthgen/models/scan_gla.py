@@ -9,7 +9,7 @@ HGRN-2 (arXiv:2404.07904) is k = 1 - exp(g), linear attention is g = 0. Behind o
 
 - `scan_gla_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
 - `ChunkedGatedScan`: the chunked form (section 4) in plain torch.
-- fla's `chunk_gla` on a GPU, with the limits named in fla_kernels.py.
+- fla's `chunk_gla` on a GPU, with the limits named in scan_fla_kernels.py.
 
 Shape suffixes as in scan_backends.py.
 """
@@ -17,10 +17,9 @@ Shape suffixes as in scan_backends.py.
 import torch
 from torch import Tensor
 
-from .chunked_gated_scan import chunked_gated_scan, gated_piece
-from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
-from .sequence_pieces import AffineMap
+from .scan_backends import AffineMap, ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .scan_fla_kernels import fla_kernel, scan_with_fla
+from .scan_gated_chunked import chunked_gated_scan, gated_piece
 
 chunk_gla = fla_kernel("fla.ops.gla", "chunk_gla")
 

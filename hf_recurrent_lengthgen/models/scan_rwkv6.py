@@ -6,18 +6,17 @@ row and head, with the bonus u of the current token:
     y_t = (S_{t-1} + v_t (u * k_t)^T) r_t             (P,)
     S_t = S_{t-1} diag(exp(w_t)) + v_t k_t^T          (P, N)
 
-Behind one function, `scan_rwkv6`, are the definition as a loop, the chunked form of chunked_gated_scan.py in plain
-torch, and fla's `chunk_rwkv6` on a GPU with the limits named in fla_kernels.py. fla's `fused_recurrent_rwkv6` is not
-used: it ignores the gradient of the final state. Shape suffixes as in scan_backends.py.
+Behind one function, `scan_rwkv6`, are the definition as a loop, the chunked form of scan_gated_chunked.py in plain
+torch, and fla's `chunk_rwkv6` on a GPU with the limits named in scan_fla_kernels.py. fla's `fused_recurrent_rwkv6` is
+not used: it ignores the gradient of the final state. Shape suffixes as in scan_backends.py.
 """
 
 import torch
 from torch import Tensor
 
-from .chunked_gated_scan import chunked_gated_scan, gated_piece
-from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
-from .sequence_pieces import AffineMap
+from .scan_backends import AffineMap, ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .scan_fla_kernels import fla_kernel, scan_with_fla
+from .scan_gated_chunked import chunked_gated_scan, gated_piece
 
 chunk_rwkv6 = fla_kernel("fla.ops.rwkv6", "chunk_rwkv6")
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from .scan_backends import (
+    AffineMap,
     ScanBackend,
     backward_once,
     chunked_scan,
@@ -37,7 +38,6 @@ from .scan_backends import (
     run_scan,
     scan_in_pieces,
 )
-from .sequence_pieces import AffineMap
 
 try:
     from mamba_ssm.ops.selective_scan_interface import selective_scan_cuda, selective_scan_fn

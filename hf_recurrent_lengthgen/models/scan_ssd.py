@@ -28,10 +28,12 @@ import torch
 from torch import Tensor
 
 from .scan_backends import (
+    AffineMap,
     ScanBackend,
     backward_once,
     chunked_scan,
     decayed_and_written,
+    decays_to_end,
     even_pieces,
     keeps_poison,
     missing_kernel,
@@ -39,7 +41,6 @@ from .scan_backends import (
     run_scan,
     scan_in_pieces,
 )
-from .sequence_pieces import AffineMap, decays_to_end
 
 try:
     from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined

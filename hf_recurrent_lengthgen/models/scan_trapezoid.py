@@ -18,8 +18,8 @@ one, and token t reads the state with that of the token before:
     y_t = exp(g_t) H_{t-1} q_t + (lambda_t dt_t k_t . q_t + D) x_t
 
 Behind one function, `scan_trapezoid`, are the definition as a loop, the chunked form of scan_ssd.py in plain torch,
-and fla's `chunk_simple_gla` on a GPU, with the limits named in fla_kernels.py. mamba-ssm's own kernel is not used: it
-rounds its inputs to bfloat16.
+and fla's `chunk_simple_gla` on a GPU, with the limits named in scan_fla_kernels.py. mamba-ssm's own kernel is not
+used: it rounds its inputs to bfloat16.
 
 Shape suffixes as in scan_backends.py, and A angles.
 """
@@ -31,10 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .fla_kernels import fla_kernel, scan_with_fla
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .scan_backends import AffineMap, ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .scan_fla_kernels import fla_kernel, scan_with_fla
 from .scan_ssd import chunked_ssd, ssd_piece
-from .sequence_pieces import AffineMap
 
 chunk_simple_gla = fla_kernel("fla.ops.simple_gla", "chunk_simple_gla")
 

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .recurrent_state import LayerShape, LayerState, WindowedLayerShape, layer_state
 from .rows import Rows
 from .rows_moved import zero_past_end
+from .state_value import LayerShape, LayerState, WindowedLayerShape, layer_state
 
 CHUNK = 64  # tokens of one step of a sum over tokens that leave
 LOG2_E = math.log2(math.e)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .recurrent_state import (
+from .state_value import (
     LayerShape,
     LayerState,
     RecurrentState,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
-from .recurrent_state import RecurrentState, detach_state, map_state, state_dtype
 from .state_on_disk import load_state, replacing, save_state
+from .state_value import RecurrentState, detach_state, map_state, state_dtype
 
 CONFIG_FILE, STATE_FILE = "learned_state_config.json", "learned_state.safetensors"
 FORMAT, FORMAT_VERSION = "learned_state", 1

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .recurrent_state import LayerState, RecurrentState, WindowedLayerState, check_finite_state, layer_state
+from .state_value import LayerState, RecurrentState, WindowedLayerState, check_finite_state, layer_state
 
 STATE_FORMAT = "recurrent_state"
 STATE_FORMAT_VERSION = 1

@@ -13,12 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.recurrent_state import (
-    WindowedLayerState,
-    check_finite_state,
-    layer_state,
-)
 from hf_recurrent_lengthgen.models.state_on_disk import CHECKSUM, no_checksum, read_tensors, write_tensors
+from hf_recurrent_lengthgen.models.state_value import WindowedLayerState, check_finite_state, layer_state
 from hf_recurrent_lengthgen.state_files.origin import Origin
 from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState
 from hf_recurrent_lengthgen.versions import version_of

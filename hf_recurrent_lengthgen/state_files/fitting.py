@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.recurrent_state import check_state, map_state, state_dtype
+from hf_recurrent_lengthgen.models.state_value import check_state, map_state, state_dtype
 from hf_recurrent_lengthgen.state_files.origin import check_origin, unwrapped
 from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState
 

@@ -15,13 +15,8 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, chunk_borders, reading_plan
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.recurrent_state import (
-    RecurrentState,
-    check_finite_state,
-    map_state,
-    state_batch_size,
-)
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, check_finite_state, map_state, state_batch_size
 from hf_recurrent_lengthgen.state_files.origin import (
     NO_TOKENS,
     Origin,

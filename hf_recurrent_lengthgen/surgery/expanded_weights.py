@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.models.mixer_layouts import kind_of
+from hf_recurrent_lengthgen.models.layers_known import kind_of
 
 Weights = dict[str, Tensor]
 

@@ -12,7 +12,7 @@ from transformers.initialization import no_init_weights
 from hf_recurrent_lengthgen.hybrids.layer_sizes import new_model, sizes_of_layers, with_size
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
-from hf_recurrent_lengthgen.models.mixer_layouts import kind_of
+from hf_recurrent_lengthgen.models.layers_known import kind_of
 from hf_recurrent_lengthgen.surgery.expanded_weights import EXPANSIONS
 
 Layers = Iterable[int] | Literal["all"] | None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.models.mixer_layouts import Kind, KnownMixer, key_and_query_weights, known_mixers
+from hf_recurrent_lengthgen.models.layers_known import Kind, KnownMixer, key_and_query_weights, known_mixers
 
 DELTA_BIAS = math.log(math.expm1(1.0))
 """The inverse of softplus at 1, 0.5413."""
@@ -43,7 +43,7 @@ def mimetic_initialization(
 ) -> None:
     """Initialize the Mamba-1, FalconMamba, Mamba-2 or GLA mixers of a model mimetically, in place.
 
-    Mixers are recognized by their parameters (`mixer_layouts.py`), so classes of Transformers and fla, hybrids and
+    Mixers are recognized by their parameters (`layers_known.py`), so classes of Transformers and fla, hybrids and
     models whose code came with a checkpoint work, too. The config and all other weights are kept, also `in_proj.bias`
     and the rows of the step sizes in `in_proj` or `x_proj`.
 

@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.loading import differing_code, load_model, quiet_transformers
 from hf_recurrent_lengthgen.models import FAMILIES
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification, verified_files, write_verification
 from hf_recurrent_lengthgen.verification import clean_process
 from hf_recurrent_lengthgen.verification.comparing import (

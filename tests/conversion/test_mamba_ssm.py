@@ -14,7 +14,7 @@ from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.conversion.format_mamba_ssm import DEFAULTS, MAMBA_SSM
 from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState
+from hf_recurrent_lengthgen.models.state_value import LayerState
 from tests.models.tensor_groups import read_group
 
 FIXTURES = Path(__file__).parent / "mamba_ssm"

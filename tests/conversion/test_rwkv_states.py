@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen.conversion.rwkv_states import read_time_state, write_time_state
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState
+from hf_recurrent_lengthgen.models.state_value import LayerState
 from tests.models.families import FAMILIES
 from tests.models.family import Family
 

@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles, same_bits
-from hf_recurrent_lengthgen.models.configuration_code import OLD_CACHE_NAMES
+from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
 MAMBA2 = {"num_heads": 4, "head_dim": 8, "n_groups": 1}  # versions before 5.23 are wrong with several groups

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from hf_recurrent_lengthgen.data import split_at_resets
 from hf_recurrent_lengthgen.data.segments import unpacked
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, take_rows
 from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.models.state_value import LayerState, take_rows
 from tests.models.families import SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 
 

@@ -34,7 +34,7 @@ from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk, chunk_borders, reading_plan, state_elements, stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
-from hf_recurrent_lengthgen.models.configuration_code import CACHE_NAME
+from hf_recurrent_lengthgen.models.configuration_stateful import CACHE_NAME
 from tests.evaluation.test_stateful_models import plain_nll
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import MAMBA2, build

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.evaluation import readers
 from hf_recurrent_lengthgen.evaluation.streaming import forward_plan, stream_nll
-from hf_recurrent_lengthgen.models.recurrent_state import take_rows
+from hf_recurrent_lengthgen.models.state_value import take_rows
 
 NLL = Callable[..., list[float]]
 

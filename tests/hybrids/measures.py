@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 

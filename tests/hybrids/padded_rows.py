@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state, take_rows
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state, take_rows
 from tests.hybrids.measures import gradients, parts, random_state, random_tokens, relative_error, weighted_sum
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 

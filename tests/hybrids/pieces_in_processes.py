@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
+from hf_recurrent_lengthgen.models.state_value import LayerState, map_state
 from tests.hybrids.measures import random_state
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.law import weights_like

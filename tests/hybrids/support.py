@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_ad
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.loading import quiet_transformers
-from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from hf_recurrent_lengthgen.models.state_value import map_state
 from tests.hybrids.measures import (
     by_calls,
     gradients,

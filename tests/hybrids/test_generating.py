@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.models.recurrent_state import map_state, take_rows
+from hf_recurrent_lengthgen.models.state_value import map_state, take_rows
 from tests.hybrids.measures import random_state
 from tests.hybrids.padded_rows import tokens_of
 from tests.hybrids.tiny_models import tiny_model

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MambaF
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.metrics import stream_nll
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 from tests.versions import needs_hybrids
 
 from .tiny_models import tiny_model

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_recurrent_lengthgen.hybrids import calls, stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
-from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from hf_recurrent_lengthgen.models.state_value import map_state
 from tests.hybrids.measures import parts, random_state, relative_error, with_checkpointing
 from tests.hybrids.padded_rows import (
     PACKED,

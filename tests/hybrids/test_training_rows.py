@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening
 
 from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.models.recurrent_state import map_state, take_rows
+from hf_recurrent_lengthgen.models.state_value import map_state, take_rows
 from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StatePassingTrainer,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from hf_recurrent_lengthgen.models.recurrent_state import map_state, take_rows
+from hf_recurrent_lengthgen.models.state_value import map_state, take_rows
 from tests.hybrids.measures import by_calls, with_checkpointing
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
 from tests.models.families import FAMILIES, build

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
+from hf_recurrent_lengthgen.models.state_value import LayerState, map_state
 from tests.hybrids.measures import parts, random_state, random_tokens, relative_error, with_checkpointing
 from tests.hybrids.tiny_models import tiny_model
 from tests.versions import HAS_HYBRIDS

@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.data.tasks import AssociativeRecall, CopyingStrings,
 from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure
 from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length, string_accuracy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
 
 class Oracle(nn.Module):

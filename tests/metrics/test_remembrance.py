@@ -33,7 +33,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulMambaConfig,
     StatefulMambaForCausalLM,
 )
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from tests.hybrids.tiny_models import tiny_model
 from tests.versions import needs_hybrids
 

@@ -11,7 +11,7 @@ import torch
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk
 from hf_recurrent_lengthgen.metrics.states.distance import Drift, state_drift
 from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver, StateTrajectory, sample_positions
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState
+from hf_recurrent_lengthgen.models.state_value import LayerState
 
 T, POSITIONS = 64, (32, 40, 48, 56, 64, 128, 256, 512)
 PLACE = {position: place for place, position in enumerate(POSITIONS)}

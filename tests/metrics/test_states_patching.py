@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.states.patching import Heads, StateKeeper, exchange, patch_heads, patched_place
 from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, Family, build, random_state, random_tokens, variant_id
 from tests.versions import needs_hybrids

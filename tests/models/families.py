@@ -8,7 +8,7 @@ from torch.nn.functional import silu, softplus
 
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import StatefulMamba2Config
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM, StatefulMamba2Model
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
 from .family import TINY, VOCABULARY, Family
 from .family_delta import DELTA_NET, GATED_DELTANET, KDA

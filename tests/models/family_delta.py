@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.models.modeling_stateful_gated_deltanet import (
     StatefulGatedDeltaNetModel,
 )
 from hf_recurrent_lengthgen.models.modeling_stateful_kda import StatefulKDAForCausalLM, StatefulKDAModel
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
 from .family import TINY, Family
 from .family_fla import MLP, SMALL, convolve, fla_loop, rms

@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.models.modeling_stateful_linear_attention import (
     StatefulLinearAttentionForCausalLM,
     StatefulLinearAttentionModel,
 )
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
 from .family import TINY, Family
 

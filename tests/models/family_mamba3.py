@@ -9,7 +9,7 @@ from torch.nn.functional import silu, softplus
 
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba3 import StatefulMamba3Config
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba3 import StatefulMamba3ForCausalLM, StatefulMamba3Model
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
 from .family import TINY, Family
 

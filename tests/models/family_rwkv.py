@@ -12,7 +12,7 @@ from hf_recurrent_lengthgen.models.configuration_stateful_rwkv7 import StatefulR
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv5 import StatefulRWKV5ForCausalLM, StatefulRWKV5Model
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv6 import StatefulRWKV6ForCausalLM, StatefulRWKV6Model
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import StatefulRWKV7ForCausalLM, StatefulRWKV7Model
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
 from .family import TINY, Family
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 
 Step = Callable[[Tensor, Tensor | None, RecurrentState], tuple[Tensor, RecurrentState]]
 

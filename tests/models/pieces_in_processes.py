@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
+from hf_recurrent_lengthgen.models.state_value import LayerState, map_state
 
 from .families import FAMILIES, Family, build, random_state, random_tokens
 from .law import weights_like

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.models.configuration_stateful_rwkv5 import StatefulRWKV5Config
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv5 import StatefulRWKV5ForCausalLM
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
 from .test_against_fla import assert_close, assert_same_state
 from .upstream_fixtures import RWKV5_NAMES, Fixture, load_fixture

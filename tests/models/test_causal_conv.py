@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models import causal_conv as conv_module
-from hf_recurrent_lengthgen.models.causal_conv import causal_conv
+from hf_recurrent_lengthgen.models import layers_conv as conv_module
+from hf_recurrent_lengthgen.models.layers_conv import causal_conv
 from hf_recurrent_lengthgen.models.rows import Rows
 
 BATCH, CHANNELS = 2, 3

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.export import Dim
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 
 from .families import FAMILIES, GLA, MAMBA2, RWKV6, RWKV7, Family, build, random_state, random_tokens, variant_id
 

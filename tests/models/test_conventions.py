@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.recurrent_cache import RecurrentCache
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
+from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
+from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
 from .families import FAMILIES, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.recurrent_state import clone_state, map_state
+from hf_recurrent_lengthgen.models.state_value import clone_state, map_state
 
 from .families import FAMILIES, VARIANTS, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, model_step, run_in_pieces

@@ -9,8 +9,8 @@ import torch
 from transformers import FalconMambaConfig, FalconMambaForCausalLM, MambaConfig
 
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES, StatefulMambaConfig, StatefulMambaForCausalLM
-from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, map_state, zero_state
 from hf_recurrent_lengthgen.models.state_on_disk import load_state, read_tensors, save_state, write_tensors
+from hf_recurrent_lengthgen.models.state_value import LayerShape, map_state, zero_state
 
 from .families import FAMILIES, VARIANTS, build, random_tokens, variant_id
 from .family import TINY, Family

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen import Forgetting, forgetting
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, take_rows, zero_conv
 from hf_recurrent_lengthgen.models.state_on_disk import load_state, save_state
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, take_rows, zero_conv
 
 from .families import (
     DECAYING,

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, WindowedLayerState
 from hf_recurrent_lengthgen.models.scan_forgetting import (
     Forgetting,
     GatedRecurrence,
@@ -20,6 +19,7 @@ from hf_recurrent_lengthgen.models.scan_gla import scan_gla
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
+from hf_recurrent_lengthgen.models.state_value import LayerState, WindowedLayerState
 
 H, P, N, D = 4, 3, 5, 6
 

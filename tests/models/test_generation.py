@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import ByT5Tokenizer, GenerationConfig, LogitsProcessor, TextGenerationPipeline
 
-from hf_recurrent_lengthgen.models.recurrent_cache import RecurrentCache
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, clone_state, concatenate_rows, take_rows
+from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, clone_state, concatenate_rows, take_rows
 
 from .families import (
     FAMILIES,

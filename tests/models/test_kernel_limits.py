@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models import causal_conv as conv_module
+from hf_recurrent_lengthgen.models import layers_conv as conv_module
 from hf_recurrent_lengthgen.models import scan_ssd as scan_module
-from hf_recurrent_lengthgen.models.causal_conv import causal_conv
+from hf_recurrent_lengthgen.models.layers_conv import causal_conv
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2Mixer
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference

@@ -158,7 +158,7 @@ def compare_gated(scan: Any, reference: Any, names: str, **more: tuple[int, ...]
     compare(70, 1e-5)
     compare(70, 1e-5, padding=20, scale=1 / 16)
     compare(37, 5e-5, scale=8.0)  # gates add up to hundreds: fla takes differences of their sums
-    from hf_recurrent_lengthgen.models import fla_kernels as module
+    from hf_recurrent_lengthgen.models import scan_fla_kernels as module
 
     module._KERNEL_MAX_TOKENS, module._KERNEL_MAX_HEADS = 64, FLA_H  # two pieces in time, one row at a time
     compare(70, 1e-5, padding=3)
@@ -200,8 +200,8 @@ def compare_rwkv6() -> None:
 
 def compare_delta(channels: int) -> None:
     """Keys of norm 1, beta up to 2: without beta and decay, padding leaves the state as it is."""
-    from hf_recurrent_lengthgen.models import fla_kernels
     from hf_recurrent_lengthgen.models import scan_delta as module
+    from hf_recurrent_lengthgen.models import scan_fla_kernels as fla_kernels
 
     def compare(length: int, tolerance: float, padding: int = 0, scale: float = 1.0) -> None:
         def make(leaves: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -267,8 +267,8 @@ def compare_model(family: str, **fields: Any) -> None:
         fields: Of the configuration.
     """
     from hf_recurrent_lengthgen import models
-    from hf_recurrent_lengthgen.models import causal_conv as convolution
-    from hf_recurrent_lengthgen.models import scan_mixer
+    from hf_recurrent_lengthgen.models import layers_conv as convolution
+    from hf_recurrent_lengthgen.models import layers_mixer as scan_mixer
 
     def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, initial_states: Tensor, activation: str) -> Tensor:
         return convolution.causal_conv(x.mT, weight, bias, initial_states, activation=activation == "silu")[0].mT

@@ -13,10 +13,10 @@ from transformers.pipelines import TextGenerationPipeline
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.loading import load_model
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
 from hf_recurrent_lengthgen.models.scan_forgetting import forgetting
 from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, STATE_FILE, fingerprint
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 from tests.without_package import clean_process
 
 from .families import FAMILIES, MAMBA2, Family, build, random_state, random_tokens, variant_id

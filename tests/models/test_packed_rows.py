@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state, take_rows
 from hf_recurrent_lengthgen.models.rows import read_rows
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state, take_rows
 
 from .families import FAMILIES, MAMBA2, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, weights_like

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from hf_recurrent_lengthgen.models.recurrent_state import take_rows
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
+from hf_recurrent_lengthgen.models.state_value import take_rows
 
 from .families import FAMILIES, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 

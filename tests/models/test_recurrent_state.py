@@ -13,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_recurrent_lengthgen.models import state_on_disk
-from hf_recurrent_lengthgen.models.recurrent_state import (
+from hf_recurrent_lengthgen.models.state_on_disk import load_state, read_tensors, save_state, write_tensors
+from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
     LayerState,
     RecurrentState,
@@ -32,7 +33,6 @@ from hf_recurrent_lengthgen.models.recurrent_state import (
     zero_conv,
     zero_state,
 )
-from hf_recurrent_lengthgen.models.state_on_disk import load_state, read_tensors, save_state, write_tensors
 
 from .families import FAMILIES, Family, build, random_state, random_tokens, variant_id
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
-from hf_recurrent_lengthgen.models.recurrent_cache import RecurrentCache
-from hf_recurrent_lengthgen.models.recurrent_state import LayerShape, RecurrentState
+from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
+from hf_recurrent_lengthgen.models.state_value import LayerShape, RecurrentState
 from hf_recurrent_lengthgen.trainers import (
     InitialStateConfig,
     StatePassingConfig,

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_recurrent_lengthgen.loading import differing_code
 from tests.without_package import clean_process
 
 from .families import (
@@ -30,37 +31,32 @@ one_family = pytest.mark.parametrize("checkpoint", [MAMBA2], ids=variant_id, ind
 
 # The code that a checkpoint carries, without ".py": of every family, and of each beside that.
 SHARED_FILES = {
-    *("causal_lm", "configuration_code", "configuration_stateful", "modeling_stateful", "recurrent_cache"),
-    *("recurrent_generation", "recurrent_state", "rows", "rows_moved", "scan_backends", "scan_mixer"),
-    *("sequence_classification", "sequence_pieces", "token_inputs", "virtual_tokens"),
+    *("configuration_stateful", "layers_mixer", "modeling_generation", "modeling_heads", "modeling_stateful"),
+    *("rows", "rows_moved", "scan_backends", "state_value"),
 }
-MAMBA_FILES = {"causal_conv", "configuration_reference", "layers_mamba_block", "norms"}
-GATED_FILES = {"chunk_decays", "chunked_gated_scan", "fla_kernels"}
-FLA_FILES = GATED_FILES | {"configuration_fla", "layers_fla", "norms", "scan_gla"}
-DELTA_FILES = {
-    *("causal_conv", "chunk_decays", "chunked_delta_scan", "configuration_delta", "configuration_fla"),
-    *("fla_kernels", "layers_delta", "layers_fla", "norms", "scan_delta"),
-}
+MAMBA_FILES = {"configuration_mamba", "layers_conv", "layers_mamba"}
+GATED_FILES = {"scan_decays", "scan_fla_kernels", "scan_gated_chunked"}
+FLA_FILES = GATED_FILES | {"configuration_fla", "layers_fla", "scan_gla"}
+DELTA_SCANS = {"scan_decays", "scan_delta", "scan_delta_chunked", "scan_fla_kernels"}
+DELTA_FILES = DELTA_SCANS | {"configuration_delta", "configuration_fla", "layers_conv", "layers_delta", "layers_fla"}
 RWKV_FILES = GATED_FILES | {"layers_rwkv", "scan_rwkv6"}
 FILES_OF = {
     "mamba": MAMBA_FILES | {"scan_selective"},
-    "mamba2": MAMBA_FILES | {"gated_norm", "scan_ssd"},
-    "mamba3": {
-        *("fla_kernels", "layers_mamba_block", "norms", "scan_ssd", "scan_trapezoid"),
-    },
-    "gla": FLA_FILES | {"causal_conv"},
-    "hgrn2": FLA_FILES | {"causal_conv"},
+    "mamba2": MAMBA_FILES | {"scan_ssd"},
+    "mamba3": {"layers_mamba", "scan_fla_kernels", "scan_ssd", "scan_trapezoid"},
+    "gla": FLA_FILES | {"layers_conv"},
+    "hgrn2": FLA_FILES | {"layers_conv"},
     "linear_attention": FLA_FILES,
     "delta_net": DELTA_FILES,
     "gated_deltanet": DELTA_FILES,
     "kda": DELTA_FILES,
     "rwkv6": RWKV_FILES | {"configuration_fla"},
     "rwkv5": RWKV_FILES,
-    "rwkv7": {
-        *("chunk_decays", "chunked_delta_scan", "configuration_fla", "fla_kernels"),
-        *("layers_rwkv", "scan_delta"),
-    },
+    "rwkv7": DELTA_SCANS | {"configuration_fla", "layers_rwkv"},
 }
+SCANS = {"scan_delta", "scan_gla", "scan_rwkv6", "scan_selective", "scan_ssd", "scan_trapezoid"}
+# What a reader of the code of a checkpoint has to read at most.
+MOST_FILES, MOST_LINES, MOST_BYTES = 20, 4_200, 200_000
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=variant_id)
@@ -100,10 +96,66 @@ def test_the_code_is_that_of_the_family_and_no_other(checkpoint: tuple[Any, Path
     family = model.config.model_type.removeprefix("stateful_")
     own = FILES_OF[family] | {f"{kind}_stateful_{family}" for kind in ("configuration", "modeling")}
     assert {file.stem for file in folder.glob("*.py")} == SHARED_FILES | own
-    scans = {name for name in own if name.startswith("scan_")}
-    others = {name for names in FILES_OF.values() for name in names if name.startswith("scan_")} - scans
+    others = SCANS - own
     for file in folder.glob("*.py"):
         assert not set(re.findall(r"\w+", file.read_text())) & others, file.name
+
+
+def test_the_code_is_short_enough_to_be_read(checkpoint: tuple[Any, Path]) -> None:
+    files = [file.read_text() for file in checkpoint[1].glob("*.py")]
+    assert len(files) <= MOST_FILES
+    assert sum(text.count("\n") for text in files) <= MOST_LINES
+    assert sum(len(text.encode()) for text in files) <= MOST_BYTES
+    assert max(text.count("\n") for text in files) <= 400
+
+
+@pytest.mark.parametrize(
+    ("name", "extras"),
+    [
+        ("forgetting", {"scan_forgetting", "scan_window"}),
+        ("learned states", {"state_learned"}),
+        ("attention", {"layers_attention"}),
+    ],
+)
+def test_what_few_models_need_travels_with_those_that_need_it(name: str, extras: set[str], tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"forgetting": {"forgetting": {"window": 3}}, "attention": {"attention_layers": [1]}}
+    model, tokens = build(MAMBA2, **changes.get(name, {})), random_tokens(1, 9)
+    if name == "learned states":
+        model.add_learned_state(state=random_state(model, 1))
+    model.save_pretrained(tmp_path / "model")
+    torch.save(tokens, tmp_path / "in.pt")
+    expected = SHARED_FILES | FILES_OF["mamba2"] | {"configuration_stateful_mamba2", "modeling_stateful_mamba2"}
+    code = """
+model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
+torch.save(model(torch.load(data)).logits, sys.argv[3])
+model.save_pretrained(sys.argv[4])
+"""
+    source = tmp_path / "model"
+    for step in range(2):
+        assert {file.stem for file in source.glob("*.py")} == expected | extras
+        answer, again = tmp_path / f"out{step}.pt", tmp_path / f"again{step}"
+        clean_process(tmp_path / f"cwd{step}", code, source, tmp_path / "in.pt", answer, again)
+        assert torch.equal(torch.load(answer), model(tokens).logits)
+        source = again
+    assert differing_code(source) == []
+    if name == "forgetting":
+        model.config.forgetting = None
+        model.save_pretrained(tmp_path / "without")
+        assert {file.stem for file in (tmp_path / "without").glob("*.py")} == expected
+
+
+@one_family
+def test_code_without_what_is_asked_for_says_so(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
+    code = """
+model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)
+try:
+    model.add_learned_state()
+except ValueError as error:
+    assert "has no state_learned.py" in str(error) and "pip install" in str(error), error
+else:
+    raise AssertionError
+"""
+    clean_process(tmp_path / "cwd", code, checkpoint[1], tmp_path)
 
 
 @pytest.mark.thinned(3)

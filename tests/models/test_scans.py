@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from hf_recurrent_lengthgen.models import chunk_decays
-from hf_recurrent_lengthgen.models import fla_kernels as fla_module
+from hf_recurrent_lengthgen.models import scan_decays
 from hf_recurrent_lengthgen.models import scan_delta as delta_module
+from hf_recurrent_lengthgen.models import scan_fla_kernels as fla_module
 from hf_recurrent_lengthgen.models import scan_gla as gla_module
 from hf_recurrent_lengthgen.models import scan_rwkv6 as rwkv6_module
 from hf_recurrent_lengthgen.models import scan_ssd as ssd_module
@@ -487,9 +487,9 @@ def test_the_kernel_of_rwkv7_keeps_a_state_for_each_16_tokens(monkeypatch: pytes
 @pytest.mark.parametrize("scan", [GLA, RWKV6, *DELTA], ids=lambda scan: scan.name)
 def test_many_chunks_at_once_and_one_by_one_are_the_same(scan: Scan, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = scan.make_inputs(200)
-    monkeypatch.setattr(chunk_decays, "_TOGETHER", 3 * 8 * 4 * 5 * 2)  # three chunks of eight
+    monkeypatch.setattr(scan_decays, "_TOGETHER", 3 * 8 * 4 * 5 * 2)  # three chunks of eight
     few = run(scan, scan.scan, inputs, chunk_size=8)
-    monkeypatch.setattr(chunk_decays, "_TOGETHER", 1)
+    monkeypatch.setattr(scan_decays, "_TOGETHER", 1)
     assert_equal_up_to(1e-14, few, run(scan, scan.scan, inputs, chunk_size=8))
     assert_equal_up_to(1e-12, few, run(scan, scan.reference, inputs))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, take_rows
+from hf_recurrent_lengthgen.models.state_value import LayerState, take_rows
 from tests.without_package import clean_process
 
 from .families import FAMILIES, SHELL_FAMILIES, Family, build, perturb, random_state, random_tokens, variant_id

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState
 from hf_recurrent_lengthgen.models.state_on_disk import (
     digest_of,
     load_state,
@@ -23,6 +22,7 @@ from hf_recurrent_lengthgen.models.state_on_disk import (
     save_state,
     write_tensors,
 )
+from hf_recurrent_lengthgen.models.state_value import LayerState
 from hf_recurrent_lengthgen.state_files import load_text_state, read_text, save_text_state
 from tests.models.families import MAMBA2, build, random_tokens
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.models.stateful_model import HybridModel, StatefulModel
+from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel, StatefulModel
 from tests.hybrids.tiny_models import tiny_model
 from tests.versions import needs_hybrids
 

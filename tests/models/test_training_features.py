@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.adapters import add_adapter
-from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from hf_recurrent_lengthgen.models.state_value import map_state
 
 from .families import (
     FAMILIES,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from hf_recurrent_lengthgen.models.state_value import map_state
 from hf_recurrent_lengthgen.state_files import (
     TextState,
     ask,

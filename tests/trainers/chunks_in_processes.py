@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, map_state
+from hf_recurrent_lengthgen.models.state_value import LayerState, map_state
 from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 
 CHUNK_LENGTH, LENGTH = 5, 13

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, default_data_collator
 
 from hf_recurrent_lengthgen.data import PackedBlocks
-from hf_recurrent_lengthgen.models.recurrent_state import detach_state
+from hf_recurrent_lengthgen.models.state_value import detach_state
 from hf_recurrent_lengthgen.trainers import (
     AlignmentConfig,
     AlignmentTrainer,

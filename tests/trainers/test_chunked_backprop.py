@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, map_state
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers.chunked_backprop import chunked_forward, forward_in_chunks
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.recurrent_state import detach_state
+from hf_recurrent_lengthgen.models.state_value import detach_state
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from tests.models.families import DELTA_FAMILIES, FAMILIES, MAMBA3, RWKV7, Family, build, random_tokens, variant_id
 

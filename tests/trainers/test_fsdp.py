@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from hf_recurrent_lengthgen.models.state_value import map_state
 from tests.trainers import chunks_in_processes
 
 pytestmark = pytest.mark.slow

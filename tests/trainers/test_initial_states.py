@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import BatchPlace, PassedStates
 
 CPU = torch.device("cpu")

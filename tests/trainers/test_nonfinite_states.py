@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState, map_state
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.run.step_checks import (
     StateSizes,

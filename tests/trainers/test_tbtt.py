@@ -16,7 +16,7 @@ from transformers import ByT5Tokenizer
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.models.recurrent_state import clone_state, detach_state
+from hf_recurrent_lengthgen.models.state_value import clone_state, detach_state
 from hf_recurrent_lengthgen.trainers import (
     InitialStateConfig,
     StatePassingConfig,

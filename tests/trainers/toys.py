@@ -31,7 +31,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulMamba2ForCausalLM,
     StatefulMamba2ForSequenceClassification,
 )
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import (
     AlignmentConfig,
     AlignmentTrainer,

@@ -51,8 +51,8 @@ def test_a_checkpoint_that_is_kept_without_code_gets_it(checkpoint: Path) -> Non
 
 def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_verification(checkpoint, STALE)
-    add_to_code(checkpoint, "norms.py", "return rms_norm(x,", "return 1.001 * rms_norm(x,")
-    with pytest.raises(ValueError, match=r"code that differs from the installed package \(norms.py\)"):
+    add_to_code(checkpoint, "layers_mixer.py", "return rms_norm(x,", "return 1.001 * rms_norm(x,")
+    with pytest.raises(ValueError, match=r"code that differs from the installed package \(layers_mixer.py\)"):
         verify_checkpoint(checkpoint)
     assert read_verification(checkpoint) == STALE  # nothing was found out
     assert main(["verify", str(checkpoint), "--trust-remote-code", "--length", "9"]) == 1
@@ -63,12 +63,14 @@ def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: p
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_process")
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "norms.py"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "layers_mixer.py"])
 def test_a_missing_file_is_caught(checkpoint: Path, name: str) -> None:
     (checkpoint / name).unlink()
     write_verification(checkpoint, STALE)
     message = (
-        "has no tokens|does not work where|does not load" if "tokenizer" in name else "does not work where .*norms"
+        "has no tokens|does not work where|does not load"
+        if "tokenizer" in name
+        else "does not work where .*layers_mixer"
     )
     with pytest.raises(ValueError, match=message):
         verify_checkpoint(checkpoint, length=9)

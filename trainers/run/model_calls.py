@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState, detach_state
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state
 
 
 def base_of(model: Any) -> Any:

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_recurrent_lengthgen.models.modeling_heads import scored_labels
 from hf_recurrent_lengthgen.models.rows import Rows, read_rows
-from hf_recurrent_lengthgen.models.token_inputs import scored_labels
 
 
 def token_labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:

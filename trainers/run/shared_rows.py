@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import recursively_apply
 from torch.distributed.device_mesh import init_device_mesh
 
-from hf_recurrent_lengthgen.models.sequence_pieces import gathered
+from hf_recurrent_lengthgen.models.rows_shared import gathered
 
 _SPREAD = 0x1E3779B97F4A7C15  # products with it wrap around
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.models.recurrent_state import LayerState, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
 logger = logging.get_logger(__name__)
 

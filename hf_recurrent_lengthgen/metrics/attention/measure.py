@@ -34,7 +34,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
 )
 from hf_recurrent_lengthgen.metrics.attention.result import AttentionHarm
 from hf_recurrent_lengthgen.metrics.states.trajectory import sample_positions
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 
 
 class AttentionApart(NamedTuple):

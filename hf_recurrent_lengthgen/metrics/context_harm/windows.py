@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     reading_plan,
     stream_chunks,
 )
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 
 
 class WindowNll(NamedTuple):

@@ -36,8 +36,8 @@ from hf_recurrent_lengthgen.evaluation.recorded_scans import layers_of, recorded
 from hf_recurrent_lengthgen.evaluation.results import NOT_SAID, DataRecord
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, LayerMaps
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.mixer_layouts import key_and_query_weights, known_mixers
+from hf_recurrent_lengthgen.models.layers_known import key_and_query_weights, known_mixers
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.scan_backends import repeat_heads
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.scan_trapezoid import turned

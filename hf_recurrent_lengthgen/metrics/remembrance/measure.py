@@ -36,9 +36,9 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     state_elements,
 )
 from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.recurrent_state import map_state
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.state_learned import recorded
+from hf_recurrent_lengthgen.models.state_value import map_state
 
 START_POINTS = 64
 LENGTHS_OF_TRAINING = 4

@@ -55,8 +55,8 @@ from hf_recurrent_lengthgen.metrics.states.trajectory import (
     StateTrajectory,
     sample_positions,
 )
-from hf_recurrent_lengthgen.models.recurrent_state import RecurrentState
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
+from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
 DETAILED_HEADS = 64
 """Number of heads whose means, extremes and inputs are also kept in results: those with the largest distances."""

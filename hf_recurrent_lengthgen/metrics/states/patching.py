@@ -34,13 +34,8 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     stream_chunks,
 )
 from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver, as_units
-from hf_recurrent_lengthgen.models.evaluation_mode import evaluation_mode
-from hf_recurrent_lengthgen.models.recurrent_state import (
-    RecurrentState,
-    concatenate_rows,
-    state_batch_size,
-    state_to,
-)
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, state_batch_size, state_to
 
 Head = tuple[int, int]
 """(layer, unit); see `trajectory.as_units` for layers without heads."""

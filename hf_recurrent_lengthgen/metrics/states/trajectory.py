@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.evaluation.recorded_scans import SUMS, ScanSums, recorded_scans
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk
-from hf_recurrent_lengthgen.models.mixer_layouts import known_mixers
+from hf_recurrent_lengthgen.models.layers_known import known_mixers
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 
 CHANNEL_GROUPS = 16

@@ -1,13 +1,14 @@
 """What functions need of a model with states: one of this package, of a checkpoint's code, or `stateful(model)`."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from .recurrent_state import LayerShape, RecurrentState
+from .state_value import LayerShape, RecurrentState
 
 
 class StatefulModel(Protocol):
@@ -57,3 +58,15 @@ class HybridModel(StatefulModel, Protocol):
 
     def new_attention_cache(self) -> Cache | None:
         """An empty cache for the keys and values of one text; None for a model without attention layers."""
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module | StatefulModel) -> Iterator[None]:
+    """Put all modules into evaluation mode, and afterwards back those that were in training mode."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

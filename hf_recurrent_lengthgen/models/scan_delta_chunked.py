@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.linalg import solve_triangular
 
-from .chunk_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, to_chunks
 from .scan_backends import backward_once
+from .scan_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, to_chunks
 
 
 class ChunkedDeltaScan(torch.autograd.Function):

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .chunk_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, halves, to_chunks
-from .scan_backends import backward_once, chunked_scan, keeps_poison
-from .sequence_pieces import AffineMap, decays_to_end
+from .scan_backends import AffineMap, backward_once, chunked_scan, decays_to_end, keeps_poison
+from .scan_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, halves, to_chunks
 
 
 class ChunkedGatedScan(torch.autograd.Function):

@@ -1,6 +1,6 @@
-"""What the Mamba families share: their block, their initialization, and attention in place of a mixer.
+"""One head of attention in place of a mixer of the Mamba families (`attention_layers` in their configurations).
 
-The attention is that of the reference models of Trockman et al. (2024, arXiv:2410.11135, Figures 2, 4 and 5): one
+It is that of the reference models of Trockman et al. (2024, arXiv:2410.11135, Figures 2, 4 and 5): one
 head, no positions. Linear attention has no feature map, y_t = sum_{j <= t} (q_t . k_j) v_j / sqrt(N), which is Eq. 12
 for a Mamba layer that forgets nothing, with projections to values and outputs. Softmax attention has no state of fixed
 size: its parts are empty.
@@ -9,7 +9,6 @@ Shapes: B batch, T tokens, D hidden size, N head dim.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,69 +16,14 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import initialization as init
 
-from .modeling_stateful import StatefulBackbone
-from .norms import RMSNorm
-from .recurrent_state import LayerShape, LayerState, state_dtype
+from .configuration_stateful import extra
+from .layers_mixer import ScanMixer
 from .rows import Rows
-from .rows_moved import over_groups, zero_past_end
-from .scan_mixer import MixerLayer, ScanMixer
-from .sequence_pieces import AffineMap, scan_piece
+from .rows_moved import zero_past_end
+from .scan_backends import AffineMap
+from .state_value import LayerShape, LayerState
 
 _CHUNK = 64  # tokens of linear attention at once
-
-
-class MixerBlock(MixerLayer):
-    """`x + mixer(norm(x))` on the parameter names of Transformers."""
-
-    def __init__(self, config: Any, mixer: ScanMixer) -> None:
-        super().__init__()
-        self.residual_in_fp32 = config.residual_in_fp32
-        self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon)
-        self.mixer = mixer
-
-    @over_groups
-    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
-        normed = self.norm(hidden_states.to(self.norm.weight.dtype))
-        residual = hidden_states.to(state_dtype(hidden_states.dtype)) if self.residual_in_fp32 else hidden_states
-        output, state = self.mixer(normed, state, rows)
-        return residual + output, state
-
-
-@torch.no_grad()
-def init_mamba_mixer(mixer: Any, config: Any, steps: nn.Parameter) -> None:
-    """What Mamba-1 and Mamba-2 share: see `init_steps` and `init_output`; no bias of convolutions in "transformers".
-
-    Args:
-        mixer: With D, conv1d and out_proj.
-        config: Its configuration.
-        steps: The bias inside the softplus of the step sizes.
-    """
-    init_steps(mixer.D, steps, config)
-    init.kaiming_uniform_(mixer.conv1d.weight, a=math.sqrt(5))
-    if mixer.conv1d.bias is not None and config.initialization == "mamba-ssm":
-        init.uniform_(mixer.conv1d.bias, -(config.conv_kernel**-0.5), config.conv_kernel**-0.5)
-    elif mixer.conv1d.bias is not None:
-        init.zeros_(mixer.conv1d.bias)
-    init_output(mixer.out_proj, config)
-
-
-@torch.no_grad()
-def init_steps(D: nn.Parameter, steps: nn.Parameter, config: Any) -> None:
-    """D = 1, and log-uniform step sizes; `steps` is the bias inside their softplus."""
-    init.ones_(D)
-    low, high = math.log(config.time_step_min), math.log(config.time_step_max)
-    dt = torch.rand(len(steps), device=steps.device, dtype=torch.float32) * (high - low) + low
-    dt = dt.exp().clamp(min=config.time_step_floor)
-    init.copy_(steps, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
-
-
-@torch.no_grad()
-def init_output(linear: nn.Linear, config: Any) -> None:
-    """Kaiming weights of a map to the residual stream, divided by the root of the number of layers if configured."""
-    init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
-    if config.rescale_prenorm_residual and not getattr(linear.weight, "_is_hf_initialized", False):
-        linear.weight /= math.sqrt(config.num_hidden_layers)
 
 
 class AttentionProjection(nn.Linear):
@@ -171,32 +115,17 @@ class LinearAttentionMixer(_AttentionMixer):
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = (part[:, None].to(state.recurrent.dtype) for part in (q, k, v))
             if rows is not None and rows.group is not None:
+                scan_piece = extra("rows_shared").scan_piece
                 y, recurrent = scan_piece(rows, self.scan, self.piece, (q, k, v), state.recurrent, {})
             else:
                 y, recurrent = self.scan(q, k, v, state.recurrent)
         return self.o_proj(y[:, 0].to(dtype)), state._replace(recurrent=recurrent)
 
 
-class MixerBackbone(StatefulBackbone):
-    """The backbone of the Mamba families, with attention in `config.attention_layers`.
-
-    A family sets `config_class` and `mixer_class`.
-    """
-
-    _no_split_modules = ["MixerBlock"]  # noqa: RUF012
-    norm_name = "norm_f"
-    mixer_class: Callable[[Any, int], ScanMixer]
-
-    def make_layer(self, config: Any, layer: int) -> MixerBlock:
-        if layer not in (config.attention_layers or ()):
-            return MixerBlock(config, self.mixer_class(config, layer))
-        head_dim = config.attention_head_dim
-        if config.attention_kind == "softmax":
-            head_dim = head_dim or config.hidden_size
-            return MixerBlock(config, SoftmaxAttentionMixer(config, head_dim, value_dim=head_dim))
-        return MixerBlock(
-            config, LinearAttentionMixer(config, head_dim or config.state_size, value_dim=config.hidden_size)
-        )
-
-    def make_norm(self, config: Any) -> nn.Module:
-        return RMSNorm(config.hidden_size, config.layer_norm_epsilon)
+def attention_mixer(config: Any) -> ScanMixer:
+    """The mixer of the layers in `config.attention_layers`."""
+    head_dim = config.attention_head_dim
+    if config.attention_kind == "softmax":
+        head_dim = head_dim or config.hidden_size
+        return SoftmaxAttentionMixer(config, head_dim, value_dim=head_dim)
+    return LinearAttentionMixer(config, head_dim or config.state_size, value_dim=config.hidden_size)

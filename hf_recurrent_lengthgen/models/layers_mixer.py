@@ -1,4 +1,4 @@
-"""A mixer whose state advances by a scan, and what goes around that scan.
+"""A mixer whose state advances by a scan, what goes around that scan, and the RMS norm; its statistics in float32.
 
 Shapes: B batch, T tokens.
 """
@@ -8,13 +8,33 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .configuration_code import extra
-from .recurrent_state import LayerShape, LayerState, OwnLayerState
+from .configuration_stateful import extra
 from .rows import Rows
-from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
-from .sequence_pieces import AffineMap, scan_piece
+from .scan_backends import AffineMap, ScanBackend, check_backend_setting, resolve_backend
+from .state_value import LayerShape, LayerState, OwnLayerState
+
+
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    """`x / rms(x)` over the last dimension."""
+    return rms_norm(x, x.shape[-1:], None, eps)
+
+
+class RMSNorm(nn.Module):
+    """`weight * x / rms(x)` over the last dimension; without a weight unless `affine`."""
+
+    weight: Any
+
+    def __init__(self, size: int, eps: float, affine: bool = True) -> None:
+        super().__init__()
+        self.register_parameter("weight", nn.Parameter(torch.ones(size)) if affine else None)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = rms_normalize(x, self.eps)
+        return normed if self.weight is None else self.weight * normed
 
 
 class ScanMixer(nn.Module):
@@ -115,6 +135,7 @@ class ScanMixer(nn.Module):
             if self.piece is None or forgetting is not None:
                 why = "names no `piece`" if self.piece is None else f"is made to forget ({self.config.forgetting})"
                 raise ValueError(f"Processes cannot share a sequence of a model whose {type(self).__name__} {why}.")
+            scan_piece = extra("rows_shared").scan_piece
             y, recurrent = scan_piece(rows, self.scan, self.piece, inputs, state.recurrent, options)
             return y, LayerState(recurrent, state.conv)
         if forgetting is not None:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .configuration_code import extra
-from .configuration_stateful import StatefulConfigMixin
+from .configuration_stateful import StatefulConfigMixin, extra
 
 _RANGES = {"transformers": 0.1, "mamba-ssm": 0.02}  # defaults of initializer_range
 

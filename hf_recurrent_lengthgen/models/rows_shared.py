@@ -12,33 +12,15 @@ Shapes: B rows, T tokens of the piece, F numbers of a row.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import pad
 
 from .rows import Rows, changes, checked_numbers
-
-
-class AffineMap(NamedTuple):
-    """What a piece does to the recurrent part of a state.
-
-    Attributes:
-        factor: A, (B, ...) to be broadcast over the state, or, if `is_matrix`, (B, H, N, N) to be multiplied from the
-            right.
-        written: B, the state after the piece from the zero state.
-        is_matrix: Which of both `factor` is.
-        read: From the state before the piece to outputs in the dtype of the state, where that is cheaper than another
-            scan; None where it is not.
-    """
-
-    factor: Tensor
-    written: Tensor
-    is_matrix: bool = False
-    read: Callable[[Tensor], Tensor] | None = None
+from .scan_backends import AffineMap
 
 
 @torch.compiler.disable
@@ -109,15 +91,6 @@ def scan_piece(
 def _with_later(before: Tensor, rows: Rows) -> Tensor:
     """A part of the states before the sequences of the call; those that begin in the piece start from zero."""
     return before if rows.ended is None else torch.cat([before, torch.zeros_like(before)])
-
-
-def decays_to_end(log_decays: Tensor) -> tuple[Tensor, Tensor]:
-    """From log decays (B, T, ...) the decay from each token to the end, (B, T, ...), and of all tokens, (B, ...).
-
-    Sums begin at the end, so that nothing cancels, whatever stands before.
-    """
-    sums = log_decays.flip(1).cumsum(1)
-    return pad(sums.flip(1)[:, 1:], (0, 0) * (sums.ndim - 2) + (0, 1)).exp(), sums[:, -1].exp()
 
 
 def gathered(x: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:

@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.models import configuration_code
-from hf_recurrent_lengthgen.models.configuration_code import CACHE_NAME, NEWEST, OLDEST
+from hf_recurrent_lengthgen.models import configuration_stateful
+from hf_recurrent_lengthgen.models.configuration_stateful import CACHE_NAME, NEWEST, OLDEST
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "hf_recurrent_lengthgen" / "models"
@@ -45,7 +45,7 @@ def test_the_range_is_the_same_wherever_it_is_said() -> None:
 def test_an_older_release_is_refused_in_a_sentence(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["transformers"], "__version__", release)  # which replaces itself when imported
     with pytest.raises(ImportError, match=rf"Transformers {release} is installed.*need 5\.10 to .*pip install"):
-        runpy.run_path(configuration_code.__file__)
+        runpy.run_path(configuration_stateful.__file__)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_newer_release_is_tried_with_a_warning(release: str, name: str, monkey
     monkeypatch.setattr(
         type(logging.get_logger(__name__)), "warning_once", lambda self, text: said.append(text), raising=False
     )
-    assert runpy.run_path(configuration_code.__file__)["CACHE_NAME"] == name
+    assert runpy.run_path(configuration_stateful.__file__)["CACHE_NAME"] == name
     assert [text.split(" is installed")[0] for text in said] == ["Transformers 5.77.0.dev0"] * ("77" in release)
 
 
@@ -69,7 +69,7 @@ def test_generate_calls_the_cache_as_we_think() -> None:
 def test_code_in_checkpoints_touches_few_names_of_transformers() -> None:
     found: dict[str, set[str]] = {}
     for path in MODELS.glob("*.py"):
-        if path.stem in ("__init__", "configuration_code"):
+        if path.stem in ("__init__", "configuration_stateful"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
@@ -86,6 +86,6 @@ def test_entry_files_of_configurations_import_all_they_need_themselves() -> None
     """Releases before 5.10 copy these files alone; with them, they get to the sentence that refuses the release."""
     for path in MODELS.glob("configuration_stateful_*.py"):
         direct = _imported(path.stem)
-        assert "configuration_code" in direct
+        assert "configuration_stateful" in direct
         for name in direct:
             assert _imported(name) <= direct, (path.stem, name)

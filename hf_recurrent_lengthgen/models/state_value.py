@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import _register_namedtuple
 
-from .configuration_code import extra
+from .configuration_stateful import extra
 
 
 class LayerState(NamedTuple):

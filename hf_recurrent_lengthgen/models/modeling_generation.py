@@ -1,4 +1,4 @@
-"""`generate` for models whose cache is a state.
+"""`generate` from a state: the cache that passes from token to token, which is one recurrent state, and its checks.
 
 Shapes: B batch, T tokens, D hidden size.
 """
@@ -7,19 +7,187 @@ import copy
 from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.utils import ModelOutput
 
-from .configuration_code import CACHE_NAME
-from .recurrent_cache import RecurrentCache
-from .recurrent_state import RecurrentState, check_finite_state, check_state, state_dtype
-from .rows import check_prompts, read_rows, text_positions
-from .token_inputs import check_token_ids, given_cache
-from .virtual_tokens import GOES_ON, virtual_tokens
+from .configuration_stateful import CACHE_NAME, OLD_CACHE_NAMES
+from .rows import check_prompts, check_token_ids, read_rows, text_positions
+from .state_value import (
+    RecurrentState,
+    check_finite_state,
+    check_state,
+    map_state,
+    state_batch_size,
+    state_dtype,
+    take_rows,
+)
+
+NO_KEYS = (
+    "prefix tuning and cartridges of PEFT train keys and values before the text, which recurrent layers do not have. "
+    "Train the state before the text instead (add_learned_state, LearnedStateTrainer), or virtual tokens "
+    "(PromptTuningConfig, PromptEncoderConfig)"
+)
+
+
+GOES_ON = (
+    "PEFT reads only the last token after a cache: leave the cache out and give the whole text, before which its "
+    "virtual tokens are read"
+)
+
 
 # arguments of `generate` that tell which tokens are unread, which the cache knows
 _BOOKKEEPING = ("cache_position", "is_first_iteration", "labels", "next_sequence_length")
 _FOR_GENERATE = ("tokenizer", "assistant_tokenizer")
 _PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids")
+
+
+class RecurrentCache(Cache):
+    """The state after the tokens seen so far. Every update replaces it; the old value is never changed.
+
+    But inside `generate`, a token overwrites the state that the tokens before it in this `generate` have made.
+
+    Args:
+        state: State to start from; None for zero.
+
+    Attributes:
+        state: The current state, None before the first forward pass from zero.
+        tokens_seen: Tokens read since the cache was made (tokens before the initial state do not count).
+    """
+
+    is_compileable = False
+
+    def __init__(self, state: RecurrentState | None = None) -> None:
+        super().__init__(layers=[])
+        self.state = state
+        self.tokens_seen = 0
+        self._in_generate = self._is_own = False
+
+    def state_for(self, batch_size: int) -> RecurrentState | None:
+        """The state with its rows repeated for beams or several returned sequences of each prompt."""
+        if self.state is None:
+            return None
+        rows = state_batch_size(self.state)
+        if rows == batch_size:
+            return self.state
+        if self.tokens_seen == 0 and batch_size % rows == 0:
+            return map_state(lambda part: part.repeat_interleave(batch_size // rows, dim=0), self.state)
+        raise ValueError(f"The cached state has {rows} rows, the batch has {batch_size}: give the same rows to both.")
+
+    def advance(self, state: RecurrentState, tokens: int) -> None:
+        """Replace the state by the one after `tokens` more tokens."""
+        self.state, self._is_own = state, self._in_generate
+        self.tokens_seen += tokens
+
+    def set_in_generate(self, begins: bool) -> None:
+        """Whether a `generate` begins or ends: the states before and after it belong to the caller."""
+        self._in_generate, self._is_own = begins, False
+
+    @property
+    def may_overwrite(self) -> bool:
+        """Whether nobody but this cache holds the state."""
+        return self._is_own
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.state is not None:
+            self.state = take_rows(self.state, beam_idx)
+
+    def reset(self) -> None:
+        self.state, self._is_own = None, False
+        self.tokens_seen = 0
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.state = map_state(lambda part: part.repeat_interleave(repeats, dim=0), self.state)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The tokens seen, from which PEFT knows that its virtual tokens were read."""
+        return self.tokens_seen
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def crop(self, max_length: int) -> None:
+        """Refuse to crop: a recurrent state holds no earlier token."""
+        raise ValueError(
+            "A recurrent state cannot be cropped to an earlier token, as assisted generation needs: "
+            "keep the state of that token instead."
+        )
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.state is not None
+
+    def __len__(self) -> int:
+        return 0 if self.state is None else len(self.state)
+
+    def __repr__(self) -> str:
+        return f"RecurrentCache(layers={len(self)}, tokens_seen={self.tokens_seen})"
+
+
+class OutputWithCache(ModelOutput):
+    """An output whose field `cache` is also found as `past_key_values`, its name before Transformers 5.24."""
+
+    if CACHE_NAME != "cache":  # newer releases do this themselves
+
+        @property
+        def past_key_values(self) -> RecurrentCache | None:
+            cache: RecurrentCache | None = vars(self)["cache"]
+            return cache
+
+        def __contains__(self, key: object) -> bool:
+            return super().__contains__("cache" if key == CACHE_NAME else key)
+
+        def __getitem__(self, key: Any) -> Any:
+            return super().__getitem__("cache" if key == CACHE_NAME else key)
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            return super().get("cache" if key == CACHE_NAME else key, default)
+
+
+def virtual_tokens(model: Any) -> int:
+    """Number of tokens that PEFT puts before each text that the model generates from; 0 without such a method.
+
+    `generate` of PEFT has its own `prepare_inputs_for_generation` on the model.
+
+    Raises:
+        ValueError: for a method that trains keys and values.
+    """
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config: Any = getattr(wrapper, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False):
+        return 0
+    if config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
+        raise ValueError(f"{type(model).__name__} does not take {config.peft_type}: {NO_KEYS}.")
+    return int(config.num_virtual_tokens)
+
+
+def given_cache(cache: RecurrentCache | None, others: dict[str, Any]) -> RecurrentCache | None:
+    """The cache of a call, which may also be among the other arguments, under an older name.
+
+    Raises:
+        ValueError: if it has two names, or is the cache of another model.
+    """
+    for name in OLD_CACHE_NAMES:
+        older = others.pop(name, None)
+        if cache is not None and older is not None:
+            raise ValueError(f"cache and {name} are two names of one argument: give cache.")
+        cache = older if cache is None else cache
+    check_cache(cache)
+    return cache
+
+
+def check_cache(cache: Any) -> None:
+    """Raise a `ValueError` for a cache of another model."""
+    if cache is not None and not isinstance(cache, RecurrentCache):
+        raise ValueError(
+            f"cache must be a RecurrentCache, got {type(cache).__name__}; give a state as initial_state. If PEFT gave "
+            f"it: {NO_KEYS}."
+        )
 
 
 def refuse_continuous_batching(model: Any) -> None:
