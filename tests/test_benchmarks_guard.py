@@ -58,7 +58,7 @@ def test_only_a_ratio_below_the_kept_rounds_fell(
     assert run(guard, monkeypatch, [2.0, 4.0, 3.0]) == 0
     assert "None are kept." in capsys.readouterr().out
     assert run(guard, monkeypatch, [2.0, 4.0, 3.0], "--keep", "--json", str(tmp_path / "all.json")) == 0
-    assert json.loads((tmp_path / "all.json").read_text())[0]["found"]["theirs"] == [2.0, 4.0, 3.0]
+    assert json.loads((tmp_path / "all.json").read_text())[0]["costs"]["theirs"] == [2.0, 4.0, 3.0]
     assert run(guard, monkeypatch, [1.91, 1.95, 1.85]) == 0  # within 5 % of the least that was kept
     assert "No ratio fell." in capsys.readouterr().out
     assert run(guard, monkeypatch, [1.89, 1.8, 4.0]) == 1
