@@ -1,4 +1,4 @@
-"""What the studies share: stages that are trained, measured and kept, the setting of `lengthgen demo`, pictures.
+"""What the studies share: stages that are trained, measured and kept, and the setting of `lengthgen demo`.
 
 A stage is one training run and its measurement. Its folder holds the checkpoint; `ArmResults` keep its result. A
 finished stage with the same settings is not run again, so an interrupted study continues where it stopped.
@@ -9,14 +9,12 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from arm_results import ArmResults, Result, read_json
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from study_pages import draw, fill, write_stages
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, TrainerCallback
 
@@ -28,8 +26,7 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
-from hf_recurrent_lengthgen.models.state_on_disk import replacing
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.plotting.style import INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
@@ -221,15 +218,13 @@ class Stages:
         return result
 
     def write_results(self, path: Path, results: dict[str, dict[int, Result]]) -> None:
-        """Measurements by stage and seed as JSON, one seed of a stage a line."""
-        stages = []
-        for name, seeds in results.items():
-            rows = ",\n".join(f"{json.dumps(str(seed))}: {json.dumps(result)}" for seed, result in seeds.items())
-            stages.append(f"{json.dumps(name)}: {{\n{rows}}}")
-        setting = json.dumps({"texts": self.description, **asdict(self.settings)})
-        everything = ",\n".join(stages)
-        with replacing(path) as file:
-            file.write_text(f'{{"setting": {setting},\n"stages": {{\n{everything}}}}}\n', encoding="utf-8")
+        """Measurements by stage and seed as JSON."""
+        write_stages(path, {"texts": self.description, **asdict(self.settings)}, results)
+
+    def show(self, page: Path, parts: Mapping[str, str]) -> None:
+        """Put parts between the markers of a page, if the results are those beside it."""
+        if self.results == page.parent / "results":
+            fill(page, parts)
 
 
 class Study(Stages):
@@ -310,64 +305,3 @@ class _Snapshots(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_save = state.global_step in self.steps
-
-
-def panels(titles: Sequence[str], columns: int) -> tuple[Figure, list[Axes]]:
-    """Panels row by row in the look of the package's figures."""
-    rows = -(-len(titles) // columns)
-    figure = Figure(figsize=(4.4 * columns, 3.3 * rows + 0.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for spare in axes[len(titles) :]:
-        spare.remove()
-    axes = axes[: len(titles)]
-    for axis, title in zip(axes, titles, strict=True):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.spines[["left", "bottom"]].set_color(MUTED)
-        axis.tick_params(colors=MUTED, labelcolor=INK, labelsize=FONT_SIZE - 1)
-        axis.grid(axis="y", color=GRID, linewidth=0.7)
-        axis.set_title(title, loc="left", fontsize=FONT_SIZE, color=INK)
-    return figure, axes
-
-
-def legend_below(picture: Figure, axes: Sequence[Axes], columns: int) -> None:
-    """One legend of the lines of all panels."""
-    handles: dict[str, Any] = {}
-    for axis in axes:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    picture.legend(handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=FONT_SIZE - 1)
-
-
-def draw(axis: Axes, results: Sequence[Result], curve: str, first: int, **style: Any) -> None:
-    """The mean over seeds of "nll" or "harm" from `first` tokens of context on, and the band from least to most."""
-    edges = results[0][curve]["edges"]
-    skipped = sum(edge < first - 1 for edge in edges[:-1])
-    x = [((a + 1) * b) ** 0.5 for a, b in pairwise(edges)][skipped:]
-    columns = list(zip(*(result[curve]["mean"][skipped:] for result in results), strict=True))
-    axis.plot(x, [sum(column) / len(column) for column in columns], linewidth=2, **style)
-    axis.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=style["color"], alpha=0.18, lw=0)
-
-
-def over_seeds(results: Sequence[Result], quantity: str, form: str = ".3f") -> str:
-    """Mean and, from two seeds on, least and most of a measured number, or of "nll_last"."""
-    values = [nll_last(result) if quantity == "nll_last" else result[quantity] for result in results]
-    values = [value["mean"] if isinstance(value, dict) else value for value in values]
-    text = format(sum(values) / len(values), form)
-    return text if len(values) < 2 else f"{text} ({min(values):{form}} to {max(values):{form}})"
-
-
-def nll_last(result: Result) -> float:
-    """Mean NLL of the positions of the last harm range."""
-    curve, (start, stop) = result["nll"], result["harm_range"]
-    bins = [
-        (b - a, mean)
-        for (a, b), mean in zip(pairwise(curve["edges"]), curve["mean"], strict=True)
-        if start <= a < stop
-    ]
-    return sum(size * mean for size, mean in bins) / sum(size for size, _ in bins)
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

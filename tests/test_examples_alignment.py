@@ -39,13 +39,13 @@ def test_arms_are_studied_and_the_missing_one_is_made_again(
     assert len({arm["harm_last"]["mean"] for arm in found}) == 3
     assert (results / "alignment.png").read_bytes().startswith(b"\x89PNG")
 
-    table = (results / "alignment.md").read_text()
-    assert table in printed
+    table = printed[printed.index("| crops start") :]
     (results / "running" / ARMS[0] / "seed3.json").unlink()
     runpy.run_path(str(RUN), run_name="__main__")
-    again = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
+    printed = capsys.readouterr().out
+    again = [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")]
     assert again == [f"seed 3 {ARMS[0]}"]
-    assert (results / "alignment.md").read_text() == table
+    assert printed.endswith(table)
 
 
 def test_divergences_are_those_of_the_formulas(module: dict[str, Any]) -> None:
@@ -56,12 +56,3 @@ def test_divergences_are_those_of_the_formulas(module: dict[str, Any]) -> None:
     assert module["divergences"]("at", a, b) == pytest.approx(
         {"at_sce": float(sum(sce)) / 5, "at_jeffreys": float(sum(jeffreys)) / 5}
     )
-
-
-def test_a_readme_is_filled_between_its_markers(module: dict[str, Any], tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("a\n<!-- one -->\nold\n<!-- end -->\nb\n<!-- two -->\n<!-- end -->\n")
-    module["fill"](readme, {"one": "| 1 \\1 |\n", "two": "new\n"})
-    assert readme.read_text() == "a\n<!-- one -->\n| 1 \\1 |\n<!-- end -->\nb\n<!-- two -->\nnew\n<!-- end -->\n"
-    with pytest.raises(ValueError, match="0 places for 'three'"):
-        module["fill"](readme, {"three": ""})

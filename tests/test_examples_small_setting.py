@@ -44,3 +44,12 @@ def test_tiny_runs_have_results_of_their_own(
     monkeypatch.setattr(sys, "argv", ["run.py", "--output", "out", *given])
     parser: argparse.ArgumentParser = shared.options_of("", Path("study/results"))
     assert shared.parsed(parser).results == expected
+
+
+def test_a_readme_is_filled_between_its_markers(shared: Any, tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- one -->\nold\n<!-- end -->\nb\n<!-- two -->\n<!-- end -->\n")
+    shared.fill(readme, {"one": "| 1 \\1 |\n", "two": "new\n"})
+    assert readme.read_text() == "a\n<!-- one -->\n| 1 \\1 |\n<!-- end -->\nb\n<!-- two -->\nnew\n<!-- end -->\n"
+    with pytest.raises(ValueError, match="0 places for 'three'"):
+        shared.fill(readme, {"three": ""})

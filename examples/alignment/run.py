@@ -2,8 +2,8 @@
 
 The setting is that of `interventions/`. Every arm reads the same rows as two crops of 128 bytes each and takes the
 cross-entropy of both; arms differ in the initial states of the crops and in the term that is added. An arm is one
-training and its measurement. Arms that have a result in --results are not run again. At the end, alignment.md and
-alignment.png are written beside the results, from all arms that are there.
+training and its measurement. Arms that have a result in --results are not run again. At the end, the
+table of README.md and alignment.png beside the results are written anew, from all arms that are there.
 """
 
 import sys
@@ -26,8 +26,8 @@ from hf_recurrent_lengthgen.trainers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from readme_tables import fill
-from small_setting import Result, Study, Training, legend_below, markdown, options_of, over_seeds, panels, parsed
+from small_setting import Result, Study, Training, options_of, parsed
+from study_pages import legend_below, markdown, over_seeds, panels
 
 HERE = Path(__file__).resolve().parent
 NOTHING = 1e-30
@@ -153,12 +153,9 @@ def report(study: AlignmentStudy, seeds: list[int]) -> None:
     length = study.settings.training_length
     head = ["crops start", "added", "seeds", f"harm at {start:,}-{stop:,}", "loss there", f"loss inside {length}"]
     table = markdown([*head, "context use", "SCE inside", "Jeffreys inside", "Jeffreys beyond"], rows)
-    study.results.mkdir(parents=True, exist_ok=True)
-    (study.results / "alignment.md").write_text(table, encoding="utf-8")
     figure(study, measured)
-    if study.results == HERE / "results":
-        picture = "![Harm against position: a panel for each way to start the crops](results/alignment.png)\n"
-        fill(HERE / "README.md", {"figure": picture, "table": table})
+    picture = "![Harm against position: a panel for each way to start the crops](results/alignment.png)\n"
+    study.show(HERE / "README.md", {"figure": picture, "table": table})
     print(table)
 
 

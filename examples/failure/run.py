@@ -13,7 +13,8 @@ from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_
 from hf_recurrent_lengthgen.trainers import ZeroStateTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import Result, Study, Training, draw, markdown, over_seeds, panels, parse
+from small_setting import Result, Study, Training, parse
+from study_pages import draw, markdown, over_seeds, panels
 
 COLORS = ("#56b4e9", "#009e73", "#d55e00", "#7a3b9c")
 LINES = ("solid", (0, (5, 2)), "solid", (0, (1, 1)))

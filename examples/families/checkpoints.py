@@ -27,9 +27,8 @@ from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison, Evalu
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from readme_tables import fill
 from run import FAMILIES, FamilyStudy
-from small_setting import markdown
+from study_pages import fill, markdown
 
 METHODS = {"base": "base", "state_passing": "cured"}
 SEED = 1

@@ -38,8 +38,8 @@ from hf_recurrent_lengthgen.trainers import (
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from readme_tables import fill
-from small_setting import Result, Study, Training, legend_below, markdown, options_of, over_seeds, panels, parsed
+from small_setting import Result, Study, Training, options_of, parsed
+from study_pages import fill, legend_below, markdown, over_seeds, panels
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

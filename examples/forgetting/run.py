@@ -28,7 +28,8 @@ from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from forgetting_search import INSERTIONS, PAPER, forgetting_grid, rule_of, search_forgetting
-from small_setting import Result, Study, Training, draw, markdown, nll_last, over_seeds, panels, parse
+from small_setting import Result, Study, Training, parse
+from study_pages import draw, markdown, nll_last, over_seeds, panels
 
 WINDOWS = (0.5, 1, 2, 4)
 """In training lengths."""

@@ -28,7 +28,8 @@ from hf_recurrent_lengthgen.trainers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import Result, Study, Training, draw, legend_below, markdown, over_seeds, panels, parse
+from small_setting import Result, Study, Training, parse
+from study_pages import draw, legend_below, markdown, over_seeds, panels
 
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Standard deviations of random noise, as fractions of the final states' root mean square under plain training."""

@@ -37,7 +37,7 @@ from hf_recurrent_lengthgen.trainers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from arm_results import ArmResults
-from readme_tables import fill
+from study_pages import fill
 
 HERE = Path(__file__).resolve().parent
 

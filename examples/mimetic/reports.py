@@ -1,12 +1,12 @@
 """Tables and figures of the studies."""
 
-import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
-from small_setting import Result, legend_below, markdown, over_seeds, panels
+from small_setting import Result
 from starts import FAMILIES
+from study_pages import band, legend_below, markdown, over_seeds, panels
 
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE
 
@@ -62,9 +62,7 @@ def figure(layout: Layout, results: Measured) -> Figure:
         for line, points in panel.items():
             x, columns, color = list(points), list(points.values()), COLORS[lines.index(line) % len(COLORS)]
             style: Any = ("solid", "dashed", "dotted")[lines.index(line) // len(COLORS)]
-            means = list(map(statistics.fmean, columns))
-            axis.plot(x, means, color=color, linestyle=style, marker="o", markersize=3, linewidth=2, label=line)
-            axis.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.12, lw=0)
+            band(axis, x, columns, 0.12, color=color, linestyle=style, marker="o", markersize=3, label=line)
         ticks = sorted({x for points in panel.values() for x in points})
         axis.set_xscale("log")
         axis.set_xticks(ticks, [f"{x:g}" for x in ticks])

@@ -28,10 +28,10 @@ from hf_recurrent_lengthgen.surgery.mimetic import PAPER_SWITCHES, SWITCHES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from readme_tables import fill
 from reports import Layout, Measured, figure, table
 from small_setting import options_of, parsed
 from starts import FAMILIES, TASKS, Arm, Sizes, StringStudy
+from study_pages import fill
 
 HERE = Path(__file__).resolve().parent
 RATES = (1e-2, 1e-3, 5e-4, 1e-4)

@@ -9,7 +9,6 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arm_results import ArmResults, Result
 from baselines import DecoderTransformer, ScalarRegression
 from bit_strings import BitStrings, errors_by_length
-from small_setting import markdown, panels
+from study_pages import band, markdown, mean_and_range, panels, write_stages
 
 TRAINED = (1, 10)
 
@@ -130,21 +129,15 @@ def inside(result: Result) -> float:
     return statistics.fmean(error for length, error in result["errors"].items() if int(length) <= TRAINED[1])
 
 
-def cell(values: Iterable[float]) -> str:
-    """Mean over seeds, least and most."""
-    numbers = list(values)
-    mean = f"{statistics.fmean(numbers):.2g}"
-    return mean if len(numbers) == 1 else f"{mean} ({min(numbers):.2g} to {max(numbers):.2g})"
-
-
 def table(results: ByStage) -> str:
     """Mean squared errors in the units of the quantity."""
     beyond = (12, 20, 30, 50)
     rows = []
     for stage, seeds in results.items():
         quantity = f"{stage.quantity}, uniform" if stage.uniform_mean else stage.quantity
-        errors = [cell(inside(result) for result in seeds.values())]
-        errors += [cell(result["errors"][str(length)] for result in seeds.values()) for length in beyond]
+        values = [list(map(inside, seeds.values()))]
+        values += [[result["errors"][str(length)] for result in seeds.values()] for length in beyond]
+        errors = [mean_and_range(numbers, ".2g") for numbers in values]
         rows.append([quantity, MODELS[stage.model], TARGETS[stage.target], ", ".join(map(str, seeds)), *errors])
     return markdown(["predicted", "model", "target", "seeds", "1 to 10 bits", *(f"{n} bits" for n in beyond)], rows)
 
@@ -162,8 +155,7 @@ def picture(results: ByStage, lengths: tuple[int, ...], path: Path) -> None:
         for stage, color in zip(group, colors, strict=False):
             columns = [[seed["errors"][str(length)] for seed in results[stage].values()] for length in lengths]
             label = f"NoPE, target {TARGETS[stage.target]}" if by_target else MODELS[stage.model]
-            axis.plot(lengths, [statistics.fmean(column) for column in columns], color=color, linewidth=2, label=label)
-            axis.fill_between(lengths, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.18, lw=0)
+            band(axis, lengths, columns, 0.18, color=color, label=label)
         axis.set_ylim(bottom=1e-7)
         axis.yaxis.set_minor_locator(NullLocator())
         axis.set_xlabel("Bits", fontsize=FONT_SIZE - 1, color=MUTED)
@@ -186,15 +178,11 @@ def main() -> None:
             results[stage][seed] = run(stage, seed, setting, output)
     text = table(results)
     (output / "output_representations.md").write_text(text, encoding="utf-8")
-    lines = []
-    for stage, seeds in results.items():
-        kept = {str(seed): {key: result[key] for key in ("losses", "errors")} for seed, result in seeds.items()}
-        rows = ",\n".join(f"{json.dumps(seed)}: {json.dumps(result)}" for seed, result in kept.items())
-        lines.append(f"{json.dumps(name_of(stage))}: {{\n{rows}}}")
-    stages = ",\n".join(lines)
-    (output / "output_representations.json").write_text(
-        f'{{"setting": {json.dumps(asdict(setting))},\n"stages": {{\n{stages}}}}}\n', encoding="utf-8"
-    )
+    kept = {
+        name_of(stage): {seed: {key: result[key] for key in ("losses", "errors")} for seed, result in seeds.items()}
+        for stage, seeds in results.items()
+    }
+    write_stages(output / "output_representations.json", asdict(setting), kept)
     picture(results, setting.lengths, output / "output_representations.png")
     print(text)
 

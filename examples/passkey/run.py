@@ -3,7 +3,8 @@
 For each seed a base is trained from nothing on prompts of 128 words and measured on its way (Chen et al., 2024, Fig.
 8). Then it is fine-tuned, plainly or from given states (Buitrago Ruiz and Gu, 2025, B.4 and Fig. 7). The loss is that
 of the key and its period, as in B.4. An arm is one training and its measurement. Arms that have a result in --results
-are not run again. At the end, the tables and the figure are written beside the results, from all arms that are there.
+are not run again. At the end, the tables of README.md and the figure beside the results are written anew, from all
+arms that are there.
 """
 
 import argparse
@@ -34,8 +35,8 @@ from hf_recurrent_lengthgen.trainers import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from prompts import word_tokenizer
-from readme_tables import fill
-from small_setting import Result, Stages, Training, markdown, options_of, panels, parsed
+from small_setting import Result, Stages, Training, options_of, parsed
+from study_pages import band, markdown, mean_and_range, panels
 
 HERE = Path(__file__).resolve().parent
 
@@ -165,12 +166,7 @@ class PasskeyStudy(Stages):
 
 def accuracy_row(shares: Sequence[dict[str, float]]) -> list[str]:
     """Percent by length: mean and, from two seeds on, least and most."""
-    cells = []
-    for length in shares[0]:
-        values = [100 * result[length] for result in shares]
-        text = f"{sum(values) / len(values):.0f}"
-        cells.append(text if len(values) < 2 else f"{text} ({min(values):.0f} to {max(values):.0f})")
-    return cells
+    return [mean_and_range([100 * result[length] for result in shares], ".0f") for length in shares[0]]
 
 
 def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
@@ -188,14 +184,10 @@ def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
     ways = by_words(study, seeds)
     rows = [[f"{words:,}", *accuracy_row(shares)] for words, shares in ways.items()]
     tables["tokens"] = markdown(["words read", *heads], rows)
-    study.results.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        (study.results / f"{name}.md").write_text(table, encoding="utf-8")
-        print(table)
+    print("\n".join(tables.values()))
     figure(study, arms, ways)
-    if study.results == HERE / "results":
-        picture = "![Share of keys found against length, by method and by words read](results/passkey.png)\n"
-        fill(HERE / "README.md", {"figure": picture, **tables})
+    picture = "![Share of keys found against length, by method and by words read](results/passkey.png)\n"
+    study.show(HERE / "README.md", {"figure": picture, **tables})
 
 
 def by_words(study: PasskeyStudy, seeds: Sequence[int]) -> dict[int, list[dict[str, float]]]:
@@ -220,9 +212,7 @@ def figure(study: PasskeyStudy, arms: dict[str, dict[int, Result]], ways: dict[i
         for label, color, shares in drawn:
             lengths = [int(length) for length in shares[0]]
             columns = [[result[str(length)] for result in shares] for length in lengths]
-            means = [sum(column) / len(column) for column in columns]
-            axis.plot(lengths, means, color=color, label=label, linewidth=2, marker="o", markersize=3)
-            axis.fill_between(lengths, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.15, lw=0)
+            band(axis, lengths, columns, 0.15, color=color, label=label, marker="o", markersize=3)
         axis.set_ylim(-0.03, 1.05)
         position_axis(axis, study.settings.lengths[0], study.settings.lengths[-1])
         mark_training_lengths(axis, [study.settings.length])

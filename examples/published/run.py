@@ -13,6 +13,8 @@ import hashlib
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +37,9 @@ from hf_recurrent_lengthgen.trainers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from readme_tables import fill
 from reversal import ROW, WEIGHTS, ContinuedProblems, Problems, in_folder, published, right, streams, with_bias
-from small_setting import Result, Stages, Training, legend_below, markdown, options_of, over_seeds, panels, parsed
+from small_setting import Result, Stages, Training, options_of, parsed
+from study_pages import band, legend_below, markdown, mean_and_range, panels
 
 HERE = Path(__file__).resolve().parent
 
@@ -155,23 +157,14 @@ class Reversal(Stages):
 
 def percent(results: list[Result], *keys: Any) -> str:
     """Mean and range over seeds of a share."""
-    values = []
-    for result in results:
-        value: Any = result
-        for key in keys:
-            value = value[key]
-        values.append({"share": 100 * value})
-    return over_seeds(values, "share", ".1f")
+    return mean_and_range([100 * reduce(getitem, keys, result) for result in results], ".1f")
 
 
-def report(study: Reversal, seeds: list[int]) -> None:
-    """Table and figure of the arms that are there."""
-    arms = study.measured(METHODS, seeds)
-    if not arms:
-        print("No arm has a result yet.")
-        return
-    alone = [n for n in (20, 40, 60) if n in study.settings.alone]
-    places = [n for n in (2, 4, 16, 64) if n <= study.settings.problems]
+def table(arms: dict[str, dict[int, Result]]) -> str:
+    """Shares of right digits alone and in a stream, and heads that drift."""
+    first = next(iter(next(iter(arms.values())).values()))
+    alone = [n for n in (20, 40, 60) if str(n) in first["alone"]]
+    places = [n for n in (2, 4, 16, 64) if n <= len(first["stream"])]
     head = ["", "seeds", *(f"alone, {n} digits" for n in alone), *(f"problem {n}" for n in places), "heads that drift"]
     rows = []
     for name, results in arms.items():
@@ -180,12 +173,18 @@ def report(study: Reversal, seeds: list[int]) -> None:
         cells += [percent(values, "stream", n - 1) for n in places]
         drifting = ", ".join(str(len(result["drifting"])) for result in values)
         rows.append([METHODS[name].label, ", ".join(map(str, results)), *cells, drifting])
-    table = markdown(head, rows)
-    (study.results / "table.md").write_text(table, encoding="utf-8")
+    return markdown(head, rows)
+
+
+def report(study: Reversal, seeds: list[int]) -> None:
+    """Table and figure of the arms that are there; the README's, too, for the results beside it."""
+    arms = study.measured(METHODS, seeds)
+    if not arms:
+        print("No arm has a result yet.")
+        return
     figure(study, arms)
-    if study.results == HERE / "results":
-        fill(HERE / "README.md", {"table": table})
-    print(table)
+    study.show(HERE / "README.md", {"table": table(arms)})
+    print(table(arms))
 
 
 def figure(study: Reversal, arms: dict[str, dict[int, Result]]) -> None:
@@ -201,11 +200,7 @@ def figure(study: Reversal, arms: dict[str, dict[int, Result]]) -> None:
         )
         for axis, x, lines in curves:
             columns = list(zip(*([100 * y for y in line] for line in lines), strict=True))
-            mean = [sum(column) / len(column) for column in columns]
-            axis.plot(x, mean, color=method.color, label=method.label, linewidth=2)
-            axis.fill_between(
-                x, list(map(min, columns)), list(map(max, columns)), color=method.color, alpha=0.18, lw=0
-            )
+            band(axis, x, columns, 0.18, color=method.color, label=method.label)
     for axis, words in zip(axes, ("digits", "problem"), strict=True):
         axis.set_ylim(0, 103)
         axis.set_xlabel(words, fontsize=FONT_SIZE - 1, color=INK)

@@ -1,8 +1,8 @@
 """T_forget without a mimetic start: authors' initializer, TBTT over 12 chunks, a learning rate for each state size.
 
 First each size is trained with each learning rate at one length; the rate of the least training loss is that of all
-its runs. Runs that have a result in --results are not run again. At the end, forgetting.md, law.json and
-forgetting.png are written beside the results, from all runs that are there.
+its runs. Runs that have a result in --results are not run again. At the end, the tables of
+README.md, and law.json and forgetting.png beside the results, are written anew, from all runs that are there.
 """
 
 import argparse
@@ -25,8 +25,7 @@ from arm_results import ArmResults
 from law import fit_law
 from law_figure import law_figure
 from law_tables import formulas, short
-from readme_tables import fill
-from small_setting import markdown
+from study_pages import fill, markdown
 from training import Result, Run, result_of, trained
 
 HERE = Path(__file__).resolve().parent
@@ -116,7 +115,6 @@ def main() -> None:
     table, line = markdown(head, rows), formulas([law])
     print(f"{table}\n{line}\n{sum(len(t.tried) for t in thresholds)} runs took {seconds:,.0f} s.")
     study.results.mkdir(parents=True, exist_ok=True)
-    (study.results / "forgetting.md").write_text(f"{table}\n{line}", encoding="utf-8")
     write_result(study.results / "law.json", law)
     save_png(law_figure(law), study.results / "forgetting.png")
     if study.results == HERE / "results":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from law import Law
 from scaling_laws import Threshold
-from small_setting import markdown
+from study_pages import markdown
 
 
 def short(threshold: Threshold) -> str:

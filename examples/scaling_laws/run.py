@@ -29,7 +29,7 @@ from arm_results import ArmResults
 from law import Law, fit_law
 from law_figure import law_figure
 from law_tables import formulas, short
-from small_setting import markdown
+from study_pages import markdown
 from training import Result, Run, result_of, trained
 
 STATE_SIZES = (4, 8, 16, 32, 64)

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arm_results import ArmResults
 from arms import ARMS, BASES, TINY, Result, Settings, expanded, fit, new_gla, new_model, without_recall
-from readme_tables import fill
-from small_setting import legend_below, markdown, options_of, panels, parsed
+from small_setting import options_of, parsed
+from study_pages import band, fill, legend_below, markdown, panels
 
 HERE = Path(__file__).resolve().parent
 HEADS = "heads"
@@ -168,9 +168,7 @@ def figure(study: Study, path: Path) -> None:
             look, x = ARMS[arm], list(settings.evaluated_pairs)
             columns = [[result["accuracy"][str(number)] for result in seeds.values()] for number in x]
             style = "dashed" if arm in ("vanilla", "large") else "solid"
-            means = list(map(statistics.fmean, columns))
-            axis.plot(x, means, linestyle=style, color=look.color, linewidth=2, label=look.label)
-            axis.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=look.color, alpha=0.1, lw=0)
+            band(axis, x, columns, 0.1, linestyle=style, color=look.color, label=look.label)
         floor = [without_recall(settings, number) for number in x]
         axis.plot(x, floor, linestyle="dotted", color="black", linewidth=1.5, label="without recall")
         axis.set_ylim(0.2, 1)
