@@ -46,8 +46,9 @@ COMMANDS = {name: what for commands in PURPOSES.values() for name, what in comma
 """Modules beside this one, which take long to import, so that only the one that runs is imported."""
 CONTINUED = ("push", "pull", "state")
 """Commands that keep what they have done when they are interrupted, and do not say so themselves."""
-HELP_FOLDER = Path(__file__).with_name("help")
-"""The helps of commands, "state read.txt", because their parsers take seconds to import (`tests/cli/helps.py`)."""
+HELPS = Path(__file__).with_name("help.txt")
+"""The helps of commands, each below its `HELP_HEADING`; their parsers take seconds to import (`tests.cli.helps`)."""
+HELP_HEADING = "==== {} ====\n"
 DESCRIPTION = "\n\n".join(
     ["Recurrent language models that keep working far beyond the length they were trained on."]
     + [
@@ -97,12 +98,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _stored_help(arguments: Sequence[str]) -> str | None:
     """The help for "COMMAND [ACTION] --help"; None for other arguments, and where imports cost nothing any more."""
     *words, last = arguments
-    file = HELP_FOLDER / f"{' '.join(words)}.txt"
     if "hf_recurrent_lengthgen.trainers" in sys.modules:  # which may know of interventions of the user's own
         return None
     if last not in ("-h", "--help") or not all(word.isalnum() for word in words):
         return None
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    _, heading, rest = HELPS.read_text(encoding="utf-8").partition(HELP_HEADING.format(" ".join(words)))
+    return rest.partition(HELP_HEADING[:5])[0] if heading else None
 
 
 def command_parser() -> CommandParser:

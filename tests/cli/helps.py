@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from hf_recurrent_lengthgen import cli
-from hf_recurrent_lengthgen.cli.main import COMMANDS, HELP_FOLDER
+from hf_recurrent_lengthgen.cli.main import COMMANDS, HELP_HEADING, HELPS
 
 
 def parser_of(command: str, *arguments: str) -> argparse.ArgumentParser:
@@ -27,14 +27,15 @@ def with_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentP
             yield from action.choices.values()
 
 
+def all_helps() -> str:
+    """What is stored: the helps of all commands and their actions."""
+    parsers = [parser for command in COMMANDS for parser in with_actions(parser_of(command))]
+    named = sorted((parser.prog.removeprefix("lengthgen "), parser.format_help()) for parser in parsers)
+    return "".join(HELP_HEADING.format(name) + text for name, text in named)
+
+
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit(__doc__)
     os.environ["COLUMNS"] = "80"
-    HELP_FOLDER.mkdir(exist_ok=True)
-    for old in HELP_FOLDER.iterdir():
-        old.unlink()
-    for command in COMMANDS:
-        for parser in with_actions(parser_of(command)):
-            name = parser.prog.removeprefix("lengthgen ")
-            (HELP_FOLDER / f"{name}.txt").write_text(parser.format_help(), encoding="utf-8")
+    HELPS.write_text(all_helps(), encoding="utf-8")

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from hf_recurrent_lengthgen.cli.harness import as_lm_eval_spells_it
-from hf_recurrent_lengthgen.cli.main import COMMANDS, HELP_FOLDER, command_parser
+from hf_recurrent_lengthgen.cli.main import COMMANDS, HELPS, command_parser
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.cli.shared_options import HOW, SHARED
-from tests.cli.helps import parser_of, with_actions
+from tests.cli.helps import all_helps, parser_of, with_actions
 
 OWN_WORDS = {
     ("verify", "--device"): "compares on a CPU unless asked otherwise",
@@ -33,9 +33,7 @@ PARSERS = [
 def test_stored_helps_are_those_of_the_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
     """If this fails: python -m tests.cli.helps --write."""
     monkeypatch.setenv("COLUMNS", "80")
-    parsers = [parser for command in COMMANDS for parser in with_actions(parser_of(command))]
-    shown = {f"{parser.prog.removeprefix('lengthgen ')}.txt": parser.format_help() for parser in parsers}
-    assert {file.name: file.read_text() for file in HELP_FOLDER.iterdir()} == shown
+    assert HELPS.read_text(encoding="utf-8") == all_helps()
 
 
 def test_help_imports_no_model_code() -> None:
