@@ -12,8 +12,7 @@ from typing import Any
 
 import datasets
 
-from hf_recurrent_lengthgen.harness.local_files import Splits, folder_of
-from hf_recurrent_lengthgen.harness.tokenizers import metadata_tokenizer
+from hf_recurrent_lengthgen.harness.local_files import Splits, folder_of, metadata_tokenizer
 
 logger = logging.getLogger(__name__)
 

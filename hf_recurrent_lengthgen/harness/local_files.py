@@ -1,4 +1,4 @@
-"""Rows of tasks from local files, or from the Hub.
+"""Rows of tasks from local files, or from the Hub, and the tokenizer that the metadata of a task name.
 
 Task files name a function of this folder as `custom_dataset`. lm_eval calls it with the metadata of the task, which
 includes `--metadata` and `--model_args` of the command line.
@@ -11,6 +11,9 @@ from typing import Any
 
 import datasets
 from lm_eval.tasks._yaml_loader import load_yaml
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 Splits = dict[str, datasets.Dataset]
@@ -100,3 +103,22 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
     if not found:
         raise ValueError(f"{path} has no rows.")
     return found
+
+
+def metadata_tokenizer(metadata: dict[str, Any], purpose: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in the metadata of a task: `tokenizer`, else the model's, `pretrained`.
+
+    The command line puts the model's arguments into the metadata.
+
+    Raises:
+        ValueError: if the metadata have neither.
+    """
+    named = metadata.get("tokenizer") or metadata.get("pretrained")
+    if isinstance(named, PreTrainedTokenizerBase):
+        return named
+    if not isinstance(named, str | Path):
+        raise ValueError(
+            f"{purpose} needs a tokenizer, got {type(named).__name__}: give tokenizer=FOLDER in the model's arguments "
+            "or the metadata."
+        )
+    return load_tokenizer(str(named), bool(metadata.get("trust_remote_code")))

@@ -17,7 +17,6 @@ import datasets
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.harness import local_files
-from hf_recurrent_lengthgen.harness.tokenizers import metadata_tokenizer
 
 ROOM_FOR_THE_ANSWER = 50
 """Tokens that the document leaves free, as by the authors of the prompt."""
@@ -72,7 +71,7 @@ def rows(
             without_answer += 1
             continue
         if context_length is not None and len(asked.document.encode()) > context_length - ROOM_FOR_THE_ANSWER:
-            tokenizer = metadata_tokenizer(metadata, "cutting documents (context_length)")
+            tokenizer = local_files.metadata_tokenizer(metadata, "cutting documents (context_length)")
             asked = cut(asked, tokenizer, context_length - ROOM_FOR_THE_ANSWER, keep)
         prompts.append({"prompt": prompt(asked, times), "answers": asked.answers})
     if without_answer:

@@ -83,11 +83,7 @@ def test_common_sense_is_the_mean_of_six_accuracies(counting: StateLM, task_mana
 PAIR = {"sentence1": "One.", "sentence2": "Two.", "premise": "One.", "hypothesis": "Two."}
 DEMONSTRATIONS: Rows = {
     "commonsense_qa": [
-        {
-            "question": f"{number}?",
-            "choices": {"text": list("abcde"), "label": list("ABCDE")},
-            "answerKey": "A",
-        }
+        {"question": f"{number}?", "choices": {"text": list("abcde"), "label": list("ABCDE")}, "answerKey": "A"}
         for number in range(40)
     ],
     "arc_challenge": [
@@ -142,10 +138,10 @@ RECALL: Rows = {
         {"text": "A film.", "key": "year", "value": "1999"},
     ],
     "lengthgen_squad_twice": [
-        {"context": "It is so.", "question": "How?", "text": "It is so. So it is:", "value": "ABC"},
+        {"context": "It is so.", "question": "How?", "text": "It is so. So it is:", "value": "ABC"}
     ],
     "lengthgen_triviaqa_twice": [
-        {"context": "[PAR]It is so.", "question": "It is:", "orig_question": "How?", "answers": ["nx", "xyZ"]},
+        {"context": "[PAR]It is so.", "question": "It is:", "orig_question": "How?", "answers": ["nx", "xyZ"]}
     ],
     "lengthgen_nq_twice": [{"context": "It is so.", "question": "It is:", "answers": ["nx"]}],
     "lengthgen_drop_twice": [
@@ -297,14 +293,8 @@ def test_tasks_of_lm_eval_in_our_groups_are_loaded_without_further_options(task_
     ("call", "message"),
     [
         (lambda folder: local_files.rows(PIQA, str(folder / "none")), "data_dir must be a folder, got .*none"),
-        (
-            lambda folder: local_files.rows(PIQA, str(folder)),
-            r"neither piqa.validation.jsonl nor piqa.jsonl",
-        ),
-        (
-            lambda folder: local_files.longbench_rows(QASPER, str(folder)),
-            "has no qasper_e.jsonl",
-        ),
+        (lambda folder: local_files.rows(PIQA, str(folder)), r"neither piqa.validation.jsonl nor piqa.jsonl"),
+        (lambda folder: local_files.longbench_rows(QASPER, str(folder)), "has no qasper_e.jsonl"),
         (lambda folder: local_files.json_lines(folder / "broken.jsonl"), r"broken.jsonl, line 2: not valid JSON"),
         (lambda folder: local_files.json_lines(folder / "list.jsonl"), "line 1: expected an object, got list"),
         (lambda folder: local_files.json_lines(folder / "empty.jsonl"), "has no rows"),

@@ -17,7 +17,15 @@ from hf_recurrent_lengthgen.hybrids import delta_scans, stateful
 from hf_recurrent_lengthgen.hybrids.delta_scans import RULES, stock_delta_rule
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.loading import load_model
-from tests.hybrids.measures import gradients, parts, random_state, relative_error, weighted_sum, with_checkpointing
+from tests.hybrids.measures import (
+    gradients,
+    parts,
+    random_state,
+    random_tokens,
+    relative_error,
+    weighted_sum,
+    with_checkpointing,
+)
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
 QUICK = {"qwen3_next", "kimi_linear"}
@@ -27,8 +35,8 @@ LENGTHS = (1, 2, 63, 64, 65, 130)
 each_type = pytest.mark.parametrize("model_type", TYPES)
 
 
-def random_tokens(length: int, rows: int = 2) -> Tensor:
-    return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
+def tokens_of(length: int, rows: int = 2) -> Tensor:
+    return random_tokens(rows, length, seed=length)
 
 
 def module_of(model: Any) -> Any:
@@ -71,7 +79,7 @@ def loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any
 
 def results(model: Any, length: int, initial: Any) -> list[Tensor]:
     """Logits, the final state, and the gradients of all of them for the given state, the inputs and all weights."""
-    embeds = model.get_input_embeddings()(random_tokens(length, len(parts(initial)[0]))).detach().requires_grad_()
+    embeds = model.get_input_embeddings()(tokens_of(length, len(parts(initial)[0]))).detach().requires_grad_()
     output = model(inputs_embeds=embeds, initial_state=initial, output_final_state=True)
     found = [output.logits, *parts(output.final_state)]
     return found + gradients(weighted_sum(found), [embeds, *parts(initial), *model.parameters()])
@@ -112,7 +120,7 @@ def test_any_length_is_the_stock_functions(model_type: str, length: int) -> None
 @torch.no_grad()
 @each_type
 def test_pieces_and_calls_without_states_are_the_stock_model(model_type: str) -> None:
-    (model, stock), tokens = both(model_type), random_tokens(130)
+    (model, stock), tokens = both(model_type), tokens_of(130)
     expected = stock(tokens).logits
     assert relative_error([model(tokens).logits], [expected]) < 1e-4
     assert relative_error([read_in_pieces(model, tokens, (1, 63, 64, 2))[0]], [expected]) < 1e-4
@@ -153,9 +161,9 @@ def test_layouts_and_heads_of_the_rule(channels: bool) -> None:
 
 @each_type
 def test_bfloat16_models_are_as_near_to_float32_as_the_stock_ones(model_type: str) -> None:
-    expected = both(model_type)[1](random_tokens(70)).logits
+    expected = both(model_type)[1](tokens_of(70)).logits
     half = (copy.deepcopy(model).bfloat16() for model in both(model_type))
-    errors = [relative_error([model(random_tokens(70)).logits], [expected]) for model in half]
+    errors = [relative_error([model(tokens_of(70)).logits], [expected]) for model in half]
     assert errors[0] < max(0.05, 1.5 * errors[1]), errors
 
 
@@ -163,7 +171,7 @@ def test_bfloat16_models_are_as_near_to_float32_as_the_stock_ones(model_type: st
 @pytest.mark.parametrize("model_type", ["kimi_linear", "qwen3_5_text"])
 def test_checkpointing_of_calls_without_states(model_type: str, reentrant: bool) -> None:
     model = stateful(float64_model(model_type)).train()
-    tokens = random_tokens(20)
+    tokens = tokens_of(20)
 
     def weights() -> list[Tensor]:
         model.zero_grad()
@@ -177,7 +185,7 @@ def test_checkpointing_of_calls_without_states(model_type: str, reentrant: bool)
 
 @torch.no_grad()
 def test_the_setting_is_kept_and_can_be_changed(tmp_path: Path) -> None:
-    stock, tokens = tiny_model("qwen3_next"), random_tokens(70)
+    stock, tokens = tiny_model("qwen3_next"), tokens_of(70)
     expected = stock(tokens).logits
     model = stateful(copy.deepcopy(stock), scan="stock")
     assert torch.equal(model(tokens).logits, expected)
@@ -206,7 +214,7 @@ def test_settings_that_cannot_be_honoured_are_refused() -> None:
 
 @torch.no_grad()
 def test_other_models_are_not_touched_and_copies_keep_the_scan() -> None:
-    stock, tokens = tiny_model("kimi_linear"), random_tokens(70)
+    stock, tokens = tiny_model("kimi_linear"), tokens_of(70)
     module, mixer = module_of(stock), type(mixers(stock)[0])
     before = dict(vars(module)), dict(vars(mixer)), stock(tokens).logits
     model = stateful(copy.deepcopy(stock))
@@ -229,7 +237,7 @@ def test_kernels_stay_with_the_stock_functions_and_packed_rows_take_no_cache(
         chosen = {device: delta_scans.needs_stock(device) for device in ("cpu", "cuda", "meta")}
         assert chosen == {"cpu": False, "cuda": installed, "meta": True}
     model = stateful(tiny_model("qwen3_5_text").to("meta"))
-    assert model(random_tokens(4).to("meta")).logits.shape == (2, 4, VOCABULARY)
+    assert model(tokens_of(4).to("meta")).logits.shape == (2, 4, VOCABULARY)
     model = stateful(tiny_model("qwen3_next"))
     with pytest.raises(ValueError, match="cannot be read with a cache"):
-        model(random_tokens(4)[:1], cu_seq_lens_q=torch.tensor([0, 2, 4], dtype=torch.int32), use_cache=True)
+        model(tokens_of(4)[:1], cu_seq_lens_q=torch.tensor([0, 2, 4], dtype=torch.int32), use_cache=True)

@@ -1,4 +1,4 @@
-"""Wrapped models in circumstances of their own: copies with hooks, threads, files from elsewhere."""
+"""Wrapped models in circumstances of their own: copies with hooks, threads, the compiler, files from elsewhere."""
 
 import pickle
 import sys
@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from tests.hybrids.measures import random_tokens
-from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten
+from tests.hybrids.measures import parts, random_tokens
+from tests.hybrids.test_core_law import QUICK
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
 
 TOKENS = random_tokens(2, 9, seed=7)
 
@@ -33,32 +35,43 @@ def test_a_forward_on_the_object_is_refused() -> None:
         stateful(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "length", "function"),
-    [("mamba", 9, "mamba_selective_scan"), ("nemotron_h", 1, "mamba2_selective_state_update")],
-)
-def test_threads_do_not_meet_in_exchanged_functions(name: str, length: int, function: str) -> None:
-    wrapped: list[Any] = [stateful(tiny_model(name)).eval() for _ in range(2)]
+MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0, 0, 0]])
+CALLS: list[tuple[str, list[dict[str, Any]]]] = [
+    ("mamba", [{}, {}]),
+    ("nemotron_h", [{"input_ids": TOKENS[:, :1]}] * 2),
+    ("falcon_mamba", [{"attention_mask": MASK}, {"attention_mask": MASK.flip(0)}]),
+    ("falcon_mamba", [{"attention_mask": MASK}, {}]),
+    ("qwen3_next", [{"attention_mask": MASK}, {"attention_mask": MASK.flip(0)}]),
+    ("qwen3_next", [{"attention_mask": MASK}, {}]),
+]
+
+
+@pytest.mark.parametrize(("name", "calls"), CALLS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("models", [1, 2])
+def test_threads_do_not_meet_in_exchanged_functions_and_padding(name: str, calls: Any, models: int) -> None:
+    wrapped: list[Any] = [stateful(tiny_model(name)).eval() for _ in range(models)]
     module = sys.modules[type(wrapped[0]).__module__]
-    before = getattr(module, function)
-    tokens, barrier = TOKENS[:, :length], Barrier(2)
-    states = [model(TOKENS, output_final_state=True).final_state for model in wrapped]
+    before = dict(vars(module))
+    state = wrapped[0](TOKENS, output_final_state=True).final_state
+    barrier = Barrier(2)
 
     @torch.no_grad()
-    def read(model: Any, state: Any) -> Tensor:
-        return model(tokens, initial_state=state).logits
+    def read(model: Any, given: dict[str, Any]) -> list[Tensor]:
+        output = model(**{"input_ids": TOKENS} | given, initial_state=state, output_final_state=True)
+        return [output.logits, *parts(output.final_state)]
 
     def meet(module: Any, inputs: Any) -> None:
         barrier.wait(10)
 
-    expected = list(map(read, wrapped, states))
+    each = [(wrapped[0], calls[0]), (wrapped[-1], calls[1])]
+    expected = [read(*one) for one in each]
     for model in wrapped:  # in the midst of each other's pass, once before and once after the first layer
         for layer in model.base_model.layers[:2]:
             layer.register_forward_pre_hook(meet)
     with ThreadPoolExecutor(2) as pool:
-        actual = list(pool.map(read, wrapped, states))
+        actual = list(pool.map(read, *zip(*each, strict=True)))
     torch.testing.assert_close(actual, expected)
-    assert getattr(module, function) is before
+    assert dict(vars(module)) == before
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "mamba2", "nemotron_h"])  # the last two widen their logits
@@ -72,3 +85,33 @@ def test_an_adapter_that_the_stock_mixer_reads_past_is_refused() -> None:
     model = get_peft_model(stateful(MambaForCausalLM(config)), LoraConfig(r=2, target_modules=["dt_proj"]))
     with pytest.raises(ValueError, match=r"adapter on .*dt_proj has no effect, since MambaForCausalLM"):
         model(input_ids=TOKENS, output_final_state=True)
+
+
+def test_the_given_state_is_left_as_it_is_by_copy_and_by_kernels() -> None:
+    given = torch.ones(2, 3)
+    seen: list[Tensor] = []
+    inside = Overwritten.of(given, 4, seen.append)
+    inside.copy_(torch.full((2, 3), 5.0))
+    inside.as_subclass(Tensor).mul_(7)  # as a kernel writes
+    assert given.tolist() == [[1.0] * 3] * 2
+    assert [value.tolist() for value in seen] == [[[5.0] * 3] * 2]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about its own internals
+@pytest.mark.parametrize("name", sorted(QUICK & {*SUPPORTED_TYPES}))
+def test_a_compiled_model_gives_what_the_uncompiled_one_gives(name: str) -> None:
+    torch._dynamo.reset()
+    model = stateful(tiny_model(name))
+    compiled = torch.compile(model, backend="eager")
+    ids = random_tokens(2, 20)
+    with torch.no_grad():
+        for run in (model, compiled):
+            whole = run(ids, use_cache=False)
+            first = run(ids[:, :12], output_final_state=True)
+            second = run(ids[:, 12:], initial_state=first.final_state)
+            if run is model:
+                expected, expected_whole = second, whole
+    torch.testing.assert_close(whole.logits, expected_whole.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(second.logits, expected.logits)
+    torch.testing.assert_close(second.final_state, expected.final_state)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM, StatefulMambaForCausalLM
 from tests.hybrids.measures import random_tokens
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
@@ -55,15 +56,6 @@ def wrapped(model_type: str) -> Any:
 
 def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
-
-
-def read_in_pieces(model: Any, tokens: Tensor, sizes: list[int]) -> tuple[Tensor, Any]:
-    cache, state, outputs = model.new_attention_cache(), None, []
-    for piece in tokens.split(sizes, dim=1):
-        output = model(piece, initial_state=state, attention_cache=cache, output_final_state=True)
-        state = output.final_state
-        outputs.append(output.logits)
-    return torch.cat(outputs, dim=1), state
 
 
 @pytest.mark.thinned(5)

@@ -1,8 +1,6 @@
 """Padding and packed rows in wrapped models: each sequence gives what it gives alone."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -130,32 +128,6 @@ def test_padding_repeats_the_output_of_the_last_real_token(model_type: str) -> N
         kept = model(input_ids=TOKENS, attention_mask=MASK, output_final_state=True, logits_to_keep=keep).logits
         expected = logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
         torch.testing.assert_close(kept, expected)
-
-
-@pytest.mark.parametrize("model_type", ["falcon_mamba", "qwen3_next"])
-def test_threads_do_not_meet_in_padded_calls(model_type: str) -> None:
-    model: Any = stateful(tiny_model(model_type))
-    barrier = Barrier(2)
-    given = [{"attention_mask": MASK}, {"attention_mask": MASK.flip(0)}, {}]
-
-    def meet(module: Any, inputs: Any) -> None:
-        barrier.wait(10)
-
-    for layer in model.base_model.layers[:2]:
-        layer.register_forward_pre_hook(meet)
-
-    @torch.no_grad()
-    def read(given: dict[str, Any]) -> list[Tensor]:
-        output = model(input_ids=TOKENS, output_final_state=True, **given)
-        return [output.logits, *parts(output.final_state)]
-
-    for pair in (given[:2], given[1:]):
-        barrier = Barrier(2)
-        with ThreadPoolExecutor(2) as pool:
-            met = list(pool.map(read, pair))
-        barrier = Barrier(1)
-        for actual, expected in zip(met, map(read, pair), strict=True):
-            torch.testing.assert_close(actual, expected)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models.state_value import map_state, take_rows
-from tests.hybrids.measures import by_calls, with_checkpointing
+from tests.hybrids.measures import by_calls, random_state, with_checkpointing
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
 from tests.models.families import FAMILIES, build
 
@@ -196,3 +196,45 @@ def test_only_models_with_learned_states_keep_modules_in_float32_for_them() -> N
         model.save_pretrained(folder)
         loaded = type(model).from_pretrained(folder, dtype=torch.bfloat16)
     assert loaded.learned_states["one"].recurrent[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "lfm2"])
+def test_beams_and_several_answers_are_those_of_each_alone(model_type: str) -> None:
+    model = new_model("hybrid", model_type)
+    state = map_state(Tensor.detach, random_state(model, 3))
+    beams = GREEDY | {"num_beams": 3, "num_return_sequences": 2}
+    generated = model.generate(IDS, attention_mask=MASK, initial_state=state, **beams)
+    for row, length in enumerate(LENGTHS):
+        one = take_rows(state, slice(row, row + 1))
+        expected = model.generate(IDS[row : row + 1, -length:], initial_state=one, **beams)
+        assert torch.equal(generated[2 * row : 2 * row + 2, 9:], expected[:, length:]), row
+
+
+def test_prompts_may_be_embeddings() -> None:
+    model = new_model("hybrid", "qwen3_next")
+    state = map_state(Tensor.detach, random_state(model, 3))
+    given = {"attention_mask": MASK, "initial_state": state, **GREEDY}
+    generated = model.generate(inputs_embeds=model.get_input_embeddings()(IDS), **given)
+    assert torch.equal(generated, model.generate(IDS, **given)[:, 9:])
+
+
+@pytest.mark.slow
+def test_the_stock_minimax_generates_wrongly_after_padding() -> None:
+    """Once this fails, the refusal can go."""
+    stock = tiny_model("minimax")
+    together = stock.generate(IDS, attention_mask=MASK, **GREEDY)[:1, 9:]
+    assert not torch.equal(together, stock.generate(IDS[:1, -LENGTHS[0] :], **GREEDY)[:, LENGTHS[0] :])
+
+
+def test_prompts_that_cannot_be_read_or_continued_are_refused() -> None:
+    model, tokens = new_model("hybrid", "jamba"), IDS.clamp(min=3)
+    state, cache = model.zero_state(3), model.new_attention_cache()
+    for given, message in (
+        ({"attention_mask": MASK.flip(1)}, "padding before the prompts only: set padding_side='left'"),
+        ({"attention_mask": MASK * torch.tensor([[1], [1], [0]])}, "give each row a token"),
+        ({"attention_mask": MASK, "attention_cache": cache}, "takes no padding with an attention_cache"),
+        ({"attention_cache": cache}, "drops the state when it reads more than one token with an attention_cache"),
+        ({"attention_mask": MASK, "prefill_chunk_size": 4}, "leave prefill_chunk_size out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(tokens, initial_state=state, **given, **GREEDY)
