@@ -1,14 +1,18 @@
 """Texts and checkpoints small enough to train and evaluate in a second."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
+from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
+Evaluate = Callable[..., int]
 SIZES = {
     "vocab_size": 384,
     "hidden_size": 8,
@@ -56,3 +60,14 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(" ".join(f"{number} times {number} is {number**2}." for number in range(200)), encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def evaluate(tmp_path: Path, text_file: Path) -> Evaluate:
+    """Run `lengthgen evaluate` on 3 sequences of 64 bytes, into `tmp_path / "out"`."""
+
+    def run(*arguments: Any) -> int:
+        given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64, "--training-length", 8]
+        return main(["evaluate", *map(str, [*given, "--output", tmp_path / "out", *arguments])])
+
+    return run

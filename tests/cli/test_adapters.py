@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,8 +27,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
 )
-from hf_recurrent_lengthgen.records import Adapter, file_digest, read_lineage
-from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.records import Adapter, read_lineage
 from tests.without_package import clean_process
 
 RANK, ALPHA = 2, 6
@@ -326,22 +325,3 @@ def test_a_shared_weight_takes_no_adapter() -> None:
     config = StatefulMamba2Config(hidden_size=8, num_heads=2, head_dim=8, n_groups=1, tie_word_embeddings=True)
     with pytest.raises(ValueError, match="lm_head of StatefulMamba2ForCausalLM share a weight"):
         add_adapter(StatefulMamba2ForCausalLM(config), 2, 4, ["lm_head"])
-
-
-@pytest.mark.slow
-def test_trainers_record_the_base_and_the_chain(checkpoint: Path, tmp_path: Path) -> None:
-    rows = [{"input_ids": torch.arange(3, 12), "labels": torch.arange(3, 12)}] * 8
-    config = {"use_cpu": True, "report_to": "none", "max_steps": 1, "save_strategy": "no", "assume_shuffled": True}
-    model: Any = get_peft_model(load_model(str(checkpoint)), LoraConfig(r=2, target_modules=["in_proj"]))
-    for folder in ("first", "second"):
-        out = tmp_path / folder
-        trainer = StatePassingTrainer(model, StatePassingConfig(str(out), **config), train_dataset=rows)
-        trainer.train()
-        trainer.save_model()
-        record = json.loads((out / "adapter_base.json").read_text())
-        assert record["files"]["model.safetensors"] == file_digest(checkpoint / "model.safetensors")
-        model = load_model(str(out))
-    lineage = read_lineage(tmp_path / "second")
-    assert lineage is not None
-    assert lineage.source == lineage_of(str(checkpoint)).source
-    assert [step.kind for step in lineage.steps] == ["train", "train"]

@@ -5,9 +5,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,20 +13,9 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models import state_on_disk
+from tests.cli.conftest import Evaluate
 
-Evaluate = Callable[..., int]
 FILES = ["context_harm", "in_window", "position_wise"]
-
-
-@pytest.fixture
-def evaluate(tmp_path: Path, text_file: Path) -> Evaluate:
-    """Run `lengthgen evaluate` on 3 sequences of 64 bytes, into `tmp_path / "out"`."""
-
-    def run(*arguments: Any) -> int:
-        given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64]
-        return main(["evaluate", *map(str, [*given, "--output", tmp_path / "out", *arguments])])
-
-    return run
 
 
 def test_one_model(evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,17 +41,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulMamba2ForCausalLM,
     StatefulMambaForCausalLM,
 )
-from tests.models.upstream_fixtures import load_fixture
 from tests.versions import needs_hybrids
-
-
-def test_our_checkpoint_loads_as_it_was_saved(checkpoint: Path) -> None:
-    model, saved = load_model(str(checkpoint)), load_file(checkpoint / "model.safetensors")
-    assert isinstance(model, StatefulMamba2ForCausalLM)
-    assert model.config.training_length == 8
-    for name, tensor in model.state_dict().items():
-        if name in saved:  # all but the tied head
-            assert torch.equal(tensor, saved[name]), name
 
 
 def test_a_stock_mamba2_checkpoint_gives_the_same_logits(stock_checkpoint: Path) -> None:
@@ -78,17 +68,6 @@ def test_stock_mamba_checkpoints_give_the_same_logits(config: Any, stock: Any, t
     assert isinstance(model, StatefulMambaForCausalLM)
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, theirs(ids).logits, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["gla_short_conv", "rwkv6", "hgrn2", "linear_attn"])
-def test_checkpoints_of_fla_load_without_fla_and_give_its_logits(name: str, tmp_path: Path) -> None:
-    fixture = load_fixture(name)
-    (tmp_path / "config.json").write_text(json.dumps(fixture.config))
-    save_file(fixture.weights, tmp_path / "model.safetensors", {"format": "pt"})
-    model = load_model(str(tmp_path)).eval()
-    with torch.no_grad():
-        logits = model(fixture.run["input_ids"]).logits
-    torch.testing.assert_close(logits, fixture.run["logits"], rtol=0, atol=2e-5)
 
 
 @needs_hybrids

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +30,7 @@ from hf_recurrent_lengthgen.metrics.context_harm import windows as context_harm
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from tests.cli.conftest import Evaluate
 from tests.evaluation.test_stateful_models import plain_nll
 
 SIZES = {"vocab_size": 384, "hidden_size": 8, "num_hidden_layers": 1}
@@ -65,19 +65,6 @@ class BagForCausalLM(PreTrainedModel):
     def forward(self, input_ids):
         return CausalLMOutput(logits=self.table(input_ids).cumsum(1))
 """
-
-Evaluate = Callable[..., int]
-
-
-@pytest.fixture
-def evaluate(tmp_path: Path, text_file: Path) -> Evaluate:
-    """Run `lengthgen evaluate` on 3 sequences of 64 bytes, into `tmp_path / "out"`."""
-
-    def run(*arguments: Any) -> int:
-        given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64, "--training-length", 8]
-        return main(["evaluate", *map(str, [*given, "--output", tmp_path / "out", *arguments])])
-
-    return run
 
 
 @pytest.fixture

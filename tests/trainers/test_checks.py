@@ -47,10 +47,6 @@ def test_the_first_version_of_fsdp_is_refused() -> None:
         keep_states_in_full_precision(state_with(1))
 
 
-def test_without_fsdp_nothing_happens() -> None:
-    keep_states_in_full_precision(SimpleNamespace(fsdp_plugin=None))
-
-
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("settings", FORGETTING, ids=str)
 @pytest.mark.parametrize("method", ["zero_state", "learned_state"])

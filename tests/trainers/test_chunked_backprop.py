@@ -1,6 +1,5 @@
 """A sequence in chunks has the loss, final state and gradients of the whole one, or of a loop that stops them."""
 
-import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
@@ -199,30 +197,6 @@ def test_the_model_is_as_before_after_the_block_and_after_an_error_in_it() -> No
         model(**inputs, initial_state=map_state(lambda part: part * torch.nan, model.zero_state(2)))
     assert "forward" not in vars(model)
     assert model(**inputs).logits.shape == (2, LENGTH, VOCABULARY)
-
-
-@pytest.mark.slow
-def test_a_trainer_takes_the_steps_it_takes_on_whole_sequences(tmp_path: Path) -> None:
-    class InChunks(Trainer):
-        def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            with forward_in_chunks(model, CHUNK_LENGTH):
-                return super().compute_loss(model, *args, **kwargs)
-
-    rows = [
-        {"input_ids": ids, "labels": ids.masked_fill(torch.arange(LENGTH) <= index, -100)}
-        for index, ids in enumerate(random_tokens(8, LENGTH))
-    ]
-    settings: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-    settings |= {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "optim": "sgd"}
-    trained = []
-    for trainer_class in (Trainer, InChunks):
-        model = build(MAMBA2)
-        before = copy.deepcopy(model)
-        arguments = TrainingArguments(str(tmp_path), learning_rate=0.1, **settings)
-        trainer_class(model, arguments, train_dataset=rows).train()
-        trained.append(dict(model.named_parameters()))
-        assert all((old != trained[-1][name]).any() for name, old in before.named_parameters())
-    torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -27,13 +27,6 @@ def starts(source: PassedStates, at: BatchPlace) -> list[float]:
     return given[0].recurrent[:, 0].tolist()
 
 
-def test_rows_start_where_the_same_rows_ended() -> None:
-    source = PassedStates(drop_probability=0.0)
-    assert source.initial_state(place()) is None
-    source.observe(place(), state(1.0, 2.0))
-    torch.testing.assert_close(source.initial_state(place(1)), state(1.0, 2.0), rtol=0, atol=0)
-
-
 def test_each_slot_carries_its_own_states() -> None:
     source = PassedStates(drop_probability=0.0)
     source.observe(place(micro_batch=0), state(1.0, 2.0))
@@ -73,14 +66,6 @@ def test_choices_do_not_depend_on_how_rows_are_spread_over_processes() -> None:
     together = place(4, rows=4).uniform("drop")
     apart = torch.cat([place(4, rows=2, first_row=first).uniform("drop") for first in (0, 2)])
     assert torch.equal(together, apart)
-
-
-def test_choices_differ_between_seeds_steps_slots_rows_and_purposes() -> None:
-    base = place(rows=1)
-    others = [place(rows=1, seed=1), place(1, rows=1), place(micro_batch=1, rows=1), place(rows=1, first_row=1)]
-    draws = [at.uniform("drop").item() for at in (base, *others)] + [base.uniform("noise").item()]
-    assert len(set(draws)) == len(draws)
-    assert base.uniform("drop").item() == draws[0]
 
 
 def test_choices_leave_the_global_random_state_alone() -> None:

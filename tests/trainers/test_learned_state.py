@@ -169,24 +169,6 @@ def test_with_the_model_everything_is_trained_and_saved(
     torch.testing.assert_close(detach_state(loaded.first_state(1)), trainer.learned_state(), rtol=0, atol=0)
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("train_model", [False, True])
-def test_a_resumed_run_learns_the_same_state(
-    toys: ModuleType, learner: MakeLearner, tmp_path: Path, train_model: bool
-) -> None:
-    fields = {"save_strategy": "steps", "save_steps": 2, "train_model": train_model}
-    whole = learner(**fields)
-    whole.train()
-    folder = tmp_path / "run" / "checkpoint-2"
-    assert (folder / "model.safetensors").exists() == train_model
-    assert (folder / "learned_state.safetensors").exists() != train_model
-    resumed = learner(**fields)
-    resumed.train(resume_from_checkpoint=str(folder))
-    torch.testing.assert_close(resumed.learned_state(), whole.learned_state(), rtol=0, atol=0)
-    toys.assert_same_weights(toys.weights(resumed.model), toys.weights(whole.model))
-    assert bool(whole.learned_state()[0].recurrent.any())
-
-
 def test_evaluation_starts_from_the_learned_state(toys: ModuleType, learner: MakeLearner) -> None:
     trainer = learner(learning_rate=1.0, per_device_eval_batch_size=8)
     data = toys.sequences(8)

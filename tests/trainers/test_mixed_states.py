@@ -62,17 +62,6 @@ def test_each_row_takes_the_source_of_the_hand_computed_key(toys: ModuleType) ->
         assert abs(counts[name] / 320 - share) < 3 * (share * (1 - share) / 320) ** 0.5
 
 
-def test_rows_of_a_source_without_a_state_yet_start_from_zero(toys: ModuleType) -> None:
-    halves = {"zero": 0.5, "other": 0.5}
-    source = MixedStates({"zero": ZeroStates(), "other": PassedStates(0.0)}, halves)
-    assert source.initial_state(BatchPlace(0, 0, 0, 0, 4)) is None
-    source = MixedStates({"zero": ZeroStates(), "other": Constant(1.0)}, halves)
-    given = source.initial_state(BatchPlace(0, 0, 0, 0, 40))
-    assert given is not None
-    seen = set(given[0].recurrent[:, 0].tolist())
-    assert seen == {0.0, 1.0}
-
-
 def test_every_source_sees_every_final_state() -> None:
     def zero(rows: int) -> RecurrentState:
         return (LayerState(torch.zeros(rows, 1, 1), torch.zeros(rows, 0)),)
@@ -101,21 +90,6 @@ def test_every_source_sees_every_final_state() -> None:
         copy.load_state_dict({"tbtt.x": torch.zeros(1)}, CPU)
     source.reset()
     assert source.state_dict() == {}
-
-
-def test_statistics_are_those_of_the_states_of_all_processes() -> None:
-    def zero(rows: int) -> RecurrentState:
-        return (LayerState(torch.zeros(rows, 1, 1), torch.zeros(rows, 0)),)
-
-    fitted = FittedNoise(zero)
-    source = MixedStates({"fitted_noise": fitted, "zero": ZeroStates()}, {"fitted_noise": 0.5, "zero": 0.5})
-    of_the_other = torch.tensor([[2.0, 16.0, 130.0]])  # count, sum and squares of the states 7 and 9
-    source.sum_over_processes = lambda own: own + of_the_other
-    source.observe(BatchPlace(0, 0, 0, 0, 2), (LayerState(torch.tensor([[[1.0]], [[3.0]]]), torch.zeros(2, 0)),))
-    source.end_step()
-    assert fitted.statistics is not None
-    assert fitted.statistics[0].mean.tolist() == [5.0]
-    assert fitted.statistics[0].variance.tolist() == [10.0]
 
 
 def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, tmp_path: Path) -> None:

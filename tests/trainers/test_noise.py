@@ -194,16 +194,6 @@ def test_noise_is_that_of_the_row_wherever_it_is() -> None:
     assert torch.equal(together[1].recurrent[3:], again[1].recurrent)
 
 
-def test_noise_differs_between_seeds_steps_slots_and_rows() -> None:
-    source = RandomNoise(1.0, zeros(1, 1, 2))
-    places = [place(), place(seed=1), place(1), place(micro_batch=1), place(first_row=2)]
-    drawn = [value for at in places for value in source.initial_state(at)[0].recurrent[:, 0, 0, 0].tolist()]
-    assert len(set(drawn)) == len(drawn) == 10
-    before = torch.random.get_rng_state()
-    source.initial_state(place())
-    assert torch.equal(torch.random.get_rng_state(), before)
-
-
 def test_noise_has_the_dtype_of_the_states() -> None:
     def double(rows: int) -> RecurrentState:
         return (LayerState(torch.zeros(rows, 2, 1, 2, dtype=torch.float64), torch.zeros(rows, 0)),)

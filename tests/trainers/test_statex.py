@@ -84,22 +84,6 @@ def test_new_weights_have_a_learning_rate_of_their_own(toys: ModuleType, tmp_pat
     assert any(name.endswith(f"1.{'attn.q_proj' if family == 'gla' else 'mixer.in_proj'}.weight") for name in decayed)
 
 
-def test_one_multiplier_of_one_changes_nothing(toys: ModuleType, tmp_path: Path) -> None:
-    """And a larger one trains new weights faster, by the steps of SGD, and the others alike in the first step."""
-    runs = {}
-    for rate in (1.0, 3.0):
-        fields = {"max_steps": 1, "optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 0.1}
-        trainer = make(toys, tmp_path, new_weights_lr_multiplier=rate, expand_layers=[0], max_grad_norm=0.0, **fields)
-        before = toys.weights(trainer.model)
-        trainer.train()
-        runs[rate] = {name: value - before[name] for name, value in toys.weights(trainer.model).items()}
-    for name, change in runs[1.0].items():
-        new = "layers.0.mixer" in name and name.rpartition("mixer.")[2].startswith(
-            ("in_proj", "conv1d", "A_log", "dt_bias")
-        )
-        torch.testing.assert_close(runs[3.0][name], (3 if new else 1) * change, rtol=1e-3, atol=1e-6, msg=name)
-
-
 def test_a_model_that_was_expanded_is_not_expanded_again(toys: ModuleType, tmp_path: Path) -> None:
     expanded = expand_state(toys.tiny_model(), [0])
     trainer = make(toys, tmp_path, expanded, new_weights_lr_multiplier=2.0)
@@ -116,22 +100,6 @@ def test_a_model_that_was_expanded_is_not_expanded_again(toys: ModuleType, tmp_p
         make(toys, tmp_path, inherits, expand_initialization="reinit")
     for same in (None, "inherit"):
         assert make(toys, tmp_path, inherits, expand_initialization=same).model is inherits
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_expanded_once_and_ends_like_the_whole_one(toys: ModuleType, tmp_path: Path) -> None:
-    fields = {"save_strategy": "steps", "save_steps": 2, "mixture": {"state_passing": 1.0}, "seed": 9}
-    fields |= {"new_weights_lr_multiplier": 4.0, "lr_scheduler_type": "cosine", "learning_rate": 0.02}
-    whole = make(toys, tmp_path / "whole", **fields)
-    whole.train()
-    first = make(toys, tmp_path / "whole", **fields)
-    first.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    toys.assert_same_weights(toys.weights(first.model), toys.weights(whole.model))
-    assert first.model.config.layer_state_sizes == [16, 16]
-    assert len(first.model.config.interventions) == 1
-    other = make(toys, tmp_path / "whole", **fields, expand_factor=3.0)
-    with pytest.raises(ValueError, match=r"model was .* parameters' and is|expand_factor was None and is 3\.0"):
-        other.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,6 @@ from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import clone_state, detach_state
 from hf_recurrent_lengthgen.trainers import (
     InitialStateConfig,
-    StatePassingConfig,
-    StatePassingTrainer,
     TbttConfig,
     TbttTrainer,
     ZeroStateTrainer,
@@ -135,29 +133,6 @@ def test_chunks_train_as_one_long_pass_with_the_gradient_stopped_at_the_borders(
     assert logged == pytest.approx(losses, abs=2e-4)
 
 
-def test_without_steps_between_them_chunks_are_one_forward_pass(
-    toys: ModuleType, tbtt: Callable[..., TbttTrainer]
-) -> None:
-    length, steps = 6, 4
-    ids = tokens_of(2 * steps * length + 1)
-    model = toys.tiny_model().double()
-    data = ContinuedChunks(ids, length, chunks_before_reset=None)
-    trainer = tbtt(model, data, num_train_epochs=1, learning_rate=0.0)
-    trainer.train()
-    stream_rows = ids[:-1].view(2, -1)
-    targets = ids[1:].view(2, -1)
-    with torch.no_grad():
-        logits = model(stream_rows).logits
-    losses = [
-        F.cross_entropy(logits[:, at].transpose(1, 2), targets[:, at]).item()
-        for at in (slice(step * length, (step + 1) * length) for step in range(steps))
-    ]
-    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == pytest.approx(losses, abs=2e-4)
-    alone = F.cross_entropy(model(stream_rows[:, -length:]).logits.transpose(1, 2), targets[:, -length:]).item()
-    assert abs(alone - losses[-1]) > 1e-3  # so that the carried state can be seen
-
-
 @pytest.mark.parametrize(
     "hybrid", [None, *(pytest.param(name, marks=needs_hybrids) for name in ("falcon_h1", "kimi_linear"))]
 )
@@ -238,20 +213,7 @@ def test_a_tokenizer_and_data_workers_change_nothing(toys: ModuleType, tmp_path:
 
 
 @pytest.mark.slow
-def test_documents_and_rows_may_be_columns_of_datasets(
-    toys: ModuleType, tbtt: Callable[..., TbttTrainer], tmp_path: Path
-) -> None:
-    documents = [toys.token_stream(20, seed).tolist() for seed in range(6)]
-    table = Dataset.from_dict({"input_ids": documents, "text": ["x"] * 6})
-    weights = []
-    for given in (documents, table, table.to_iterable_dataset()):
-        stream = ContinuedStream(given, 6, 2, separator_id=SEPARATOR, chunks_before_reset=3)
-        trainer = tbtt(toys.tiny_model(), stream, max_steps=4)
-        trainer.train()
-        weights.append(toys.weights(trainer.model))
-    toys.assert_same_weights(weights[1], weights[0])
-    toys.assert_same_weights(weights[2], weights[0])
-
+def test_rows_may_be_columns_of_a_dataset(toys: ModuleType, tmp_path: Path) -> None:
     # Targets that are shifted already are kept although no model names them, other columns are not.
     chunks = toys.chunks(8)
     rows = [{name: chunks[i][name].tolist() for name in ("input_ids", "shift_labels")} for i in range(8)]
@@ -289,12 +251,6 @@ def test_evaluation_reads_blocks_from_zero_or_refuses_resets(
 def test_data_whose_rows_do_not_continue_are_refused(toys: ModuleType, tbtt: Callable[..., TbttTrainer]) -> None:
     with pytest.raises(ValueError, match=r"TbttTrainer needs rows that continue .*ContinuedChunks.*got list"):
         tbtt(toys.tiny_model(), toys.sequences(4))
-
-
-def test_state_passing_refuses_rows_that_continue(toys: ModuleType, tmp_path: Path) -> None:
-    config = StatePassingConfig(str(tmp_path), **toys.QUIET, assume_shuffled=True)
-    with pytest.raises(ValueError, match="use TbttTrainer"):
-        StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.chunks(8))
 
 
 @pytest.mark.parametrize(

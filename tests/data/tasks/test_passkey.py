@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.data.tasks import PasskeyPrompts, passkey_prompt
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -93,13 +91,6 @@ def test_samples_depend_on_seed_and_index_alone() -> None:
         samples[40]
 
 
-def test_worker_processes_read_the_same_samples() -> None:
-    samples = PasskeyPrompts(byte_tokenizer(), 280, 6)
-    batches = list(DataLoader(samples, batch_size=2, num_workers=2))
-    read = torch.cat([batch["input_ids"] for batch in batches])
-    assert torch.equal(read, torch.stack([samples[index]["input_ids"] for index in range(6)]))
-
-
 def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     needle, question = "The pass key is 12345. Remember it. 12345 is the pass key.", "What is the pass key?"
@@ -119,19 +110,3 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
         PasskeyPrompts(tokenizer, 400, 1, seed=-1)
     with pytest.raises(ValueError, match="merges"):
         passkey_prompt(merging_tokenizer, 400, 0, "12345")
-
-
-@pytest.fixture(scope="module")
-def tiny_model() -> StatefulMamba2ForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 2}
-    return StatefulMamba2ForCausalLM(StatefulMamba2Config(vocab_size=384, **sizes))
-
-
-def test_the_loss_of_a_model_is_that_of_key_and_period(tiny_model: StatefulMamba2ForCausalLM) -> None:
-    samples = PasskeyPrompts(byte_tokenizer(), 300, 2)
-    item = samples[1]
-    outputs = tiny_model(input_ids=item["input_ids"][None], labels=item["labels"][None])
-    logs = outputs.logits[0].log_softmax(-1)
-    expected = -sum(logs[place - 1, item["input_ids"][place]] for place in range(293, 300)) / 7
-    torch.testing.assert_close(outputs.loss, expected)
