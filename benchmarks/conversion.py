@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from measure import peak_mib
 
-from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
-from hf_recurrent_lengthgen.conversion.export import export_checkpoint
-from hf_recurrent_lengthgen.conversion.formats import expected_shapes
-from hf_recurrent_lengthgen.conversion.registry import FORMATS
-from hf_recurrent_lengthgen.conversion.tensor_files import TensorFiles, same_bits
-from hf_recurrent_lengthgen.conversion.tensor_writing import Entry, write_safetensors, write_torch
-from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
-from hf_recurrent_lengthgen.json_files import write_settings_file
+from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import TensorFiles, same_bits
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, write_safetensors, write_torch
+from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
+from hf_recurrent_lengthgen.checkpoints.json_files import write_settings_file
 
 MAMBA2_1_3B: dict[str, Any] = {
     "d_model": 2048,

@@ -12,9 +12,9 @@ from measure import in_own_process
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
 from hf_recurrent_lengthgen.data import standard_library_corpus, token_stream
-from hf_recurrent_lengthgen.loading import load_tokenizer
 from hf_recurrent_lengthgen.state_files import (
     ask,
     crop_text_state,

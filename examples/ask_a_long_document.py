@@ -16,8 +16,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
 from hf_recurrent_lengthgen.data import standard_library_corpus
-from hf_recurrent_lengthgen.loading import load_tokenizer
 from hf_recurrent_lengthgen.state_files import ask, load_text_state, read_into
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

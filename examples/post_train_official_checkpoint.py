@@ -18,16 +18,16 @@ from pathlib import Path
 import torch
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.cards import write_card
+from hf_recurrent_lengthgen.checkpoints.cards import write_card
+from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
+from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
+from hf_recurrent_lengthgen.checkpoints.private_text import portable_command
+from hf_recurrent_lengthgen.checkpoints.verification import verify_checkpoint
 from hf_recurrent_lengthgen.cli.inputs import load_stream
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
-from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.data import PackedBlocks
-from hf_recurrent_lengthgen.loading import load_tokenizer
-from hf_recurrent_lengthgen.private_text import portable_command
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
-from hf_recurrent_lengthgen.verification import verify_checkpoint
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="state-spaces/mamba2-130m", help="Hub name or folder (default: %(default)s)")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from . import versions as _versions
 
 if TYPE_CHECKING:
+    from .checkpoints.loading import load_model
     from .hybrids import stateful
-    from .loading import load_model
     from .models.scan_forgetting import Forgetting, forgetting
     from .models.state_learned import LearnedStates
     from .models.state_on_disk import load_state, save_state
@@ -48,12 +48,12 @@ __all__ = [
     "take_rows",
     "zero_state",
 ]
-_PACKAGES = ("data", "metrics", "models", "state_files", "surgery", "trainers")
+_PACKAGES = ("checkpoints", "data", "metrics", "models", "state_files", "surgery", "trainers")
 _NOT_OF_STATES = {
     "Forgetting": "models.scan_forgetting",
     "LearnedStates": "models.state_learned",
     "forgetting": "models.scan_forgetting",
-    "load_model": "loading",
+    "load_model": "checkpoints.loading",
     "load_state": "models.state_on_disk",
     "save_state": "models.state_on_disk",
     "stateful": "hybrids",

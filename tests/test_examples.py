@@ -16,10 +16,10 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
 from hf_recurrent_lengthgen import load_state
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage, read_verification
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.records import read_lineage, read_verification
 from tests.versions import needs_hybrids
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

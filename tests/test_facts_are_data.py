@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hf_recurrent_lengthgen.cards.card import CardSettings, render
-from hf_recurrent_lengthgen.cards.facts import Checkpoint, read_evidence
-from hf_recurrent_lengthgen.records import Lineage
-from tests.cards.test_model_cards import MODEL_CARDS, recorded
+from hf_recurrent_lengthgen.checkpoints.cards.card import CardSettings, render
+from hf_recurrent_lengthgen.checkpoints.cards.facts import Checkpoint, read_evidence
+from hf_recurrent_lengthgen.checkpoints.records import Lineage
+from tests.checkpoints.cards.test_model_cards import MODEL_CARDS, recorded
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_recurrent_lengthgen"

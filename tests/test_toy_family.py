@@ -11,10 +11,10 @@ from torch.nn.functional import logsigmoid
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen import forgetting, load_model
+from hf_recurrent_lengthgen.checkpoints.conversion.format_fla import KINDS
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
+from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.conversion.format_fla import KINDS
-from hf_recurrent_lengthgen.conversion.registry import FORMATS
-from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.models import FAMILIES, register_family
 from hf_recurrent_lengthgen.models.configuration_fla import FlaConfigMixin
 from hf_recurrent_lengthgen.models.layers_fla import MixerMLPBackbone

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.cards import CardSettings, write_card
+from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, write_card
+from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.checkpoints.papers import MIMETIC
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.methods import Method
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
-from hf_recurrent_lengthgen.papers import MIMETIC
-from hf_recurrent_lengthgen.records import read_lineage
 from hf_recurrent_lengthgen.trainers import (
     INTERVENTIONS,
     BatchPlace,

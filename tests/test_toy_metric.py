@@ -14,7 +14,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from hf_recurrent_lengthgen.cards import build_card
+from hf_recurrent_lengthgen.checkpoints.cards import build_card
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.json_schema import document, from_json, to_json

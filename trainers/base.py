@@ -20,8 +20,8 @@ from transformers import DataCollatorWithFlattening
 from transformers.trainer_utils import TrainOutput
 from transformers.training_args import OptimizerNames
 
+from hf_recurrent_lengthgen.checkpoints.methods import PLAIN, Method
 from hf_recurrent_lengthgen.data.segments import unpacked
-from hf_recurrent_lengthgen.methods import PLAIN, Method
 from hf_recurrent_lengthgen.models.rows import read_rows
 from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.checks import (
@@ -89,7 +89,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             args = self.config_class("tmp_trainer")
         check_config(type(self), args)
         if isinstance(model, str):
-            from hf_recurrent_lengthgen.loading import load_model  # reaches all hybrids
+            from hf_recurrent_lengthgen.checkpoints.loading import load_model  # reaches all hybrids
 
             model = load_model(model)
         self._shared = SharedRows.of(args)

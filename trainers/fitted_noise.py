@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.models.state_value import LayerState, LayerStatistics, RecurrentState
-from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace

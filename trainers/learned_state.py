@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.checkpoints.papers import LEARNED_STATE
 from hf_recurrent_lengthgen.models.state_learned import LearnedState
 from hf_recurrent_lengthgen.models.state_learned_files import STATE_FILE
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, clone_state, detach_state, map_state
-from hf_recurrent_lengthgen.papers import LEARNED_STATE
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import check_model, check_no_forgetting
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig

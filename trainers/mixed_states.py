@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
-from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers import (  # noqa: F401 (known in INTERVENTIONS when they are imported)
     fitted_noise,
     random_noise,

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
-from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig

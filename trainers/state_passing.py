@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.models.state_value import (
     LayerState,
     RecurrentState,
@@ -24,7 +25,6 @@ from hf_recurrent_lengthgen.models.state_value import (
     take_rows,
     zero_conv,
 )
-from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import torch
 
-from hf_recurrent_lengthgen.methods import Method
-from hf_recurrent_lengthgen.papers import STATEX
+from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.checkpoints.papers import STATEX
 from hf_recurrent_lengthgen.surgery import expand_state
 from hf_recurrent_lengthgen.surgery.state_expansion import expanded_parameters, recorded_expansions
 from hf_recurrent_lengthgen.trainers.checks import check_model

@@ -8,8 +8,8 @@ The rows continue one another, so row i of the previous step is the text before;
 from dataclasses import dataclass
 from typing import Any
 
-from hf_recurrent_lengthgen.methods import Method
-from hf_recurrent_lengthgen.papers import UNEXPLORED_STATES
+from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.state_passing import CarriedStateConfig, PassedStates
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hf_recurrent_lengthgen.methods import PLAIN
+from hf_recurrent_lengthgen.checkpoints.methods import PLAIN
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 from benchmarks.gpu.stage import DEVICE, Part, Stage, free_memory, missing, peak_gib, scan_of, synchronize
 from benchmarks.measure import take_turns
 from benchmarks.trainer_steps import SETTINGS, StepTimer
-from hf_recurrent_lengthgen.conversion.format_fla import FLA
-from hf_recurrent_lengthgen.conversion.format_mamba_ssm import MAMBA_SSM
+from hf_recurrent_lengthgen.checkpoints.conversion.format_fla import FLA
+from hf_recurrent_lengthgen.checkpoints.conversion.format_mamba_ssm import MAMBA_SSM
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks
 from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.surgery import expand_state

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from hf_recurrent_lengthgen.checkpoints.hub.contents import choose_files
 from hf_recurrent_lengthgen.cli.main import main as lengthgen
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.hub.contents import choose_files
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison, EvaluationResult
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -17,14 +17,14 @@ import torch
 from transformers import AutoModelForCausalLM, BambaConfig, Qwen3NextConfig, set_seed
 
 from hf_recurrent_lengthgen import stateful
+from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of
+from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.data import ContinuedChunks
-from hf_recurrent_lengthgen.lineage import lineage_of
 from hf_recurrent_lengthgen.metrics import attention_apart
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import DECAY_RATE
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK
-from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.surgery.mimetic import DELTA_BIAS
 from hf_recurrent_lengthgen.trainers import (

@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.adapters import add_adapter
+from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences, standard_library_corpus, token_stream
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.trainers import (

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
 from hf_recurrent_lengthgen.cli.measuring import model_label, on_device
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
@@ -14,7 +15,6 @@ from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS, TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from hf_recurrent_lengthgen.adapters import holds_learned_state
-from hf_recurrent_lengthgen.cards import CardSettings, write_card, write_learned_state_card
+from hf_recurrent_lengthgen.checkpoints.adapters import holds_learned_state
+from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, write_card, write_learned_state_card
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 
 DESCRIPTION = """\

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
+from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.export import our_config
+from hf_recurrent_lengthgen.checkpoints.conversion.formats import SOURCE_CONFIG, told_settings
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import FLOATS, TensorFiles
+from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import tokenizer_files
+from hf_recurrent_lengthgen.checkpoints.json_files import read_settings_file
+from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
+from hf_recurrent_lengthgen.checkpoints.private_text import portable_command
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import HOW, add_new_folder, add_shared, help_of
-from hf_recurrent_lengthgen.conversion.convert import convert_checkpoint
-from hf_recurrent_lengthgen.conversion.export import our_config
-from hf_recurrent_lengthgen.conversion.formats import SOURCE_CONFIG, told_settings
-from hf_recurrent_lengthgen.conversion.registry import FORMATS
-from hf_recurrent_lengthgen.conversion.tensor_files import FLOATS, TensorFiles
-from hf_recurrent_lengthgen.conversion.tokenizer_files import tokenizer_files
-from hf_recurrent_lengthgen.json_files import read_settings_file
-from hf_recurrent_lengthgen.loading import load_tokenizer
-from hf_recurrent_lengthgen.private_text import portable_command
-from hf_recurrent_lengthgen.records import read_lineage
 
 DESCRIPTION = """\
 Convert a checkpoint of another library into one of this package, which takes and returns states, can be post-trained,

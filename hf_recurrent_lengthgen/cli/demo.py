@@ -17,6 +17,9 @@ from typing import Any
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from hf_recurrent_lengthgen.checkpoints.lineage import last_training, lineage_of, record_step
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
+from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.cli.inputs import Stream, load_stream, quiet_libraries
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
@@ -25,12 +28,9 @@ from hf_recurrent_lengthgen.cli.threads import FitThreads
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role, TrainingRecord
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.lineage import last_training, lineage_of, record_step
-from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts, training_run

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_recurrent_lengthgen.checkpoints.lineage import last_training
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli.measuring import (
     add_options,
     announce,
@@ -18,11 +20,9 @@ from hf_recurrent_lengthgen.cli.processes import add_context_parallel, started, 
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.lineage import last_training
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
 from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
-from hf_recurrent_lengthgen.records import read_lineage
 
 DESCRIPTION = """\
 Measure language models beyond their training length T: loss by position, how much the context beyond T harms

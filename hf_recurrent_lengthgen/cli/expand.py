@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen.adapters import refuse_adapter
+from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
+from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of, record_step
+from hf_recurrent_lengthgen.checkpoints.loading import load_model, read_config
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import HOW, add_new_folder, add_shared, help_of
-from hf_recurrent_lengthgen.lineage import lineage_of, record_step
-from hf_recurrent_lengthgen.loading import load_model, read_config
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_recurrent_lengthgen.checkpoints.conversion.export import code_note, export_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
-from hf_recurrent_lengthgen.conversion.export import code_note, export_checkpoint
-from hf_recurrent_lengthgen.conversion.registry import FORMATS
 
 DESCRIPTION = """\
 Write a checkpoint of this package in the layout of another library, which then loads it by itself. Weights are copied

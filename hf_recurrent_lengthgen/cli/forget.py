@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.adapters import refuse_adapter
+from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
+from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of, record_step
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
-from hf_recurrent_lengthgen.lineage import lineage_of, record_step
-from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words
 

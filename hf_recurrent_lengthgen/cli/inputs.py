@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
+from hf_recurrent_lengthgen.checkpoints.private_text import portable
 from hf_recurrent_lengthgen.data import load_texts, split_names, standard_library_corpus, token_stream
 from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.loading import quiet_transformers
-from hf_recurrent_lengthgen.private_text import portable
 
 STANDARD_LIBRARY = "stdlib"
 

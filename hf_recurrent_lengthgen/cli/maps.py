@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.cli.inputs import make_output_folder
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import MODEL, add_shared
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
 from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
 from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, save_maps

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli.inputs import (
     check_given_once,
     chosen_split,
@@ -27,10 +29,8 @@ from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
-from hf_recurrent_lengthgen.loading import load_language_model, load_tokenizer
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.plotting.names import short_names
-from hf_recurrent_lengthgen.records import read_lineage
 
 Settings = TypeVar("Settings", bound=EvaluationSettings)
 MODEL_OPTIONS = (

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.adapters import adapter_of, base_of_adapter, holds_adapter
-from hf_recurrent_lengthgen.adapters import merged as merge_adapter
+from hf_recurrent_lengthgen.checkpoints.adapters import adapter_of, base_of_adapter, holds_adapter
+from hf_recurrent_lengthgen.checkpoints.adapters import merged as merge_adapter
+from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of, record_step
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
+from hf_recurrent_lengthgen.checkpoints.verification.comparing import TOLERANCE, difference
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
-from hf_recurrent_lengthgen.lineage import lineage_of, record_step
-from hf_recurrent_lengthgen.loading import load_model
-from hf_recurrent_lengthgen.verification.comparing import TOLERANCE, difference
 
 DESCRIPTION = """\
 Add the weights of an adapter (LoRA of PEFT) to its base model and save a whole checkpoint: with code, tokenizer and

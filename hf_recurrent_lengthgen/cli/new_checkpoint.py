@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.conversion.new_folders import check_new as check_new
-from hf_recurrent_lengthgen.conversion.new_folders import new_folder
-from hf_recurrent_lengthgen.loading import load_tokenizer
+from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new as check_new
+from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import new_folder
+from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
 
 
 def tokenizer_to_copy(model: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:

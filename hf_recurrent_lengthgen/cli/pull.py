@@ -4,12 +4,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_recurrent_lengthgen.adapters import base_of_learned_state, holds_learned_state
+from hf_recurrent_lengthgen.checkpoints.adapters import base_of_learned_state, holds_learned_state
+from hf_recurrent_lengthgen.checkpoints.hub.pull import pull_checkpoint
+from hf_recurrent_lengthgen.checkpoints.loading import differing_code
+from hf_recurrent_lengthgen.checkpoints.records import unverified
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
-from hf_recurrent_lengthgen.hub.pull import pull_checkpoint
-from hf_recurrent_lengthgen.loading import differing_code
-from hf_recurrent_lengthgen.records import unverified
 
 DESCRIPTION = """\
 Download a checkpoint from the Hugging Face Hub, at one commit, into a new folder: config, code, weights as

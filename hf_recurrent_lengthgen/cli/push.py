@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Sequence
 
+from hf_recurrent_lengthgen.checkpoints.hub.push import PushPlan, do_push, plan_push
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import in_columns
-from hf_recurrent_lengthgen.hub.push import PushPlan, do_push, plan_push
 
 DESCRIPTION = """\
 Push a checkpoint folder to the Hugging Face Hub as one commit: code, weights, tokenizer, card, figures, results,

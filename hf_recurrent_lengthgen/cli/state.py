@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.cli.inputs import chosen_split, load_documents
 from hf_recurrent_lengthgen.cli.measuring import on_device
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODEL, add_shared
 from hf_recurrent_lengthgen.data import token_stream
-from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.state_files import (
     TextState,
     ask,

@@ -10,7 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_recurrent_lengthgen.adapters import add_adapter, holds_adapter, to_merge
+from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, holds_adapter, to_merge
+from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of
+from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer, reading_files
+from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
 from hf_recurrent_lengthgen.cli.options import command_parser, evaluates, import_own_code, read_options
 from hf_recurrent_lengthgen.cli.processes import ending_processes
@@ -23,10 +26,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     TaskStrings,
 )
 from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.lineage import lineage_of
-from hf_recurrent_lengthgen.loading import load_model, load_tokenizer, reading_files
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
-from hf_recurrent_lengthgen.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
@@ -119,7 +119,7 @@ def train(
 
 def _write_card(*arguments: Any) -> bool:
     """See `write_card_of_run`, which needs matplotlib; only a push calls it."""
-    from hf_recurrent_lengthgen.cards import write_card_of_run
+    from hf_recurrent_lengthgen.checkpoints.cards import write_card_of_run
 
     return write_card_of_run(*arguments)
 

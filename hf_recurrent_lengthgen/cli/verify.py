@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_recurrent_lengthgen.checkpoints.records import VERIFICATION_FILE, Check, Verification
+from hf_recurrent_lengthgen.checkpoints.verification import verify_checkpoint
+from hf_recurrent_lengthgen.checkpoints.verification.comparing import TOLERANCE
+from hf_recurrent_lengthgen.checkpoints.verification.verify import DEFAULT_LENGTH
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.cli.shared_options import add_shared
-from hf_recurrent_lengthgen.records import VERIFICATION_FILE, Check, Verification
-from hf_recurrent_lengthgen.verification import verify_checkpoint
-from hf_recurrent_lengthgen.verification.comparing import TOLERANCE
-from hf_recurrent_lengthgen.verification.verify import DEFAULT_LENGTH
 
 DESCRIPTION = f"""\
 Check a checkpoint folder, and write {VERIFICATION_FILE} into it if it passes, which `lengthgen push` asks for.

@@ -22,6 +22,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer
 from hf_recurrent_lengthgen.evaluation import attention_caches
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
@@ -33,7 +34,6 @@ from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
 )
 from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode, forward_plan
 from hf_recurrent_lengthgen.harness.endings import BrokenLogits, Ending
-from hf_recurrent_lengthgen.loading import load_language_model, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "num_beams"}

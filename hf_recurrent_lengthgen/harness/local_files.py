@@ -13,7 +13,7 @@ import datasets
 from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.loading import load_tokenizer
+from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 Splits = dict[str, datasets.Dataset]

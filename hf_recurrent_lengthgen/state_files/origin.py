@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.private_text import portable
+from hf_recurrent_lengthgen.checkpoints.private_text import portable
 
 SAMPLED = 256
 """Values of each tensor in the fingerprint of weights, at even distances."""

@@ -14,12 +14,13 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_recurrent_lengthgen.adapters import add_adapter
+from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter
+from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of
+from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_model
+from hf_recurrent_lengthgen.checkpoints.records import Adapter, read_lineage
 from hf_recurrent_lengthgen.cli import merge
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.lineage import lineage_of
-from hf_recurrent_lengthgen.loading import load_language_model, load_model
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
@@ -27,7 +28,6 @@ from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
 )
-from hf_recurrent_lengthgen.records import Adapter, read_lineage
 from tests.without_package import clean_process
 
 RANK, ALPHA = 2, 6

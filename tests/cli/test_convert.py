@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hf_recurrent_lengthgen.checkpoints.conversion import tensor_writing
+from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.conversion import tensor_writing
-from hf_recurrent_lengthgen.conversion.tiny_random_models import write_tiny_random_model
-from hf_recurrent_lengthgen.records import read_lineage
-from tests.conversion.rwkv_reference import Sizes, draw, rwkv5_shapes
+from tests.checkpoints.conversion.rwkv_reference import Sizes, draw, rwkv5_shapes
 
 
 @pytest.fixture

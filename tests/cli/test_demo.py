@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli import demo, inputs
 from hf_recurrent_lengthgen.cli.demo import DemoSettings, run_demo
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
-from hf_recurrent_lengthgen.records import read_lineage
 from tests.without_package import clean_process
 
 TINY = DemoSettings(

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.cli.inputs import (
     chosen_split,
     load_documents,
@@ -34,7 +35,6 @@ from hf_recurrent_lengthgen.cli.inputs import (
     token_unit,
 )
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
@@ -240,7 +240,7 @@ def test_a_missing_tokenizer_is_told_in_a_sentence_and_a_damaged_one_with_the_re
     def fails(*_: Any, **__: Any) -> Any:
         raise OSError("what Transformers says")
 
-    monkeypatch.setattr("hf_recurrent_lengthgen.loading.AutoTokenizer.from_pretrained", fails)
+    monkeypatch.setattr("hf_recurrent_lengthgen.checkpoints.loading.AutoTokenizer.from_pretrained", fails)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path} holds no tokenizer: give one with --tokenizer")):
         load_tokenizer(str(tmp_path))

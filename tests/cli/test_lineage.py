@@ -10,11 +10,9 @@ import pytest
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM
 
-from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.lineage import lineage_of
-from hf_recurrent_lengthgen.methods import MIMETIC_INITIALIZATION, OUTPUT_ALIGNMENT, PLAIN
-from hf_recurrent_lengthgen.records import (
+from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of
+from hf_recurrent_lengthgen.checkpoints.methods import MIMETIC_INITIALIZATION, OUTPUT_ALIGNMENT, PLAIN
+from hf_recurrent_lengthgen.checkpoints.records import (
     InitialWeights,
     Lineage,
     Source,
@@ -22,9 +20,11 @@ from hf_recurrent_lengthgen.records import (
     read_lineage,
     write_lineage,
 )
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
-from tests.hub.conftest import hub as hub
-from tests.hub.endpoint import Endpoint
+from tests.checkpoints.hub.conftest import hub as hub
+from tests.checkpoints.hub.endpoint import Endpoint
 
 
 def run(*arguments: Any) -> int:

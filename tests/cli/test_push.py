@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from hf_recurrent_lengthgen.cli.main import main
-from tests.hub.checkpoints import CARD, pushed_files
-from tests.hub.conftest import folder as folder
-from tests.hub.conftest import hub as hub
-from tests.hub.endpoint import Endpoint
+from tests.checkpoints.hub.checkpoints import CARD, pushed_files
+from tests.checkpoints.hub.conftest import folder as folder
+from tests.checkpoints.hub.conftest import hub as hub
+from tests.checkpoints.hub.endpoint import Endpoint
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:

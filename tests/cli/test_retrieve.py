@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.cli import report, retrieve
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
-from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.metrics.retrieval import measure as retrieval
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
 

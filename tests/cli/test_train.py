@@ -20,16 +20,16 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from hf_recurrent_lengthgen import load_state
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli import train as command
 from hf_recurrent_lengthgen.cli import train_rows
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import _flags_of, command_parser, parse, read_options
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.records import read_lineage
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, StatePassingTrainer, ZeroStateTrainer
 
 TINY = {
@@ -455,7 +455,7 @@ def spy(seen: list[Any]) -> Callable[..., None]:
 
 OWN = """
 from dataclasses import dataclass, field
-from hf_recurrent_lengthgen.methods import Method
+from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, RandomNoise
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 REFERENCE = {
     "hf_recurrent_lengthgen": "top",
-    "hf_recurrent_lengthgen.cards": "top",
+    "hf_recurrent_lengthgen.checkpoints.cards": "top",
     "hf_recurrent_lengthgen.data": "data",
     "hf_recurrent_lengthgen.data.tasks": "data",
     "hf_recurrent_lengthgen.metrics": "metrics",
@@ -28,7 +28,7 @@ REFERENCE = {
     "hf_recurrent_lengthgen.state_files": "state_files",
     "hf_recurrent_lengthgen.surgery": "surgery",
     "hf_recurrent_lengthgen.trainers": "trainers",
-    "hf_recurrent_lengthgen.verification": "top",
+    "hf_recurrent_lengthgen.checkpoints.verification": "top",
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hf_recurrent_lengthgen.checkpoints.records import Settings
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import Value, from_json, from_plain, to_json, to_plain
 from hf_recurrent_lengthgen.evaluation.results import (
@@ -26,7 +27,6 @@ from hf_recurrent_lengthgen.metrics.context_harm.result import (
     LengthVerdict,
     TwoResolutions,
 )
-from hf_recurrent_lengthgen.records import Settings
 
 
 @pytest.fixture

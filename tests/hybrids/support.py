@@ -19,10 +19,10 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
-from hf_recurrent_lengthgen.loading import quiet_transformers
 from hf_recurrent_lengthgen.models.state_value import map_state
 from tests.hybrids.measures import (
     by_calls,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.adapters import add_adapter, with_adapter
+from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, with_adapter
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model

@@ -9,11 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
-from hf_recurrent_lengthgen.loading import load_language_model, load_model
 from tests.hybrids.measures import random_tokens, relative_error
 from tests.hybrids.tiny_models import COMMON, COMPOSITE, TINY, tiny_composite, tiny_model
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.hybrids import delta_scans, stateful
 from hf_recurrent_lengthgen.hybrids.delta_scans import RULES, stock_delta_rule
 from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
-from hf_recurrent_lengthgen.loading import load_model
 from tests.hybrids.measures import (
     gradients,
     parts,

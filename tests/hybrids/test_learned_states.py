@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MambaForCausalLM
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.metrics import stream_nll
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 from tests.versions import needs_hybrids

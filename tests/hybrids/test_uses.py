@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from hf_recurrent_lengthgen.loading import quiet_transformers
 from tests.hybrids import support
 from tests.hybrids.uses import USES, measure_uses
 

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.cli.inputs import load_stream
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.evaluation.statistics import bin_means
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
-from hf_recurrent_lengthgen.loading import load_language_model
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
 from hf_recurrent_lengthgen.metrics.diagnosis.measure import diagnose_model
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
-from tests.cards.test_model_cards import MODEL_CARDS, NAMES
+from tests.checkpoints.cards.test_model_cards import MODEL_CARDS, NAMES
 
 FAMILIES = [name.removesuffix("-base") for name in NAMES if name.endswith("-base")]
 HARM, LENGTHS = 0.02, 64

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BambaConfig, BambaForCausalLM
 
-from hf_recurrent_lengthgen.conversion.registry import FORMATS
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.surgery import expand_state
 
 from .families import DELTA_FAMILIES, GLA, HGRN2, MAMBA, MAMBA2, RWKV6, Family, build, variant_id

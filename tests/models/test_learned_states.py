@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers import pipeline
 from transformers.pipelines import TextGenerationPipeline
 
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.loading import load_model
 from hf_recurrent_lengthgen.models.scan_forgetting import forgetting
 from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, STATE_FILE, fingerprint
 from hf_recurrent_lengthgen.models.state_on_disk import load_state

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_recurrent_lengthgen.loading import differing_code
+from hf_recurrent_lengthgen.checkpoints.loading import differing_code
 from tests.without_package import clean_process
 
 from .families import (

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.adapters import add_adapter
+from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter
 from hf_recurrent_lengthgen.models.state_value import map_state
 
 from .families import (

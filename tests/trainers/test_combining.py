@@ -26,9 +26,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.records import read_lineage
 from hf_recurrent_lengthgen.trainers import (
     AlignmentTrainer,
     FittedNoiseTrainer,

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.models.state_value import detach_state
 from hf_recurrent_lengthgen.trainers import (
     AlignmentConfig,

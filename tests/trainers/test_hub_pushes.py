@@ -11,15 +11,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from hf_recurrent_lengthgen.cards import write_card_of_run
+from hf_recurrent_lengthgen.checkpoints.cards import write_card_of_run
+from hf_recurrent_lengthgen.checkpoints.records import Lineage, write_lineage
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.records import Lineage, write_lineage
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.run.hub_pushes import check_texts, has_card_of_another, leave_out_pickles
-from tests.hub.client import PYTHON, STRANGER, environment
-from tests.hub.conftest import hub as hub
-from tests.hub.endpoint import Endpoint
+from tests.checkpoints.hub.client import PYTHON, STRANGER, environment
+from tests.checkpoints.hub.conftest import hub as hub
+from tests.checkpoints.hub.endpoint import Endpoint
 
 PUSHING = {
     **{"push_to_hub": True, "hub_model_id": "user/run", "hub_token": "hf_test", "hub_private_repo": True},

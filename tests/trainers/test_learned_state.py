@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import ByT5Tokenizer
 
-from hf_recurrent_lengthgen.loading import load_model
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, detach_state, map_state
 from hf_recurrent_lengthgen.trainers import LearnedStateConfig, LearnedStateTrainer

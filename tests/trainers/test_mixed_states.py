@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from hf_recurrent_lengthgen.checkpoints.records import Settings
 from hf_recurrent_lengthgen.evaluation.json_schema import from_plain, to_plain
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
-from hf_recurrent_lengthgen.records import Settings
 from hf_recurrent_lengthgen.trainers import (
     BatchPlace,
     FittedNoise,

@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
+from hf_recurrent_lengthgen.checkpoints.methods import PLAIN
+from hf_recurrent_lengthgen.checkpoints.records import Settings, read_lineage
 from hf_recurrent_lengthgen.data import PackedBlocks
-from hf_recurrent_lengthgen.methods import PLAIN
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.records import Settings, read_lineage
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 
 FIRST: dict[str, Any] = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 3}

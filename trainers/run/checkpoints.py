@@ -24,8 +24,8 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.checkpoints.records import file_digest
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
-from hf_recurrent_lengthgen.records import file_digest
 
 logger = logging.get_logger(__name__)
 

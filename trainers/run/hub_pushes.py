@@ -14,9 +14,9 @@ from huggingface_hub import ModelCard
 from transformers import Trainer
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.checkpoints.private_text import private_in
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
-from hf_recurrent_lengthgen.private_text import private_in
-from hf_recurrent_lengthgen.records import read_lineage
 
 logger = logging.get_logger(__name__)
 
@@ -28,7 +28,7 @@ class PushingTrainer(Trainer):
     """`Trainer` whose pushes hold the code and the card of the model, and no secrets.
 
     Attributes:
-        card_writer: Writes the card of a folder with a lineage (`hf_recurrent_lengthgen.cards.write_card_of_run`), and
+        card_writer: Writes the card of a folder with a lineage (`checkpoints.cards.write_card_of_run`), and
             returns whether it did; `lengthgen train` sets it. None for the card of Trainer.
     """
 

@@ -17,12 +17,12 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.adapters import adapter_of, holds_adapter, holds_learned_state
+from hf_recurrent_lengthgen.checkpoints.adapters import adapter_of, holds_adapter, holds_learned_state
+from hf_recurrent_lengthgen.checkpoints.methods import MIMETIC_INITIALIZATION, OUTPUT_ALIGNMENT, PLAIN, Method
+from hf_recurrent_lengthgen.checkpoints.private_text import portable
+from hf_recurrent_lengthgen.checkpoints.records import Hardware, InitialWeights, Lineage, Settings, TrainingRun
 from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, from_plain, to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.methods import MIMETIC_INITIALIZATION, OUTPUT_ALIGNMENT, PLAIN, Method
-from hf_recurrent_lengthgen.private_text import portable
-from hf_recurrent_lengthgen.records import Hardware, InitialWeights, Lineage, Settings, TrainingRun
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.run.resumed_settings import as_json, made_with
 
@@ -63,7 +63,7 @@ def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: 
     """
     if not (holds_adapter(folder) or holds_learned_state(folder) or (Path(folder) / "config.json").is_file()):
         return
-    from hf_recurrent_lengthgen.lineage import (  # reaches the formats of checkpoints and the Hub
+    from hf_recurrent_lengthgen.checkpoints.lineage import (  # reaches the formats of checkpoints and the Hub
         lineage_of,
         record_step,
     )

@@ -20,11 +20,11 @@ from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.adapters import holds_adapter, write_adapter_base
+from hf_recurrent_lengthgen.checkpoints.adapters import holds_adapter, write_adapter_base
+from hf_recurrent_lengthgen.checkpoints.records import Lineage
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.records import Lineage
 from hf_recurrent_lengthgen.trainers.checks import layout_of
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource

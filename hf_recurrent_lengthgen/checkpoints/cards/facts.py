@@ -1,0 +1,301 @@
+"""The facts of a card, read from a checkpoint folder and result files, and checked against each other."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
+from hf_recurrent_lengthgen.checkpoints.json_files import read_json_object
+from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
+from hf_recurrent_lengthgen.checkpoints.methods import EXPANSION, FORGETTING, PLAIN, Method
+from hf_recurrent_lengthgen.checkpoints.private_text import portable, portable_command, portable_text
+from hf_recurrent_lengthgen.checkpoints.records import (
+    Lineage,
+    Step,
+    Verification,
+    carded,
+    read_lineage,
+    read_verification,
+    verified_files,
+)
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json
+from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
+from hf_recurrent_lengthgen.evaluation.results import DataSource, ForgettingRule
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
+from hf_recurrent_lengthgen.plotting.names import with_names
+
+OWN_NAME = "this model"
+KINDS = {
+    "comparison": Comparison,
+    "diagnosis": Diagnosis,
+    "retrieval_comparison": RetrievalComparison,
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Result = Comparison | Diagnosis | RetrievalComparison
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The facts in a checkpoint folder.
+
+    Attributes:
+        name: Name of the folder.
+        config: Content of config.json.
+        parameters: Number of elements in the weight files; tied weights count once.
+        tokenizer: Whether there is a tokenizer.
+        verification: None if there is none, or only one of other files.
+        files: SHA-256 of weights and config, by file name.
+        find_weights: Returns the digest of these weights if it is among the given ones, else None.
+    """
+
+    name: str
+    config: dict[str, Any]
+    parameters: int
+    tokenizer: bool
+    lineage: Lineage | None
+    verification: Verification | None
+    files: dict[str, str]
+    find_weights: Callable[[set[str]], str | None]
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type"))
+
+    @property
+    def carries_code(self) -> bool:
+        """Whether Transformers can load it without this package, by the code in the checkpoint."""
+        return self.model_type.startswith("stateful_") and bool(self.config.get("auto_map"))
+
+    @property
+    def training_length(self) -> int | None:
+        length = self.config.get("training_length")
+        return length if isinstance(length, int) else None
+
+    @property
+    def vocab_size(self) -> int | None:
+        size = self.config.get("vocab_size")
+        return size if isinstance(size, int) and size > 0 else None
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps of its lineage."""
+        return () if self.lineage is None else self.lineage.steps
+
+    @property
+    def methods(self) -> list[Method]:
+        """All methods that were applied to it, each once, in the order of its lineage."""
+        found = [method for step in self.steps for method in methods_of(step)]
+        return list(dict.fromkeys(found + [FORGETTING] * (self.forgets != Forgetting())))
+
+    @property
+    def forgets(self) -> Forgetting:
+        return Forgetting.of(SimpleNamespace(forgetting=self.config.get("forgetting")))
+
+
+def methods_of(step: Step) -> tuple[Method, ...]:
+    """The methods of a step, the main one first."""
+    if step.training is not None:
+        return step.training.methods
+    return {"train": (PLAIN,), "expand": (EXPANSION,), "forget": (FORGETTING,)}.get(step.kind, ())
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A result file: its content, and the index of this checkpoint among its models.
+
+    `repeated` tells whether another file also holds its evaluations.
+    """
+
+    kind: str
+    original: Result
+    own: int
+    repeated: bool = False
+
+    @property
+    def result(self) -> Result:
+        """The content, with this checkpoint named `OWN_NAME`."""
+        labels = [evaluated.model for evaluated in evaluations(self.original)]
+        others = [f"other {label}" if label == OWN_NAME else label for label in labels]
+        return _named(self.original, [*others[: self.own], OWN_NAME, *others[self.own + 1 :]])
+
+    @property
+    def compared(self) -> list[ComparedModel]:
+        """The evaluated models, this checkpoint first; none for a retrieval or a repeated file."""
+        result = self.result
+        if isinstance(result, RetrievalComparison) or self.repeated:
+            return []
+        return self._own_first(result.comparison.models if isinstance(result, Diagnosis) else result.models)
+
+    @property
+    def diagnosed(self) -> DiagnosedModel | None:
+        """The diagnosis of this checkpoint, if the file has one."""
+        return self.result.models[self.own] if isinstance(self.result, Diagnosis) else None
+
+    @property
+    def retrieved(self) -> list[RetrievalResult]:
+        """The models of a retrieval, this checkpoint first."""
+        return self._own_first(self.result.models) if isinstance(self.result, RetrievalComparison) else []
+
+    def _own_first(self, models: Sequence[Item]) -> list[Item]:
+        return [models[self.own], *models[: self.own], *models[self.own + 1 :]]
+
+
+def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
+    """Read the facts of a folder; a `ValueError` for adapters, damaged files and folders without a checkpoint."""
+    path = Path(folder)
+    refuse_adapter(path)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json, so it is not a checkpoint: give the folder of a checkpoint.")
+    config = read_json_object(path / "config.json")
+    verification, files = read_verification(path), verified_files(path)
+    return Checkpoint(
+        name=path.resolve().name,
+        config=config,
+        parameters=_parameters(path),
+        tokenizer=any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")),
+        lineage=read_lineage(path),
+        verification=verification if verification is None or verification.files == files else None,
+        files=carded(files),
+        find_weights=_weights_of(path),
+    )
+
+
+def _parameters(folder: Path) -> int:
+    """Number of elements in the weight files, from their headers."""
+    files = sorted(folder.glob("*.safetensors"))
+    weights = [file for file in files if file.name.startswith("model")]
+    if not weights:
+        raise ValueError(f"{folder} has no model*.safetensors: save the model with save_pretrained.")
+    count = 0
+    for file in weights:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():
+                    count += torch.Size(tensors.get_slice(key).get_shape()).numel()
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged ({error}): copy or save it again.") from error
+    return count
+
+
+def _weights_of(folder: Path) -> Callable[[set[str]], str | None]:
+    """`Checkpoint.find_weights` for a folder, whose weights are loaded as `lengthgen evaluate` does, in any dtype."""
+    digest = cache(lambda dtype: weights_digest(load_language_model(str(folder), dtype=dtype)))
+    return lambda wanted: next((found for dtype in _DTYPES if (found := digest(dtype)) in wanted), None)
+
+
+def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]]) -> tuple[Evidence, ...]:
+    """Read result files; a `ValueError` for files of another kind and results of other weights or forgetting."""
+    found: list[Evidence] = []
+    for item in sorted(
+        (_evidence(checkpoint, Path(file)) for file in files), key=lambda item: item.kind == "diagnosis"
+    ):
+        own, others = _measurement(item.original), [_measurement(other.original) for other in found]
+        found.append(replace(item, repeated=bool(own) and any(own <= other for other in others)))
+    return tuple(found)
+
+
+def _measurement(result: Result) -> set[tuple[Any, ...]]:
+    """What was measured on long texts, without the values; empty for a retrieval."""
+    if isinstance(result, RetrievalComparison):
+        return set()
+    common = ("model", "weights", "training_length", "evaluated_length", "sequences", "confidence", "data")
+    return {
+        (*(getattr(model.evaluation, name) for name in common), model.evaluation.harm.threshold, model.role)
+        for model in result.models
+    }
+
+
+def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
+    kind, result = _read(file)
+    labels = [evaluated.model for evaluated in evaluations(result)]
+    weights = [evaluated.weights for evaluated in evaluations(result)]
+    own = checkpoint.find_weights(set(weights))
+    if own is None:
+        raise ValueError(
+            f"{file} holds results of other weights ({', '.join(labels)}) than those in {checkpoint.name}: evaluate "
+            "this checkpoint, or give its own results."
+        )
+    same = [index for index, digest in enumerate(weights) if digest == own]
+    rule = ForgettingRule(**checkpoint.forgets._asdict())
+    found = [index for index in same if evaluations(result)[index].forgetting == rule]
+    if not found:
+        raise ValueError(
+            f"{file} holds results of these weights as {', '.join(labels[index] for index in same)}, but "
+            f"{checkpoint.name} needs results with {in_words(checkpoint.forgets)}: evaluate this folder."
+        )
+    length = evaluations(result)[found[0]].training_length
+    if length is not None and checkpoint.training_length not in (None, length):
+        raise ValueError(
+            f"{file} measured {checkpoint.name} with a training length of {length}, but its config.json has "
+            f"{checkpoint.training_length}: correct the config, or evaluate this checkpoint again."
+        )
+    return Evidence(kind, result, found[0])
+
+
+def _read(file: Path) -> tuple[str, Result]:
+    """A result file, without folders of this machine."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        plain = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read as a result file: {error}.") from error
+    kind = plain.get("kind") if isinstance(plain, dict) else None
+    if kind not in KINDS:
+        raise ValueError(
+            f"{file} has the kind {kind!r}, but must have one of {', '.join(KINDS)}: give result.json of lengthgen "
+            "evaluate or diagnose, or retrieval.json of lengthgen retrieve."
+        )
+    try:
+        result: Any = from_json(json.dumps(_portable(plain)), KINDS[kind])
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return kind, result
+
+
+_SHORTENED: dict[str, Callable[[str], str]] = {
+    "command": portable_command,
+    "name": portable_text,
+    "selection": portable_text,
+    "model": portable,
+}
+
+
+def _portable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _SHORTENED[key](item) if key in _SHORTENED and isinstance(item, str) else _portable(item)
+            for key, item in value.items()
+        }
+    return [_portable(item) for item in value] if isinstance(value, list) else value
+
+
+def evaluations(result: Result) -> Sequence[EvaluationResult] | Sequence[RetrievalResult]:
+    """The evaluation or retrieval result of each model."""
+    if isinstance(result, RetrievalComparison):
+        return result.models
+    return [model.evaluation for model in result.models]
+
+
+def _named(result: Result, names: Sequence[str]) -> Result:
+    """A result with other names for its models, in the same order."""
+    if isinstance(result, RetrievalComparison):
+        pairs = zip(result.models, names, strict=True)
+        return replace(result, models=tuple(replace(model, model=name) for model, name in pairs))
+    return with_names(result, names)
+
+
+def data_text(source: DataSource) -> str:
+    """A dataset with its split, without its sizes."""
+    return replace(source, sizes="").description

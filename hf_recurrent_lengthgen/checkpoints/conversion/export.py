@@ -1,0 +1,128 @@
+"""Export a checkpoint of this package to another layout with the same architecture, tensor by tensor."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hf_recurrent_lengthgen.checkpoints.conversion.convert import read_settings
+from hf_recurrent_lengthgen.checkpoints.conversion.exported_configs import check_exportable, exported_config
+from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
+    Format,
+    Settings,
+    config_errors,
+    expected_shapes,
+    tied_names,
+)
+from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_theirs
+from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import named_format
+from hf_recurrent_lengthgen.checkpoints.conversion.sources import locate
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta, TensorFiles
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import parse_size, write_safetensors, write_torch
+from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import copy_tokenizer
+from hf_recurrent_lengthgen.checkpoints.json_files import read_settings_file, write_settings_file
+from hf_recurrent_lengthgen.checkpoints.records import Lineage, read_lineage
+from hf_recurrent_lengthgen.models import FAMILIES
+
+
+def export_checkpoint(
+    checkpoint: str,
+    output: Path,
+    format: str,
+    *,
+    revision: str | None = None,
+    max_shard_size: str | int = "5GB",
+) -> Path:
+    """Write a checkpoint of this package in another layout, completely or not at all, with equal values and dtypes.
+
+    Args:
+        checkpoint: Folder or Hub name of a checkpoint of this package, also one that a Trainer saved during training.
+        output: Folder for the result, new or empty.
+        format: Name of the layout.
+        revision: Branch, tag or commit on the Hub.
+        max_shard_size: As in Transformers' `save_pretrained`; ignored for layouts of one file.
+
+    Raises:
+        ValueError: for a folder that is no checkpoint of this package, an architecture that the layout cannot hold
+            (each difference is named), and weights that do not fit their config.
+    """
+    output = Path(output)
+    check_new(output)
+    parse_size(max_shard_size)
+    layout = named_format(format)
+    found = locate(checkpoint, revision)
+    config = our_config(read_settings(found), checkpoint)
+    check_exportable(layout, config)
+    files = TensorFiles(found.path)
+    renames = expand(layout.renames(config), config.num_hidden_layers)
+    tied, shared = tied_names(config), {}
+    if tied is not None and any(tied[0] in rename.our_names for rename in renames):
+        raise ValueError(
+            f"{layout.title} cannot hold this model, whose head is its embeddings (tie_word_embeddings True): publish "
+            "it as a checkpoint of this package."
+        )
+    entries = to_theirs(renames, files, expected_shapes(config), checkpoint)
+    if tied is not None and layout.writes_tied_head:
+        shared[layout.tied_head] = next(x.their_names[0] for x in renames if x.our_names == (tied[1],))
+    metas = {entry.name: Meta(entry.shape, entry.dtype) for entry in entries}
+    settings = exported_config(layout, config, metas | {name: metas[other] for name, other in shared.items()})
+    if settings is not None and "auto_map" in settings:
+        settings = _with_code_on_hub(settings, read_lineage(found.folder))
+    with new_folder(output) as folder:
+        if layout.container == "safetensors":
+            write_safetensors(folder, entries, max_shard_size)
+        else:
+            write_torch(folder / layout.weights_file, entries, shared)
+        if settings is not None:
+            write_settings_file(folder / "config.json", settings)
+        if settings is not None and "model_type" in settings and (found.folder / "generation_config.json").is_file():
+            shutil.copyfile(found.folder / "generation_config.json", folder / "generation_config.json")
+        copy_tokenizer(found.folder, folder)
+    return output
+
+
+def _with_code_on_hub(settings: Settings, lineage: Lineage | None) -> Settings:
+    """Let auto_map refer to the code in the source repository, since code is not exported.
+
+    There is no auto_map without such a repository, or if the repository names several classes or none.
+    """
+    source = None if lineage is None else lineage.source
+    kept = {name: value for name, value in settings.items() if name != "auto_map"}
+    named = settings["auto_map"]
+    if not isinstance(named, dict):
+        return kept
+    repository = f"{source.name}--" if source is not None and source.on_hub else ""
+    classes = {
+        name: entry if "--" in entry else repository + entry
+        for name, entry in named.items()
+        if isinstance(entry, str) and ("--" in entry or repository)
+    }
+    return kept | ({"auto_map": classes} if classes else {})
+
+
+def code_note(layout: Format, folder: Path) -> str:
+    """A note on the Python files that an exported checkpoint needs; empty if it needs none."""
+    settings = read_settings_file(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if classes := settings.get("auto_map"):
+        repositories = sorted({entry.partition("--")[0] for entry in classes.values()})
+        return f"It loads with trust_remote_code=True, with the code of {', '.join(repositories)} on the Hub."
+    if not layout.code:
+        return ""
+    return (
+        "It has no code, and no library has its class: copy the authors' .py files into it, and their auto_map "
+        f"into its config.json (from {layout.code}), and load it with trust_remote_code=True. Without "
+        "them, fla, if it is imported, loads an RWKV-6 as its own class, with random weights."
+    )
+
+
+def our_config(settings: Settings | None, where: str) -> Any:
+    """The config of a checkpoint of this package, without its code."""
+    model_type = (settings or {}).get("model_type")
+    if settings is None or model_type not in FAMILIES:
+        has = "no config.json" if settings is None else f"the model type {model_type!r}"
+        raise ValueError(
+            f"{where} has {has}, so it is no checkpoint of this package: convert it with `lengthgen convert`."
+        )
+    kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
+    with config_errors(f"The config.json of {where}"):
+        return FAMILIES[model_type].config_class.from_dict(kept)

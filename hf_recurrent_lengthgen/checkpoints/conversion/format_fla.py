@@ -1,0 +1,239 @@
+"""Checkpoints of flash-linear-attention (fla): its linear attention, delta rule and RWKV classes, Mamba-1 to Mamba-3.
+
+Parameter names are those of this package. So are the config fields, except for settings that choose an
+implementation. But fla's Mamba classes have the model types of Transformers, with other names for some fields.
+Checkpoints from before February 2025 hold `mlp.gate_proj` and `mlp.up_proj` as one tensor, the first ones of RWKV-7
+the six token shifts of a layer; they can be read, too.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
+    GENERIC_SETTINGS,
+    OUR_FIELDS,
+    Format,
+    Settings,
+    check_settings,
+    is_tied,
+    plain,
+    same_names,
+)
+from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename, Transform
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
+from hf_recurrent_lengthgen.models.configuration_stateful_mamba import FLA_NAMES
+
+WHERE = "This fla checkpoint"
+LOSSES: Settings = {"fuse_cross_entropy": True, "fuse_linear_cross_entropy": False}
+FLAGS: Settings = LOSSES | {"attn_mode": "chunk", "max_position_embeddings": 2048}
+MAMBA_FLAGS: Settings = LOSSES | {"fuse_norm": True, "use_l2warp": False}
+MAMBA_NAMES = {"layer_norm_epsilon": "norm_eps", "time_step_floor": "dt_init_floor"} | {
+    f"time_step_{name}": f"dt_{name}" for name in ("min", "max")
+}
+STEP_SIZES = {"dt_min": 0.001, "dt_max": 0.1, "dt_init_floor": 1e-4, "norm_eps": 1e-5, "expand": 2, "conv_kernel": 4}
+
+
+class Kind(NamedTuple):
+    """What is special about a model type of fla.
+
+    Attributes:
+        implementation: Fields of fla 0.6 that our config lacks, with their defaults.
+        aliases: From names of fields in earlier versions to those of fla 0.6; for the Mamba classes also from ours.
+        neutral: Required values of settings that our config lacks; our configs of the other types check them.
+        defaults: Defaults of fla's Mamba classes, if ours differ or have other names.
+        fixed: Fields of ours with a fixed value in fla's code.
+    """
+
+    implementation: Mapping[str, Any] = FLAGS
+    aliases: Mapping[str, str] = MappingProxyType({})
+    neutral: Mapping[str, Any] = MappingProxyType({})
+    defaults: Mapping[str, Any] = MappingProxyType({})
+    fixed: tuple[str, ...] = ()
+
+
+SWIGLU: Settings = FLAGS | {"fuse_swiglu": True}
+KINDS = {
+    "delta_net": Kind(SWIGLU),
+    "gated_deltanet": Kind(SWIGLU),
+    "kda": Kind({name: value for name, value in SWIGLU.items() if name != "fuse_linear_cross_entropy"}),
+    "gla": Kind(SWIGLU | {"use_gk": True, "use_gv": False}, fixed=("gate_low_rank_dim",)),
+    "hgrn2": Kind(SWIGLU),
+    "linear_attn": Kind(SWIGLU | {"attn_mode": "fused_chunk"}),
+    "rwkv6": Kind(aliases={"eps": "norm_eps", "rms_norm_eps": "norm_eps"}),
+    "rwkv7": Kind(),
+    "mamba": Kind(
+        MAMBA_FLAGS,
+        {ours: theirs for theirs, ours in FLA_NAMES.items()},
+        {"use_l2warp": False},
+        STEP_SIZES
+        | {"state_size": 16, "residual_in_fp32": False}
+        | {"dt_rank": "auto", "dt_scale": 1.0, "dt_init_scheme": "random"},
+        ("use_mambapy", "use_associative_scan"),
+    ),
+    "mamba2": Kind(
+        MAMBA_FLAGS | {"conv_init": None, "A_init_range": [1, 16]},
+        MAMBA_NAMES | {"rms_norm": "rmsnorm", "time_step_limit": "dt_limit"},
+        {"use_l2warp": False, "D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False},
+        STEP_SIZES
+        | {"state_size": 128, "residual_in_fp32": True}
+        | {"head_dim": 64, "n_groups": 1, "dt_limit": [0.0, float("inf")]},
+        ("time_step_rank",),
+    ),
+    "mamba3": Kind(LOSSES, neutral={"use_l2warp": False}, fixed=("decay_activation", "intermediate_size")),
+}
+OURS_ONLY = OUR_FIELDS | {"gate_logit_normalizer", "group_norm_eps", "mixer_rms_eps"}
+"""Fields of ours that fla lacks; `exported_config` checks that they have no effect."""
+
+
+def _split(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = gate_and_up.chunk(2)
+    return gate, up
+
+
+def _join(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat([gate, up])
+
+
+def _unstacked(shifts: Tensor) -> tuple[Tensor, ...]:
+    return tuple(shift.view(1, 1, -1) for shift in shifts)
+
+
+def _stacked(*shifts: Tensor) -> Tensor:
+    return torch.cat([shift.flatten(0, 1) for shift in shifts])
+
+
+GATE_AND_UP = Transform(_split, _join)
+SHIFTS = Transform(_unstacked, _stacked)
+
+
+def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
+    kind = (settings or {}).get("model_type")
+    if settings is None or kind not in KINDS:
+        return False
+    if KINDS[kind].defaults:  # also a model type of Transformers, which has none of these
+        return not {"fuse_norm", "fuse_cross_entropy", "norm_eps"}.isdisjoint(settings)
+    of_authors = ("rwkv.embeddings.weight", *(f"{prefix}.blocks.0.att.r_k" for prefix in ("rwkv7", "model", "rwkv")))
+    return metas.keys().isdisjoint(of_authors)
+
+
+def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
+    kind = (settings or {}).get("model_type", "")
+    if settings is not None and kind not in KINDS:
+        raise ValueError(f"{WHERE} has the model type {kind!r}, possible are {', '.join(KINDS)}.")
+    given = _renamed(check_settings(settings, _known(kind) if kind else (), WHERE), kind)
+    if given.pop("share_conv_kernel", False) and given.get("use_short_conv"):
+        raise ValueError(f"{WHERE} has share_conv_kernel true: one convolution for q, k and v cannot be converted.")
+    for name, neutral in KINDS[kind].neutral.items():
+        if given.get(name, neutral) != neutral:
+            raise ValueError(f"{WHERE} has {name} {given[name]!r}, which must be {neutral!r} to be converted.")
+    config_class = STATEFUL_CLASSES[kind].config_class
+    config: PreTrainedConfig = config_class.from_dict(
+        _our_fields(given, kind) | {"model_type": config_class.model_type}
+    )
+    return config
+
+
+def _known(kind: str) -> set[str]:
+    """Names of known settings."""
+    special = KINDS[kind]
+    names = _field_names(kind) | special.implementation.keys() | special.aliases.keys() | special.neutral.keys()
+    further = (
+        {"intermediate_size", "num_heads", "time_step_rank"}
+        if special.defaults
+        else {"rms_norm_eps", "share_conv_kernel"}
+    )
+    return names | GENERIC_SETTINGS | further
+
+
+def _field_names(kind: str) -> set[str]:
+    """fla's names of the fields of our config."""
+    special = KINDS[kind]
+    ours = set(STATEFUL_CLASSES[kind].config_class().to_dict()) - OURS_ONLY - GENERIC_SETTINGS - {*special.fixed}
+    if not special.defaults:
+        return ours
+    return {special.aliases.get(name, name) for name in ours} | special.defaults.keys()
+
+
+def _renamed(given: Settings, kind: str) -> Settings:
+    """The settings under the names of fla 0.6. Raises a `ValueError` if one has two names and two values."""
+    aliases = {"rms_norm_eps": "norm_eps", **KINDS[kind].aliases}
+    renamed: Settings = {}
+    for name, value in given.items():
+        now = aliases.get(name, name)
+        if now in renamed and renamed[now] != value:
+            raise ValueError(
+                f"{WHERE} has {now} twice, as {renamed[now]!r} and as {name} {value!r}: leave one of them."
+            )
+        renamed[now] = value
+    return renamed
+
+
+def _our_fields(given: Settings, kind: str) -> Settings:
+    fields = {name: value for name, value in given.items() if name not in ("architectures", "auto_map")}
+    special = KINDS[kind]
+    if not special.defaults:
+        return fields
+    fields = {**special.defaults, **fields}
+    if "dt_limit" in fields:
+        fields["dt_limit"] = [float(limit) for limit in fields["dt_limit"]]
+    hidden, expand = fields.get("hidden_size", 2048), fields["expand"]
+    inner = fields.pop("intermediate_size", expand * hidden)
+    if type(expand) is not int or inner != expand * hidden:
+        raise ValueError(
+            f"{WHERE} has expand {expand!r} and intermediate_size {inner}; expand must be a whole number, and "
+            f"intermediate_size expand * hidden_size."
+        )
+    if kind == "mamba2":
+        fields["num_heads"] = fields.get("num_heads", inner // fields["head_dim"])
+        fields = {name: value for name, value in fields.items() if name not in special.neutral}
+    back = {theirs: ours for ours, theirs in special.aliases.items() if ours != "rms_norm"}
+    return {back.get(name, name): value for name, value in fields.items()}
+
+
+def _from_config(config: Any) -> Settings:
+    kind = next(name for name in KINDS if STATEFUL_CLASSES[name].config_class.model_type == config.model_type)
+    special = KINDS[kind]
+    back = {theirs: ours for ours, theirs in special.aliases.items() if special.defaults}
+    settings = {name: getattr(config, back.get(name, name), None) for name in sorted(_field_names(kind))}
+    settings |= {name: getattr(config, name, default) for name, default in special.implementation.items()}
+    settings |= special.neutral
+    settings |= {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    settings |= {"tie_word_embeddings": is_tied(config), "model_type": kind}
+    return {name: plain(value) for name, value in settings.items()} | {
+        "architectures": [STATEFUL_CLASSES[kind].__name__.removeprefix("Stateful")]
+    }
+
+
+OLDER: dict[str, tuple[tuple[str, ...], Transform]] = {
+    "mlp.gate_proj.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), GATE_AND_UP),
+    "attn.x_x": (tuple(f"attn.x_{part}" for part in "rwkvag"), SHIFTS),
+}
+"""Tensors of a layer that stood for several."""
+
+
+def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
+    """The map for checkpoints with several tensors in one."""
+    for theirs, (ours, transform) in OLDER.items():
+        if f"model.layers.0.{theirs}" in metas and f"model.layers.0.{ours[-1]}" not in metas:
+            others = [rename for rename in same_names(config) if not rename.our_names[0].endswith(ours)]
+            parts = tuple(f"model.layers.{{layer}}.{part}" for part in ours)
+            return [*others, Rename(f"model.layers.{{layer}}.{theirs}", parts, transform)]
+    return None
+
+
+FLA = Format(
+    name="fla",
+    title="flash-linear-attention",
+    container="safetensors",
+    recognizes=_recognizes,
+    to_config=_to_config,
+    from_config=_from_config,
+    renames=same_names,
+    older=_older,
+)

@@ -1,0 +1,195 @@
+"""Layouts of checkpoints: how to recognize each, and how to convert its config and names to ours and back."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import get_annotations
+from typing import Any, ClassVar, Literal, get_origin
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.models import FAMILIES
+from hf_recurrent_lengthgen.models.configuration_mamba import ReferenceLayersConfigMixin
+from hf_recurrent_lengthgen.models.configuration_stateful import StatefulConfigMixin
+
+SOURCE_CONFIG = "source_config"
+"""Entry of our config.json with the format and config of the source, for the way back."""
+
+Settings = dict[str, Any]
+
+OUR_FIELDS = {
+    *(name for name, kind in get_annotations(StatefulConfigMixin).items() if get_origin(kind) is not ClassVar),
+    *(name for name, kind in get_annotations(ReferenceLayersConfigMixin).items() if get_origin(kind) is not ClassVar),
+    *("_name_or_path", "auto_map", "layer_num_heads", "layer_state_sizes", SOURCE_CONFIG),
+}
+"""Fields of our config that no other layout has; `exported_config` checks that they have no effect."""
+
+GENERIC_SETTINGS = {
+    *PreTrainedConfig().to_dict(),
+    *GenerationConfig().to_dict(),  # up to version 4
+    *("add_cross_attention", "cross_attention_hidden_size", "finetuning_task", "is_decoder", "prefix", "pruned_heads"),
+    *("sep_token_id", "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class"),
+    *("torchscript", "use_bfloat16"),
+    *("_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "model_type"),
+    *("pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version", "use_cache"),
+}
+"""Entries of any config.json of Transformers."""
+
+
+@contextmanager
+def config_errors(where: str = "config.json") -> Iterator[None]:
+    """Turn errors of config classes about values of a wrong type or size into a `ValueError`."""
+    try:
+        yield
+    except (StrictDataclassError, TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
+        told = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{where} holds a value that no model can have ({told[-1].strip()}): correct it.") from error
+
+
+@dataclass(frozen=True)
+class Format:
+    """One layout.
+
+    Args:
+        name: Value of `--format`, such as "mamba-ssm".
+        title: Name in texts.
+        container: The kind of files that its own library reads.
+        recognizes: Whether a checkpoint has this layout, from its config.json (None without one) and the names, shapes
+            and dtypes of its weights.
+        to_config: Our config, from the same; a `ValueError` names what we cannot represent. Call `config_of` instead.
+        from_config: Its config.json from our config; None for layouts without one. A `ValueError` names what it cannot
+            represent. Call `exported_config` instead.
+        renames: The map of all our tensors, from our config; "{layer}" stands for each layer.
+        tied_head: Name of its output head, which may be missing with tied embeddings.
+        unused: Names of tensors that its files may hold and its code never reads; they are left out.
+        writes_tied_head: Whether its library needs the head in the file nevertheless.
+        keeps_config: Whether our config.json keeps its config, because ours cannot express all entries.
+        weights_file: Name of the weights in an exported folder, for `container` "torch".
+        tokenizer: The tokenizer of its official checkpoints, if these have none; else empty.
+        tokenizer_ids: The `vocab_size` of models with that tokenizer; None for any.
+        assumed: What its files do not say, with the values that are assumed for our config; `--set` gives others.
+        older: For layouts that earlier versions of a library wrote differently: the map for these tensors, from their
+            names; None if `renames` fits.
+        code: Repositories with the Python files that its checkpoints need, if no library has their class.
+        from_shapes: Fields of our config that follow from the shapes of the weights.
+        fixed: Fields of our config with a fixed value in its code, for families that have them.
+    """
+
+    name: str
+    title: str
+    container: Literal["safetensors", "torch"]
+    recognizes: Callable[[Settings | None, Mapping[str, Meta]], bool]
+    to_config: Callable[[Settings | None, Mapping[str, Meta]], PreTrainedConfig]
+    from_config: Callable[[Any], Settings | None]
+    renames: Callable[[Any], Sequence[Rename]]
+    tied_head: str = "lm_head.weight"
+    unused: tuple[str, ...] = ()
+    writes_tied_head: bool = False
+    keeps_config: bool = True
+    weights_file: str = "pytorch_model.bin"
+    tokenizer: str = ""
+    tokenizer_ids: int | None = None
+    assumed: Callable[[Any], Settings] = lambda config: {}
+    older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = lambda config, metas: None
+    code: str = ""
+    from_shapes: tuple[str, ...] = ()
+    fixed: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Our model types that name this format in their `layouts`."""
+        return tuple(name for name, model in FAMILIES.items() if self.name in model.config_class.layouts)
+
+    def config_of(self, settings: Settings | None, metas: Mapping[str, Meta]) -> Any:
+        """Our config from theirs; a `ValueError` for what we cannot represent."""
+        with config_errors():
+            config = self.to_config(settings, metas)
+            layers: Any = getattr(config, "num_hidden_layers", None)
+            if metas and layers > len(metas):
+                raise ValueError(
+                    f"config.json has {layers} layers, but the weights have only {len(metas)} tensors: "
+                    "correct it, or give the weights that belong to it."
+                )
+        return config
+
+    def renames_of(self, config: Any, metas: Mapping[str, Meta]) -> Sequence[Rename]:
+        """The map for a checkpoint with these tensors; "{layer}" stands for each layer."""
+        older = self.older(config, metas)
+        return self.renames(config) if older is None else older
+
+
+def with_settings(config: Any, told: Mapping[str, Any]) -> Any:
+    """Our config with other values, which its `SOURCE_CONFIG` keeps, because the source does not say them.
+
+    Raises:
+        ValueError: for names that the config lacks, and values that no model can have.
+    """
+    if not told:
+        return config
+    fields = config.to_dict()
+    possible = fields.keys() - {*OUR_FIELDS, "architectures", "model_type", "transformers_version", "dtype"}
+    if unknown := sorted(set(told) - possible):
+        raise ValueError(
+            f"{', '.join(unknown)} is no setting of {config.display_name} that can be given: choose from "
+            f"{', '.join(sorted(possible))}."
+        )
+    with config_errors(f"What was set ({', '.join(f'{name}={value!r}' for name, value in told.items())})"):
+        changed = type(config).from_dict(fields | dict(told))
+        kept = getattr(config, SOURCE_CONFIG, None) or {}
+        setattr(changed, SOURCE_CONFIG, kept | {"set": dict(told)})
+    return changed
+
+
+def told_settings(config: Any) -> Settings:
+    """What `with_settings` was given for a converted checkpoint."""
+    kept = getattr(config, SOURCE_CONFIG, None) or {}
+    return dict(kept.get("set") or {})
+
+
+def blank_model(config: PreTrainedConfig) -> Any:
+    """Our model of a config on the meta device, without values."""
+    with config_errors(), torch.device("meta"), no_init_weights():
+        return FAMILIES[config.model_type](config)
+
+
+def plain(value: Any) -> Any:
+    """A tuple as a list, as in JSON; other values unchanged."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def is_tied(config: Any) -> bool:
+    """Whether the head is the embeddings."""
+    return bool(config.tie_word_embeddings)
+
+
+def expected_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a checkpoint of this package by name, in order, without a tied head."""
+    model = blank_model(config)
+    tied = model._tied_weights_keys if is_tied(config) else {}
+    return {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
+
+
+def tied_names(config: PreTrainedConfig) -> tuple[str, str] | None:
+    """Our names of head and embeddings if they are tied; else None."""
+    tied: dict[str, str] = FAMILIES[config.model_type]._tied_weights_keys or {}
+    return next(iter(tied.items())) if is_tied(config) and tied else None
+
+
+def same_names(config: PreTrainedConfig, others: Mapping[str, str] | None = None) -> list[Rename]:
+    """A map of all our tensors to equal names; `others` are exceptions, from our names to theirs."""
+    return [Rename((others or {}).get(name, name), name) for name in expected_shapes(config)]
+
+
+def check_settings(settings: Settings | None, known: Iterable[str], where: str) -> Settings:
+    """The settings of a config.json; raises a `ValueError` that names unknown ones."""
+    if settings is None:
+        raise ValueError(f"{where} needs a config.json beside the weights.")
+    if unknown := sorted(settings.keys() - set(known)):
+        told = ", ".join(f"{name} ({settings[name]!r})" for name in unknown)
+        raise ValueError(f"{where} has the settings {told}, which this version cannot convert.")
+    return settings

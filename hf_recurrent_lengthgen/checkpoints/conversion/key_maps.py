@@ -1,0 +1,179 @@
+"""Maps between the tensors of another layout and ours: data, and pure functions of tensors.
+
+A map is a sequence of `Rename`; "{layer}" in a name stands for each layer. `to_ours` and `to_theirs` check all names
+and shapes before any tensor is read, and return the entries that `tensor_writing` writes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry
+
+
+class Tensors(Protocol):
+    """Named tensors that are read one by one, such as `TensorFiles`."""
+
+    metas: dict[str, Meta]
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class Transform(NamedTuple):
+    """A function of tensors and its exact inverse; both must also work on the meta device.
+
+    `to_ours` takes the tensors of their names, in order, and returns those of our names.
+    """
+
+    to_ours: Callable[..., Tensor | Sequence[Tensor]]
+    to_theirs: Callable[..., Tensor | Sequence[Tensor]]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+SAME = Transform(_same, _same)
+
+
+@dataclass(frozen=True)
+class Rename:
+    """One entry of a map: names in a foreign checkpoint, names in ours, and the transform of the values.
+
+    A name may contain "{layer}". Several names on a side are tensors that the transform takes or returns together.
+    """
+
+    theirs: str | tuple[str, ...]
+    ours: str | tuple[str, ...]
+    transform: Transform = SAME
+
+    @property
+    def their_names(self) -> tuple[str, ...]:
+        return _names(self.theirs)
+
+    @property
+    def our_names(self) -> tuple[str, ...]:
+        return _names(self.ours)
+
+    @property
+    def inverse(self) -> "Rename":
+        """The reverse entry."""
+        return Rename(self.ours, self.theirs, Transform(*reversed(self.transform)))
+
+    def of_layer(self, layer: int) -> "Rename":
+        """With a number for "{layer}"."""
+        theirs, ours = (
+            tuple(name.replace("{layer}", str(layer)) for name in names)
+            for names in (self.their_names, self.our_names)
+        )
+        return Rename(theirs, ours, self.transform)
+
+
+def expand(renames: Iterable[Rename], layers: int) -> list[Rename]:
+    """All entries of a map with numbers for "{layer}", in the order of the layers."""
+    parts: tuple[list[Rename], ...] = [], [], []  # before, in and after the layers
+    for rename in renames:
+        in_layers = "{layer}" in "".join(rename.their_names + rename.our_names)
+        parts[1 if in_layers else 2 if parts[1] else 0].append(rename)
+    return parts[0] + [rename.of_layer(layer) for layer in range(layers) for rename in parts[1]] + parts[2]
+
+
+def to_ours(
+    renames: Sequence[Rename],
+    theirs: Tensors,
+    expected: Mapping[str, tuple[int, ...]],
+    where: str,
+    ignored: Iterable[str] = (),
+) -> list[Entry]:
+    """Entries of all our tensors, made from theirs; tensors of the names `ignored` may exist and are not used.
+
+    `expected` has the shapes of all our tensors. Raises a `ValueError` that lists all tensors that are missing or
+    unexpected, or have another shape or mixed dtypes.
+    """
+    return _mapped(renames, theirs, expected, where, ignored=ignored)
+
+
+def to_theirs(
+    renames: Sequence[Rename], ours: Tensors, expected: Mapping[str, tuple[int, ...]], where: str
+) -> list[Entry]:
+    """Entries of all their tensors, made from ours; as `to_ours`, and `expected` has the shapes of ours, too."""
+    found = {name: meta.shape for name, meta in ours.metas.items()}
+    wrong = [
+        f"{name} has the shape {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    return _mapped([rename.inverse for rename in renames], ours, None, where, wrong)
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _tensors(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def _mapped(
+    renames: Sequence[Rename],
+    source: Tensors,
+    expected: Mapping[str, tuple[int, ...]] | None,
+    where: str,
+    wrong: Sequence[str] = (),
+    ignored: Iterable[str] = (),
+) -> list[Entry]:
+    needed = [name for rename in renames for name in rename.their_names]
+    missing = [name for name in needed if name not in source.metas]
+    unexpected = sorted(source.metas.keys() - {*needed, *ignored})
+    entries: list[Entry] = []
+    misshapen = list(wrong)
+    for rename in renames:
+        if any(name in missing for name in rename.their_names):
+            continue
+        made, problems = _made(rename, source, expected)
+        entries += made
+        misshapen += problems
+    unmade = set(expected or ()) - {name for rename in renames for name in rename.our_names}
+    assert not unmade, f"the map makes no {sorted(unmade)}"
+    all_problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
+    if any(all_problems.values()):
+        told = "; ".join(f"{what}: {', '.join(names)}" for what, names in all_problems.items() if names)
+        raise ValueError(f"The weights in {where} do not fit its config, {told}.")
+    return entries
+
+
+def _made(
+    rename: Rename, source: Tensors, expected: Mapping[str, tuple[int, ...]] | None
+) -> tuple[list[Entry], list[str]]:
+    """The entries that a rename makes, and the errors in their shapes."""
+    given, made = rename.their_names, rename.our_names
+    metas = [source.metas[name] for name in given]
+    blank = [torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in metas]
+    if len({meta.dtype for meta in metas}) > 1:
+        return [], [f"{', '.join(given)} have several dtypes"]
+    try:
+        results = _tensors(rename.transform.to_ours(*blank))
+    except (RuntimeError, IndexError, ValueError) as error:
+        shapes = ", ".join(str(list(meta.shape)) for meta in metas)
+        return [], [f"{', '.join(given)} of {shapes} ({str(error).partition(chr(10))[0]})"]
+    assert len(results) == len(made), rename
+    problems = []
+    for name, result in zip(made, results, strict=True):
+        if expected is not None and tuple(result.shape) != expected.get(name):
+            got = f" as {name}" if (*given,) != (name,) else ""
+            want = f"{list(expected[name])}" if name in expected else "nothing of that name"
+            problems.append(f"{', '.join(given)}{got} has the shape {list(result.shape)} instead of {want}")
+
+    def read(position: int) -> Tensor:
+        return _tensors(rename.transform.to_ours(*[source.tensor(name) for name in given]))[position]
+
+    entries = [
+        Entry(name, tuple(result.shape), result.dtype, partial(read, position))
+        for position, (name, result) in enumerate(zip(made, results, strict=True))
+    ]
+    return entries, problems

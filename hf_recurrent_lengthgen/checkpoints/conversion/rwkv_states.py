@@ -1,0 +1,79 @@
+"""Initial states that the tools of RWKV train and serve ("state tuning"): `blocks.N.att.time_state` in a .pth file.
+
+The axes are heads, values, keys, as in our states: RWKV-7's code takes a tensor as it is, that of RWKV-5 and RWKV-6,
+whose states have keys first, transposes it (`rwkv.model` of the author's package, RWKV-Runner). Such files hold no
+inputs of token shifts, which start from zero.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_recurrent_lengthgen.checkpoints.conversion.rwkv_maps import RWKV5, RWKV6, RWKV7
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import TensorFiles
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, learned_row, state_dtype, zero_state
+
+NAME = "blocks.{layer}.att.time_state"
+
+
+def read_time_state(model: Any, file: str | os.PathLike[str]) -> RecurrentState:
+    """The state of one row in a file of state tuning, for `model.add_learned_state(name, state)`.
+
+    Raises:
+        ValueError: for a model that is no RWKV-5, RWKV-6 or RWKV-7, and a file without a state for each of its layers,
+            or with other shapes.
+    """
+    _check_rwkv(model)
+    files, shapes = TensorFiles(file), model.state_shapes()
+    names = [NAME.format(layer=layer) for layer in range(len(shapes))]
+    found = {
+        name: meta.shape for name, meta in files.metas.items() if re.fullmatch(r"blocks\.\d+\.att\.time_state", name)
+    }
+    if found != {name: shape.recurrent for name, shape in zip(names, shapes, strict=True)}:
+        held = (
+            ", ".join(f"{name} {list(shape)}" for name, shape in found.items()) or f"none, but {list(files.metas)[:3]}"
+        )
+        raise ValueError(
+            f"{file} must hold the states {names[0]} to {names[-1]} of the shape {list(shapes[0].recurrent)}, and "
+            f"holds {held}: give the file of a model of these sizes."
+        )
+    zero = zero_state(shapes, 1, device=model.device, dtype=state_dtype(model.dtype))
+    values = [files.tensor(name)[None].to(part.recurrent, copy=True) for name, part in zip(names, zero, strict=True)]
+    return tuple(part._replace(recurrent=value) for part, value in zip(zero, values, strict=True))
+
+
+def write_time_state(model: Any, file: str | os.PathLike[str]) -> None:
+    """Write the active learned state of a model as a file of state tuning, in float32.
+
+    Raises:
+        ValueError: for a model that is no RWKV-5, RWKV-6 or RWKV-7 or has no active learned state, and for a state
+            with inputs of token shifts, which such a file cannot hold.
+    """
+    _check_rwkv(model)
+    state = learned_row(model)
+    if state is None:
+        raise ValueError(
+            "The model has no active learned state: train one, or model.learned_states.set_adapter(name)."
+        )
+    if any(bool(layer.conv.any()) for layer in state):
+        raise ValueError(
+            "The learned state has inputs of token shifts, which a file of state tuning cannot hold: train it with "
+            "learn_conv_state=False."
+        )
+    tensors = {NAME.format(layer=index): _plain(layer) for index, layer in enumerate(state)}
+    with replacing(Path(file)) as path:
+        torch.save(tensors, path)
+
+
+def _plain(layer: LayerState) -> torch.Tensor:
+    return layer.recurrent[0].detach().float().cpu().clone()
+
+
+def _check_rwkv(model: Any) -> None:
+    kind = getattr(model.config, "model_type", None)
+    if kind not in (RWKV5, RWKV6, RWKV7):
+        raise ValueError(f"State tuning files are those of RWKV-5, RWKV-6 and RWKV-7, and this model is {kind!r}.")

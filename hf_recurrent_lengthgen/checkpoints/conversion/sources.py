@@ -1,0 +1,142 @@
+"""Find checkpoints: a local folder or file, or a model on the Hub, from which the needed files are downloaded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from huggingface_hub import metadata_load, snapshot_download
+from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
+
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import WEIGHT_FILES
+from hf_recurrent_lengthgen.checkpoints.loading import check_name
+from hf_recurrent_lengthgen.checkpoints.records import TOKENIZER_FILES
+
+CONTAINERS = (
+    ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"],
+    ["pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"],
+)
+SMALL_FILES = ("config.json", "generation_config.json", "README.md", "*.py", *TOKENIZER_FILES)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint on this machine.
+
+    Args:
+        path: Folder, or one weight file.
+        name: Name on the Hub; for a local checkpoint, the last part of its path.
+        on_hub: Whether `name` is a name on the Hub.
+        revision: Commit on the Hub; None for a local checkpoint.
+    """
+
+    path: Path
+    name: str
+    on_hub: bool
+    revision: str | None
+
+    @property
+    def folder(self) -> Path:
+        """The folder with config and tokenizer."""
+        return self.path.parent if self.path.is_file() else self.path
+
+
+def license_of(folder: Path) -> str | None:
+    """The license in the card of a checkpoint folder; None without a card or license."""
+    card = folder / "README.md"
+    try:
+        told = (metadata_load(card) or {}) if card.is_file() else {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"The metadata of {card} cannot be read ({error}): repair or remove the file.") from error
+    license = told.get("license")
+    return license if isinstance(license, str) else None
+
+
+def locate(name: str, revision: str | None = None, weights: bool = True) -> Source:
+    """Find a checkpoint; from the Hub, download weights in one container, config and tokenizer.
+
+    Args:
+        name: Folder, weight file, owner/name on the Hub, or owner/name/file.pth for one of several files there.
+        revision: Branch, tag or commit on the Hub; None for its main branch.
+        weights: Whether weights are needed.
+
+    Raises:
+        ValueError: if the checkpoint does not exist or cannot be downloaded, and for a `revision` of local files.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise ValueError(f"{name} is a local path, not on the Hub, so it has no revision: leave out {revision!r}.")
+        # a file in the Hub's cache is a link to a blob, which has another name and other neighbours
+        return _local(path.resolve() if path.is_dir() else path.parent.resolve() / path.name)
+    parts = name.split("/")
+    file = parts[2] if len(parts) == 3 and name.endswith((".pth", ".pt")) and not path.parent.is_dir() else None
+    if file is None and name.endswith((".pth", ".pt", ".bin", ".safetensors")):
+        raise ValueError(f"There is no file {name}: give the path of a file, or owner/name/file.pth on the Hub.")
+    repo_id = name if file is None else "/".join(parts[:2])
+    check_name(repo_id)
+    try:
+        folder, commit = _downloaded(repo_id, revision, file, weights)
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"{name} is not here, and the Hub cannot be reached ({type(error.__cause__ or error).__name__}), nor is "
+            "it in the cache: give a local folder or file, or connect to the network."
+        ) from error
+    except ValueError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not _is_broken_connection(error):
+            raise
+        told = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"{name} is no local checkpoint, and cannot be downloaded from the Hub ({told}). Downloaded files are "
+            "kept."
+        ) from error
+    return Source(folder if file is None else folder / file, repo_id, True, commit)
+
+
+def _local(path: Path) -> Source:
+    """A local source; a folder of the Hub's cache, models--owner--name/snapshots/commit, gives name and commit."""
+    folder = path.parent if path.is_file() else path
+    cache = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and cache.startswith("models--"):
+        return Source(path, cache.removeprefix("models--").replace("--", "/"), True, folder.name)
+    return Source(path, path.name, False, None)
+
+
+def _downloaded(repo_id: str, revision: str | None, file: str | None, weights: bool) -> tuple[Path, str]:
+    """Folder in the cache, and commit. Without a network, the cached files are used."""
+    folder = _snapshot(repo_id, revision, SMALL_FILES)
+    commit = folder.name
+    if not weights:
+        return folder, commit
+    if file is not None:
+        _snapshot(repo_id, commit, [file])
+        if not (folder / file).is_file():
+            raise ValueError(f"{repo_id} holds no {file} at {commit}.")
+        return folder, commit
+    for patterns in CONTAINERS:
+        _snapshot(repo_id, commit, patterns)
+        if any((folder / name).is_file() for name in WEIGHT_FILES):
+            return folder, commit
+    # Several .pth files can be many times as large as one model, so they are counted first.
+    try:
+        found = snapshot_download(repo_id, revision=commit, allow_patterns=["*.pth"], dry_run=True)
+        single = sorted(info.filename for info in found)
+    except DryRunError:  # no network
+        single = sorted(path.name for path in folder.glob("*.pth"))
+    if not single:
+        raise ValueError(f"{repo_id} holds no weights: there is none of {', '.join(WEIGHT_FILES)}, *.pth.")
+    if len(single) > 1:
+        raise ValueError(f"{repo_id} holds several .pth files: give one of {', '.join(single)} as {repo_id}/FILE.")
+    _snapshot(repo_id, commit, single)
+    return folder, commit
+
+
+def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
+
+
+def _is_broken_connection(error: Exception) -> bool:
+    """Whether it is an error of httpx or httpx2, whichever the Hub's client uses."""
+    return type(error).__module__.startswith("httpx")

@@ -1,0 +1,64 @@
+"""Tokenizers of converted checkpoints: their files are copied, their code is not run."""
+
+import shutil
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from hf_recurrent_lengthgen.checkpoints.json_files import read_json_object, texts_in
+from hf_recurrent_lengthgen.checkpoints.records import TOKENIZER_FILES
+
+
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copy the tokenizer files of a folder, with the code that its config names; returns the names of the files."""
+    names = tokenizer_files(source)
+    if there := [name for name in names if (target / name).exists()]:
+        raise ValueError(
+            f"The tokenizer in {source} has files with the names of files of the model: {', '.join(there)}."
+        )
+    for name in names:
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+    return names
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Names of the tokenizer files in a folder, including its code; empty if there are none."""
+    found = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
+    names = sorted({path.relative_to(folder).as_posix() for path in found})
+    if all("chat_template" in name for name in names):  # those of processors and servers, too
+        return []
+    return names + _code(folder)
+
+
+def _code(source: Path) -> list[str]:
+    """Names of the Python files of a tokenizer."""
+    path = source / "tokenizer_config.json"
+    auto_map = read_json_object(path).get("auto_map") if path.is_file() else None
+    modules = {entry.rpartition("--")[2].partition(".")[0] for entry in texts_in(auto_map) if "--" not in entry}
+    files = [source / f"{module}.py" for module in sorted(modules)]
+    for module, file in zip(sorted(modules), files, strict=True):
+        if not module.isidentifier() or not file.is_file():
+            raise ValueError(
+                f"The tokenizer in {source} needs the code {file.name}, which is missing: download the folder again."
+            )
+    needed = {Path(other).name for file in files for other in get_relative_import_files(file)}
+    return sorted({file.name for file in files} | needed)
+
+
+def checked_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a folder; None for a tokenizer with remote code, which is not run."""
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and read_json_object(config).get("auto_map"):
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(f"The tokenizer cannot be loaded ({error}).") from error
+    if (largest := max(tokenizer.get_vocab().values(), default=-1)) >= vocab_size:
+        raise ValueError(
+            f"The tokenizer has ids up to {largest}, but the model only {vocab_size} embeddings: it belongs to "
+            "another model."
+        )
+    return tokenizer

@@ -1,0 +1,367 @@
+"""Load models of all families and their tokenizers, from folders and names on the Hub."""
+
+import inspect
+import json
+import os
+import pickle
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.checkpoints.adapters import (
+    Unmergeable,
+    base_of_adapter,
+    base_of_learned_state,
+    base_of_part,
+    holds_adapter,
+    holds_learned_state,
+    merged,
+    refuse_adapter,
+    with_adapter,
+)
+from hf_recurrent_lengthgen.checkpoints.json_files import read_json_object
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.layer_sizes import described_class, says_more
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPERSEDED, SUPPORTED
+from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES, register_family
+from hf_recurrent_lengthgen.models.configuration_stateful import (
+    CODE_FORMAT_VERSION,
+    StatefulConfigMixin,
+    extras_of,
+    with_extras,
+)
+
+logger = logging.get_logger(__name__)
+
+WEIGHT_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence warnings of Transformers."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def check_name(name: str) -> None:
+    """Raise a `ValueError` for a name that is no checkpoint folder and cannot be a name on the Hub."""
+    path = Path(name)
+    here = path.exists() or (path.parent != Path() and path.parent.is_dir()) or len(path.parts) > 2
+    if here and not path.is_dir():
+        raise ValueError(f"{name} is no folder here: give a checkpoint folder, or a name on the Hub (owner/name).")
+
+
+@contextmanager
+def reading_files(name: str) -> Iterator[None]:
+    """Turn errors of Transformers on malformed JSON files into a `ValueError` with the name."""
+    try:
+        yield
+    except (AttributeError, KeyError, RecursionError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"The JSON files of {name} cannot be used ({type(error).__name__}: {error}): copy or download them again."
+        ) from error
+
+
+def _check_index(folder: Path) -> None:
+    """Raise a `ValueError` for an index of weights that names files outside the folder or missing files."""
+    for path in (folder / name for name in WEIGHT_INDICES):
+        files = read_json_object(path)["weight_map"].values() if path.is_file() else ()
+        for file in files:
+            if Path(file).name != file or not (folder / file).is_file():
+                raise ValueError(f"{path} names {file}, which is not in its folder: copy or download it again.")
+
+
+def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
+    """Raise a `ValueError` for parameters that are integers in the files and were cast; buffers may be masks."""
+    parameters = dict(model.named_parameters())
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found = {key: file.get_slice(key).get_dtype() for key in file.keys()}
+        except SafetensorError:
+            return
+        if wrong := [key for key, dtype in found.items() if key in parameters and not dtype.startswith(("F", "BF"))]:
+            raise ValueError(
+                f"{path} holds {wrong[0]} as {found[wrong[0]]}, but weights must be floating-point numbers."
+            )
+
+
+def _check_tied(name: str, model: Any) -> None:
+    """Raise a `ValueError` for a head that the config ties, and the files do not; Transformers then unties it."""
+    ties = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    if not (ties and getattr(model, "_tied_weights_keys", None)):
+        return
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        raise ValueError(
+            f"The config of {name} ties head and embeddings, but its files hold another head: set tie_word_embeddings "
+            "in config.json to false to use the head, or leave the head out of the files."
+        )
+
+
+def _check_finite(name: str, model: torch.nn.Module) -> None:
+    for key, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.numel() and not weight.is_meta:
+            lowest, highest = weight.detach().aminmax()  # the sum is NaN if any value is
+            if not (lowest.isfinite() and highest.isfinite()):
+                raise ValueError(
+                    f"The weights in {name} hold NaN or infinite numbers, first in {key}: use an earlier checkpoint."
+                )
+
+
+def differing_code(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of the Python files in a checkpoint folder that differ from the installed package, sorted."""
+    installed = Path(inspect.getfile(register_family)).parent
+
+    def differs(path: Path) -> bool:
+        if not (source := installed / path.name).is_file():
+            return True
+        code, theirs = source.read_bytes(), path.read_bytes()
+        if path.name == Path(inspect.getfile(StatefulConfigMixin)).name:  # it says which extras the checkpoint carries
+            code = with_extras(code.decode(), extras_of(theirs.decode(errors="replace"))).encode()
+        return code != theirs
+
+    return sorted(path.name for path in Path(folder).glob("*.py") if differs(path))
+
+
+def _tell_of_differing_code(name: str, settings: dict[str, Any]) -> None:
+    """Log which code of a checkpoint of this package differs from the installed code, which is used instead."""
+    if settings.get("model_type") not in FAMILIES or not settings.get("auto_map"):
+        return
+    try:
+        folder = name if Path(name).is_dir() else snapshot_download(name, allow_patterns="*.py")
+        names = differing_code(folder)
+    except (OSError, ValueError) as error:
+        logger.info(f"The code in {name} could not be compared with the installed one: {error}")
+        return
+    if names:
+        brought = settings.get("code_format_version", CODE_FORMAT_VERSION)
+        logger.warning(
+            f"{name} brings code that differs from the installed hf_recurrent_lengthgen: {', '.join(names)} (code "
+            f"format version {brought}, installed {CODE_FORMAT_VERSION}). The installed code is used; lengthgen "
+            "verify checks whether both give the same results."
+        )
+
+
+def load_model(
+    name: str,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+    *,
+    merge: bool = False,
+    base: str | None = None,
+) -> Any:
+    """Load a language model of any family that takes and returns states.
+
+    Checkpoints of this package load with their class, those of Transformers and fla into our class with the same
+    parameter names. Hybrids and other recurrent models of Transformers are wrapped by `stateful`. The folder of an
+    adapter (LoRA of PEFT) loads as a `PeftModel` on its base, in evaluation mode; a trainer continues to train it. The
+    folder of a learned state loads as its base, with the state active.
+
+    On the CPU, weights in the dtype of their file are views of it, as Transformers loads them, which costs no memory.
+    Replace such a file as `save_pretrained` does; do not write into it while the model is in use.
+
+    Args:
+        name: Checkpoint folder, adapter folder, or a name on the Hub.
+        trust_remote_code: Whether code of the checkpoint may run, if this package does not know its model type.
+        dtype: Dtype of the weights. The small steps of post-training vanish in bfloat16 weights; use autocast instead
+            (`bf16=True` of the trainers).
+        merge: Merge an adapter into its base, and return the model without PEFT; an adapter on a weight that layers
+            share stays beside it, with a warning.
+        base: The base of an adapter or learned state, if it is not the one that its config names.
+
+    Raises:
+        ValueError: for a folder without a checkpoint, an architecture that cannot take states, damaged weights, and
+            weights that are missing, left over or do not have the shapes of the config; for an adapter that is a
+            pickle, does not fit its base, or whose base is missing or has changed.
+    """
+    return _load(name, trust_remote_code, dtype, stateless=False, merge=merge, base=base)
+
+
+def load_language_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """Load any causal language model for evaluation. Arguments and errors are those of `load_model`.
+
+    Models that take states load as in `load_model`, others (Llama, GPT-NeoX, code of a checkpoint) as in Transformers,
+    with adapters merged.
+    """
+    return _load(name, trust_remote_code, dtype, stateless=True, merge=True)
+
+
+def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint or of an adapter's base; "bytes" is that of ByT5, which needs no files.
+
+    Raises:
+        ValueError: if there is no tokenizer.
+    """
+    if name == "bytes":
+        return ByT5Tokenizer()
+    check_name(name)
+    # the error of Transformers for a folder without tokenizer is long
+    patterns = ("*token*", "*vocab*", "*.model", "merges.txt")
+    nothing = Path(name).is_dir() and not any(file for pattern in patterns for file in Path(name).glob(pattern))
+    if nothing and (base := base_of_part(name)) is not None:
+        return load_tokenizer(base, trust_remote_code)
+    advice = "give one with --tokenizer (lengthgen harness: tokenizer=FOLDER)."
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    # the last four from files of wrong types
+    except (OSError, ValueError, ImportError, AttributeError, KeyError, RecursionError, TypeError) as error:
+        reason = "" if nothing else f" ({error})"
+        raise ValueError(f"{name} holds no tokenizer{reason}: {advice}") from error
+    # Without files, Transformers guesses a class from the model type, which then has special tokens only.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ValueError(f"{name} holds no tokenizer: {advice}")
+    return tokenizer
+
+
+def _to_convert(name: str) -> str:
+    command = shlex.join(["lengthgen", "convert", name, "--output", "FOLDER"])
+    return f"convert it to a checkpoint of this package, `{command}`."
+
+
+def _load(
+    name: str,
+    trust_remote_code: bool,
+    dtype: torch.dtype,
+    stateless: bool,
+    merge: bool = False,
+    base: str | None = None,
+) -> Any:
+    if holds_adapter(name):
+        base = base_of_adapter(name) if base is None else base
+        refuse_adapter(base)
+        model: Any = with_adapter(_load(base, trust_remote_code, dtype, stateless), name, base)
+        if holds_learned_state(name):  # trained beside the adapter
+            model.get_base_model().load_learned_state(name)
+        if not merge:
+            return model
+        try:
+            return merged(model)
+        except Unmergeable as error:
+            logger.warning(
+                f"{error} {name} is read with its adapter beside the weights, which gives the same results."
+            )
+            return model
+    if holds_learned_state(name):
+        if (Path(name) / "config.json").exists():
+            raise ValueError(f"{name} holds a checkpoint and a learned state: move the files of one of them.")
+        base = base_of_learned_state(name) if base is None else base
+        model = _load(base, trust_remote_code, dtype, stateless, merge)
+        base_model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not hasattr(base_model, "load_learned_state"):
+            raise ValueError(f"{base} is a {type(base_model).__name__}, which takes no states: give another base.")
+        base_model.load_learned_state(name)
+        return model
+    if base is not None:
+        raise ValueError(f"{name} holds no adapter, so it has no base: leave {base} out.")
+    _check_place(name)
+    settings, config = read_config(name, trust_remote_code)
+    model_type = settings.get("model_type")
+    if model_type not in STATEFUL_CLASSES:  # a model of images and text is read as its language model
+        config = config.get_text_config(decoder=True)
+        model_type = config.model_type
+    loading: dict[str, Any] = {"dtype": dtype}
+    loader: Any = AutoModelForCausalLM
+    if model_type in STATEFUL_CLASSES:
+        loader, loading["config"] = STATEFUL_CLASSES[model_type], config
+    elif str(model_type).startswith("stateful_"):
+        loading["trust_remote_code"] = trust_remote_code
+        _tell_of_differing_code(name, settings)
+    elif model_type not in SUPPORTED:
+        if not stateless or model_type in SUPERSEDED:
+            reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
+            raise ValueError(
+                f"{name} is of type {model_type!r}, which cannot be given states{reason}. Supported are checkpoints "
+                f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
+            )
+        loading["trust_remote_code"] = trust_remote_code
+    elif says_more(config):
+        loader = described_class(loader._model_mapping[type(config)])
+    with reading_files(name):
+        if (kept := Path(name, "generation_config.json")).is_file():
+            GenerationConfig.from_dict(read_json_object(kept))  # Transformers ignores a damaged one
+        _check_index(Path(name))
+        model, found = _read_weights(name, loader, loading, settings.get("model_type"))
+    problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
+    if any(problems.values()):
+        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
+        foreign = model_type in STATEFUL_CLASSES
+        advice = f" If they have the names of another library, {_to_convert(name)}" if foreign else ""
+        raise ValueError(f"The weights in {name} do not fit its config.json, {told}.{advice}")
+    if "quantization_config" not in settings:
+        _check_dtypes(Path(name), model)
+        _check_tied(name, model)
+    _check_finite(name, model)
+    return stateful(model) if model_type in SUPPORTED and model_type not in STATEFUL_CLASSES else model
+
+
+def _check_place(name: str) -> None:
+    """Raise a `ValueError` unless `name` is a checkpoint folder or a name on the Hub."""
+    if Path(name).is_file() and name.endswith(WEIGHT_SUFFIXES):
+        raise ValueError(f"{name} is a file of weights without a config: {_to_convert(name)}")
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        advice = f": {_to_convert(name)}" if any(Path(name).glob("*.pth")) else ", so it is no checkpoint."
+        raise ValueError(f"{name} holds no config.json{advice}")
+    check_name(name)
+
+
+def read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], PreTrainedConfig]:
+    """The settings of config.json, and the config of the class that `load_model` would use."""
+    try:
+        with reading_files(name):
+            settings, _ = PreTrainedConfig.get_config_dict(name)
+            model_type = settings.get("model_type")
+            if model_type is None and {"d_model", "n_layer"} <= settings.keys():
+                raise ValueError(
+                    f"{name} is a checkpoint of mamba-ssm, whose config and weights have other names: "
+                    f"{_to_convert(name)}"
+                )
+            if model_type in STATEFUL_CLASSES:
+                return settings, STATEFUL_CLASSES[model_type].config_class.from_dict(settings)
+            return settings, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
+
+
+def _read_weights(name: str, loader: Any, loading: dict[str, Any], model_type: str | None) -> tuple[Any, Any]:
+    """The model, and the weights that are missing, left over or of other shapes."""
+    try:
+        with quiet_transformers():  # its warning about weights is an error here
+            return loader.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **loading)
+    except SafetensorError as error:
+        raise ValueError(f"The weights in {name} are damaged ({error}): copy or download them again.") from error
+    except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, OSError) as error:
+        if not isinstance(error, pickle.UnpicklingError) and not any(Path(name).glob("pytorch_model*.bin")):
+            raise
+        raise ValueError(
+            f"The weights in {name} were not opened: they are pickles that are damaged or would run code "
+            f"({str(error).partition(chr(10))[0]}). Do not use them; if you trust them, convert them to safetensors."
+        ) from error
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} is of type {model_type!r}, which AutoModelForCausalLM of Transformers does not load, so it is no "
+            "causal language model, or one beside others: load it with its own class, and give that to stateful."
+        ) from error

@@ -1,0 +1,51 @@
+"""What records store of a method, so that a card can describe a method whose code is not installed."""
+
+from dataclasses import dataclass
+
+from hf_recurrent_lengthgen.checkpoints.papers import ALIGNMENT, MIMETIC, STATEX, STUFFED_MAMBA, Paper
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train a checkpoint, or to make one from another.
+
+    Trainers have it as the class attribute `about`; lineages store all its fields.
+
+    Args:
+        name: Name in commands and records: "state_passing".
+        title: Name in texts: "state passing".
+        sentence: What it does, without the full stop; "" if the title is enough.
+        tag: Tag of checkpoints on the Hub; None for none.
+        paper: The paper that proposes it.
+    """
+
+    name: str
+    title: str
+    sentence: str = ""
+    tag: str | None = None
+    paper: Paper | None = None
+
+
+PLAIN = Method("none", "plain training")
+OUTPUT_ALIGNMENT = Method(
+    "output_alignment",
+    "output alignment",
+    "The output alignment loss asks for like predictions after long and short contexts",
+    "output-alignment",
+    ALIGNMENT,
+)
+MIMETIC_INITIALIZATION = Method(
+    "mimetic",
+    "mimetic initialization",
+    "Its first weights were close to linear attention",
+    "mimetic-initialization",
+    MIMETIC,
+)
+EXPANSION = Method("expand", "state expansion", "Some layers got larger states", "statex", STATEX)
+FORGETTING = Method(
+    "forget",
+    "forgetting at inference",
+    "The states are made to forget more than they learned to",
+    "forgetting",
+    STUFFED_MAMBA,
+)

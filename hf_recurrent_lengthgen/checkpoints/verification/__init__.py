@@ -1,0 +1,5 @@
+"""Checks of a checkpoint: without this package, and in pieces."""
+
+from hf_recurrent_lengthgen.checkpoints.verification.verify import verify_checkpoint
+
+__all__ = ["verify_checkpoint"]

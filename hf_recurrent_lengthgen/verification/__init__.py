@@ -1,5 +1,0 @@
-"""Checks of a checkpoint: without this package, and in pieces."""
-
-from hf_recurrent_lengthgen.verification.verify import verify_checkpoint
-
-__all__ = ["verify_checkpoint"]

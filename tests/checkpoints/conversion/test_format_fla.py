@@ -1,0 +1,379 @@
+"""Checkpoints that fla wrote: what they compute after conversion, and what comes back of them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.format_fla import FLA
+from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, detect
+from hf_recurrent_lengthgen.checkpoints.json_files import read_settings_file
+from hf_recurrent_lengthgen.models import (
+    StatefulGLAConfig,
+    StatefulGLAForCausalLM,
+    StatefulMamba2Config,
+    StatefulRWKV6Config,
+    StatefulRWKV7Config,
+)
+from hf_recurrent_lengthgen.surgery import expand_state
+from tests.models.families import DELTA_NET, GATED_DELTANET, KDA, MAMBA3, RWKV7, Family, build, variant_id
+from tests.models.tensor_groups import read_group
+
+FIXTURES = Path(__file__).parent / "fla"
+NAMES = [
+    *("delta_net", "gated_deltanet", "kda", "gla", "rwkv6", "rwkv7", "hgrn2", "linear_attn"),
+    *("mamba", "mamba_tied", "mamba2", "mamba2_limited"),
+]
+every_fixture = pytest.mark.parametrize("name", NAMES)
+
+
+def final_state(golden: dict[str, Tensor], layer: int, name: str) -> tuple[Tensor, Tensor]:
+    """fla's cache of one layer in our layout: recurrent (B, H, P, N) or (B, C, N), conv (B, channels, taps)."""
+    parts = {key.split(".", 1)[1]: value for key, value in golden.items() if key.startswith(f"{layer}.")}
+    recurrent = parts["recurrent_state"]
+    if name in ("rwkv6", "rwkv7", "linear_attn", "delta_net"):  # keys come first there
+        recurrent = recurrent.mT
+    if name in ("rwkv6", "rwkv7"):
+        return recurrent, torch.cat([parts["conv_state"], parts["ffn_state"]], dim=1)[..., None]
+    if "mamba" in name:
+        return recurrent, parts["conv_state"][..., 1:]
+    if name in ("gla", "delta_net", "gated_deltanet", "kda"):
+        return recurrent, torch.cat([parts[f"conv_state.{part}"][..., 1:] for part in range(3)], dim=1)
+    return recurrent, recurrent.new_empty(2, 0)
+
+
+def edited(folder: Path, name: str, leave_out: tuple[str, ...] = (), **changes: Any) -> Path:
+    """A copy of a fixture with other entries in its config.json."""
+    shutil.copytree(FIXTURES / name, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings = {key: value for key, value in (settings | changes).items() if key not in leave_out}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """Relative to the largest entry, both in float32."""
+    assert actual.shape == expected.shape
+    if expected.numel():
+        assert float((actual - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+@every_fixture
+def test_logits_and_final_states_are_those_of_fla(name: str, tmp_path: Path) -> None:
+    golden = read_group(FIXTURES / "golden.safetensors", name)
+    convert_checkpoint(str(FIXTURES / name), tmp_path / "ours")
+    model = load_model(str(tmp_path / "ours")).eval()
+    with torch.no_grad():
+        output = model(golden["input_ids"])
+    assert_close(output.logits, golden["logits"])
+    for layer, state in enumerate(output.final_state):
+        recurrent, conv = final_state(golden, layer, name)
+        assert_close(state.recurrent, recurrent)
+        assert_close(state.conv, conv)
+
+
+@every_fixture
+def test_the_way_back_changes_no_bit_and_no_setting(name: str, tmp_path: Path) -> None:
+    convert_checkpoint(str(FIXTURES / name), tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "fla")
+    before, after = (load_file(folder / "model.safetensors") for folder in (FIXTURES / name, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) and before[key].dtype == after[key].dtype for key in before)
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(
+        (FIXTURES / name / "config.json").read_text()
+    )
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_mamba_of_fla_is_told_from_that_of_transformers(name: str) -> None:
+    settings = read_settings_file(FIXTURES / name / "config.json")
+    assert detect(settings, {}, "").name == "fla"
+    stock = {"model_type": name, "layer_norm_epsilon": 1e-5, "time_step_rank": 3, "hidden_size": 16}
+    assert detect(stock, {}, "").name == "transformers"
+
+
+def test_implementation_settings_of_fla_are_kept_in_our_config(tmp_path: Path) -> None:
+    convert_checkpoint(str(FIXTURES / "gla"), tmp_path / "ours")
+    settings = json.loads((tmp_path / "ours/config.json").read_text())
+    assert settings["fuse_swiglu"] is False
+    assert settings["max_position_embeddings"] == 64
+
+
+def test_a_trained_model_goes_back_with_what_was_changed(tmp_path: Path) -> None:
+    """Of another dtype, with a new epsilon; all other entries stay."""
+    convert_checkpoint(str(FIXTURES / "mamba"), tmp_path / "ours")
+    model = load_model(str(tmp_path / "ours"), dtype=torch.bfloat16)
+    model.config.layer_norm_epsilon = 1e-4
+    model.save_pretrained(tmp_path / "trained")
+    export_checkpoint(str(tmp_path / "trained"), tmp_path / "back", "fla")
+    before = json.loads((FIXTURES / "mamba/config.json").read_text())
+    after = json.loads((tmp_path / "back/config.json").read_text())
+    assert after == before | {"norm_eps": 1e-4, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+def test_names_of_fields_in_earlier_versions_mean_the_same(name: str, tmp_path: Path) -> None:
+    """fla 0.5 and before named the steps of the Mamba classes as Transformers does."""
+    settings = read_settings_file(FIXTURES / name / "config.json")
+    now = FLA.to_config(settings, {})
+    earlier = {
+        "norm_eps": "layer_norm_epsilon",
+        "dt_min": "time_step_min",
+        "dt_max": "time_step_max",
+        "dt_limit": "time_step_limit",
+        "dt_init_floor": "time_step_floor",
+        "dt_rank": "time_step_rank",
+        "dt_scale": "time_step_scale",
+        "dt_init_scheme": "time_step_init_scheme",
+    }
+    changed = settings | {"dt_max": 0.2, "dt_min": 0.01}
+    again = FLA.to_config({earlier.get(key, key): value for key, value in changed.items()}, {})
+    assert (again.time_step_max, again.time_step_min) == (0.2, 0.01)
+    different = {key for key, value in now.to_dict().items() if again.to_dict()[key] != value}
+    assert different == {"time_step_max", "time_step_min"}
+
+
+def test_gate_and_up_projections_in_one_tensor_are_parted(tmp_path: Path) -> None:
+    """As in checkpoints from before February 2025: gate above up."""
+    folder = edited(tmp_path / "old", "gla")
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        mlp = f"model.layers.{layer}.mlp."
+        weights[f"{mlp}gate_proj.weight"] = torch.cat(
+            [weights[f"{mlp}gate_proj.weight"], weights.pop(f"{mlp}up_proj.weight")]
+        )
+    save_file(weights, folder / "model.safetensors")
+    convert_checkpoint(str(folder), tmp_path / "ours")
+    before, after = (load_file(path / "model.safetensors") for path in (FIXTURES / "gla", tmp_path / "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_token_shifts_of_rwkv7_in_one_tensor_are_parted(tmp_path: Path) -> None:
+    """As in the first checkpoints of fla: x_x of r, w, k, v, a and g, (6, D)."""
+    folder = edited(tmp_path / "old", "rwkv7")
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        parts = [weights.pop(f"model.layers.{layer}.attn.x_{part}") for part in "rwkvag"]
+        weights[f"model.layers.{layer}.attn.x_x"] = torch.stack([part.flatten() for part in parts])
+    save_file(weights, folder / "model.safetensors")
+    convert_checkpoint(str(folder), tmp_path / "ours")
+    before, after = (load_file(path / "model.safetensors") for path in (FIXTURES / "rwkv7", tmp_path / "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("gla", {"attn": {"layers": [1], "num_heads": 2}}, "attn must be None"),
+        ("gla", {"new_setting": 3}, r"new_setting \(3\)"),
+        ("gla", {"share_conv_kernel": True}, "share_conv_kernel"),
+        ("hgrn2", {"use_l2warp": True}, "use_l2warp must be False"),
+        ("linear_attn", {"tie_feature_map_qk": True}, "tie_feature_map_qk"),
+        ("rwkv6", {"hidden_act": "gelu"}, "hidden_act"),
+        ("rwkv7", {"num_heads": 4}, "leave one of them None"),
+        ("rwkv7", {"head_dim": 5, "num_heads": None}, "must divide hidden_size"),
+        ("rwkv7", {"value_dim": [16, 32]}, r"value_dim must be a multiple of hidden_size \(16\)"),
+        ("mamba", {"use_l2warp": True}, "use_l2warp True"),
+        ("mamba", {"intermediate_size": 40}, "intermediate_size 40"),
+        ("mamba", {"layer_norm_epsilon": 1e-5}, "norm_eps twice"),
+        ("mamba2", {"D_has_hdim": True}, "D_has_hdim True"),
+        ("mamba2", {"norm_before_gate": True}, "norm_before_gate True"),
+        ("mamba2", {"rmsnorm": False}, "rmsnorm False"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_what_our_classes_do_not_compute_is_refused_by_name(
+    name: str, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    folder = edited(tmp_path / "theirs", name, **changes)
+    with pytest.raises(ValueError, match=told):
+        convert_checkpoint(str(folder), tmp_path / "ours", format="fla")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_all_wrong_tensors_are_listed(tmp_path: Path) -> None:
+    folder = edited(tmp_path / "theirs", "rwkv6")
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.attn.bonus"], weights["model.norm.weight"]
+    weights["model.layers.0.attn.x_bias"] = torch.zeros(4, 16)
+    weights["model.layers.2.attn.bonus"] = torch.zeros(2, 4)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="do not fit its config") as error:
+        convert_checkpoint(str(folder), tmp_path / "ours")
+    for part in (
+        "missing: model.layers.1.attn.bonus, model.norm.weight",
+        "unexpected: model.layers.2.attn.bonus",
+        "misshapen: model.layers.0.attn.x_bias has the shape [4, 16] instead of [5, 16]",
+    ):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"group_norm_eps": 6.4e-4}, "group_norm_eps 0.00064"),
+        ({"layer_num_heads": [2, 1]}, "layer_num_heads differs"),
+        ({"forgetting": {"retention": 0.9}}, "forgets"),
+    ],
+)
+def test_what_fla_has_not_is_not_exported(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    convert_checkpoint(str(FIXTURES / "rwkv6"), tmp_path / "ours")
+    path = tmp_path / "ours/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=told):
+        export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "fla")
+
+
+@pytest.mark.parametrize("family", [DELTA_NET, GATED_DELTANET, RWKV7], ids=variant_id)
+def test_heads_that_were_all_merged_alike_are_exported(family: Family, tmp_path: Path) -> None:
+    model = expand_state(build(family), "all")
+    model.save_pretrained(tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "fla", "fla")
+    config = json.loads((tmp_path / "fla/config.json").read_text())
+    assert (config["model_type"], config["num_heads"]) == (family.name, 1)
+    assert "layer_num_heads" not in config
+    tokens = torch.arange(3, 15)[None]
+    torch.testing.assert_close(load_model(str(tmp_path / "fla")).eval()(tokens).logits, model(tokens).logits)
+
+
+def test_merged_heads_of_kda_are_not_exported(tmp_path: Path) -> None:
+    """fla's gates would have the rank of a merged head."""
+    expand_state(build(KDA), "all").save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=r"layer_num_heads is \[1, 1\], and gates keep the rank 6"):
+        export_checkpoint(str(tmp_path / "ours"), tmp_path / "fla", "fla")
+
+
+def test_a_gate_of_another_rank_is_not_exported(tmp_path: Path) -> None:
+    """fla fixes it in its code, so that its own class could not load the weights."""
+    config = StatefulGLAConfig(gate_low_rank_dim=8, hidden_size=16, num_heads=2, num_hidden_layers=1, vocab_size=29)
+    StatefulGLAForCausalLM(config).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="gate_low_rank_dim 8"):
+        export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "fla")
+
+
+def parameters(config: Any) -> int:
+    return sum(torch.Size(shape).numel() for shape in expected_shapes(config).values())
+
+
+GLA_LAYER = (
+    *("attn_norm.weight", "attn.q_proj.weight", "attn.k_proj.weight", "attn.v_proj.weight", "attn.g_proj.weight"),
+    *("attn.gk_proj.0.weight", "attn.gk_proj.1.weight", "attn.gk_proj.1.bias", "attn.g_norm_swish_gate.weight"),
+    *("attn.o_proj.weight", "mlp_norm.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"),
+)
+
+
+def test_gla_of_official_size_has_the_published_names_and_parameters() -> None:
+    """The 1.3B training configuration of fla: hidden size 2048, 24 layers, 4 heads, 32000 tokens, untied.
+
+    By hand, per layer: q and k 2 * 2048 * 1024, v, g and o 3 * 2048**2, gate 16 * (2048 + 1024) + 1024, its norm 512,
+    MLP 3 * 2048 * 5632, two norms 2 * 2048; outside 2 * 32000 * 2048 + 2048.
+    """
+    settings = {"model_type": "gla", "hidden_size": 2048, "num_hidden_layers": 24, "num_heads": 4}
+    config = FLA.to_config({**settings, "vocab_size": 32000, "expand_k": 0.5, "expand_v": 1}, {})
+    names = {f"model.layers.{layer}.{name}" for layer in range(24) for name in GLA_LAYER}
+    assert expected_shapes(config).keys() == names | {"model.embeddings.weight", "model.norm.weight", "lm_head.weight"}
+    layer = 2 * 2048 * 1024 + 3 * 2048**2 + 16 * 3072 + 1024 + 512 + 3 * 2048 * 5632 + 2 * 2048
+    assert parameters(config) == 24 * layer + 2 * 32000 * 2048 + 2048 == 1_365_514_240
+
+
+MAMBA3_OF_FLA = {  # what `save_pretrained` writes for fla's `Mamba3Config`, whose layer runs on a GPU only
+    "A_floor": 0.0001,
+    "architectures": ["Mamba3ForCausalLM"],
+    "bos_token_id": 1,
+    "chunk_size": 64,
+    "dt_init_floor": 0.0001,
+    "dt_max": 0.1,
+    "dt_min": 0.001,
+    "dtype": "float32",
+    "eos_token_id": 2,
+    "expand": 2,
+    "fuse_cross_entropy": True,
+    "fuse_linear_cross_entropy": False,
+    "fuse_norm": True,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "hidden_size": 16,
+    "initializer_range": 0.02,
+    "is_mimo": False,
+    "is_outproj_norm": True,
+    "mimo_rank": 4,
+    "model_type": "mamba3",
+    "n_groups": 2,
+    "norm_eps": 1e-05,
+    "num_heads": 4,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": True,
+    "rope_fraction": 0.5,
+    "state_size": 8,
+    "tie_word_embeddings": False,
+    "transformers_version": "5.0.0",
+    "use_bias": False,
+    "use_cache": True,
+    "use_l2warp": False,
+    "vocab_size": 29,
+}
+MAMBA3_LAYER = (  # names of the parameters of fla's `Mamba3Block`
+    *("norm.weight", "mixer.dt_bias", "mixer.B_bias", "mixer.C_bias", "mixer.D", "mixer.in_proj.weight"),
+    *("mixer.B_norm.weight", "mixer.C_norm.weight", "mixer.norm.weight", "mixer.out_proj.weight"),
+)
+
+
+def test_mamba_3_in_the_layout_of_fla_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    """Its rates are softplus there; the same mixers against mamba-ssm's code are in test_mamba_ssm.py."""
+    model = build(MAMBA3, is_outproj_norm=True, residual_in_fp32=True)
+    weights = {name: value.detach() for name, value in model.state_dict().items()}
+    names = {f"backbone.layers.{layer}.{name}" for layer in range(2) for name in MAMBA3_LAYER}
+    assert set(weights) == names | {"backbone.embeddings.weight", "backbone.norm_f.weight", "lm_head.weight"}
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla/config.json").write_text(json.dumps(MAMBA3_OF_FLA))
+    save_file(weights, tmp_path / "fla/model.safetensors", {"format": "pt"})
+    convert_checkpoint(str(tmp_path / "fla"), tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "fla")
+    assert json.loads((tmp_path / "back/config.json").read_text()) == MAMBA3_OF_FLA
+    after = load_file(tmp_path / "back/model.safetensors")
+    assert all(torch.equal(after[name], value) for name, value in weights.items())
+    tokens = torch.arange(3, 15)[None]
+    for folder in ("fla", "ours"):
+        assert torch.equal(load_model(str(tmp_path / folder)).eval()(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "format", "told"),
+    [
+        ({"decay_activation": "heavy_tail"}, "fla", r"decay_activation 'heavy_tail' \(there 'softplus'\)"),
+        ({"intermediate_size": 12}, "fla", "intermediate_size 12"),
+        ({}, "mamba-ssm", r"decay_activation 'softplus' \(there 'heavy_tail'\)"),
+        ({"decay_activation": "heavy_tail", "intermediate_size": 12}, "mamba-ssm", "intermediate_size 12"),
+        ({"decay_activation": "heavy_tail", "use_bias": True}, "mamba-ssm", "use_bias True"),
+    ],
+)
+def test_mamba_3_is_not_exported_where_it_would_compute_something_else(
+    changes: dict[str, Any], format: str, told: str, tmp_path: Path
+) -> None:
+    build(MAMBA3, **changes).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=told):
+        export_checkpoint(str(tmp_path / "ours"), tmp_path / "theirs", format)
+
+
+def test_formats_of_a_family_are_those_that_can_hold_it() -> None:
+    families = {
+        StatefulGLAConfig.model_type: {"fla"},
+        StatefulRWKV6Config.model_type: {"fla", "rwkv", "rwkv-hf"},
+        StatefulRWKV7Config.model_type: {"fla", "rwkv", "rwkv7-hf"},
+        StatefulMamba2Config.model_type: {"fla", "mamba-ssm", "transformers"},
+    }
+    for family, formats in families.items():
+        assert {name for name, format in FORMATS.items() if family in format.families} == formats

@@ -1,0 +1,239 @@
+"""Checkpoints that mamba-ssm wrote: what they compute after conversion, and what comes back of them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.format_mamba_ssm import DEFAULTS, MAMBA_SSM
+from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
+from hf_recurrent_lengthgen.models.state_value import LayerState
+from tests.models.tensor_groups import read_group
+
+FIXTURES = Path(__file__).parent / "mamba_ssm"
+NAMES = ["mamba1", "mamba1_untied", "mamba2", "mamba2_untied", "mamba3", "mamba3_untied"]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    weights: dict[str, torch.Tensor] = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    return weights
+
+
+def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert list(one) == list(other)
+    for name, value in one.items():
+        assert value.dtype == other[name].dtype, name
+        assert (
+            value.numpy(force=True).tobytes() == other[name].numpy(force=True).tobytes()
+            if (value.dtype != torch.bfloat16)
+            else torch.equal(value.view(torch.int16), other[name].view(torch.int16))
+        ), name
+
+
+def edited(folder: Path, name: str, **changes: Any) -> Path:
+    """A copy of a fixture with other entries in its config.json."""
+    shutil.copytree(FIXTURES / name, folder)
+    (folder / "config.json").write_text(json.dumps(read_config(folder) | changes))
+    return folder
+
+
+def state_of(golden: dict[str, torch.Tensor], layer: int, model: Any) -> LayerState:
+    """mamba-ssm's cache in our layout."""
+    if f"{layer}.angle" not in golden:
+        return LayerState(golden[f"{layer}.recurrent"], golden[f"{layer}.conv"][..., 1:])
+    # turned back by its angles: the frame of the last token
+    angle, ssm, k, v = (golden[f"{layer}.{part}"] for part in ("angle", "ssm", "k", "v"))
+
+    def turned_back(x: torch.Tensor) -> torch.Tensor:
+        turn = angle.reshape(*angle.shape[:2], *[1] * (x.ndim - 3), -1)
+        still = turn.new_zeros(*turn.shape[:-1], x.shape[-1] // 2 - turn.shape[-1])
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.exp(-1j * torch.cat([turn, still], -1))).flatten(-2)
+
+    mixer = model.backbone.layers[layer].mixer
+    B = turned_back(k[:, 0]) - mixer.B_bias[:, 0]  # of each head; heads of a group have the same
+    B = B.unflatten(1, (model.config.n_groups, -1))
+    torch.testing.assert_close(B, B[:, :, :1].expand_as(B), atol=1e-5, rtol=1e-5)
+    return LayerState(turned_back(ssm), torch.cat([v.flatten(1), B[:, :, 0].flatten(1)], 1)[..., None].detach())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_final_states_are_those_of_upstream(name: str, tmp_path: Path) -> None:
+    golden = read_group(FIXTURES / "golden.safetensors", name)
+    convert_checkpoint(str(FIXTURES / name), tmp_path / "ours")
+    model = load_model(str(tmp_path / "ours")).eval()
+    with torch.no_grad():
+        output = model(golden["input_ids"])
+    torch.testing.assert_close(output.logits, golden["logits"], atol=1e-5, rtol=1e-5)
+    for layer, state in enumerate(output.final_state):
+        expected = state_of(golden, layer, model)
+        torch.testing.assert_close(state.recurrent, expected.recurrent, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state.conv, expected.conv, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "mamba1_bfloat16"])
+def test_the_way_back_changes_no_bit(name: str, tmp_path: Path) -> None:
+    convert_checkpoint(str(FIXTURES / name), tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "mamba-ssm")
+    assert_same_weights(read_weights(FIXTURES / name), read_weights(tmp_path / "back"))
+    assert read_config(tmp_path / "back") == read_config(FIXTURES / name)
+
+
+def test_tied_heads_share_their_bytes_in_the_exported_file(tmp_path: Path) -> None:
+    convert_checkpoint(str(FIXTURES / "mamba2"), tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "mamba-ssm")
+    weights = read_weights(tmp_path / "back")
+    assert weights["lm_head.weight"].data_ptr() == weights["backbone.embedding.weight"].data_ptr()
+
+
+def test_our_vocabulary_is_the_padded_one(tmp_path: Path) -> None:
+    convert_checkpoint(str(FIXTURES / "mamba2"), tmp_path / "ours")
+    config = read_config(tmp_path / "ours")
+    assert (config["vocab_size"], config["tie_word_embeddings"]) == (48, True)
+    assert config["source_config"]["config"]["vocab_size"] == 33
+
+
+def test_each_dtype_is_kept(tmp_path: Path) -> None:
+    convert_checkpoint(str(FIXTURES / "mamba1_bfloat16"), tmp_path / "ours")
+    weights = load_file(tmp_path / "ours" / "model.safetensors")
+    assert weights["backbone.layers.0.mixer.A_log"].dtype == torch.float32
+    assert weights["backbone.layers.0.mixer.in_proj.weight"].dtype == torch.bfloat16
+    assert read_config(tmp_path / "ours")["dtype"] == "bfloat16"
+
+
+def test_all_weights_get_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    convert_checkpoint(str(FIXTURES / "mamba1_bfloat16"), tmp_path / "ours", dtype="float16")
+    weights = load_file(tmp_path / "ours" / "model.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float16}
+    original = read_weights(FIXTURES / "mamba1_bfloat16")["backbone.norm_f.weight"]
+    assert torch.equal(weights["backbone.norm_f.weight"], original.half())
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_what_upstream_does_not_know_is_exported_from_our_fields(family: str, tmp_path: Path) -> None:
+    """A checkpoint that never was one of mamba-ssm becomes one that converts to the same."""
+    write_tiny_random_model("transformers", family, tmp_path / "stock")
+    convert_checkpoint(str(tmp_path / "stock"), tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "theirs", "mamba-ssm")
+    convert_checkpoint(str(tmp_path / "theirs"), tmp_path / "again")
+    assert read_config(tmp_path / "theirs").keys() == DEFAULTS.keys()
+    for name, value in load_file(tmp_path / "ours" / "model.safetensors").items():
+        assert torch.equal(value, load_file(tmp_path / "again" / "model.safetensors")[name]), name
+
+
+def test_a_vocabulary_that_grew_is_exported_with_its_padding(tmp_path: Path) -> None:
+    convert_checkpoint(str(FIXTURES / "mamba1"), tmp_path / "ours")
+    model = load_model(str(tmp_path / "ours"))
+    model.resize_token_embeddings(34)
+    model.save_pretrained(tmp_path / "grown")
+    export_checkpoint(str(tmp_path / "grown"), tmp_path / "back", "mamba-ssm")
+    config = read_config(tmp_path / "back")
+    assert -(-config["vocab_size"] // config["pad_vocab_size_multiple"]) * config["pad_vocab_size_multiple"] == 34
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_layer_idx": [1]}, r"softmax attention in the layers \[1\] \(attn_layer_idx\).*no state of fixed size"),
+        ({"d_intermediate": 64}, "d_intermediate 64"),
+        ({"rms_norm": False}, "rms_norm False"),
+        ({"n_heads": 3}, r"settings n_heads \(3\)"),
+        ({"ssm_cfg": {"layer": "Mamba4"}}, "kind 'Mamba4', possible are Mamba1, Mamba2, Mamba3"),
+        ({"ssm_cfg": {"layer": "Mamba3", "headdim": 8, "is_mimo": True}}, r"is_mimo must be False, got True.*MIMO"),
+        ({"ssm_cfg": {"layer": "Mamba3", "headdim": 8, "d_conv": 4}}, r"d_conv \(4\)"),
+        ({"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "D_has_hdim True"),
+        ({"ssm_cfg": {"layer": "Mamba2", "rmsnorm": False}}, "rmsnorm False"),
+        ({"ssm_cfg": {"layer": "Mamba2", "norm_before_gate": True}}, "norm_before_gate True"),
+        ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 8}}, "d_ssm 8"),
+        ({"ssm_cfg": {"layer": "Mamba2", "dt_rank": 8}}, r"dt_rank \(8\)"),
+        ({"ssm_cfg": {"expand": 1.5}}, "expand must be an integer, got 1.5"),
+        ({"ssm_cfg": {"d_state": 9}}, r"mixer.A_log has the shape \[32, 8\] instead of \[32, 9\]"),
+        ({"n_layer": 3}, r"missing: backbone.layers.2.norm.weight, .*backbone.layers.2.mixer"),
+        ({"n_layer": 1}, r"unexpected: backbone.layers.1.mixer.A_log, "),
+        ({"n_layer": 2_000_000}, "num_hidden_layers must be at most 65536, got 2000000"),
+        ({"n_layer": 60_000}, r"60000 layers, but the weights have only \d+ tensors"),
+        ({"n_layer": "2"}, "num_hidden_layers must be an integer, got '2'"),
+        ({"d_model": 64.0}, "hidden_size must be an integer, got 64.0"),
+        ({"vocab_size": None}, "config.json holds a value that no model can have"),
+        ({"vocab_size": 1e20}, "vocab_size must be an integer, got 1e.20"),
+        ({"vocab_size": 10**20}, "vocab_size must be an integer above 0, got 1000"),
+        ({"pad_vocab_size_multiple": 0}, "config.json holds a value that no model can have .*zero"),
+        ({"residual_in_fp32": 1}, "residual_in_fp32 must be true or false, got 1"),
+        ({"tie_embeddings": None}, "tie_word_embeddings must be true or false, got None"),
+        ({"ssm_cfg": "x"}, "config.json holds a value that no model can have .*not a mapping"),
+        ({"ssm_cfg": {"dt_rank": 1.5}}, "time_step_rank must be .*, got 1.5"),
+        ({"ssm_cfg": {"layer": "Mamba2", "headdim": 0}}, "config.json holds a value that no model can have .*zero"),
+        (
+            {"ssm_cfg": {"layer": "Mamba2", "headdim": 8, "dt_limit": [0]}},
+            "time_step_limit must be two ascending numbers",
+        ),
+        ({"vocab_size": 50}, r"backbone.embedding.weight as backbone.embeddings.weight has the shape \[32, 16\]"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_ours_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    source = edited(tmp_path / "theirs", "mamba1", **changes)
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(str(source), tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_whole_numbers_stand_for_floats(tmp_path: Path) -> None:
+    limit = {"ssm_cfg": read_config(FIXTURES / "mamba2")["ssm_cfg"] | {"dt_limit": [0, 1]}}
+    convert_checkpoint(str(edited(tmp_path / "theirs", "mamba2", **limit)), tmp_path / "ours")
+    assert read_config(tmp_path / "ours")["time_step_limit"] == [0.0, 1.0]
+
+
+def test_a_head_that_is_not_tied_is_refused_where_the_config_says_so(tmp_path: Path) -> None:
+    source = edited(tmp_path / "theirs", "mamba1")
+    weights = read_weights(source)
+    torch.save(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, source / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"lm_head.weight and backbone.embedding.weight in its weights differ"):
+        convert_checkpoint(str(source), tmp_path / "ours")
+
+
+def test_a_tied_head_may_be_missing(tmp_path: Path) -> None:
+    source = edited(tmp_path / "theirs", "mamba1")
+    weights = read_weights(source)
+    del weights["lm_head.weight"]
+    torch.save(weights, source / "pytorch_model.bin")
+    convert_checkpoint(str(source), tmp_path / "ours")
+    assert "backbone.embeddings.weight" in load_file(tmp_path / "ours" / "model.safetensors")
+
+
+OFFICIAL = {  # config.json of state-spaces/mamba-130m and state-spaces/mamba2-130m
+    "mamba-130m": (
+        '{"d_model": 768, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {}, "rms_norm": true, '
+        '"residual_in_fp32": true, "fused_add_norm": true, "pad_vocab_size_multiple": 8}'
+    ),
+    "mamba2-130m": (
+        '{"d_model": 768, "d_intermediate": 0, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {"layer": "Mamba2"}, '
+        '"attn_layer_idx": [], "attn_cfg": {}, "rms_norm": true, "residual_in_fp32": true, "fused_add_norm": true, '
+        '"pad_vocab_size_multiple": 16, "tie_embeddings": true}'
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "rows"), [("mamba-130m", 50280), ("mamba2-130m", 50288)])
+def test_official_configs_become_ours(name: str, rows: int) -> None:
+    settings = json.loads(OFFICIAL[name])
+    assert MAMBA_SSM.recognizes(settings, {})
+    config = MAMBA_SSM.to_config(settings, {})
+    assert (config.vocab_size, config.hidden_size, config.num_hidden_layers) == (rows, 768, 24)
+    assert (config.state_size, config.tie_word_embeddings) == ((16, True) if name == "mamba-130m" else (128, True))
+    if name == "mamba2-130m":
+        assert (config.num_heads, config.head_dim, config.n_groups) == (24, 64, 1)
+    else:
+        assert config.time_step_rank == 48

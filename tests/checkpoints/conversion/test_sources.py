@@ -1,0 +1,110 @@
+"""Checkpoints on the Hub: the real client against an endpoint of the tests."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.sources import locate
+from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
+from tests.checkpoints.hub.conftest import hub
+from tests.checkpoints.hub.endpoint import Endpoint
+
+__all__ = ["hub"]
+CARD = b"---\nlicense: mit\n---\n# A model\n"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_one_container_of_the_commit_is_downloaded_and_recorded(hub: Endpoint, tmp_path: Path) -> None:
+    files = contents(write_tiny_random_model("transformers", "mamba2", tmp_path / "theirs"))
+    extra = {
+        "README.md": CARD,
+        "pytorch_model.bin": b"the same again",
+        "images/large.png": b"x",
+        "modeling_x.py": b"1",
+    }
+    first = hub.put("user/name", files | extra)
+    hub.put("user/name", {"config.json": b"{}"})
+    convert_checkpoint("user/name", tmp_path / "ours", revision=first)
+    lineage = read_lineage(tmp_path / "ours")
+    assert lineage is not None
+    assert lineage.source is not None
+    assert (lineage.source.name, lineage.source.on_hub, lineage.source.revision) == ("user/name", True, first)
+    assert (lineage.source.license, set(lineage.source.files)) == ("mit", {"model.safetensors"})
+    for name in ("pytorch_model.bin", "large.png"):
+        assert hub.asked("GET", name) == []
+
+
+def test_pickles_and_a_named_file_are_downloaded_where_there_is_no_safetensors(hub: Endpoint, tmp_path: Path) -> None:
+    files = contents(write_tiny_random_model("mamba-ssm", "mamba", tmp_path / "theirs"))
+    commit = hub.put("user/name", files)
+    assert (locate("user/name").path / "pytorch_model.bin").is_file()
+    assert locate("user/name").revision == commit
+    torch.save({}, tmp_path / "a.pth")
+    several = {f"{name}.pth": (tmp_path / "a.pth").read_bytes() for name in "ab"}
+    hub.put("user/several", several)
+    with pytest.raises(ValueError, match=r"several \.pth files: give one of a\.pth, b\.pth as user/several/FILE"):
+        locate("user/several")
+    assert hub.asked("GET", r"/resolve/.*\.pth") == []
+    found = locate("user/several/b.pth")
+    assert (found.path.name, found.name) == ("b.pth", "user/several")
+    with pytest.raises(ValueError, match=r"user/several holds no c\.pth"):
+        locate("user/several/c.pth")
+    hub.put("user/single", {"a.pth": several["a.pth"]})
+    assert (locate("user/single").path / "a.pth").is_file()
+
+
+def test_a_tokenizer_is_downloaded_without_weights(hub: Endpoint, tmp_path: Path) -> None:
+    files = contents(write_tiny_random_model("transformers", "mamba", tmp_path / "theirs"))
+    hub.put("user/words", files | {"vocab.txt": b"a\nb\n", "tokenizer_config.json": b"{}"})
+    folder = locate("user/words", weights=False).folder
+    assert {path.name for path in folder.iterdir()} >= {"vocab.txt", "tokenizer_config.json", "config.json"}
+    assert hub.asked("GET", "safetensors") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "message"),
+    [
+        ("user/missing", None, "user/missing is no local checkpoint, and cannot be downloaded from the Hub"),
+        ("user/name", "no-such-branch", "cannot be downloaded from the Hub"),
+        ("user/empty", None, "user/empty holds no weights"),
+    ],
+)
+def test_what_is_not_on_the_hub_is_told(
+    name: str, revision: str | None, message: str, hub: Endpoint, tmp_path: Path
+) -> None:
+    hub.put("user/name", contents(write_tiny_random_model("transformers", "mamba", tmp_path / "theirs")))
+    hub.put("user/empty", {"config.json": b"{}"})
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(name, tmp_path / "ours", revision=revision)
+
+
+def test_a_server_that_fails_is_told_and_nothing_is_written(hub: Endpoint, tmp_path: Path) -> None:
+    hub.put("user/name", contents(write_tiny_random_model("transformers", "mamba", tmp_path / "theirs")))
+    hub.fail("GET", "/resolve/.*safetensors", status=500, times=100)
+    hub.fail("HEAD", "/resolve/.*safetensors", status=500, times=100)
+    with pytest.raises(ValueError, match="user/name"):
+        convert_checkpoint("user/name", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_file_in_the_cache_of_the_hub_keeps_its_name_and_neighbours(tmp_path: Path) -> None:
+    write_tiny_random_model("mamba-ssm", "mamba", tmp_path / "theirs")
+    model = tmp_path / "models--user--name"
+    (model / "blobs").mkdir(parents=True)
+    snapshot = model / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate((tmp_path / "theirs").iterdir()):
+        path.rename(model / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    convert_checkpoint(str(snapshot / "pytorch_model.bin"), tmp_path / "ours")
+    lineage = read_lineage(tmp_path / "ours")
+    assert lineage is not None
+    assert lineage.source is not None
+    assert (lineage.source.name, lineage.source.revision) == ("user/name", "0" * 40)
+    assert set(lineage.source.files) == {"pytorch_model.bin"}

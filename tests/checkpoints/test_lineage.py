@@ -1,0 +1,40 @@
+"""What a lineage says of the last training, and of which commit on the Hub it is."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_recurrent_lengthgen.checkpoints import lineage
+
+
+def steps(*kinds: str) -> Any:
+    settings = SimpleNamespace(method={"state_drop_probability": 0.1}, learning_rate=0.01)
+    method = SimpleNamespace(title="state passing")
+    run = SimpleNamespace(methods=(method,), settings=(settings,), steps=7, seconds=2.0, loss=3.0)
+    made = [SimpleNamespace(kind=kind, training=run if kind == "train" else None) for kind in kinds]
+    return SimpleNamespace(steps=tuple(made))
+
+
+def test_the_last_training_is_told_if_nothing_but_a_merge_follows() -> None:
+    for kinds in (("train",), ("train", "merge"), ("expand", "train", "merge")):
+        found = lineage.last_training(steps(*kinds))
+        assert found is not None
+        assert (found.methods, found.steps, found.learning_rate) == (("state passing",), 7, 0.01)
+    for kinds in ((), ("merge",), ("train", "forget"), ("train", "expand", "merge")):
+        assert lineage.last_training(steps(*kinds)) is None
+
+
+def test_lineage_and_card_are_those_of_the_commit_that_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def download(name: str, file: str, revision: str | None = None, **_: Any) -> str:
+        asked.append((file, revision))
+        return str(tmp_path / "snapshots" / "abc" / file)
+
+    monkeypatch.setattr(lineage, "hf_hub_download", download)
+    assert lineage._snapshot("user/name") == tmp_path / "snapshots" / "abc"
+    assert asked == [("config.json", None), ("lineage.json", "abc"), ("README.md", "abc")]

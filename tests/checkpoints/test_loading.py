@@ -1,0 +1,115 @@
+"""Checkpoints of any causal language model, to be evaluated."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5Model,
+)
+
+from hf_recurrent_lengthgen.checkpoints import loading
+from hf_recurrent_lengthgen.checkpoints.loading import differing_code, load_language_model, load_model
+from hf_recurrent_lengthgen.models import StatefulMambaConfig, StatefulMambaForCausalLM
+
+from .hub.conftest import hub  # noqa: F401
+from .hub.endpoint import Endpoint
+
+SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 1}
+
+
+def test_models_without_states_load_as_they_are_where_they_may(tmp_path: Path) -> None:
+    saved = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=16, num_attention_heads=2))
+    saved.save_pretrained(tmp_path)
+    model = load_language_model(str(tmp_path))
+    assert type(model) is LlamaForCausalLM
+    torch.testing.assert_close(model.state_dict(), saved.state_dict())
+    with pytest.raises(ValueError, match="of type 'llama', which cannot be given states"):
+        load_model(str(tmp_path))
+
+
+def test_masks_among_the_weights_are_passed_over(tmp_path: Path) -> None:
+    sizes = SIZES | {"intermediate_size": 16, "num_attention_heads": 2}
+    GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["gpt_neox.layers.0.attention.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)  # as Pythia's files have it
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert type(load_language_model(str(tmp_path))) is GPTNeoXForCausalLM
+
+
+def test_recurrent_models_load_with_states(tmp_path: Path) -> None:
+    MambaForCausalLM(MambaConfig(**SIZES)).save_pretrained(tmp_path)
+    assert type(load_language_model(str(tmp_path))) is StatefulMambaForCausalLM
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    T5Model(T5Config(vocab_size=29, d_model=16, num_layers=1, d_kv=8, num_heads=2, d_ff=16)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="of type 't5', which AutoModelForCausalLM of Transformers does not load"):
+        load_language_model(str(tmp_path))
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, intermediate_size=16, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    config.num_hidden_layers = 2
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"do not fit its config\.json, missing: .*layers\.1"):
+        load_language_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", [b"", b'{"eos_token_id": 5, "max', b"[]", b"\xff\xfe{}"])
+def test_damaged_files_beside_the_weights_are_named(file: str, content: bytes, tmp_path: Path) -> None:
+    StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)).save_pretrained(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{file} (is damaged|must hold a JSON object)"):
+        load_model(str(tmp_path))
+
+
+def test_code_of_a_checkpoint_that_differs_from_the_installed_one_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)).save_pretrained(tmp_path)
+    load_model(str(tmp_path))
+    assert differing_code(tmp_path) == []
+    assert caplog.text == ""
+    (tmp_path / "layers_mixer.py").write_text((tmp_path / "layers_mixer.py").read_text() + "\n")
+    (tmp_path / "foreign.py").write_text("raise RuntimeError")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"code_format_version": 0}))
+    assert differing_code(tmp_path) == ["foreign.py", "layers_mixer.py"]
+    assert type(load_model(str(tmp_path))) is StatefulMambaForCausalLM
+    assert "foreign.py, layers_mixer.py (code format version 0, installed 1)" in caplog.text
+
+
+def test_code_on_the_hub_is_compared_where_it_can_be_had(
+    hub: Endpoint,  # noqa: F811
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "layers_mixer.py").write_text("old")
+    HfApi().create_repo("user/name")
+    HfApi().upload_folder(repo_id="user/name", folder_path=tmp_path / "model")
+    assert type(load_model("user/name")) is StatefulMambaForCausalLM
+    assert (
+        "user/name brings code that differs from the installed hf_recurrent_lengthgen: layers_mixer.py (code"
+        in caplog.text
+    )
+    caplog.clear()
+    monkeypatch.setattr(loading, "snapshot_download", partial(snapshot_download, cache_dir=tmp_path / "empty"))
+    hub.fail("GET", "/api/models/.*", status=503, times=100)
+    assert type(load_model("user/name")) is StatefulMambaForCausalLM  # from the cache, without the code
+    assert "brings code" not in caplog.text

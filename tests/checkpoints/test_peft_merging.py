@@ -1,0 +1,254 @@
+"""Adapters of PEFT: loaded and merged to the logits of the PEFT model, or refused in a sentence."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    AdaLoraConfig,
+    BOFTConfig,
+    FourierFTConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_model
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.hybrids import stateful
+from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.models.families import FAMILIES, MAMBA2, RWKV7, build
+from tests.versions import HAS_HYBRIDS, needs_hybrids
+
+TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "mamba2": lambda: build(MAMBA2),
+    "mamba2 tied": lambda: build(MAMBA2, tie_word_embeddings=True),
+    "rwkv7": lambda: build(RWKV7),
+    "bamba": lambda: tiny_model("bamba"),
+    "zamba": lambda: tiny_model("zamba"),
+    "zamba2": lambda: tiny_model("zamba2"),
+}
+TARGETS = {"rwkv7": ["r_proj"], "zamba": ["q_proj"], "zamba2": ["q_proj"]}
+SHARED = {"zamba", "zamba2"}
+"""Models whose targets share weights."""
+
+
+def embeddings(model: Any) -> str:
+    return next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+
+
+OPTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "plain": lambda words: {},
+    "dora": lambda words: {"use_dora": True},
+    "rslora": lambda words: {"use_rslora": True},
+    "bias all": lambda words: {"bias": "all"},
+    "bias of lora": lambda words: {"bias": "lora_only"},
+    "bias in lora": lambda words: {"lora_bias": True},
+    "saved head": lambda words: {"modules_to_save": ["lm_head"]},
+    "saved embeddings": lambda words: {"modules_to_save": [words]},
+    "tokens": lambda words: {"trainable_token_indices": [3, 4]},
+    "tokens by name": lambda words: {"trainable_token_indices": {words: [3, 4]}},
+    "patterns": lambda words: {"rank_pattern": {".*proj": 1}, "alpha_pattern": {".*proj": 7}},
+    "embeddings": lambda words: {"target_modules": [words]},
+    "head": lambda words: {"target_modules": ["lm_head"]},
+    "parameters": lambda words: {"target_parameters": ["lm_head.weight"]},
+    "all linear": lambda words: {"target_modules": "all-linear"},
+    "pissa": lambda words: {"init_lora_weights": "pissa"},
+    "olora": lambda words: {"init_lora_weights": "olora"},
+    "eva": lambda words: {"init_lora_weights": "eva"},
+    "dropout": lambda words: {"lora_dropout": 0.5},
+    "replication": lambda words: {"layer_replication": [[0, 2], [1, 2]]},
+    "activated": lambda words: {"alora_invocation_tokens": [5]},
+}
+QUICK = {("mamba2", "plain"), ("mamba2", "tokens"), ("mamba2", "bias in lora"), ("mamba2 tied", "head")}
+QUICK |= {("mamba2", "activated"), ("mamba2", "embeddings"), ("zamba", "plain"), ("zamba", "replication")}
+ALWAYS = ("plain", "embeddings", "head", "parameters", "replication", "bias in lora")
+"""Options whose outcome depends on the model; each of the others meets each third model, and Mamba-2."""
+CASES = [
+    pytest.param(name, option, marks=[] if (name, option) in QUICK else [pytest.mark.slow])
+    for i, name in enumerate(MODELS)
+    if HAS_HYBRIDS or name not in {"bamba", *SHARED}
+    for j, option in enumerate(OPTIONS)
+    if name == "mamba2" or option in ALWAYS or (i + j) % 3 == 0
+]
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    values: Tensor = model(input_ids=TOKENS).logits
+    return values
+
+
+def trained(base: Path, config: Any, folder: Path) -> Tensor:
+    """Logits of a PEFT model after a step of training, whose adapter is in the folder."""
+    torch.manual_seed(3)
+    model: Any = get_peft_model(load_model(str(base)), config)
+    weights = [value for value in model.parameters() if value.requires_grad]
+    model.train()(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    with torch.no_grad():
+        for weight in weights:
+            weight.add_(0.05 * torch.randn_like(weight))
+    model.eval().save_pretrained(folder)
+    return logits(model)
+
+
+def saved(name: str, tmp_path: Path) -> Path:
+    MODELS[name]().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def lora(name: str, option: str, base: Path) -> LoraConfig:
+    given = OPTIONS[option](embeddings(load_model(str(base))).rpartition(".")[2])
+    common = {"task_type": "CAUSAL_LM", "r": 2, "init_lora_weights": False}
+    return LoraConfig(**common | {"target_modules": TARGETS.get(name, ["in_proj"])} | given)
+
+
+# PEFT's warnings about bases whose own weights a config changes
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "option"), CASES)
+def test_lora_is_loaded_and_merged_or_refused(name: str, option: str, tmp_path: Path, capsys: Any) -> None:
+    base = saved(name, tmp_path)
+    adapter, out = str(tmp_path / "adapter"), str(tmp_path / "merged")
+    if option == "replication" and name != "rwkv7":
+        with pytest.raises(ValueError, match=r"Could not locate the layers|layer_replication of PEFT repeats layers"):
+            trained(base, lora(name, option, base), Path(adapter))
+        return
+    expected = trained(base, lora(name, option, base), Path(adapter))
+    if option == "activated":
+        with pytest.raises(ValueError, match=r"that tokens switch on \(alora_invocation_tokens\)"):
+            load_model(adapter)
+        return
+    torch.testing.assert_close(logits(load_model(adapter)), expected, rtol=0, atol=1e-6)
+    merged = load_model(adapter, merge=True)
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=2e-5)
+    reads_base_twice = option in ("embeddings", "head", "parameters") and name in ("mamba2 tied", *SHARED)
+    apart = reads_base_twice or name in SHARED or option in ("bias in lora", "replication")
+    assert isinstance(merged, PeftModel) == apart
+    capsys.readouterr()
+    if apart:
+        assert main(["merge", adapter, "--output", out]) == 1
+        assert "The adapter cannot be merged: " in capsys.readouterr().err
+        assert not Path(out).exists()
+    else:
+        assert main(["merge", adapter, "--output", out]) == 0
+        torch.testing.assert_close(logits(load_model(out)), expected, rtol=1e-5, atol=2e-5)
+
+
+COMMON = {"task_type": "CAUSAL_LM"}
+LAYERS = COMMON | {"target_modules": ["in_proj"]}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "LOHA": lambda: LoHaConfig(r=2, init_weights=False, **LAYERS),
+    "LOKR": lambda: LoKrConfig(r=2, init_weights=False, **LAYERS),
+    "IA3": lambda: IA3Config(feedforward_modules=[], init_ia3_weights=False, **LAYERS),
+    "OFT": lambda: OFTConfig(r=2, oft_block_size=0, init_weights=False, **LAYERS),
+    "BOFT": lambda: BOFTConfig(boft_block_size=4, init_weights=False, **LAYERS),
+    "VERA": lambda: VeraConfig(r=2, init_weights=False, **LAYERS),
+    "ADALORA": lambda: AdaLoraConfig(total_step=10, init_lora_weights=False, **LAYERS),
+    "FOURIERFT": lambda: FourierFTConfig(n_frequency=4, init_weights=False, **LAYERS),
+    "LN_TUNING": lambda: LNTuningConfig(target_modules=["norm"], **COMMON),
+    "TRAINABLE_TOKENS": lambda: TrainableTokensConfig(target_modules=["embeddings"], token_indices=[3], **COMMON),
+    "PROMPT_TUNING": lambda: PromptTuningConfig(num_virtual_tokens=3, num_attention_heads=1, **COMMON),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
+def test_other_methods_train_and_load_with_peft_and_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    base, adapter = saved("mamba2", tmp_path), tmp_path / "adapter"
+    expected = trained(base, OTHERS[kind](), adapter)
+    assert (expected[:, -TOKENS.shape[1] :] - logits(load_model(str(base)))).abs().max() > 1e-2
+    with pytest.raises(ValueError, match=f"of the kind '{kind}': only LORA .*PeftModel.from_pretrained"):
+        load_model(str(adapter))
+    loaded = PeftModel.from_pretrained(load_model(str(base)), adapter).eval()
+    torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [pytest.param("zamba", marks=needs_hybrids), "mamba2 tied"])
+def test_adapters_on_shared_weights_are_measured_as_the_peft_model(name: str, tmp_path: Path) -> None:
+    base, adapter = saved(name, tmp_path), tmp_path / "adapter"
+    config = LoraConfig(r=2, target_modules=TARGETS.get(name, ["lm_head"]), init_lora_weights=False, **COMMON)
+    expected = trained(base, config, adapter)
+    with torch.no_grad():
+        read, _ = reader_of(load_language_model(str(adapter))).read(TOKENS)
+    torch.testing.assert_close(read, expected, rtol=0, atol=1e-5)
+    if name == "mamba2 tied":
+        assert main(["maps", str(adapter), "--token-ids", "3", "4", "5", "--output", str(tmp_path / "maps")]) == 0
+
+
+@needs_hybrids
+@pytest.mark.parametrize("name", ["zamba", "zamba2"])
+def test_layers_that_share_weights_are_no_targets_by_themselves(name: str) -> None:
+    model = stateful(tiny_model(name))
+    lora = LoraConfig(r=2, target_modules=list(model.lora_target_modules), init_lora_weights=False, **COMMON)
+    apart: Any = get_peft_model(model, lora).eval()
+    expected = logits(apart)
+    torch.testing.assert_close(logits(copy.deepcopy(apart).merge_and_unload()), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_no_family_shares_weights_of_its_targets() -> None:
+    for family in FAMILIES:
+        model = build(family)
+        weights = [
+            id(layer.weight)
+            for name, layer in model.named_modules()
+            if isinstance(layer, nn.Linear) and name.endswith(tuple(model.config.lora_target_modules))
+        ]
+        assert len(weights) == len(set(weights))
+
+
+def test_a_learned_state_loads_beside_an_adapter_and_is_not_dropped_silently(tmp_path: Path) -> None:
+    base = saved("mamba2", tmp_path)
+    model = load_model(str(base))
+    model.add_learned_state(state=random_state(model))
+    model.save_learned_state(tmp_path / "state")
+    config = LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False, **COMMON)
+    apart: Any = get_peft_model(model, config)
+    with pytest.warns(UserWarning, match="PEFT saves adapters without the learned state 'default'"):
+        apart.save_pretrained(tmp_path / "adapter")
+    model.save_learned_state(tmp_path / "adapter")
+    expected = logits(apart.eval())
+    torch.testing.assert_close(logits(load_model(str(tmp_path / "adapter"))), expected, rtol=0, atol=1e-6)
+    (tmp_path / "adapter" / "learned_state_config.json").unlink()
+    loaded = load_model(str(tmp_path / "adapter"))
+    assert (logits(loaded) - expected).abs().max() > 1e-3
+    loaded.get_base_model().load_learned_state(tmp_path / "state")
+    torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-6)
+
+
+def random_state(model: Any) -> Any:
+    with torch.no_grad():
+        return model(input_ids=TOKENS[:1]).final_state
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tie: build(MAMBA2, tie_word_embeddings=tie),
+        pytest.param(lambda tie: tiny_model("zamba"), marks=needs_hybrids),
+    ],
+)
+def test_a_head_that_the_config_ties_and_the_file_does_not_is_refused(make: Any, tmp_path: Path) -> None:
+    make(True).save_pretrained(tmp_path)
+    load_model(str(tmp_path))
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] = make(True).get_output_embeddings().weight.detach() + 1
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="ties head and embeddings, but its files hold another head"):
+        load_model(str(tmp_path))

@@ -1,0 +1,196 @@
+"""What must not leave a machine is found in files and hidden in records, and what only looks alike is left alone.
+
+What detect-secrets knows is its own matter: here it finds one of each kind of file.
+"""
+
+import json
+import shlex
+import socket
+import struct
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_recurrent_lengthgen.checkpoints.private_text import (
+    hide_secrets,
+    paths_in,
+    portable,
+    portable_command,
+    portable_text,
+    private_in,
+)
+
+HUB_TOKEN = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWxYz01234567"
+KEY = "AKIA" + "A1" * 8
+HEX = "0123456789abcdef" * 4
+HEADER = json.dumps({"__metadata__": {"key": KEY, "path": "/home/alice/x"}}).encode()
+
+
+def found_in(folder: Path, name: str, content: str | bytes) -> list[str]:
+    """What is said of one file."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    secrets, paths = private_in(path)
+    return secrets + paths
+
+
+SECRETS = [
+    ("results/a.json", json.dumps({"a": 1, "password": "hunterhunter2"}, indent=0), "line 3: Secret Keyword"),
+    ("code.py", f"x = 1\nkey = '{KEY}'", "line 2: AWS Access Key"),
+    ("config.yaml", "password: hunter22hunter", "line 1: Secret Keyword"),
+    (
+        "lineage.json",
+        json.dumps({"c": "x https://bob:s3cretpass@host.org/a"}),
+        "line 1: Basic Auth Credentials",
+    ),
+    ("README.md", "one\n-----BEGIN RSA PRIVATE KEY-----", "line 2: Private Key"),
+    ("results/a.json", json.dumps({"d": f"of {HUB_TOKEN}"}), "line 1: a Hub token"),
+    ("model.safetensors", struct.pack("<Q", len(HEADER)) + HEADER, "line 1: AWS Access Key"),
+]
+PATHS = [
+    ("results/a.json", r'{"d": "texts:\n/home/alice/x.txt"}', "/home/alice/x.txt"),
+    ("README.md", "data:/home/alice/corpus.txt, split train", "/home/alice/corpus.txt"),
+    ("README.md", "file:///Users/alice/x", "/Users/alice/x"),
+    ("README.md", "C:/Users/alice/x", "C:/Users/alice/x"),
+    ("results/a.json", json.dumps({"d": r"D:\Users\alice"}), r"D:\\Users\\alice"),
+    ("README.md", f"`/scratch/{Path.home().name}/x`", f"/scratch/{Path.home().name}/x"),
+]
+HARMLESS = [
+    (
+        "lineage.json",
+        json.dumps({"config": HEX, "weights": f"sha256:{HEX}", "commit": HEX[:40], "v": "0.1.0.2"}),
+    ),
+    ("README.md", "https://a.org/home/x and/or/home/run ./data/x ../tmp/x `/data/` ${HOME}/data/x ~/.cache/x 1/2"),
+    ("README.md", f"https://huggingface.co/{Path.home().name}/x, /path/to/model, /usr/bin/env"),
+    ("README.md", r"$f: X\to Y$, a \\ b, C:\Windows\System32, a bearer of news and hf_recurrent_lengthgen"),
+    ("vocab.json", '{"/home/me": 1, "password": "hunterhunter2"}'),
+    ("tokenizer_config.json", '{"pad_token": "<|endoftext1|>", "eos_token": "</s12345678>", "max_tokens": 12345678}'),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), SECRETS)
+def test_secrets_are_found_offline_and_not_shown(
+    tmp_path: Path, name: str, content: str | bytes, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(socket, "socket")
+    found = found_in(tmp_path, name, content)
+    assert f"{message}: take it out" in found, found
+    assert not any(secret in str(found) for secret in (HUB_TOKEN, KEY, "hunter", "s3cret"))
+
+
+def test_the_token_in_use_is_found_whatever_it_looks_like(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text('{"short": 1}')
+    assert private_in(tmp_path / "vocab.json", "short") == (["line 1: your Hub token: take it out"], [])
+
+
+@pytest.mark.parametrize("text", [f"with {HUB_TOKEN}, x", f"a={KEY}", "a https://bob:s3cretpass@host.org/a"])
+def test_what_is_found_is_hidden_where_commands_are_kept(text: str) -> None:
+    hidden = hide_secrets(text)
+    assert "HIDDEN" in hidden
+    assert not any(secret in hidden for secret in (HUB_TOKEN, KEY, "s3cret"))
+    assert hide_secrets(hidden) == hidden
+
+
+@settings(max_examples=50)
+@given(
+    st.binary(min_size=32, max_size=32), st.sampled_from(["{}", '"sha256": "{}"', "sha256:{}", "commit {}", '"{}": 1'])
+)
+def test_digests_are_no_secrets(content: bytes, place: str) -> None:
+    for digest in (content.hex(), content[:20].hex(), content[:16].hex(), b64encode(content).decode()):
+        assert hide_secrets(place.format(digest)) == place.format(digest)
+
+
+@pytest.mark.parametrize(("name", "text", "path"), PATHS)
+def test_paths_of_users_are_found(tmp_path: Path, name: str, text: str, path: str) -> None:
+    assert found_in(tmp_path, name, text) == [f"line 1: a path of your machine: {path}"]
+
+
+def test_folders_of_ones_own_are_private_wherever_they_are() -> None:
+    assert paths_in("in /ourlab/alice/run-2, /ourlab/alicex/y", [Path("/ourlab/alice")]) == [
+        "line 1: a path of your machine: /ourlab/alice/run-2"
+    ]
+
+
+@pytest.mark.parametrize(("name", "text"), HARMLESS)
+def test_what_only_looks_alike_is_left_alone(tmp_path: Path, name: str, text: str) -> None:
+    assert found_in(tmp_path, name, text) == []
+
+
+def test_many_are_counted(tmp_path: Path) -> None:
+    text = json.dumps([HUB_TOKEN] * 5, indent=0)
+    assert found_in(tmp_path, "a.json", text) == ["line 2, 3, 4 and 2 more: a Hub token: take it out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--hub_token", "short"], "--hub_token HIDDEN"),
+        (["--hub_token=short", "--seed", "1"], "--hub_token=HIDDEN --seed 1"),
+        (["--wandb_api_key", "short", "--db-password=x"], "--wandb_api_key HIDDEN --db-password=HIDDEN"),
+        (["--use_token", "--seed", "1"], "--use_token --seed 1"),
+        (["--note", f"of {HUB_TOKEN}"], "--note 'of HIDDEN'"),
+        (["--tokenizer", "bytes", "--max_tokens", "5"], "--tokenizer bytes --max_tokens 5"),
+    ],
+)
+def test_commands_show_no_tokens_and_keys(arguments: list[str], shown: str) -> None:
+    assert portable_command(["/bin/lengthgen", *arguments]) == f"lengthgen {shown}"
+    assert portable_command(f"lengthgen {shlex.join(arguments)}") == f"lengthgen {shown}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("pretrained=/home/alice/m,tokenizer=/home/alice/t", "pretrained=m,tokenizer=t"),
+        ("data:/home/alice/corpus.txt", "data:corpus.txt"),
+        ('{"data": "/home/alice/x", "n": 1}', '{"data": "x", "n": 1}'),
+        ("file:///home/alice/x", "x"),
+        ("~alice/x", "x"),
+        (r"D:\data\alice\x.txt", "x.txt"),
+        ("D:/data/alice/x.txt", "x.txt"),
+        (r"--data=\\server\share\x", "--data=x"),
+        ("https://a.org/b/c", "https://a.org/b/c"),
+        ("data/a b/c", "data/a b/c"),
+        ("/home/me/model", "model"),
+        ("/home/me/model/", "model"),
+        ("--model=/home/me/model", "--model=model"),
+        ("~/model", "model"),
+        ("../data/book.txt", "../data/book.txt"),
+        ("owner/name", "owner/name"),
+        ("https://example.org/a/b", "https://example.org/a/b"),
+        ("/", "/"),
+        ("1e-3", "1e-3"),
+    ],
+)
+def test_paths_within_arguments_are_shortened(argument: str, shown: str) -> None:
+    assert portable(argument) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("data:/home/alice/x.txt, all", "data:x.txt, all"),
+        ("-/home/alice/x", "-x"),
+        ("from\n/home/alice/x and ~alice/y", "from\nx and y"),
+        ("file:///home/alice/x", "x"),
+        (r"D:\data\alice\x.txt, split", "x.txt, split"),
+        (f"with {HUB_TOKEN}", "with HIDDEN"),
+        ("https://a.org/b/c: 1/2", "https://a.org/b/c: 1/2"),
+    ],
+)
+def test_descriptions_are_shortened(text: str, shown: str) -> None:
+    assert portable_text(text) == shown
+
+
+def test_commands_and_descriptions_are_shortened() -> None:
+    assert portable_command("/opt/bin/lengthgen train --model '/a b/c d' --seed 1") == (
+        "lengthgen train --model 'c d' --seed 1"
+    )
+    assert portable_command("lengthgen train --data it's") == """lengthgen train --data 'it'"'"'s'"""
+    assert portable_command("") == ""
+    assert portable_text("/data/book.txt, split train") == "book.txt, split train"
+    same = "see https://a.org/b/c, 1/2 of owner/name, ../x/y"
+    assert portable_text(same) == same
