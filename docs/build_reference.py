@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.trainers import InitialStateConfig
 
 ACTIONS = {
     "recipe": ("list", "show", "copy"),
-    "state": ("read", "show", "ask", "crop", "compare", "merge"),
+    "state": ("read", "show", "ask", "crop"),
 }
 """Commands whose actions have a help of their own."""
 
