@@ -73,14 +73,8 @@ def test_a_training_is_recorded_with_what_it_started_from(checkpoint: Path, tmp_
     losses = [entry["loss"] for entry in logged if "loss" in entry]
     assert len(losses) == 3
     assert training.loss == pytest.approx(sum(losses) / 3)
-
-
-def test_nothing_of_the_machine_is_written(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
-    assert train(checkpoint, tmp_path / "out", text_file) == 0
     text = (tmp_path / "out" / "lineage.json").read_text()
-    assert str(tmp_path) not in text
-    assert str(Path.home()) not in text
-    assert str(checkpoint.parent) not in text
+    assert not [path for path in (tmp_path, Path.home(), checkpoint.parent) if str(path) in text]
 
 
 def test_each_command_goes_on_with_the_lineage_of_its_start(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:

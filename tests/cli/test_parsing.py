@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -12,10 +11,7 @@ import pytest
 from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.convert import _setting as setting
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
-from hf_recurrent_lengthgen.cli.options import command_parser, read_options
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, not_negative, positive
-from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, chosen
-from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 
 NO_COUNTS = ("-1", "1.5", "nan", "inf", "1e3", "x", "9" * 30, "9" * 6000)
 
@@ -93,34 +89,6 @@ def test_lists_of_numbers_are_checked(text: str) -> None:
     assert counts("1k,512, 1.5K,1m") == [512, 1024, 1536, 2**20]
     with pytest.raises(argparse.ArgumentTypeError, match="must"):
         counts(text)
-
-
-@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e30", "x", "1,,2", "0.5,2", "1001"])
-def test_depths_are_checked(text: str) -> None:
-    with pytest.raises(ValueError, match="--depths"):
-        import_module(f"{cli.__name__}.retrieve")._depths(text)
-
-
-@pytest.mark.slow
-def test_numbers_of_a_training_are_refused_by_the_name_of_the_option(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    conditions = {item.name: item.metadata.get("goes_with", {}) for item in fields(RunArguments)}
-    checked = 0
-    for action in command_parser()._actions:
-        if action.type not in (int, float) or not action.option_strings or action.dest == "mimetic_layers":
-            continue  # of the last, the model knows how many there are
-        owners = [name for name, one in INTERVENTIONS.items() if action.dest in one.config_class.method_fields()]
-        given = {"intervention": [*owners, "none"][0]}
-        given |= {name: [*chosen(values), "1"][0] for name, values in conditions.get(action.dest, {}).items()}
-        line = ["--model", "m.json", "--output", "out", *(f"--{name}={value}" for name, value in given.items())]
-        for text in ("-2", "nan", "inf", "1e999", "x"):
-            with pytest.raises((ValueError, SystemExit)) as refused:
-                read_options([*line, f"{action.option_strings[0]}={text}"])
-            told = f"{refused.value}{capsys.readouterr().err}"
-            assert action.dest in told or action.option_strings[0] in told, (action.dest, text)
-            checked += 1
-    assert checked > 200
 
 
 def test_a_command_parser_of_any_kind_refuses_them() -> None:

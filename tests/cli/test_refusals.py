@@ -50,7 +50,10 @@ REFUSED = [
     (f"{MAPS} --text a --layers 7", "layers must be some of 0 to"),
     (f"{MAPS} --token-ids 3 --tokenizer bytes", "--tokenizer does nothing beside --token-ids"),
     (f"{PASSKEY} --lengths 100", "length is 100, but a passkey prompt without filler has 2"),
-    (f"{PASSKEY} --depths 0.5,2", "--depths is '0.5,2'"),
+    *(
+        (f"{PASSKEY} --depths={depths}", f"--depths is '{depths}'")
+        for depths in ("0.5,2", "1,,2", "-1", "nan", "1001")
+    ),
     (f"{PASSKEY} --depths 0.5,0.5", "the rows of passkey must be different"),
     (f"{PASSKEY} --lengths 400,600 --within 100,601", "--within names 601, but must be at most the longest"),
     (f"{PASSKEY} --output {{file}}", "is a file, or inside one: give the name of a folder"),

@@ -63,28 +63,6 @@ def test_what_decides_the_training_is_refused(tmp_path: Path, name: str) -> None
         load_initial_states(path, {"arguments": fixed_arguments(args)})
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        (
-            {"train_sampling_strategy": "group_by_length"},
-            "train_sampling_strategy was 'random' and is 'group_by_length'",
-        ),
-        (
-            {"accelerator_config": {"use_seedable_sampler": False}},
-            "accelerator_config was .*'use_seedable_sampler': True",
-        ),
-        ({"ignore_data_skip": True}, "ignore_data_skip would let a resumed run read the rows of its epoch"),
-    ],
-)
-def test_another_order_of_rows_is_refused(
-    toys: ModuleType, tmp_path: Path, changes: dict[str, Any], told: str
-) -> None:
-    run(toys, tmp_path, max_steps=1, save_steps=1)
-    with pytest.raises(ValueError, match=told):
-        run(toys, tmp_path, True, **changes)
-
-
 def run(toys: ModuleType, folder: Path, resume: Any = None, **changes: Any) -> Any:
     base = {"per_device_train_batch_size": 2, "max_steps": 6, "save_steps": 3, "learning_rate": 0.05}
     args = InitialStateConfig(str(folder), **toys.QUIET | base | changes)

@@ -4,12 +4,9 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from transformers import TrainingArguments
 
 from hf_recurrent_lengthgen.cli.options import RunArguments
 from hf_recurrent_lengthgen.trainers import (
@@ -110,33 +107,6 @@ def test_a_config_can_be_made_again_from_its_own_values(config: Any, tmp_path: P
     """Trainer's own parsing turns names into enumerations and mappings into objects, which are taken back."""
     first = make(config, tmp_path, accelerator_config={"even_batches": True}, eval_strategy="steps", eval_steps=2)
     assert dataclasses.replace(first, learning_rate=1).eval_strategy == first.eval_strategy
-
-
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([10**400]), st.floats(), st.text(max_size=5)
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_own_settings_are_taken_or_refused_and_nothing_else(data: st.DataObject, tmp_path: Path) -> None:
-    config = data.draw(st.sampled_from(CONFIGS))
-    stock = {item.name for item in dataclasses.fields(TrainingArguments)}
-    names = sorted({item.name for item in dataclasses.fields(config)} - stock)
-    changes = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
-    try:
-        made = make(config, tmp_path, **changes)
-    except ValueError:
-        return
-    hints = get_type_hints(config)
-    for name, value in changes.items():
-        kinds = set(get_args(hints[name]) or (hints[name],))
-        if kinds <= {int, bool, float, type(None)}:
-            assert type(value) in kinds or (type(value) is int and float in kinds), (name, value)
-        elif get_origin(hints[name]) is Literal:
-            assert value in kinds
-        assert getattr(made, name) is not None or value is None
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "data", "eval_split", "text_column", "task_files"])
