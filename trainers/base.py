@@ -22,6 +22,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_recurrent_lengthgen.checkpoints.methods import PLAIN, Method
 from hf_recurrent_lengthgen.data.segments import unpacked
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import read_rows
 from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.checks import (
@@ -36,7 +37,7 @@ from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialSt
 from hf_recurrent_lengthgen.trainers.row_layout import MICRO_BATCH, MicroBatch, lay_out, without_padding
 from hf_recurrent_lengthgen.trainers.run.arguments import check_config
 from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback, RunCallback
-from hf_recurrent_lengthgen.trainers.run.model_calls import ModelCalls, base_of, say_lost, say_passed_by
+from hf_recurrent_lengthgen.trainers.run.model_calls import ModelCalls, say_lost, say_passed_by
 from hf_recurrent_lengthgen.trainers.run.resumable_runs import ResumableTrainer
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows

@@ -11,12 +11,12 @@ from transformers.trainer_utils import has_length
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL, sampled_digest
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import check_token_ids
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
 from hf_recurrent_lengthgen.trainers.run.arguments import check_arguments, keep_states_in_full_precision
-from hf_recurrent_lengthgen.trainers.run.model_calls import base_of
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels
 from hf_recurrent_lengthgen.trainers.run.step_checks import recurrent_layers
 

@@ -19,8 +19,8 @@ import transformers
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.run.model_calls import base_of
 
 
 def combine(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import LEARNED_STATE
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.state_learned import LearnedState
 from hf_recurrent_lengthgen.models.state_learned_files import STATE_FILE
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
@@ -21,7 +22,6 @@ from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import check_model, check_no_forgetting
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
-from hf_recurrent_lengthgen.trainers.run.model_calls import base_of
 
 
 class LearnedStateSource(InitialStateSource):

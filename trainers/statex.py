@@ -8,11 +8,11 @@ import torch
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import STATEX
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.surgery import expand_state
 from hf_recurrent_lengthgen.surgery.state_expansion import expanded_parameters, recorded_expansions
 from hf_recurrent_lengthgen.trainers.checks import check_model
 from hf_recurrent_lengthgen.trainers.mixed_states import MixedStatesConfig, MixedStatesTrainer
-from hf_recurrent_lengthgen.trainers.run.model_calls import base_of
 
 
 @dataclass

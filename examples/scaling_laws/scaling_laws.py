@@ -85,7 +85,7 @@ class LawFit:
     line: LawLine
 
 
-def state_elements(model: Any) -> int:
+def state_size(model: Any) -> int:
     """Number of elements in the recurrent state of one text: recurrent parts and convolution columns of all layers.
 
     With K - 1 columns for K taps, this is the "state size" of Chen et al., 2024, Table 2. The tokens that a window of
@@ -159,7 +159,7 @@ def forget_threshold(
     the shortest length ("<="). If the longest fails, T_forget is above it (">").
 
     Args:
-        size: N_S, `state_elements(model)`.
+        size: N_S, `state_size(model)`.
         curves: Training length -> loss by position of the model trained with it.
         factor, skip: As in `fails`.
 
@@ -185,7 +185,7 @@ def recall_threshold(
     longest length, T_recall is at least the length found (">=").
 
     Args:
-        size: N_S, `state_elements(model)`.
+        size: N_S, `state_size(model)`.
         accuracies: Training length -> length of the prompt -> share of right answers, as `RetrievalResult.by_length`.
         least: Lowest accuracy that counts as accurate recall.
 

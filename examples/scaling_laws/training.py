@@ -17,7 +17,7 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 from arm_results import ArmResults, Result
-from scaling_laws import state_elements
+from scaling_laws import state_size
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.cli.inputs import load_stream
@@ -117,7 +117,7 @@ def train(run: Run, device: str = "cpu") -> Result:
     last = losses[-max(1, run.steps // 10) :]
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "state_elements": state_elements(model),
+        "state_elements": state_size(model),
         "training_loss": round(sum(last) / len(last), 4),
         **measure(model.eval(), run),
     }

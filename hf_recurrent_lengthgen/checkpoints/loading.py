@@ -46,6 +46,7 @@ from hf_recurrent_lengthgen.models.configuration_stateful import (
     extras_of,
     with_extras,
 )
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 
 logger = logging.get_logger(__name__)
 
@@ -268,7 +269,7 @@ def _load(
             raise ValueError(f"{name} holds a checkpoint and a learned state: move the files of one of them.")
         base = base_of_learned_state(name) if base is None else base
         model = _load(base, trust_remote_code, dtype, stateless, merge)
-        base_model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base_model = base_of(model)
         if not hasattr(base_model, "load_learned_state"):
             raise ValueError(f"{base} is a {type(base_model).__name__}, which takes no states: give another base.")
         base_model.load_learned_state(name)

@@ -1,7 +1,6 @@
 """`lengthgen forget`: a copy of a checkpoint that forgets more at inference than it has learned to."""
 
 import argparse
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
-from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
+from hf_recurrent_lengthgen.evaluation.streaming import state_elements
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words
 
 DESCRIPTION = """\
@@ -77,7 +76,7 @@ def _save(options: argparse.Namespace, rule: Forgetting, output: Path, command: 
     values, _ = PreTrainedConfig.get_config_dict(options.model)
     dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "float32"), torch.float32)
     model = _loaded(options, dtype)
-    plain = _state_elements(model)
+    plain = state_elements(model)
     changed = {name: value for name, value in rule._asdict().items() if value != Forgetting._field_defaults[name]}
     with forgetting(model, **changed):
         done = [*(getattr(model.config, "interventions", None) or ()), f"forgetting at inference: {in_words(rule)}"]
@@ -89,7 +88,7 @@ def _save(options: argparse.Namespace, rule: Forgetting, output: Path, command: 
 
         save_checkpoint(model, tokenizer_to_copy(options.model, options.trust_remote_code), output, write)
         if rule.window is not None:
-            print(f"State of a sequence: {plain:,} -> {_state_elements(model):,} numbers.")
+            print(f"State of a sequence: {plain:,} -> {state_elements(model):,} numbers.")
     if not hasattr(model.config, "check_forgetting"):
         print(
             f"It forgets when hf_recurrent_lengthgen loads it, but not as {values.get('model_type')} of Transformers."
@@ -97,7 +96,3 @@ def _save(options: argparse.Namespace, rule: Forgetting, output: Path, command: 
     remote = ["--trust-remote-code"] if options.trust_remote_code else []
     compare = shlex.join(["lengthgen", "evaluate", options.model, str(output), *remote])
     print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")
-
-
-def _state_elements(model: StatefulModel) -> int:
-    return sum(math.prod(part) for shape in model.state_shapes() for part in shape)

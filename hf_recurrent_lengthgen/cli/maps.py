@@ -15,9 +15,9 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
 from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
 from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, save_maps
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.names import short_names
-from hf_recurrent_lengthgen.state_files.origin import unwrapped
 
 MOST_TOKENS = 1024
 DESCRIPTION = """\
@@ -46,7 +46,7 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     ids, words = _tokens(options)
-    model: Any = unwrapped(load_model(options.model, options.trust_remote_code, merge=True))
+    model: Any = base_of(load_model(options.model, options.trust_remote_code, merge=True))
     if not 0 < len(ids) <= MOST_TOKENS:
         raise ValueError(f"The text has {len(ids)} tokens, but must have 1 to {MOST_TOKENS}.")
     if min(ids) < 0 or max(ids) >= model.config.vocab_size:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-IGNORED_LABEL = -100  # cross-entropy's ignore_index in torch and Transformers
+from hf_recurrent_lengthgen.models.modeling_heads import IGNORED_LABEL as IGNORED_LABEL
 
 
 class PackedBlocks(Dataset[dict[str, Tensor]]):

@@ -1,6 +1,19 @@
-"""Models, scans and the state value; these files travel inside checkpoints.
+"""Models, scans and the state value; these files travel inside checkpoints, so the folder is flat.
 
-Importing this package makes our model types known to the Auto classes of Transformers.
+The first part of a name says what is in a file:
+
+    configuration_   the fields of a family and their checks; configuration_stateful.py has what all share
+    modeling_        a family, from its mixer to its classes; modeling_stateful.py is the backbone of all,
+                     modeling_heads.py the language model and the classifier, modeling_generation.py `generate`
+    layers_          what several families put into a layer; layers_mixer.py is the base of all mixers
+    scan_            a recurrence over time, or what its scans share; scan_backends.py is the base of all
+    rows_            which tokens of a call belong together (rows.py), and how layers and processes get them
+    state_           the state as a value (state_value.py), learned, and on disk
+
+A checkpoint carries what its entry file imports. What few models need (`EXTRAS` in configuration_stateful.py) it
+carries only if its configuration asks for it; state_on_disk.py, state_learned_files.py, rows_shared.py, layers_known.py and
+modeling_protocols.py stay in the package. Importing this package makes our model types known to the Auto classes of
+Transformers.
 """
 
 from typing import Any

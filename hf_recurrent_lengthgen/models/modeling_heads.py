@@ -17,6 +17,9 @@ from .modeling_stateful import StatefulModelWithHead
 from .rows import Rows, read_inputs
 from .state_value import RecurrentState, state_dtype
 
+IGNORED_LABEL = -100
+"""What cross-entropy does not score, in torch and Transformers."""
+
 
 @dataclass
 class StatefulCausalLMOutput(OutputWithCache):
@@ -177,9 +180,9 @@ def scored_labels(labels: Tensor, rows: Rows, shifted: bool = False) -> Tensor:
     """
     if rows.real is not None:
         unread = rows.real.long().cumsum(1) == 0
-        labels = labels.masked_fill(unread if shifted else pad(unread[:, :-1], (1, 0)), -100)
+        labels = labels.masked_fill(unread if shifted else pad(unread[:, :-1], (1, 0)), IGNORED_LABEL)
     if rows.starts is not None and not shifted:
-        labels = labels.masked_fill(rows.starts, -100)
+        labels = labels.masked_fill(rows.starts, IGNORED_LABEL)
     return labels
 
 
@@ -195,7 +198,7 @@ def check_targets(
     if shift_labels is None or real is None or torch.distributed.get_rank(group) == 0:
         return
     unread = real.long().cumsum(1) == 0
-    if bool((unread & (shift_labels != -100)).any()):
+    if bool((unread & (shift_labels != IGNORED_LABEL)).any()):
         raise ValueError(
             "A target stands at padding in the beginning of a piece, but its output is that of the last real token, "
             "in another piece: set it to -100, or pad rows at their ends."

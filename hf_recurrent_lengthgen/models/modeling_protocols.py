@@ -70,3 +70,8 @@ def evaluation_mode(model: nn.Module | StatefulModel) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def base_of(model: Any) -> Any:
+    """The model itself, without PEFT around it; others as they are."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.state_value import check_state, map_state, state_dtype
-from hf_recurrent_lengthgen.state_files.origin import check_origin, unwrapped
+from hf_recurrent_lengthgen.state_files.origin import check_origin
 from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState
 
 
@@ -18,7 +19,7 @@ def fitted(text_state: TextState, model: Any, tokenizer: Any, allow: Collection[
         ValueError: if the model did not read it, but for what is allowed (`OVERRIDES`), or its tensors do not have the
             shapes and dtypes of the model.
     """
-    inner = unwrapped(model)
+    inner = base_of(model)
     if not hasattr(inner, "state_shapes"):
         raise ValueError(
             f"{type(inner).__name__} takes no states: load it with load_model, or wrap it with stateful(model)."

@@ -18,6 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 
 SAMPLED = 256
 """Values of each tensor in the fingerprint of weights, at even distances."""
@@ -80,7 +81,7 @@ class Origin:
 
 def origin_of(model: Any, tokenizer: Any = None) -> Origin:
     """The origin of what a model reads."""
-    model = unwrapped(model)
+    model = base_of(model)
     return Origin(
         name=_name_of(model),
         revision=str(getattr(model.config, "_commit_hash", None) or ""),
@@ -158,7 +159,7 @@ def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[st
         raise ValueError(f"allow must hold names among {', '.join(OVERRIDES)}, got {', '.join(map(str, unknown))}.")
     here = origin_of(model, tokenizer)
     differing = {}
-    if fields := differing_fields(found.config, unwrapped(model).config):
+    if fields := differing_fields(found.config, base_of(model).config):
         differing["config"] = f"the config ({', '.join(fields)})"
     if found.dtype != here.dtype:
         differing["dtype"] = f"the dtype of the weights ({found.dtype}, here {here.dtype})"
@@ -202,11 +203,6 @@ def differing_fields(stored: Mapping[str, Any], config: Any) -> list[str]:
     except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError):
         pass  # fields that this class of config does not take: they are compared as they are
     return sorted(key for key in {*stored, *here} if stored.get(key) != here.get(key))
-
-
-def unwrapped(model: Any) -> Any:
-    """The model inside a PEFT model; others as they are."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _fields(config: Any) -> dict[str, Any]:

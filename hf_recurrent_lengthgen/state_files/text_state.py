@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, chunk_borders, reading_plan
-from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of, evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, check_finite_state, map_state, state_batch_size
 from hf_recurrent_lengthgen.state_files.origin import (
     NO_TOKENS,
@@ -23,7 +23,6 @@ from hf_recurrent_lengthgen.state_files.origin import (
     check_origin,
     origin_of,
     prefix_hash,
-    unwrapped,
 )
 
 Attention = Literal["kept", "none", "omitted"]
@@ -81,7 +80,7 @@ def start_of(model: Any, text_state: TextState) -> dict[str, Any]:
     """
     if text_state.attention == "none":
         return {"initial_state": text_state.state}
-    cache = unwrapped(model).new_attention_cache()
+    cache = base_of(model).new_attention_cache()
     for index, layer in text_state.keys.items():
         cache.layers[index].update(layer.keys, layer.values)
         if hasattr(cache.layers[index], "cumulative_length"):

@@ -176,7 +176,7 @@ def expansion_report(
     plan = expansion_plan(config, model_class, layers, count, factor, state_size, num_heads)
     before, after = blank_model(config, model_class), blank_model(plan.config, model_class)
     mixers = [expandable_mixers(model) for model in (before, after)]
-    states = [{layer: _state_elements(model, layer) for layer in plan.recurrent} for model in (before, after)]
+    states = [{layer: _recurrent_elements(model, layer) for layer in plan.recurrent} for model in (before, after)]
     expanded = tuple(
         LayerExpansion(
             layer,
@@ -213,7 +213,7 @@ def expanded_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return found
 
 
-def _state_elements(model: PreTrainedModel, layer: int) -> int:
+def _recurrent_elements(model: PreTrainedModel, layer: int) -> int:
     """Elements of a layer's recurrent state."""
     mixer: Any = expandable_mixers(model)[layer][1]
     if hasattr(mixer, "state_shape"):

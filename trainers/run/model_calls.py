@@ -12,11 +12,6 @@ from torch import nn
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state
 
 
-def base_of(model: Any) -> Any:
-    """The model itself, without PEFT."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 class ModelCalls:
     """Watches the training-mode calls of a model, and of its backbone, which some losses call alone.
 

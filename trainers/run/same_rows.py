@@ -19,12 +19,12 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, StreamRowSampler
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.trainers.checks import takes_states
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.run.data_place import DataPlace
 from hf_recurrent_lengthgen.trainers.run.hub_pushes import PushingTrainer
-from hf_recurrent_lengthgen.trainers.run.model_calls import base_of
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels, token_shape_of, with_scored_labels
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows, refuse_other_rows
 

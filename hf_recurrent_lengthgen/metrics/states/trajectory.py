@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from hf_recurrent_lengthgen.evaluation.recorded_scans import SUMS, ScanSums, recorded_scans
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk
 from hf_recurrent_lengthgen.models.layers_known import known_mixers
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 
 CHANNEL_GROUPS = 16
@@ -156,8 +157,7 @@ class StateObserver:
     """
 
     def __init__(self, model: nn.Module, sequences: int, positions: Sequence[int]) -> None:
-        given: Any = model
-        self._model: Any = given.get_base_model() if hasattr(given, "get_base_model") else given
+        self._model: Any = base_of(model)
         if not hasattr(self._model, "zero_state"):
             raise ValueError(
                 f"{type(model).__name__} has no recurrent state that is passed by value, so there are no statistics. "
