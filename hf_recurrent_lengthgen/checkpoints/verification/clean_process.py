@@ -1,6 +1,6 @@
 """Load a checkpoint and run it where this package cannot be imported: `python -P clean_process.py FOLDER`.
 
-FOLDER holds request.json and tokens.safetensors, and gets answer.json and readings.safetensors. The process imports
+FOLDER holds request.json and tokens.safetensors, and gets answer.json and outputs.safetensors. The process imports
 torch, Transformers and safetensors only, and what the code of the checkpoint imports.
 """
 
@@ -60,7 +60,7 @@ def tokenizer_answer(checkpoint: str, probe: str) -> dict[str, Any]:
 
 
 def answer(request: dict[str, Any], tokens: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Facts on the checkpoint as JSON, and the tensors of its readings by name."""
+    """Facts on the checkpoint as JSON, and the tensors of its outputs by name."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     checkpoint = request["checkpoint"]
@@ -86,10 +86,10 @@ def answer(request: dict[str, Any], tokens: torch.Tensor) -> tuple[dict[str, Any
         "in_pieces": in_pieces,
         **{name: sorted(map(str, found[f"{name}_keys"])) for name in ("missing", "unexpected", "mismatched")},
     }
-    readings = {"at once": [tokens.shape[1]], **({"in pieces": request["pieces"]} if in_pieces else {})}
+    pieces = {"at once": [tokens.shape[1]], **({"in pieces": request["pieces"]} if in_pieces else {})}
     tensors: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for name, lengths in readings.items():
+        for name, lengths in pieces.items():
             tensors |= {f"{name}/{key}": value for key, value in read(model, tokens, lengths, carry).items()}
     return facts, tensors
 
@@ -101,7 +101,7 @@ def main(folder: Path) -> None:
     facts, tensors = answer(request, load_file(folder / "tokens.safetensors")["tokens"])
     if request["tokenizer"]:
         facts["tokenizer"] = tokenizer_answer(request["checkpoint"], request["probe"])
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "readings.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "outputs.safetensors")
     (folder / "answer.json").write_text(json.dumps(facts), encoding="utf-8")
 
 

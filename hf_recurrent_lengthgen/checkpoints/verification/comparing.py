@@ -1,4 +1,4 @@
-"""Comparisons of readings, as the checks of a verification."""
+"""Comparisons of outputs, as the checks of a verification."""
 
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
@@ -13,7 +13,7 @@ Part = TypeVar("Part")
 TOLERANCE = 1e-5
 """The largest allowed `difference`."""
 
-Reading = Mapping[str, Tensor]
+Outputs = Mapping[str, Tensor]
 """Tensors by name: "logits" (B, T, V), and "state.{layer}.{part}" for each part of the final state."""
 
 
@@ -34,9 +34,9 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def compare(
-    what: str, against: str, tokens: int, actual: Reading, expected: Reading, tolerance: float = TOLERANCE
+    what: str, against: str, tokens: int, actual: Outputs, expected: Outputs, tolerance: float = TOLERANCE
 ) -> Check:
-    """The check of the tensor that differs most; a tensor in only one reading has an infinite difference."""
+    """The check of the tensor that differs most; a tensor on one side only has an infinite difference."""
     names = actual.keys() | expected.keys()
     both = actual.keys() & expected.keys()
     apart = max(difference(actual[name], expected[name]) if name in both else float("inf") for name in names)
@@ -49,22 +49,22 @@ def count(what: str, against: str, tokens: int, number: int) -> Check:
 
 
 def named_parts(layers: Iterable[Iterable[Part]]) -> dict[str, Part]:
-    """The parts of the state of every layer by their names in a reading."""
+    """The parts of the state of every layer by their names among outputs."""
     return {f"state.{i}.{j}": part for i, layer in enumerate(layers) for j, part in enumerate(layer)}
 
 
-def states(reading: Reading) -> Reading:
-    """The parts of the final state in a reading."""
-    return {name: tensor for name, tensor in reading.items() if name != "logits"}
+def states(outputs: Outputs) -> Outputs:
+    """The parts of the final state among outputs."""
+    return {name: tensor for name, tensor in outputs.items() if name != "logits"}
 
 
-def not_finite(reading: Reading) -> int:
+def not_finite(outputs: Outputs) -> int:
     """Number of values that are NaN or infinite."""
-    return sum(int((~torch.isfinite(tensor)).sum()) for tensor in reading.values())
+    return sum(int((~torch.isfinite(tensor)).sum()) for tensor in outputs.values())
 
 
-def compare_readings(against: str, actual: Reading, expected: Reading, tolerance: float = TOLERANCE) -> list[Check]:
-    """The checks of logits, and of final states if both readings have them."""
+def compare_outputs(against: str, actual: Outputs, expected: Outputs, tolerance: float = TOLERANCE) -> list[Check]:
+    """The checks of logits, and of final states if both have them."""
     tokens = actual["logits"].shape[1]
     logits = {"logits": actual["logits"]}, {"logits": expected["logits"]}
     checks = [compare("logits", against, tokens, *logits, tolerance)]

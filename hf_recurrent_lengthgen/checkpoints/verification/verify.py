@@ -29,8 +29,8 @@ from hf_recurrent_lengthgen.checkpoints.records import (
 )
 from hf_recurrent_lengthgen.checkpoints.verification import clean_process
 from hf_recurrent_lengthgen.checkpoints.verification.comparing import (
-    Reading,
-    compare_readings,
+    Outputs,
+    compare_outputs,
     count,
     named_parts,
     not_finite,
@@ -58,10 +58,10 @@ class Sizes(NamedTuple):
 
 
 class CleanProcess(NamedTuple):
-    """The results of a process without this package: facts, and readings by name ("at once", "in pieces")."""
+    """The results of a process without this package: facts, and outputs by name ("at once", "in pieces")."""
 
     facts: dict[str, Any]
-    readings: Mapping[str, Reading]
+    outputs: Mapping[str, Outputs]
 
 
 def verify_checkpoint(
@@ -187,32 +187,32 @@ def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
                 f"{process.returncode}): {told[-1].strip()}"
             )
         facts = json.loads((place / "answer.json").read_text(encoding="utf-8"))
-        tensors = load_file(place / "readings.safetensors")
+        tensors = load_file(place / "outputs.safetensors")
     keys = ("missing", "unexpected", "mismatched")
     problems = "; ".join(f"{key}: {', '.join(facts[key])}" for key in keys if facts[key])
     if problems:
         raise ValueError(f"The weights in {folder} do not fit its config.json, {problems}.")
-    readings: dict[str, dict[str, Tensor]] = {}
+    outputs: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, part = key.partition("/")
-        readings.setdefault(name, {})[part] = value
-    return CleanProcess(facts, readings)
+        outputs.setdefault(name, {})[part] = value
+    return CleanProcess(facts, outputs)
 
 
 def _own_checks(folder: Path, sizes: Sizes, found: CleanProcess, trust_remote_code: bool) -> list[Check]:
     """The checks of the clean process against the installed classes."""
     model = _installed_model(folder, sizes, trust_remote_code)
     rows, length = sizes.tokens.shape
-    theirs, in_pieces = found.readings["at once"], found.readings.get("in pieces")
+    theirs, in_pieces = found.outputs["at once"], found.outputs.get("in pieces")
     at_once = theirs
     with torch.no_grad(), evaluation_mode(model):
         if found.facts["carries"]:
-            ours: Reading = clean_process.read(model, sizes.tokens, [length], carry=True)
+            ours: Outputs = clean_process.read(model, sizes.tokens, [length], carry=True)
         else:
             reader = reader_of(model)
             ours = at_once = _read(reader, sizes.tokens, [length])
             in_pieces = _read(reader, sizes.tokens, pieces_of(length)) if reader.carries else None
-    checks = compare_readings(f"{found.facts['class']} without this package", ours, theirs)
+    checks = compare_outputs(f"{found.facts['class']} without this package", ours, theirs)
     if found.facts["carries"]:
         named = named_parts(model.state_shapes())
         shapes = {name: (rows, *part) for name, part in named.items()}
@@ -221,7 +221,7 @@ def _own_checks(folder: Path, sizes: Sizes, found: CleanProcess, trust_remote_co
         checks.append(count("state parts of a wrong shape", "the shapes that config.json gives", length, wrong))
     if in_pieces is not None:
         against = f"read at once; pieces of {', '.join(map(str, pieces_of(length)))} tokens"
-        checks += [replace(c, what=f"{c.what} in pieces") for c in compare_readings(against, in_pieces, at_once)]
+        checks += [replace(c, what=f"{c.what} in pieces") for c in compare_outputs(against, in_pieces, at_once)]
     broken = not_finite(theirs) + not_finite(ours)
     return [*checks, count("NaN or infinite values", "all logits and final states", length, broken)]
 
@@ -242,7 +242,7 @@ def _installed_model(folder: Path, sizes: Sizes, trust_remote_code: bool) -> Any
     return model
 
 
-def _read(reader: Reader, tokens: Tensor, lengths: list[int]) -> Reading:
+def _read(reader: Reader, tokens: Tensor, lengths: list[int]) -> Outputs:
     """As `clean_process.read`, with any model."""
     cache, logits = None, []
     for piece in tokens.to(reader.device).split(lengths, dim=1):

@@ -45,7 +45,7 @@ VERDICT_PER_OCTAVE = 2
 """Few, wide bins, because the noise of each bin enters the verdict."""
 
 
-class Readings(NamedTuple):
+class StreamAndWindows(NamedTuple):
     """The data of all metrics of an evaluation: NLL in the stream (S, L), and in windows."""
 
     stream: np.ndarray
@@ -99,7 +99,7 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
     depends_on = {"harm": settings.harm_threshold, "verdict": settings.tolerance}
     watched = None if observer is None else list(observer.positions)
     partials = {
-        part: task.partial("evaluation", part=part, watched=watched, **depends_on) for part in Readings._fields
+        part: task.partial("evaluation", part=part, watched=watched, **depends_on) for part in StreamAndWindows._fields
     }
 
     def read_stream() -> np.ndarray:
@@ -124,7 +124,7 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
             sequences=len(task.tokens),
             confidence=settings.confidence,
             data=task.data,
-            **{name: measure(task, Readings(stream, windows)) for name, measure in MEASURES.items()},
+            **{name: measure(task, StreamAndWindows(stream, windows)) for name, measure in MEASURES.items()},
             device=str(task.reader.device),
             command="",
             seed=settings.seed,
@@ -148,11 +148,11 @@ def _curves(task: Measurement, values: np.ndarray, first: int) -> TwoResolutions
     return TwoResolutions(fine, coarse)
 
 
-def _position_wise(task: Measurement, read: Readings) -> TwoResolutions:
+def _position_wise(task: Measurement, read: StreamAndWindows) -> TwoResolutions:
     return _curves(task, read.stream, 0)
 
 
-def _context_harm(task: Measurement, read: Readings) -> ContextHarm:
+def _context_harm(task: Measurement, read: StreamAndWindows) -> ContextHarm:
     trained, threshold = task.training_length, task.settings.harm_threshold
     harm = read.stream[:, trained:] - read.windows.truncated
     curves, (start, stop) = _curves(task, harm, trained), last_octave(task.length, trained)
@@ -168,7 +168,7 @@ def _context_harm(task: Measurement, read: Readings) -> ContextHarm:
     )
 
 
-def _in_window(task: Measurement, read: Readings) -> InWindow:
+def _in_window(task: Measurement, read: StreamAndWindows) -> InWindow:
     trained, confidence, inside = task.training_length, task.settings.confidence, read.windows.in_window
     early, late = context_use_bands(trained)
     return InWindow(
@@ -181,7 +181,7 @@ def _in_window(task: Measurement, read: Readings) -> InWindow:
     )
 
 
-def _verdict(task: Measurement, read: Readings) -> LengthVerdict:
+def _verdict(task: Measurement, read: StreamAndWindows) -> LengthVerdict:
     edges = position_edges(task.length, task.training_length, 0, VERDICT_PER_OCTAVE)
     border = edges.index(task.training_length)
     inside = bin_means(read.windows.in_window, edges[: border + 1])
@@ -189,7 +189,7 @@ def _verdict(task: Measurement, read: Readings) -> LengthVerdict:
     return length_verdict(edges, nll, task.training_length, task.settings.tolerance, task.settings.confidence)
 
 
-MEASURES: dict[str, Callable[[Measurement, Readings], Any]] = {
+MEASURES: dict[str, Callable[[Measurement, StreamAndWindows], Any]] = {
     "position_wise": _position_wise,
     "harm": _context_harm,
     "in_window": _in_window,

@@ -1,4 +1,4 @@
-"""Differences of readings."""
+"""Differences of outputs."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from hf_recurrent_lengthgen.checkpoints.verification.comparing import (
     compare,
-    compare_readings,
+    compare_outputs,
     count,
     difference,
     not_finite,
@@ -46,8 +46,8 @@ def test_the_worst_of_all_tensors_counts_and_none_may_be_missing() -> None:
 
 def test_states_are_compared_where_both_readings_have_them() -> None:
     logits = {"logits": torch.zeros(1, 4, 3)}
-    assert [check.what for check in compare_readings("", logits, logits | {"state.0.0": torch.ones(1)})] == ["logits"]
-    both = compare_readings("", logits | {"state.0.0": torch.zeros(1)}, logits | {"state.0.0": torch.ones(1)})
+    assert [check.what for check in compare_outputs("", logits, logits | {"state.0.0": torch.ones(1)})] == ["logits"]
+    both = compare_outputs("", logits | {"state.0.0": torch.zeros(1)}, logits | {"state.0.0": torch.ones(1)})
     assert [(check.what, check.tokens, check.passed) for check in both] == [
         ("logits", 4, True),
         ("final states", 4, False),
