@@ -38,7 +38,7 @@ def test_arms_are_studied_and_the_missing_one_is_made_again(
     assert [name for name in base if name.startswith("after")] == ["after 1 steps", "after 2 steps"]
     assert list(base["measured"]["accuracy"]) == ["64", "128", "256"]
     tables = printed[printed.index("| fine-tuned") :]
-    words = [line.split(" | ")[0] for line in tables.partition("| words read")[2].splitlines()[2:]]
+    words = [line.split(" | ")[0] for line in tables.partition("| words read")[2].splitlines()[2:] if line]
     assert words == ["| 512", "| 1,024", "| 2,048"]  # 4 rows of 128 words a step
     assert (results / "passkey.png").read_bytes().startswith(b"\x89PNG")
 
