@@ -13,7 +13,7 @@ The two need not add up to the harm of both: keys of the text were computed from
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.attention_caches import cached_bytes
-from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, estimate, last_octave
@@ -87,16 +87,7 @@ def attention_apart(
         )
     array = check_tokens(tokens, reader.vocabulary, 2 * training_length)
     length = array.shape[1] - 1
-    most = length - training_length
-    if borders is None:
-        first = -(-last_octave(length, training_length)[0] // training_length) * training_length
-        borders = range(min(first, most), most + 1, training_length)
-    places = sorted(set(borders))
-    if not places or not 1 <= places[0] <= places[-1] <= most:
-        raise ValueError(
-            f"borders must be from 1 to {most}, so that {training_length} of {length} tokens are left; got "
-            f"{list(borders)}."
-        )
+    places = _places(borders, length, training_length)
     batch, chunk = reading_plan(reader, len(array), length, batch_size, None)
     nlls = np.empty((4, len(array), len(places)))
     total = len(array) * (places[-1] + 4 * training_length * len(places))
@@ -114,17 +105,10 @@ def attention_apart(
                 for piece in chunk_borders(border, chunk, (), start):
                     _, (state, keys) = reader.read(ids(rows, *piece), (state, keys), 1)
                 start = border
-                for case, (kept_state, kept_keys) in enumerate(
-                    [(state, keys), (state, None), (zero, keys), (zero, None)]
-                ):
-                    _, none = reader.begin()
-                    cache = reader.fork((kept_state, kept_keys or none))
-                    scored = training_length // 2
-                    logits, _ = reader.read(ids(rows, border, border + training_length), cache, scored)
-                    end = border + training_length + 1
-                    targets = torch.from_numpy(array[rows, end - scored : end].astype(np.int64)).to(logits.device)
-                    nll = F.cross_entropy(logits.mT.double(), targets, reduction="none").mean(1)
-                    nlls[case, rows, number] = nll.cpu().numpy()
+                for case, kept in enumerate([(state, keys), (state, None), (zero, keys), (zero, None)]):
+                    read, end = ids(rows, border, border + training_length), border + training_length + 1
+                    targets = array[rows, end - training_length // 2 : end].astype(np.int64)
+                    nlls[case, rows, number] = _mean_nll(reader, kept, read, torch.from_numpy(targets))
     if not np.isfinite(nlls).all():
         raise ValueError(
             f"The NLL is NaN or infinite within {training_length} tokens after a border of {places}: the model "
@@ -132,6 +116,30 @@ def attention_apart(
         )
     both, recurrent, attention, neither = nlls
     return AttentionApart(tuple(places), both, recurrent, attention, neither, cached_bytes(keys))
+
+
+def _places(borders: Sequence[int] | None, length: int, training_length: int) -> list[int]:
+    """The borders in order, by default the multiples of T in the second half of texts of `length` tokens."""
+    most = length - training_length
+    if borders is None:
+        first = -(-last_octave(length, training_length)[0] // training_length) * training_length
+        borders = range(min(first, most), most + 1, training_length)
+    places = sorted(set(borders))
+    if not places or not 1 <= places[0] <= places[-1] <= most:
+        raise ValueError(
+            f"borders must be from 1 to {most}, so that {training_length} of {length} tokens are left; got "
+            f"{list(borders)}."
+        )
+    return places
+
+
+def _mean_nll(reader: Reader, kept: tuple[Any, Any], ids: torch.Tensor, targets: torch.Tensor) -> np.ndarray:
+    """NLL (B,) of the last targets (B, n) of `ids`, read after a state and keys, either of which may be None."""
+    state, keys = kept
+    cache = reader.fork((state, keys or reader.begin()[1]))
+    logits, _ = reader.read(ids, cache, targets.shape[1])
+    nll = F.cross_entropy(logits.mT.double(), targets.to(logits.device), reduction="none").mean(1)
+    return np.asarray(nll.cpu())
 
 
 def attention_harm(
