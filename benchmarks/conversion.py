@@ -26,10 +26,10 @@ from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkp
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import TensorFiles, same_bits
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, write_safetensors, write_torch
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
-from hf_recurrent_lengthgen.checkpoints.json_files import write_settings_file
+from hf_recurrent_lengthgen.checkpoints.records import write_settings_file
+from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles, same_bits
 
 MAMBA2_1_3B: dict[str, Any] = {
     "d_model": 2048,

@@ -12,33 +12,29 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_recurrent_lengthgen"
 
-LEAVES = ("checkpoints.json_files", "checkpoints.papers", "checkpoints.private_text", "versions")
+LEAVES = ("checkpoints.papers", "checkpoints.private_text", "versions")
 """Modules that import nothing of ours and may be imported by all."""
 # What the modules of a part may import of ours, besides modules of the same part. "" is the package itself.
+KEPT = ("checkpoints.adapters", "checkpoints.records", "checkpoints.tensor_files")
+"""What a checkpoint holds."""
 MAY_IMPORT = {
     "models": (),
     "hybrids": ("models",),
     "checkpoints": (),
-    "checkpoints.adapters": ("models", "evaluation.json_schema", "evaluation.files", "checkpoints.records"),
-    "checkpoints.loading": ("models", "hybrids", "checkpoints.adapters"),
+    "checkpoints.tensor_files": ("checkpoints.records",),
+    "checkpoints.adapters": (
+        "models",
+        "evaluation.json_schema",
+        "evaluation.files",
+        "checkpoints.records",
+        "checkpoints.tensor_files",
+    ),
+    "checkpoints.loading": ("models", "hybrids", *KEPT),
     "checkpoints.methods": (),
     "checkpoints.records": ("evaluation.json_schema", "evaluation.files", "evaluation.results", "checkpoints.methods"),
-    "checkpoints.conversion": ("models", "checkpoints.loading", "checkpoints.adapters", "checkpoints.records"),
-    "checkpoints.lineage": (
-        "models",
-        "checkpoints.adapters",
-        "checkpoints.records",
-        "checkpoints.conversion",
-        "evaluation.results",
-    ),
-    "checkpoints.verification": (
-        "models",
-        "checkpoints.loading",
-        "checkpoints.adapters",
-        "checkpoints.records",
-        "checkpoints.conversion",
-        "evaluation",
-    ),
+    "checkpoints.sources": ("models", "checkpoints.loading", *KEPT),
+    "checkpoints.conversion": ("models", "checkpoints.loading", "checkpoints.sources", *KEPT),
+    "checkpoints.verification": ("models", "evaluation", "checkpoints.loading", "checkpoints.conversion", *KEPT),
     "surgery": ("models", "hybrids"),
     "data": ("models",),
     "evaluation": ("models", "data"),
@@ -51,23 +47,12 @@ MAY_IMPORT = {
     "metrics": ("models", "data", "evaluation", "plotting"),
     "state_files": ("models", "evaluation"),
     "harness": ("models", "hybrids", "checkpoints.loading", "data", "evaluation"),
+    "checkpoints.card_mark": ("evaluation.json_schema", "checkpoints.records"),
     "checkpoints.cards": (
-        "models",
-        "checkpoints.loading",
-        "checkpoints.adapters",
-        "checkpoints.methods",
-        "checkpoints.records",
-        "evaluation",
-        "metrics",
-        "plotting",
+        *("models", "evaluation", "metrics", "plotting"),
+        *("checkpoints.loading", "checkpoints.methods", "checkpoints.card_mark", *KEPT),
     ),
-    "checkpoints.hub": (
-        "models",
-        "checkpoints.loading",
-        "checkpoints.adapters",
-        "checkpoints.records",
-        "checkpoints.conversion",
-    ),
+    "checkpoints.hub": ("models", "checkpoints.card_mark", "checkpoints.conversion", *KEPT),
     "recipes": (),
     "trainers": (
         "models",
@@ -81,7 +66,7 @@ MAY_IMPORT = {
         "checkpoints.adapters",
         "checkpoints.methods",
         "checkpoints.records",
-        "checkpoints.lineage",
+        "checkpoints.sources",
         "checkpoints.loading",
     ),
     "cli": (

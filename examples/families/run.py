@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, BambaConfig, Qwen3NextConfig, set_seed
 
 from hf_recurrent_lengthgen import stateful
-from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
+from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.metrics import attention_apart
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES

@@ -16,10 +16,10 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors import safe_open
 from torch import nn
 
 from hf_recurrent_lengthgen.checkpoints.records import Adapter, carded, verified_files
+from hf_recurrent_lengthgen.checkpoints.tensor_files import stored_tensors
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE as LEARNED_STATE_CONFIG
@@ -169,8 +169,7 @@ def with_adapter(base: Any, folder: str | os.PathLike[str], name: str) -> Any:
             model: Any = PeftModel.from_pretrained(base, str(path), is_trainable=True)
     except (ValueError, RuntimeError, TypeError) as error:
         raise ValueError(f"{told}: {' '.join(str(error).split())}") from error
-    with safe_open(os.fspath(path / WEIGHTS_FILE), framework="pt") as file:
-        given = set(file.keys())
+    given = set(stored_tensors(path / WEIGHTS_FILE))
     wanted = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     left_over = {key for key in given - wanted if "lora_" in key}  # embeddings may lie beside
     if wanted - given or left_over:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,7 +35,8 @@ from hf_recurrent_lengthgen.checkpoints.adapters import (
     refuse_adapter,
     with_adapter,
 )
-from hf_recurrent_lengthgen.checkpoints.json_files import read_json_object
+from hf_recurrent_lengthgen.checkpoints.records import read_json_object
+from hf_recurrent_lengthgen.checkpoints.tensor_files import stored_tensors
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.layer_sizes import described_class, says_more
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPERSEDED, SUPPORTED
@@ -97,15 +98,9 @@ def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
     """Raise a `ValueError` for parameters that are integers in the files and were cast; buffers may be masks."""
     parameters = dict(model.named_parameters())
     for path in sorted(folder.glob("model*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                found = {key: file.get_slice(key).get_dtype() for key in file.keys()}
-        except SafetensorError:
-            return
-        if wrong := [key for key, dtype in found.items() if key in parameters and not dtype.startswith(("F", "BF"))]:
-            raise ValueError(
-                f"{path} holds {wrong[0]} as {found[wrong[0]]}, but weights must be floating-point numbers."
-            )
+        for key, meta in stored_tensors(path).items():
+            if key in parameters and not meta.dtype.is_floating_point:
+                raise ValueError(f"{path} holds {key} as {meta.dtype}, but weights must be floating-point numbers.")
 
 
 def _check_tied(name: str, model: Any) -> None:

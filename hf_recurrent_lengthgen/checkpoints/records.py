@@ -1,18 +1,24 @@
-"""The records of a checkpoint folder beside its config: its lineage and its verification."""
+"""The records of a checkpoint folder beside its config, its lineage and its verification; and its JSON files."""
 
 import hashlib
 import json
+import math
 import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.checkpoints.private_text import portable_command
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, document, from_json, to_json
-from hf_recurrent_lengthgen.evaluation.results import DataSource
+from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, document
+from hf_recurrent_lengthgen.evaluation.results import DataSource, TrainingRecord
+from hf_recurrent_lengthgen.versions import installed_versions
 
 LINEAGE_FILE, VERIFICATION_FILE = "lineage.json", "verification.json"
+AGAIN = "copy or download it again"
 
 
 @dataclass(frozen=True)
@@ -274,43 +280,95 @@ def unverified(folder: str | os.PathLike[str], now: dict[str, str] | None = None
     return f"it has changed since it was verified ({', '.join(sorted(differing))})" if differing else None
 
 
-@document("card")
-@dataclass(frozen=True)
-class CardMark:
-    """The comment in a card by which `lengthgen card` recognizes its own cards.
-
-    Args:
-        made_of: `cards_digest` of the files that it describes.
-        wrote: Names of the figures and results that belong to it.
-        said: Options that a person gave for it.
-    """
-
-    made_of: str
-    wrote: tuple[str, ...] = ()
-    said: dict[str, Value] = field(default_factory=dict)
-
-    def comment(self) -> str:
-        """The mark as one line of HTML comment."""
-        text = json.dumps(json.loads(to_json(self)), sort_keys=True)
-        return f"{_BEGIN}{text.replace('<', _LESS).replace('>', _MORE)}{_END}"
-
-
-_BEGIN, _END = "<!-- made by lengthgen card: ", " -->"
-_LESS, _MORE = (f"\\u{ord(sign):04x}" for sign in "<>")
-
-
-def read_card_mark(text: str) -> CardMark | None:
-    """The last mark in a card; None without one, a `ValueError` if it is damaged or of a newer version."""
-    _, _, found = text.rpartition(_BEGIN)
-    return from_json(found.partition(_END)[0], CardMark) if _BEGIN in text else None
-
-
-def cards_digest(files: dict[str, str]) -> str:
-    """SHA-256 of the weights and config among `verified_files`, as stored in a card."""
-    return hashlib.sha256(json.dumps(carded(files), sort_keys=True).encode()).hexdigest()
-
-
 def carded(files: dict[str, str]) -> dict[str, str]:
     """The weights and config among `verified_files`, which the numbers of a card belong to."""
     parts = (".safetensors", ".safetensors.index.json")
     return {name: digest for name, digest in files.items() if name == "config.json" or name.endswith(parts)}
+
+
+def last_training(lineage: Lineage | None) -> TrainingRecord | None:
+    """The last step of a lineage if it is a training (merging afterwards is allowed), for tables; else None."""
+    steps = [] if lineage is None else [step for step in lineage.steps if step.kind != "merge"]
+    run = steps[-1].training if steps else None
+    if run is None:
+        return None
+    last = run.settings[-1]
+    drop = last.method.get("state_drop_probability")
+    return TrainingRecord(
+        tuple(method.title for method in run.methods),
+        run.steps,
+        run.seconds,
+        run.loss,
+        last.learning_rate,
+        float(drop) if isinstance(drop, int | float) else None,
+    )
+
+
+def record_step(
+    folder: Path,
+    start: Lineage,
+    kind: Literal["train", "expand", "forget", "merge"],
+    description: str,
+    command: Sequence[str],
+    training: TrainingRun | None = None,
+) -> Lineage:
+    """Write the lineage of a checkpoint that a command made, and return it; arguments as in `Step`.
+
+    Absolute paths in the command are shortened, so that they reveal nothing about the machine.
+    """
+    lineage = start.then(Step(kind, description, portable_command(command), installed_versions(), training))
+    write_lineage(folder, lineage)
+    return lineage
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if repeated := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"repeated keys: {', '.join(repeated)}")
+    return dict(pairs)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; a `ValueError` for damaged files and repeated keys."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): {AGAIN}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}: {AGAIN}.")
+    return value
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """The settings in a config.json, with infinite numbers as Transformers tags them. Errors as `read_json_object`."""
+    settings: dict[str, Any] = _untagged(read_json_object(path))
+    return settings
+
+
+def write_settings_file(path: Path, settings: dict[str, Any]) -> None:
+    """Write a config.json, in the format of Transformers if it has a model type, else as plain JSON."""
+    value = _tagged(settings) if "model_type" in settings else settings
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _untagged(part) for name, part in value.items()}
+    return [_untagged(part) for part in value] if isinstance(value, list) else value
+
+
+def _tagged(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"__float__": {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")}
+    if isinstance(value, dict):
+        return {name: _tagged(part) for name, part in value.items()}
+    return [_tagged(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(part)

@@ -15,12 +15,11 @@ from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkp
 from hf_recurrent_lengthgen.checkpoints.conversion.export import our_config
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import SOURCE_CONFIG, told_settings
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import FLOATS, TensorFiles
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import tokenizer_files
-from hf_recurrent_lengthgen.checkpoints.json_files import read_settings_file
 from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
 from hf_recurrent_lengthgen.checkpoints.private_text import portable_command
-from hf_recurrent_lengthgen.checkpoints.records import read_lineage
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage, read_settings_file
+from hf_recurrent_lengthgen.checkpoints.tensor_files import FLOATS, TensorFiles
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import HOW, add_new_folder, add_shared, help_of
 

@@ -17,9 +17,9 @@ from typing import Any
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from hf_recurrent_lengthgen.checkpoints.lineage import last_training, lineage_of, record_step
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
-from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
+from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage, last_training, record_step
+from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.inputs import Stream, load_stream, quiet_libraries
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report

@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_recurrent_lengthgen.checkpoints.lineage import last_training
-from hf_recurrent_lengthgen.checkpoints.records import read_lineage
+from hf_recurrent_lengthgen.checkpoints.records import last_training, read_lineage
 from hf_recurrent_lengthgen.cli.measuring import (
     add_options,
     announce,

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
-from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, read_config
+from hf_recurrent_lengthgen.checkpoints.records import record_step
+from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import HOW, add_new_folder, add_shared, help_of

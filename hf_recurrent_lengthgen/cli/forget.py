@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
-from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of, record_step
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
+from hf_recurrent_lengthgen.checkpoints.records import record_step
+from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, holds_adapter, to_merge
-from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer, reading_files
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
+from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
 from hf_recurrent_lengthgen.cli.options import command_parser, evaluates, import_own_code, read_options
 from hf_recurrent_lengthgen.cli.processes import ending_processes

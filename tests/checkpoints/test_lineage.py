@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_recurrent_lengthgen.checkpoints import lineage
+from hf_recurrent_lengthgen.checkpoints import sources
+from hf_recurrent_lengthgen.checkpoints.records import last_training
 
 
 def steps(*kinds: str) -> Any:
@@ -19,11 +20,11 @@ def steps(*kinds: str) -> Any:
 
 def test_the_last_training_is_told_if_nothing_but_a_merge_follows() -> None:
     for kinds in (("train",), ("train", "merge"), ("expand", "train", "merge")):
-        found = lineage.last_training(steps(*kinds))
+        found = last_training(steps(*kinds))
         assert found is not None
         assert (found.methods, found.steps, found.learning_rate) == (("state passing",), 7, 0.01)
     for kinds in ((), ("merge",), ("train", "forget"), ("train", "expand", "merge")):
-        assert lineage.last_training(steps(*kinds)) is None
+        assert last_training(steps(*kinds)) is None
 
 
 def test_lineage_and_card_are_those_of_the_commit_that_was_loaded(
@@ -35,6 +36,6 @@ def test_lineage_and_card_are_those_of_the_commit_that_was_loaded(
         asked.append((file, revision))
         return str(tmp_path / "snapshots" / "abc" / file)
 
-    monkeypatch.setattr(lineage, "hf_hub_download", download)
-    assert lineage._snapshot("user/name") == tmp_path / "snapshots" / "abc"
+    monkeypatch.setattr(sources, "hf_hub_download", download)
+    assert sources._loaded_commit("user/name") == tmp_path / "snapshots" / "abc"
     assert asked == [("config.json", None), ("lineage.json", "abc"), ("README.md", "abc")]

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter
-from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_model
 from hf_recurrent_lengthgen.checkpoints.records import Adapter, read_lineage
+from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli import merge
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result

@@ -10,7 +10,6 @@ import pytest
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM
 
-from hf_recurrent_lengthgen.checkpoints.lineage import lineage_of
 from hf_recurrent_lengthgen.checkpoints.methods import MIMETIC_INITIALIZATION, OUTPUT_ALIGNMENT, PLAIN
 from hf_recurrent_lengthgen.checkpoints.records import (
     InitialWeights,
@@ -20,6 +19,7 @@ from hf_recurrent_lengthgen.checkpoints.records import (
     read_lineage,
     write_lineage,
 )
+from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer

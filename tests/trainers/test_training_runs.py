@@ -9,8 +9,7 @@ import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.checkpoints.lineage import last_training
-from hf_recurrent_lengthgen.checkpoints.records import Lineage, read_lineage
+from hf_recurrent_lengthgen.checkpoints.records import Lineage, last_training, read_lineage
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM

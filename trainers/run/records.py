@@ -63,10 +63,8 @@ def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: 
     """
     if not (holds_adapter(folder) or holds_learned_state(folder) or (Path(folder) / "config.json").is_file()):
         return
-    from hf_recurrent_lengthgen.checkpoints.lineage import (  # reaches the formats of checkpoints and the Hub
-        lineage_of,
-        record_step,
-    )
+    from hf_recurrent_lengthgen.checkpoints.records import record_step
+    from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 
     try:
         facts = trainer.facts or _facts_of(trainer, lineage_of)

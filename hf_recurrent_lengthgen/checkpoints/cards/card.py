@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
+from hf_recurrent_lengthgen.checkpoints.card_mark import CardMark, cards_digest, read_card_mark
 from hf_recurrent_lengthgen.checkpoints.cards.facts import Checkpoint, Evidence, read_checkpoint, read_evidence
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape
 from hf_recurrent_lengthgen.checkpoints.cards.metadata import PACKAGE, card_data
@@ -35,7 +36,7 @@ from hf_recurrent_lengthgen.checkpoints.cards.sections import (
     summary,
     use_section,
 )
-from hf_recurrent_lengthgen.checkpoints.records import CardMark, cards_digest, file_digest, read_card_mark
+from hf_recurrent_lengthgen.checkpoints.records import file_digest
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import from_plain
 from hf_recurrent_lengthgen.plotting.images import save_png

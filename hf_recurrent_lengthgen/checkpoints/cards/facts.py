@@ -1,6 +1,7 @@
 """The facts of a card, read from a checkpoint folder and result files, and checked against each other."""
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +11,8 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
-from hf_recurrent_lengthgen.checkpoints.json_files import read_json_object
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.checkpoints.methods import EXPANSION, FORGETTING, PLAIN, Method
 from hf_recurrent_lengthgen.checkpoints.private_text import portable, portable_command, portable_text
@@ -22,10 +21,12 @@ from hf_recurrent_lengthgen.checkpoints.records import (
     Step,
     Verification,
     carded,
+    read_json_object,
     read_lineage,
     read_verification,
     verified_files,
 )
+from hf_recurrent_lengthgen.checkpoints.tensor_files import stored_tensors
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
 from hf_recurrent_lengthgen.evaluation.results import DataSource, ForgettingRule
@@ -178,15 +179,7 @@ def _parameters(folder: Path) -> int:
     weights = [file for file in files if file.name.startswith("model")]
     if not weights:
         raise ValueError(f"{folder} has no model*.safetensors: save the model with save_pretrained.")
-    count = 0
-    for file in weights:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():
-                    count += torch.Size(tensors.get_slice(key).get_shape()).numel()
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged ({error}): copy or save it again.") from error
-    return count
+    return sum(math.prod(meta.shape) for file in weights for meta in stored_tensors(file).values())
 
 
 def _weights_of(folder: Path) -> Callable[[set[str]], str | None]:

@@ -7,6 +7,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 
+from hf_recurrent_lengthgen.checkpoints.card_mark import read_card_mark
 from hf_recurrent_lengthgen.checkpoints.cards.card import (
     OWN_WORDS,
     README,
@@ -20,7 +21,7 @@ from hf_recurrent_lengthgen.checkpoints.cards.markdown import code, escape, fenc
 from hf_recurrent_lengthgen.checkpoints.cards.metadata import PACKAGE, PIPELINE
 from hf_recurrent_lengthgen.checkpoints.cards.sections import citation_section, making_section
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
-from hf_recurrent_lengthgen.checkpoints.records import carded, read_card_mark, read_lineage, verified_files
+from hf_recurrent_lengthgen.checkpoints.records import carded, read_lineage, verified_files
 from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, STATE_FILE, read_about
 from hf_recurrent_lengthgen.models.state_on_disk import load_state, replacing
 from hf_recurrent_lengthgen.versions import installed_versions

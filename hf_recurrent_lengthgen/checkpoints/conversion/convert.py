@@ -22,14 +22,20 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename, expand, to_ours
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import detect, named_format
-from hf_recurrent_lengthgen.checkpoints.conversion.sources import Source, license_of, locate
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import FLOATS, TensorFiles, same_bits
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, parse_size, write_safetensors
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
-from hf_recurrent_lengthgen.checkpoints.json_files import read_json_object, read_settings_file
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
-from hf_recurrent_lengthgen.checkpoints.records import Lineage, Step, file_digest, write_lineage
+from hf_recurrent_lengthgen.checkpoints.records import (
+    Lineage,
+    Step,
+    file_digest,
+    read_json_object,
+    read_settings_file,
+    write_lineage,
+)
 from hf_recurrent_lengthgen.checkpoints.records import Source as Origin
+from hf_recurrent_lengthgen.checkpoints.sources import Source, license_of, locate
+from hf_recurrent_lengthgen.checkpoints.tensor_files import FLOATS, TensorFiles, same_bits
 from hf_recurrent_lengthgen.models import family_config
 from hf_recurrent_lengthgen.versions import installed_versions
 

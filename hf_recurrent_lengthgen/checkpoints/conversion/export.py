@@ -16,12 +16,11 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_theirs
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import named_format
-from hf_recurrent_lengthgen.checkpoints.conversion.sources import locate
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import parse_size, write_safetensors, write_torch
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import copy_tokenizer
-from hf_recurrent_lengthgen.checkpoints.json_files import read_settings_file, write_settings_file
-from hf_recurrent_lengthgen.checkpoints.records import Lineage, read_lineage
+from hf_recurrent_lengthgen.checkpoints.records import Lineage, read_lineage, read_settings_file, write_settings_file
+from hf_recurrent_lengthgen.checkpoints.sources import locate
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.models import FAMILIES
 
 

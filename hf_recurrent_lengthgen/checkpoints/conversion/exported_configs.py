@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     with_settings,
 )
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_learned import recorded
 

@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     same_names,
 )
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename, Transform
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba import FLA_NAMES
 

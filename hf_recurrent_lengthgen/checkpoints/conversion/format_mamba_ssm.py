@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     same_names,
 )
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba3Config, StatefulMambaConfig
 
 NORM_EPSILON = 1e-5  # `create_block` has no setting for it

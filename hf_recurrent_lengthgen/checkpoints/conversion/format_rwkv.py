@@ -33,7 +33,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.rwkv_maps import (
     pth_renames,
     repository_renames,
 )
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config, StatefulRWKV7Config
 
 NORM_EPSILON = 1e-5  # of all layer norms

@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
 )
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import SAME, Rename, Transform, expand
 from hf_recurrent_lengthgen.checkpoints.conversion.rwkv_maps import rwkv7_map
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import StatefulRWKV7Config
 
 WHERE = "This RWKV-7 of the authors' layout for Transformers"

@@ -8,7 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import OUR_FIELDS, Format, Settings, same_names
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 
 

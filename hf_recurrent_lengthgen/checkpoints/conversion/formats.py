@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.models.configuration_mamba import ReferenceLayersConfigMixin
 from hf_recurrent_lengthgen.models.configuration_stateful import StatefulConfigMixin

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 
 
 class Tensors(Protocol):

@@ -8,7 +8,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.format_rwkv import RWKV, RWKV
 from hf_recurrent_lengthgen.checkpoints.conversion.format_rwkv7_hf import RWKV7_HF
 from hf_recurrent_lengthgen.checkpoints.conversion.format_transformers import TRANSFORMERS
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import Format, Settings
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 
 FORMATS: dict[str, Format] = {

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_recurrent_lengthgen.checkpoints.conversion.rwkv_maps import RWKV5, RWKV6, RWKV7
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import TensorFiles
+from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, learned_row, state_dtype, zero_state
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from hf_recurrent_lengthgen.checkpoints.json_files import read_json_object, texts_in
-from hf_recurrent_lengthgen.checkpoints.records import TOKENIZER_FILES
+from hf_recurrent_lengthgen.checkpoints.records import TOKENIZER_FILES, read_json_object, texts_in
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:

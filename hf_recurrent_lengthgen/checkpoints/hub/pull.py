@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new,
 from hf_recurrent_lengthgen.checkpoints.hub.contents import PICKLES, PUSHED, TRAINER_FILES, matches
 from hf_recurrent_lengthgen.checkpoints.hub.names import unsafe_names
 from hf_recurrent_lengthgen.checkpoints.hub.remote import hub_api, telling
-from hf_recurrent_lengthgen.checkpoints.json_files import read_json_object
+from hf_recurrent_lengthgen.checkpoints.records import read_json_object
 
 CONFIGS = ("config.json", "learned_state_config.json")
 """One of these describes what a repository holds."""

@@ -9,16 +9,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, ModelCard
 from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.checkpoints.adapters import holds_learned_state
+from hf_recurrent_lengthgen.checkpoints.card_mark import cards_digest, read_card_mark
 from hf_recurrent_lengthgen.checkpoints.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
 from hf_recurrent_lengthgen.checkpoints.hub.remote import hub_api, telling
-from hf_recurrent_lengthgen.checkpoints.json_files import read_json_object
-from hf_recurrent_lengthgen.checkpoints.records import (
-    cards_digest,
-    read_card_mark,
-    read_lineage,
-    unverified,
-    verified_files,
-)
+from hf_recurrent_lengthgen.checkpoints.records import read_json_object, read_lineage, unverified, verified_files
 
 
 @dataclass(frozen=True)

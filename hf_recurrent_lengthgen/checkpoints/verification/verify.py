@@ -17,7 +17,6 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import add_code
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.checkpoints.loading import differing_code, load_model, quiet_transformers
 from hf_recurrent_lengthgen.checkpoints.records import (
@@ -27,6 +26,7 @@ from hf_recurrent_lengthgen.checkpoints.records import (
     verified_files,
     write_verification,
 )
+from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.checkpoints.verification import clean_process
 from hf_recurrent_lengthgen.checkpoints.verification.comparing import (
     Outputs,

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, metadata_load
 from markdown_it import MarkdownIt
 from transformers import AutoTokenizer
 
+from hf_recurrent_lengthgen.checkpoints.card_mark import cards_digest, read_card_mark
 from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, build_card, card, write_card, write_card_of_run
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape
 from hf_recurrent_lengthgen.checkpoints.hub.push import plan_push
@@ -23,8 +24,6 @@ from hf_recurrent_lengthgen.checkpoints.records import (
     Source,
     Step,
     Verification,
-    cards_digest,
-    read_card_mark,
     read_lineage,
     verified_files,
     write_lineage,

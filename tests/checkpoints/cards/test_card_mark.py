@@ -2,7 +2,8 @@
 
 import pytest
 
-from hf_recurrent_lengthgen.checkpoints.records import CardMark, carded, cards_digest, read_card_mark
+from hf_recurrent_lengthgen.checkpoints.card_mark import CardMark, cards_digest, read_card_mark
+from hf_recurrent_lengthgen.checkpoints.records import carded
 
 
 def test_a_mark_is_read_back_from_a_card() -> None:

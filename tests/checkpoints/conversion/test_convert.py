@@ -14,9 +14,9 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.conversion import convert, tensor_writing
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.checkpoints.records import file_digest, read_lineage
+from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
 from tests.versions import SINCE_5_23
 
 CARD = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n\n# A model\n"
@@ -164,9 +164,9 @@ def test_tokenizer_code_that_is_not_in_the_folder_is_refused(
 
 
 def test_tokenizer_code_may_not_replace_ours(source: Path, tmp_path: Path) -> None:
-    (source / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["norms.Slow", None]}}))
-    (source / "norms.py").write_text("")
-    with pytest.raises(ValueError, match=r"norms\.py"):
+    (source / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["rows.Slow", None]}}))
+    (source / "rows.py").write_text("")
+    with pytest.raises(ValueError, match=r"rows\.py"):
         convert_checkpoint(str(source), tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 

@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoi
 from hf_recurrent_lengthgen.checkpoints.conversion.format_fla import FLA
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, detect
-from hf_recurrent_lengthgen.checkpoints.json_files import read_settings_file
+from hf_recurrent_lengthgen.checkpoints.records import read_settings_file
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,

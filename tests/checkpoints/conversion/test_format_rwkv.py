@@ -23,8 +23,8 @@ from hf_recurrent_lengthgen.checkpoints.conversion.format_rwkv import RWKV, RWKV
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_ours
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, detect
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta, TensorFiles
 from tests.models.family_rwkv import rwkv7_loop
 from tests.models.upstream_fixtures import RWKV5_NAMES, load_fixture
 

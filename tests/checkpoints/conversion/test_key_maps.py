@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import SAME, Rename, Transform, expand, to_ours, to_theirs
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import Meta
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import FAMILIES
 
 TRANSPOSED = Transform(lambda tensor: tensor.T, lambda tensor: tensor.T)

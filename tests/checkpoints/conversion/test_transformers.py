@@ -20,7 +20,7 @@ from transformers import (
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import TensorFiles, same_bits
+from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles, same_bits
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}

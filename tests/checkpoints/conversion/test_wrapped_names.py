@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
+from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
 from tests.models.families import DELTA_NET, MAMBA, MAMBA2, build
 
 TOKENS = torch.arange(3, 12)[None]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_recurrent_lengthgen.checkpoints.card_mark import CardMark, cards_digest
 from hf_recurrent_lengthgen.checkpoints.hub.push import plan_push
-from hf_recurrent_lengthgen.checkpoints.records import CardMark, cards_digest, verified_files
+from hf_recurrent_lengthgen.checkpoints.records import verified_files
 
 from .checkpoints import CARD, push, pushed_files, verify
 from .client import connect

@@ -1,22 +1,35 @@
-"""Find checkpoints: a local folder or file, or a model on the Hub, from which the needed files are downloaded."""
+"""From where checkpoints come: folders, files and models on the Hub, and the lineage that a new one continues."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
-from huggingface_hub import metadata_load, snapshot_download
-from huggingface_hub.errors import DryRunError, LocalEntryNotFoundError
+from huggingface_hub import hf_hub_download, metadata_load, snapshot_download
+from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
+from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import WEIGHT_FILES
+from hf_recurrent_lengthgen.checkpoints.adapters import base_of_part, holds_adapter, holds_learned_state
 from hf_recurrent_lengthgen.checkpoints.loading import check_name
-from hf_recurrent_lengthgen.checkpoints.records import TOKENIZER_FILES
+from hf_recurrent_lengthgen.checkpoints.records import (
+    LINEAGE_FILE,
+    TOKENIZER_FILES,
+    Lineage,
+    file_digest,
+    read_lineage,
+)
+from hf_recurrent_lengthgen.checkpoints.records import Source as Origin
+from hf_recurrent_lengthgen.checkpoints.tensor_files import WEIGHT_FILES
+from hf_recurrent_lengthgen.models import family_config
 
 CONTAINERS = (
     ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"],
     ["pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"],
 )
 SMALL_FILES = ("config.json", "generation_config.json", "README.md", "*.py", *TOKENIZER_FILES)
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pth")
 
 
 @dataclass(frozen=True)
@@ -140,3 +153,59 @@ def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
 def _is_broken_connection(error: Exception) -> bool:
     """Whether it is an error of httpx or httpx2, whichever the Hub's client uses."""
     return type(error).__module__.startswith("httpx")
+
+
+def lineage_of(model: str) -> Lineage:
+    """The lineage of a checkpoint or adapter folder, a Hub name, or a config.json that a command starts from.
+
+    A checkpoint without a lineage is itself the source of a new one. A config.json stands for random weights, so it
+    has no source. An adapter or learned state without a lineage has that of its base.
+
+    Raises:
+        ValueError: for a damaged lineage, and a name that does not exist.
+    """
+    if model.endswith(".json"):
+        return Lineage()
+    if holds_adapter(model) or holds_learned_state(model):
+        own = read_lineage(model)
+        return lineage_of(str(base_of_part(model))) if own is None else own
+    on_hub = not Path(model).is_dir()
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(model)
+    except OSError as error:
+        raise ValueError(f"{model} is no checkpoint folder here, and no model on the Hub: {error}") from error
+    folder = _loaded_commit(model) if on_hub else Path(model)
+    revision = folder.name if on_hub else None
+    known = read_lineage(folder)
+    return known if known is not None else Lineage(_new_source(model, folder, on_hub, revision, values))
+
+
+def _loaded_commit(name: str) -> Path:
+    """The cached files of a model on the Hub, with its lineage and card, if any; the name of the folder is the commit.
+
+    It is the commit in the cache, which was loaded, even if the Hub has a newer one.
+    """
+    config = _download(name, "config.json", local_files_only=True) or _download(name, "config.json")
+    if config is None:
+        raise ValueError(f"{name} has no config.json on the Hub, so it is no checkpoint.")
+    for file in (LINEAGE_FILE, "README.md"):
+        _download(name, file, revision=config.parent.name)
+    return config.parent
+
+
+def _download(name: str, file: str, **options: Any) -> Path | None:
+    """Path of a file in the cache; None if there is no such file."""
+    try:
+        return Path(hf_hub_download(name, file, **options))
+    except (HfHubHTTPError, LocalEntryNotFoundError):  # no such file, or offline and not in the cache
+        return None
+
+
+def _new_source(model: str, folder: Path, on_hub: bool, revision: str | None, values: dict[str, Any]) -> Origin:
+    model_type = str(values.get("model_type"))
+    config_class = family_config(model_type)
+    layout = "transformers" if config_class is None else config_class.layouts[0]
+    if model_type.startswith("stateful_"):
+        layout = "lengthgen"
+    files = {path.name: file_digest(path) for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))}
+    return Origin(model if on_hub else folder.resolve().name, on_hub, revision, layout, license_of(folder), files)

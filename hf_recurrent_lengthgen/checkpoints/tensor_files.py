@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_recurrent_lengthgen.checkpoints.json_files import AGAIN, read_json_object
+from hf_recurrent_lengthgen.checkpoints.records import AGAIN, read_json_object
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -199,6 +199,11 @@ def _check_index(path: Path, named: Mapping[str, str], found: Mapping[str, str])
     if any(problems.values()):
         told = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
         raise ValueError(f"{path} does not fit its files, {told}. {AGAIN.capitalize()}.")
+
+
+def stored_tensors(path: str | os.PathLike[str]) -> dict[str, Meta]:
+    """Shape and dtype of each tensor of one .safetensors file, under its name in the file. Errors as `TensorFiles`."""
+    return _Safetensors(Path(path)).metas
 
 
 class _Safetensors:

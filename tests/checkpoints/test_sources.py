@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.sources import locate
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
+from hf_recurrent_lengthgen.checkpoints.sources import locate
 from tests.checkpoints.hub.conftest import hub
 from tests.checkpoints.hub.endpoint import Endpoint
 

@@ -14,13 +14,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_files import TensorFiles, same_bits
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import (
     Entry,
     parse_size,
     write_safetensors,
     write_torch,
 )
+from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles, same_bits
 
 TENSORS = {
     "half": torch.randn(3, 5).to(torch.bfloat16),
