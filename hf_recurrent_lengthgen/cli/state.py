@@ -56,8 +56,8 @@ def command_parser() -> CommandParser:
     )
 
     def add_action(name: str, what: str, examples: str, description: str = "") -> CommandParser:
-        told: dict[str, Any] = {"help": what, "description": description or f"{what[0].upper()}{what[1:]}."}
-        return actions.add_parser(name, examples=examples, **told)
+        texts: dict[str, Any] = {"help": what, "description": description or f"{what[0].upper()}{what[1:]}."}
+        return actions.add_parser(name, examples=examples, **texts)
 
     what = "read a text, and save what is read every so many tokens"
     read = add_action("read", what, "lengthgen state read demo-output/cured --data book.txt --output book", READ)
@@ -110,13 +110,13 @@ def _read(options: argparse.Namespace) -> None:
     tokens = token_stream(documents, tokenizer)[:-1][: options.length]  # no end of text at the end: a prompt follows
     if not len(tokens):
         raise ValueError(f"{options.data} is empty: give a text.")
-    found = positions_in(options.output)
+    positions = positions_in(options.output)
     text_state: Any = {"tokenizer": tokenizer, "chunk_length": options.chunk_length}
     text_states = read_into(options.output, model, tokens, options.every, **text_state)
     with tqdm(total=len(tokens), unit="tok", unit_scale=True, disable=None) as bar:
         for text_state in text_states:
-            if found and text_state.position == found[-1]:
-                bar.write(f"Goes on after {found[-1]:,} tokens, the last file in {options.output}.")
+            if positions and text_state.position == positions[-1]:
+                bar.write(f"Goes on after {positions[-1]:,} tokens, the last file in {options.output}.")
             bar.update(text_state.position - bar.n)
     size = sum(file.stat().st_size for file in Path(options.output).glob("position-*.safetensors"))
     count = len(positions_in(options.output))

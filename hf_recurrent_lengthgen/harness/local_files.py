@@ -39,19 +39,19 @@ def rows(config_source: str, data_dir: str | None = None, **metadata: Any) -> Sp
         return loaded
     folder, task = folder_of(data_dir), config["task"]
     evaluated = config.get("test_split") or config.get("validation_split")
-    found: Splits = {}
+    splits: Splits = {}
     for split in filter(None, (config.get(f"{kind}_split") for kind in ("training", "validation", "test"))):
         path = folder / f"{task}.{split}.jsonl"
         if not path.exists() and split == evaluated:
             path = folder / f"{task}.jsonl"
         if path.exists():
-            found[split] = datasets.Dataset.from_list(json_lines(path))
+            splits[split] = datasets.Dataset.from_list(json_lines(path))
         elif split == evaluated:
             raise ValueError(f"{folder} has neither {task}.{split}.jsonl nor {task}.jsonl with the rows of {task}.")
         else:
             logger.warning("%s has no %s.%s.jsonl, so %s has no demonstrations from it.", folder, task, split, task)
-            found[split] = datasets.Dataset.from_list([])
-    return found
+            splits[split] = datasets.Dataset.from_list([])
+    return splits
 
 
 def longbench_rows(config_source: str, data_dir: str | None = None, **metadata: Any) -> Splits:
@@ -89,20 +89,20 @@ def folder_of(data_dir: str) -> Path:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    found = []
+    objects = []
     try:
         for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
             if line.strip():
-                found.append(json.loads(line))
-                if not isinstance(found[-1], dict):
-                    raise ValueError(f"{path}, line {number}: expected an object, got {type(found[-1]).__name__}.")
+                objects.append(json.loads(line))
+                if not isinstance(objects[-1], dict):
+                    raise ValueError(f"{path}, line {number}: expected an object, got {type(objects[-1]).__name__}.")
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {number}: not valid JSON ({error}).") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}.") from error
-    if not found:
+    if not objects:
         raise ValueError(f"{path} has no rows.")
-    return found
+    return objects
 
 
 def metadata_tokenizer(metadata: dict[str, Any], purpose: str) -> PreTrainedTokenizerBase:

@@ -41,20 +41,20 @@ def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | No
         raise ValueError(f"These files are missing: {', '.join(missing)}.")
     if not wanted:
         raise ValueError(f"{folder} has no LENGTH/data/{task}/validation.jsonl, for LENGTH one of {LENGTHS}.")
-    found = []
+    rows_of_lengths = []
     for length in wanted:
         for line in json_lines(paths[length]):
             if "input" not in line or not isinstance(line.get("outputs"), list) or not line["outputs"]:
                 raise ValueError(f"{paths[length]} has a row without input or outputs: {', '.join(sorted(line))}.")
             prompt, prefix = line["input"], line.get("answer_prefix", "")
             prompt = prompt if prompt.endswith(prefix) else prompt + prefix
-            found.append({"prompt": prompt, "outputs": list(map(str, line["outputs"])), "length": length})
-    return {"test": datasets.Dataset.from_list(found)}
+            rows_of_lengths.append({"prompt": prompt, "outputs": list(map(str, line["outputs"])), "length": length})
+    return {"test": datasets.Dataset.from_list(rows_of_lengths)}
 
 
 def share_found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    found = [output.lower() in results[0].lower() for output in doc["outputs"]]
-    return {str(doc["length"]): sum(found) / len(found)}
+    hits = [output.lower() in results[0].lower() for output in doc["outputs"]]
+    return {str(doc["length"]): sum(hits) / len(hits)}
 
 
 def one_found(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

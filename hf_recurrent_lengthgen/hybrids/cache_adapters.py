@@ -75,10 +75,10 @@ class CacheAdapter:
 
     def __init__(self, model: HybridModel) -> None:
         parameters = inspect.signature(type(model).forward).parameters
-        found = [name for name in self.arguments if name in parameters]
-        if not found:
+        names = [name for name in self.arguments if name in parameters]
+        if not names:
             raise ValueError(f"{type(model).__name__} takes no cache, so nothing can carry its states.")
-        self.model, self.argument = model, found[0]
+        self.model, self.argument = model, names[0]
         self.dtype = model.dtype if self.rounds else None
 
     def state_cache(

@@ -92,12 +92,12 @@ def _scanning_class(stock: Any) -> Any:
 
 def _with_our_scan(function: Any) -> Any:
     """A copy of a function, and of what it decorates, that finds our scan under the names in `RULES`."""
-    found = {name: _in_place_of(function.__globals__[name]) for name in RULES & function.__globals__.keys()}
+    ours = {name: _in_place_of(function.__globals__[name]) for name in RULES & function.__globals__.keys()}
     decorated = getattr(function, "__wrapped__", None)
     cells = function.__closure__ or ()
     closure = tuple(CellType(_with_our_scan(decorated)) if cell.cell_contents is decorated else cell for cell in cells)
     copy = FunctionType(
-        function.__code__, function.__globals__ | found, function.__name__, function.__defaults__, closure
+        function.__code__, function.__globals__ | ours, function.__name__, function.__defaults__, closure
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(copy, function)

@@ -34,8 +34,8 @@ class Shared:
     def __init__(self, group: Any, shape: tuple[int, int], device: torch.device) -> None:
         self.rows = Rows(shape, group=group)
         self.rank = dist.get_rank(group)
-        found = gathered(torch.tensor([shape[1]], device=device), group)
-        self.lengths = [int(one) for one in found]
+        lengths = gathered(torch.tensor([shape[1]], device=device), group)
+        self.lengths = [int(one) for one in lengths]
         self.scanned = 0
         if min(self.lengths) < 2:
             raise ValueError(

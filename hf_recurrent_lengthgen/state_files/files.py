@@ -138,16 +138,16 @@ class StateFile:
             warnings.warn(no_checksum(path), stacklevel=5)
 
     def _check_names(self) -> None:
-        header, found = self.header, {*self._tensors}
-        windowed = "layers.0.window" in found
-        layers = range(min(header.layers, len(found)))  # a damaged number must not allocate memory
+        header, names = self.header, {*self._tensors}
+        windowed = "layers.0.window" in names
+        layers = range(min(header.layers, len(names)))  # a damaged number must not allocate memory
         parts = STATE_PARTS if windowed else STATE_PARTS[:2]
         expected = {f"layers.{i}.{part}" for i in layers for part in parts}
         expected |= {f"layers.{i}.{part}" for i in header.keys for part in ("keys", "values")}
-        missing = sorted(expected - found)
+        missing = sorted(expected - names)
         # A part that a newer minor version adds is no reason to refuse a file; one of a known name is.
         known = {*STATE_PARTS, "keys", "values"}
-        unexpected = sorted(key for key in found - expected if key.rpartition(".")[2] in known)
+        unexpected = sorted(key for key in names - expected if key.rpartition(".")[2] in known)
         if not header.layers or missing or unexpected:
             raise ValueError(
                 f"{self.name} does not hold the parts of {header.layers} layers that its header tells: missing "

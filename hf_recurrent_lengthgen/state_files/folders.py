@@ -86,10 +86,10 @@ def load_text_state(
 
 
 def _nearest(folder: str | os.PathLike[str], position: int | None) -> int:
-    found = positions_in(folder)
-    before = [place for place in found if position is None or place <= position]
+    positions = positions_in(folder)
+    before = [place for place in positions if position is None or place <= position]
     if not before:
-        what = f"none up to {position}, only at {found}" if found else "none at all"
+        what = f"none up to {position}, only at {positions}" if positions else "none at all"
         raise ValueError(f"{folder} holds no such text state ({what}): read the text into it first.")
     return before[-1]
 
@@ -116,19 +116,19 @@ def _all_keys(path: Path, file: StateFile) -> dict[int, LayerKeys]:
             raise ValueError(f"{before_path} is not the file that {path.name} continues: it has read another text.")
         for layer in wanted:
             parts[layer].insert(0, before.layer_keys(layer))
-    return {layer: _joined(found, path) for layer, found in sorted(parts.items())}
+    return {layer: _joined(pieces, path) for layer, pieces in sorted(parts.items())}
 
 
 def _joined(parts: list[LayerKeys], path: Path) -> LayerKeys:
     if len(parts) == 1:
         return parts[0]
     pairs = [part[:2] for part in parts]
-    for found in zip(*pairs, strict=True):
-        if len({(part.shape[:2], part.shape[3], part.dtype) for part in found}) > 1:
+    for tensors in zip(*pairs, strict=True):
+        if len({(part.shape[:2], part.shape[3], part.dtype) for part in tensors}) > 1:
             raise ValueError(
                 f"{path} and the files that it continues hold keys or values of different shapes or dtypes."
             )
-    keys, values = (torch.cat(found, dim=2) for found in zip(*pairs, strict=True))
+    keys, values = (torch.cat(tensors, dim=2) for tensors in zip(*pairs, strict=True))
     return LayerKeys(keys, values, parts[-1].tokens)
 
 
@@ -177,11 +177,11 @@ def read_into(
     if every < 1:
         raise ValueError(f"every must be a number of tokens of at least 1, got {every}.")
     rows, done, before = check_rows(tokens), 0, None
-    if found := positions_in(folder):
-        if found[-1] > rows.shape[1]:
+    if positions := positions_in(folder):
+        if positions[-1] > rows.shape[1]:
             raise ValueError(
-                f"{folder} has read {found[-1]} tokens, more than the {rows.shape[1]} of the text: give a new folder, "
-                "or use what is there."
+                f"{folder} has read {positions[-1]} tokens, more than the {rows.shape[1]} of the text: give a new "
+                "folder, or use what is there."
             )
         before = load_text_state(folder, model, tokenizer, tokens=rows, allow=allow)
         done = before.position

@@ -145,11 +145,11 @@ def prefix_hash(tokens: Tensor | np.ndarray, before: str = NO_TOKENS) -> str:
     return digest.hex()
 
 
-def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[str], name: str) -> Origin:
+def check_origin(stored: Origin, model: Any, tokenizer: Any, allow: Collection[str], name: str) -> Origin:
     """The origin of a model, or a `ValueError` that names in what that of a text state differs.
 
     Args:
-        found: The origin of the text state.
+        stored: The origin of the text state.
         model: The model that is to continue.
         tokenizer: Its tokenizer; None to compare none.
         allow: Names of `OVERRIDES` that may differ.
@@ -159,26 +159,26 @@ def check_origin(found: Origin, model: Any, tokenizer: Any, allow: Collection[st
         raise ValueError(f"allow must hold names among {', '.join(OVERRIDES)}, got {', '.join(map(str, unknown))}.")
     here = origin_of(model, tokenizer)
     differing = {}
-    if fields := differing_fields(found.config, base_of(model).config):
+    if fields := differing_fields(stored.config, base_of(model).config):
         differing["config"] = f"the config ({', '.join(fields)})"
-    if found.dtype != here.dtype:
-        differing["dtype"] = f"the dtype of the weights ({found.dtype}, here {here.dtype})"
+    if stored.dtype != here.dtype:
+        differing["dtype"] = f"the dtype of the weights ({stored.dtype}, here {here.dtype})"
         differing["weights"] = "the weights, which cannot be compared then"
-    elif found.weights != here.weights:
+    elif stored.weights != here.weights:
         differing["weights"] = "the weights"
-    if found.revision and here.revision and found.revision != here.revision:
-        differing["revision"] = f"the revision ({found.revision[:12]}, here {here.revision[:12]})"
-    if found.tokenizer and here.tokenizer and found.tokenizer != here.tokenizer:
+    if stored.revision and here.revision and stored.revision != here.revision:
+        differing["revision"] = f"the revision ({stored.revision[:12]}, here {here.revision[:12]})"
+    if stored.tokenizer and here.tokenizer and stored.tokenizer != here.tokenizer:
         differing["tokenizer"] = "the tokenizer"
     refused = {key: text for key, text in differing.items() if key not in allow}
     if not refused:
         return here
     same = [what for what in ("weights", "config") if what not in differing]
     kept = f" (the same: {' and '.join(same)})" if same else ""
-    given = "the model given, which has the same name" if found.name == here.name else f"the model given, {here.name}"
-    dtype = f"load it in {found.dtype} (--dtype {found.dtype} of commands)" if "dtype" in refused else ""
+    given = "the model given, which has the same name" if stored.name == here.name else f"the model given, {here.name}"
+    dtype = f"load it in {stored.dtype} (--dtype {stored.dtype} of commands)" if "dtype" in refused else ""
     raise ValueError(
-        f"{name} was read with {found.name}, which differs from {given}, in {' and '.join(refused.values())}{kept}. "
+        f"{name} was read with {stored.name}, which differs from {given}, in {' and '.join(refused.values())}{kept}. "
         f"Give the model that read it{dtype and ', and ' + dtype}, or read the text again. If you know "
         f"that the difference does no harm, allow it: allow={sorted(refused)} (lengthgen state ask --allow "
         f"{' '.join(sorted(refused))})."
