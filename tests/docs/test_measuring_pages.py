@@ -44,6 +44,7 @@ ELSEWHERE = {
         "state-spaces",
         "--model mamba2",
         "verify cured",
+        "verify mamba2",
         "evaluate mamba2",
         "card cured",
         "push cured",
