@@ -26,11 +26,12 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state, keep_rows
 
 TAKEN = (
     "input_ids",
     "attention_mask",
+    "seq_idx",
     "labels",
     "shift_labels",
     "initial_state",
@@ -50,7 +51,8 @@ def chunked_forward(
             targets divided by `num_items_in_batch`, as in Transformers.
         inputs: `input_ids` (B, S), `labels` or `shift_labels` (B, S), and optionally `attention_mask` (B, S),
             `initial_state`, `num_items_in_batch` and `output_final_state`, with the meaning that they have for the
-            model. Padding may be on the left or right and may fill whole chunks.
+            model. Padding may be on the left or right and may fill whole chunks. Without it, `seq_idx` (B, S) says
+            where sequences begin inside rows, from the zero state.
         chunk_length: C. The last chunk may be shorter.
         window: Chunks after which the gradient through the state is stopped; None for never. The gradient into
             `initial_state` comes from the first window.
@@ -69,8 +71,12 @@ def chunked_forward(
     counted = inputs.get("num_items_in_batch")
     num_items = (targets != IGNORED_LABEL).sum() if counted is None else counted
 
+    numbers = inputs.get("seq_idx")
+
     def run(start: int, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         chunk = slice(start, start + chunk_length)
+        if numbers is not None and state is not None and start:
+            state = keep_rows(state, numbers[:, start] == numbers[:, start - 1])
         chunk_targets = targets[:, chunk].contiguous()  # the loss of Transformers makes a view of them
         output = forward(
             input_ids=input_ids[:, chunk],
@@ -81,6 +87,7 @@ def chunked_forward(
             num_items_in_batch=num_items,
             return_dict=True,
             **({} if mask is None else {"attention_mask": mask[:, chunk]}),
+            **({} if numbers is None else {"seq_idx": numbers[:, chunk]}),
         )
         # Autocast keeps its low-precision copies of the weights until its outermost context ends. A copy shared by
         # all chunks would sum their gradients in that precision.
@@ -204,10 +211,12 @@ def _check_inputs(inputs: Mapping[str, Any]) -> None:
             f"A forward pass in chunks does not take {other or 'return_dict=False'}: leave it out. Allowed inputs are "
             f"{', '.join(TAKEN)}."
         )
+    if inputs.get("seq_idx") is not None and inputs.get("attention_mask") is not None:
+        raise ValueError("A forward pass in chunks takes no attention_mask beside seq_idx: give rows without padding.")
     shape = tuple(inputs["input_ids"].shape)
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"input_ids must be (B, S) with at least one row and one token, got shape {shape}.")
-    for name in ("labels", "shift_labels", "attention_mask"):
+    for name in ("labels", "shift_labels", "attention_mask", "seq_idx"):
         value = inputs.get(name)
         if value is not None and tuple(value.shape) != shape:
             raise ValueError(f"{name} must have the shape of input_ids, {shape}, got {tuple(value.shape)}.")

@@ -1,7 +1,6 @@
 """How the rows of a batch become the rows that the model sees, and back.
 
-Truncated backpropagation resets states at given tokens; the alignment loss runs two crops of every row. Both only
-change the rows of the model, so a source of initial states still sees one state per row of the batch.
+The alignment loss runs two crops of every row. A source of initial states still sees one state per row of the batch.
 """
 
 from dataclasses import dataclass, replace
@@ -13,9 +12,15 @@ from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, default_data_collator
 
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
-from hf_recurrent_lengthgen.data.segments import split_at_resets, unpacked
+from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.rows import read_rows
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, map_state, take_rows
+from hf_recurrent_lengthgen.models.state_value import (
+    RecurrentState,
+    concatenate_rows,
+    map_state,
+    state_batch_size,
+    take_rows,
+)
 from hf_recurrent_lengthgen.trainers.checks import usable_ids
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
@@ -27,41 +32,26 @@ MICRO_BATCH = "micro_batch_facts"
 
 @dataclass(frozen=True)
 class RowLayout:
-    """B rows of a batch as R rows of the model.
+    """B rows of a batch as B rows of the model, or as several crops of each.
 
     Attributes:
-        rows: R.
-        first: Row of the model that starts row i of the batch, (B,); None if the rows are the same.
-        last: Row of the model that ends row i of the batch, (B,).
         crops: Number of crops of each row; final states are those of the first crop.
         later_from_zero: Whether crops after the first start from zero instead of the state of the first.
     """
 
-    rows: int
-    first: Tensor | None = None
-    last: Tensor | None = None
     crops: int = 1
     later_from_zero: bool = False
 
     def scatter(self, state: RecurrentState | None) -> RecurrentState | None:
-        """Initial states for the R rows of the model from those of the B rows of the batch."""
-        if state is None:
-            return None
-        if self.first is not None:
-            first = self.first
-
-            def place_rows(part: Tensor) -> Tensor:
-                return part.new_zeros(self.rows, *part.shape[1:]).index_copy(0, first.to(part.device), part)
-
-            state = map_state(place_rows, state)
+        """Initial states for the rows of the model from those of the B rows of the batch."""
+        if state is None or self.crops == 1:
+            return state
         later = map_state(torch.zeros_like, state) if self.later_from_zero else state
-        return concatenate_rows([state, *[later] * (self.crops - 1)]) if self.crops > 1 else state
+        return concatenate_rows([state, *[later] * (self.crops - 1)])
 
     def gather(self, state: RecurrentState) -> RecurrentState:
-        """Final states of the B rows of the batch from those of the R rows of the model."""
-        if self.last is not None:
-            return take_rows(state, self.last)
-        return take_rows(state, slice(self.rows // self.crops)) if self.crops > 1 else state
+        """Final states of the B rows of the batch from those of the rows of the model."""
+        return state if self.crops == 1 else take_rows(state, slice(state_batch_size(state) // self.crops))
 
 
 @dataclass
@@ -115,47 +105,42 @@ def _collate_equal_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
-    """The inputs of the model for a micro-batch of a trainer: labels that are not scored are -100, rows are cut at
-    resets or cropped in pairs, and a `MicroBatch` describes the layout."""
+    """The inputs of the model for a micro-batch of a trainer: labels that are not scored are -100, resets inside rows
+    are sequences that begin there, or rows are cropped in pairs; a `MicroBatch` describes the layout."""
     args, shared, align = trainer.args, trainer._shared, trainer._align
-    packed = read_rows(batch) if trainer._takes_states else None
-    inputs = dict(trainer._scored(usable_ids(trainer.model, batch, trainer._checks.ask), packed))
-    first_row, sequences = args.row_process_index * trainer._train_batch_size, None
+    inputs = usable_ids(trainer.model, batch, trainer._checks.ask)
+    resets, sequences = inputs.pop("state_resets", None), None
+    given = read_rows(inputs) if trainer._takes_states else None
+    packed = given is not None and given.starts is not None
+    if packed and (trainer.needs_continued_data or resets is not None):
+        refuse_packed(type(trainer).__name__)
+    if resets is not None and getattr(trainer.train_dataset, "reset_at_document", True):
+        numbers = pad(resets[:, 1:].long(), (1, 0)).cumsum(1)
+        given = read_rows({**inputs, "seq_idx": numbers})
+        if given.starts is not None:
+            inputs["seq_idx"], sequences = numbers, len(resets) + given.starts.sum()
+    inputs = dict(trainer._scored(inputs, given))
+    first_row = args.row_process_index * trainer._train_batch_size
     from_zero = trainer.initial_states.always_zero and align is None
-    if packed is not None and packed.starts is not None and not (from_zero and not args.bptt_chunk_length):
-        if trainer.needs_continued_data or "state_resets" in inputs:
-            refuse_packed(type(trainer).__name__)
-        inputs = unpacked(inputs, packed)  # a model takes one state per row; from zero it runs rows packed
+    if given is not None and packed and not (from_zero and not args.bptt_chunk_length):
+        inputs = unpacked(inputs, given)  # a model takes one state per row; from zero it runs rows packed
         if not isinstance(trainer.data_collator, DataCollatorWithFlattening):  # whose examples are one sequence each
             first_row = args.row_process_index << 20  # the rows of the processes before this one are unknown
     rows = token_shape_of(inputs)[0]
     place = BatchPlace(args.seed, trainer.state.global_step, micro_batch, first_row, rows)
-    layout, loss = RowLayout(rows), None
-    resets = inputs.pop("state_resets", None)
+    place = place if resets is None else replace(place, continues=~resets[:, 0])
+    layout, loss = RowLayout(), None
     if shared.group is not None:
-        if resets is not None:
-            sequences = rows + resets[:, 1:].sum()
-            inputs["seq_idx"] = pad(resets[:, 1:].long(), (1, 0)).cumsum(1)
-            place = replace(place, continues=~resets[:, 0])
         trainer._checks.ask(shared.differ(inputs), refuse_other_rows)
         inputs = piece_of_rows(inputs, shared.rank, shared.size)
     elif resets is not None or align is not None:
         if "attention_mask" in inputs and bool((inputs["attention_mask"] == 1).all()):
             inputs.pop("attention_mask")
-        if resets is not None and not getattr(trainer.train_dataset, "reset_at_document", True):
-            place = replace(place, continues=~resets[:, 0])
-            resets = None  # rows reset at their first token only, which reading all of them would find out
-        if align is None and resets is not None:
-            cut = split_at_resets(inputs, resets)
-            inputs, place = cut.inputs, replace(place, continues=cut.continues)
-            sequences = token_shape_of(inputs)[0]
-            layout = RowLayout(sequences, cut.first, cut.last)
-        elif align is not None:
-            if resets is not None and bool(resets[:, 1:].any()):
+        if align is not None:
+            if sequences is not None:
                 raise ValueError(
                     "The alignment loss cannot be computed across resets inside rows: leave reset_at_document out."
                 )
             inputs, loss = align.crop(inputs, place)
-            place = place if resets is None else replace(place, continues=~resets[:, 0])
-            layout = RowLayout(2 * rows, crops=2, later_from_zero=align.second_from_zero)
+            layout = RowLayout(crops=2, later_from_zero=align.second_from_zero)
     return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss, sequences=sequences)}

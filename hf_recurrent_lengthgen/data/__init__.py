@@ -4,7 +4,6 @@ from .continued import ChunkKey, ContinuedChunks, ContinuedStream, StreamRowSamp
 from .corpora import Corpus, Document, load_texts, split_names, standard_library_corpus
 from .packing import IGNORED_LABEL, PackedBlocks, evaluation_sequences
 from .pieces import piece_of_rows
-from .segments import Segments, split_at_resets
 from .tokens import byte_tokenizer, token_stream
 
 __all__ = [
@@ -15,14 +14,12 @@ __all__ = [
     "Corpus",
     "Document",
     "PackedBlocks",
-    "Segments",
     "StreamRowSampler",
     "byte_tokenizer",
     "evaluation_sequences",
     "keep_long_documents",
     "load_texts",
     "piece_of_rows",
-    "split_at_resets",
     "split_names",
     "standard_library_corpus",
     "token_stream",
