@@ -79,7 +79,8 @@ def test_models_of_all_kinds_side_by_side(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert diagnose(checkpoint, stock_checkpoint, llama, "--tokenizer", "bytes", "--patched-heads", 0) == 0
+    few = ("--tokenizer", "bytes", "--patched-heads", 0, "--parts", "states,misalignment")
+    assert diagnose(checkpoint, stock_checkpoint, llama, *few) == 0
     found = read_result(tmp_path / "out" / "result.json", Diagnosis)
     assert ["states" in model.parts for model in found.models] == [True, True, False]
     assert all(states is None or states.patching is None for states in map(states_of, found.models))
