@@ -108,11 +108,13 @@ def standard_library_corpus(folder: str | Path | None = None) -> Corpus:
 
 
 def _source_files(root: Path) -> list[Path]:
-    found = []
+    sources = []
     for parent, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not _matches(name, _SKIPPED_FOLDERS)]
-        found += [Path(parent, name) for name in files if name.endswith(".py") and not _matches(name, _SKIPPED_FILES)]
-    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+        sources += [
+            Path(parent, name) for name in files if name.endswith(".py") and not _matches(name, _SKIPPED_FILES)
+        ]
+    return sorted(sources, key=lambda path: path.relative_to(root).as_posix())
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -152,21 +154,21 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
     for dataset in parts:
         column = "text" if len(parts) > 1 and dataset.column_names == ["text"] else text_column
         if column not in dataset.column_names:
-            told = "choose one (text_column, --text-column)"
+            remedy = "choose one (text_column, --text-column)"
             if chats := sorted({"messages", "conversations"} & set(dataset.column_names)):
-                told = (
+                remedy = (
                     f"chats ({chats[0]}) need a chat template and its special tokens: train on them with "
                     "combine(StatePassingTrainer, SFTTrainer), docs/with_trl.md"
                 )
             raise ValueError(
-                f"{str(path_or_name)!r} has no column {column!r}; its columns are {dataset.column_names}; {told}"
+                f"{str(path_or_name)!r} has no column {column!r}; its columns are {dataset.column_names}; {remedy}"
             )
         texts += dataset[column]
     wrong = [row for row, text in enumerate(texts) if not isinstance(text, str)]
     if wrong or not any(texts):
-        found = f"row {wrong[0]} is {texts[wrong[0]]!r:.40}" if wrong else f"its {len(texts)} rows are empty"
+        what = f"row {wrong[0]} is {texts[wrong[0]]!r:.40}" if wrong else f"its {len(texts)} rows are empty"
         raise ValueError(
-            f"column {text_column!r} of {str(path_or_name)!r} must hold texts, but {found}; choose the text column or "
+            f"column {text_column!r} of {str(path_or_name)!r} must hold texts, but {what}; choose the text column or "
             "the split, or remove such rows"
         )
     return texts
@@ -215,8 +217,8 @@ def _matching(pattern: Path) -> list[str]:
 def _files_of_splits(folder: Path) -> dict[str, list[str]]:
     """The files of each split of a folder, as `datasets` finds them by their names."""
     patterns = datasets.data_files.get_data_patterns(str(folder))
-    found = datasets.data_files.DataFilesDict.from_patterns(patterns, base_path=str(folder))
-    return {str(split): list(files) for split, files in found.items()}
+    patterns_by_split = datasets.data_files.DataFilesDict.from_patterns(patterns, base_path=str(folder))
+    return {str(split): list(files) for split, files in patterns_by_split.items()}
 
 
 def _read_files(splits: dict[str, list[str]], split: str) -> list[datasets.Dataset]:
@@ -224,7 +226,7 @@ def _read_files(splits: dict[str, list[str]], split: str) -> list[datasets.Datas
     suffixes = {Path(name).suffix for files in splits.values() for name in files}
     kinds = {_BUILDER_OF_SUFFIX[suffix] for suffix in suffixes & _BUILDER_OF_SUFFIX.keys()}
     named = {part.partition("[")[0].strip() for part in split.split("+")}
-    found = []
+    loaded = []
     for kind in sorted(kinds):
         own = {
             each: [glob.escape(name) for name in files if _BUILDER_OF_SUFFIX.get(Path(name).suffix) == kind]
@@ -235,10 +237,10 @@ def _read_files(splits: dict[str, list[str]], split: str) -> list[datasets.Datas
             raise ValueError(f"its {kind} files have no split {min(named - own.keys())!r}, which {split!r} names, too")
         if named <= own.keys() or len(kinds) == 1:  # `datasets` says what is wrong with the split of a single kind
             options = {"sample_by": "document"} if kind == "text" else {}
-            found.append(datasets.load_dataset(kind, data_files=own, split=split, **options))
-    if not found:
+            loaded.append(datasets.load_dataset(kind, data_files=own, split=split, **options))
+    if not loaded:
         raise ValueError(f"no kind of file has the split {split!r}; there are {sorted(splits)}")
-    return found
+    return loaded
 
 
 def _is_missing(path_or_name: str | Path) -> bool:

@@ -97,8 +97,8 @@ class Checkpoint:
     @property
     def methods(self) -> list[Method]:
         """All methods that were applied to it, each once, in the order of its lineage."""
-        found = [method for step in self.steps for method in methods_of(step)]
-        return list(dict.fromkeys(found + [FORGETTING] * (self.forgets != Forgetting())))
+        applied = [method for step in self.steps for method in methods_of(step)]
+        return list(dict.fromkeys(applied + [FORGETTING] * (self.forgets != Forgetting())))
 
     @property
     def forgets(self) -> Forgetting:
@@ -185,18 +185,18 @@ def _parameters(folder: Path) -> int:
 def _weights_of(folder: Path) -> Callable[[set[str]], str | None]:
     """`Checkpoint.find_weights` for a folder, whose weights are loaded as `lengthgen evaluate` does, in any dtype."""
     digest = cache(lambda dtype: weights_digest(load_language_model(str(folder), dtype=dtype)))
-    return lambda wanted: next((found for dtype in _DTYPES if (found := digest(dtype)) in wanted), None)
+    return lambda wanted: next((weights for dtype in _DTYPES if (weights := digest(dtype)) in wanted), None)
 
 
 def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]]) -> tuple[Evidence, ...]:
     """Read result files; a `ValueError` for files of another kind and results of other weights or forgetting."""
-    found: list[Evidence] = []
+    kept: list[Evidence] = []
     for item in sorted(
         (_evidence(checkpoint, Path(file)) for file in files), key=lambda item: item.kind == "diagnosis"
     ):
-        own, others = _measurement(item.original), [_measurement(other.original) for other in found]
-        found.append(replace(item, repeated=bool(own) and any(own <= other for other in others)))
-    return tuple(found)
+        own, others = _measurement(item.original), [_measurement(other.original) for other in kept]
+        kept.append(replace(item, repeated=bool(own) and any(own <= other for other in others)))
+    return tuple(kept)
 
 
 def _measurement(result: Result) -> set[tuple[Any, ...]]:
@@ -222,19 +222,19 @@ def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
         )
     same = [index for index, digest in enumerate(weights) if digest == own]
     rule = ForgettingRule(**checkpoint.forgets._asdict())
-    found = [index for index in same if evaluations(result)[index].forgetting == rule]
-    if not found:
+    places = [index for index in same if evaluations(result)[index].forgetting == rule]
+    if not places:
         raise ValueError(
             f"{file} holds results of these weights as {', '.join(labels[index] for index in same)}, but "
             f"{checkpoint.name} needs results with {in_words(checkpoint.forgets)}: evaluate this folder."
         )
-    length = evaluations(result)[found[0]].training_length
+    length = evaluations(result)[places[0]].training_length
     if length is not None and checkpoint.training_length not in (None, length):
         raise ValueError(
             f"{file} measured {checkpoint.name} with a training length of {length}, but its config.json has "
             f"{checkpoint.training_length}: correct the config, or evaluate this checkpoint again."
         )
-    return Evidence(kind, result, found[0])
+    return Evidence(kind, result, places[0])
 
 
 def _read(file: Path) -> tuple[str, Result]:

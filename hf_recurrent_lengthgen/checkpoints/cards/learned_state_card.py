@@ -58,14 +58,14 @@ def write_learned_state_card(
     with replacing(path / README) as temporary:
         text = marked(str(card), checkpoint.files, (README,), settings.said())
         Path(temporary).write_text(text, encoding="utf-8")
-    told = {
+    facts = {
         "a base on the Hub (base_model_name_or_path in learned_state_config.json)": card.data.get("base_model"),
         "a license (--license)": card.data.get("license"),
         "the language of its training text (--language)": card.data.get("language"),
         "the training data on the Hub (--datasets)": card.data.get("datasets"),
         "its lineage (lineage.json)": checkpoint.lineage,
     }
-    return WrittenCard(path / README, [what for what, found in told.items() if not found])
+    return WrittenCard(path / README, [what for what, value in facts.items() if not value])
 
 
 def _render(checkpoint: Checkpoint, about: dict[str, Any], settings: CardSettings, words: str) -> ModelCard:

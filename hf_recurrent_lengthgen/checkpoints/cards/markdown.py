@@ -14,10 +14,10 @@ def escape(text: str) -> str:
 
 
 def _escaped(match: re.Match[str]) -> str:
-    found = match[0]
-    if found == "://":  # prevents an automatic link
+    special = match[0]
+    if special == "://":  # prevents an automatic link
         return "&#58;//"
-    return f"{found[:-1]}&#{ord(found[-1])};" if found[-1].isdecimal() else f"\\{found}"
+    return f"{special[:-1]}&#{ord(special[-1])};" if special[-1].isdecimal() else f"\\{special}"
 
 
 def code(text: str) -> str:

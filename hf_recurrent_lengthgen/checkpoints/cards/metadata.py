@@ -65,15 +65,15 @@ def _tags(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
     done = [method.tag for method in checkpoint.methods if method.tag]
     measured = [generalizes(result, checkpoint.vocab_size) for result in own_evaluations(evidence)]
     shown = ["length-generalization"] if measured and all(measured) else []
-    found = ["recurrent", *kinds, family.replace("_", "-"), *shown, *done]
-    return list(dict.fromkeys([*found, *(["custom_code"] if checkpoint.carries_code else []), PACKAGE]))
+    tags = ["recurrent", *kinds, family.replace("_", "-"), *shown, *done]
+    return list(dict.fromkeys([*tags, *(["custom_code"] if checkpoint.carries_code else []), PACKAGE]))
 
 
-def _of_evaluation(found: EvaluationResult) -> list[EvalResult]:
-    unit, length, data = found.data.token_unit, found.training_length, found.data
-    start, stop = found.harm.last_range
-    inside, beyond = found.in_window.loss, mean_over(found, start, stop)
-    common = {"token_unit": unit, "sequences": found.sequences, "confidence": found.confidence}
+def _of_evaluation(evaluation: EvaluationResult) -> list[EvalResult]:
+    unit, length, data = evaluation.data.token_unit, evaluation.training_length, evaluation.data
+    start, stop = evaluation.harm.last_range
+    inside, beyond = evaluation.in_window.loss, mean_over(evaluation, start, stop)
+    common = {"token_unit": unit, "sequences": evaluation.sequences, "confidence": evaluation.confidence}
 
     def result(kind: str, name: str, value: float, positions: tuple[int, int], bounds: Estimate | None) -> EvalResult:
         interval = {} if bounds is None or bounds.low is None else {"low": bounds.low, "high": bounds.high}
@@ -103,9 +103,9 @@ def _of_evaluation(found: EvaluationResult) -> list[EvalResult]:
         result(
             "context_harm",
             f"Harm of the context beyond {length:,} {unit}s at positions {start:,} to {stop:,} (nats per {unit})",
-            found.harm.last.mean,
+            evaluation.harm.last.mean,
             (start, stop),
-            found.harm.last,
+            evaluation.harm.last,
         ),
     ]
     if beyond is not None:
@@ -114,24 +114,24 @@ def _of_evaluation(found: EvaluationResult) -> list[EvalResult]:
     return results
 
 
-def _of_retrieval(found: RetrievalResult) -> list[EvalResult]:
+def _of_retrieval(retrieval: RetrievalResult) -> list[EvalResult]:
     return [
         EvalResult(
             task_type=PIPELINE,
-            dataset_type=found.task,
-            dataset_name=f"{found.task} ({found.style}) in {found.data.source.name}",
+            dataset_type=retrieval.task,
+            dataset_name=f"{retrieval.task} ({retrieval.style}) in {retrieval.data.source.name}",
             metric_type="accuracy",
-            metric_name=f"Right answers at {length:,} {found.data.token_unit}s",
+            metric_name=f"Right answers at {length:,} {retrieval.data.token_unit}s",
             metric_value=share.accuracy,
             metric_args={
                 "length": length,
                 "samples": share.samples,
-                "shots": found.shots,
-                "low": share.interval(found.confidence)[0],
-                "high": share.interval(found.confidence)[1],
+                "shots": retrieval.shots,
+                "low": share.interval(retrieval.confidence)[0],
+                "high": share.interval(retrieval.confidence)[1],
             },
         )
-        for length, share in zip(found.lengths, found.by_length, strict=True)
+        for length, share in zip(retrieval.lengths, retrieval.by_length, strict=True)
         if share.accuracy is not None
     ]
 

@@ -37,8 +37,8 @@ def figures(evidence: Sequence[Evidence]) -> dict[str, Callable[[], Figure]]:
                 ("position_wise.png", partial(position_wise_figure, models)),
                 ("context_harm.png", partial(context_harm_figure, models)),
             ]
-        if found := item.retrieved:
-            made.append(("retrieval.png", partial(retrieval_accuracy_figure, found)))
+        if retrieved := item.retrieved:
+            made.append(("retrieval.png", partial(retrieval_accuracy_figure, retrieved)))
     return dict(zip(_numbered([name for name, _ in made]), (make for _, make in made), strict=True))
 
 
@@ -64,27 +64,27 @@ def verdict(evidence: Sequence[Evidence], vocab_size: int | None) -> str:
     own = models[0].evaluation
     length, unit = own.training_length, own.data.token_unit
     start, stop = own.harm.last_range
-    told = (
+    harm = (
         f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its loss with the whole text is "
         f"{_estimate(own.harm.last, sign=True)} nats per {unit} compared with only the last {length:,} {unit}s"
     )
     for model in models[1:]:
         if model.role in COMPARED:
-            told += f"; for {COMPARED[model.role]}, it is {_estimate(model.evaluation.harm.last, sign=True)}"
-    lost = [sentence for found in retrieval_results(evidence) for sentence in not_found(found)[:1]]
-    return " ".join([f"{told}.", *(f"Retrieval falls short: {sentence}." for sentence in lost[:1])])
+            harm += f"; for {COMPARED[model.role]}, it is {_estimate(model.evaluation.harm.last, sign=True)}"
+    lost = [sentence for result in retrieval_results(evidence) for sentence in not_found(result)[:1]]
+    return " ".join([f"{harm}.", *(f"Retrieval falls short: {sentence}." for sentence in lost[:1])])
 
 
 def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
     own = models[0].evaluation
     harm, unit, end = own.harm, own.data.token_unit, own.evaluated_length
     beyond = f"beyond its training length of {own.training_length:,} {unit}s"
-    found = status(own)
-    if found == "breaks":
+    verdict = status(own)
+    if verdict == "breaks":
         return f"It fails {beyond}."
     if (guess := uniform_loss(own, vocab_size)) is not None:
         return f"It predicts no better than a uniform guess (loss {guess:.3f}), so nothing is known about it {beyond}."
-    if found == "unclear":
+    if verdict == "unclear":
         return f"It is unclear whether it holds {beyond}."
     if (low := own.in_window.context_use.low) is None or low <= 0:
         return f"Earlier text is not shown to harm it {beyond}, but it is not shown to use its context at all."
@@ -121,11 +121,12 @@ def uniform_loss(result: EvaluationResult, vocab_size: int | None) -> float | No
     return guess if result.in_window.loss.mean >= guess else None
 
 
-def not_found(found: RetrievalResult) -> list[str]:
+def not_found(result: RetrievalResult) -> list[str]:
     """A clause for each length at which retrieval fails."""
     return [
-        f"at {length:,} {found.data.token_unit}s, {share.accuracy:.0%} of its answers are right ({escape(found.task)})"
-        for length, share in zip(found.lengths, found.by_length, strict=True)
+        f"at {length:,} {result.data.token_unit}s, "
+        f"{share.accuracy:.0%} of its answers are right ({escape(result.task)})"
+        for length, share in zip(result.lengths, result.by_length, strict=True)
         if share.accuracy is not None and share.accuracy < RECALL_ACCURACY
     ]
 
@@ -166,19 +167,19 @@ def _all_numbers(name: str) -> str:
 
 
 def _rows(models: Sequence[ComparedModel]) -> list[list[str]]:
-    found = [model.evaluation for model in models]
-    own = found[0]
+    measured = [model.evaluation for model in models]
+    own = measured[0]
     start, stop = own.harm.last_range
     early, late = (sum(band) // 2 for band in (own.in_window.early_band, own.in_window.late_band))
-    lengths = {evaluation.training_length for evaluation in found}
+    lengths = {evaluation.training_length for evaluation in measured}
     inside = f"inside {own.training_length:,} {own.data.token_unit}s" if len(lengths) == 1 else "inside its length"
     beyond = f"beyond {own.training_length:,}" if len(lengths) == 1 else "beyond its length"
 
     def row(title: str, read: Callable[[EvaluationResult], str]) -> list[str]:
-        return [title, *map(read, found)]
+        return [title, *map(read, measured)]
 
     return [
-        ["", "**this model**", *(escape(evaluation.model) for evaluation in found[1:])],
+        ["", "**this model**", *(escape(evaluation.model) for evaluation in measured[1:])],
         row(f"Loss {inside}", lambda result: _cell(result.in_window.loss)),
         row(f"Loss at {start:,} to {stop:,}", lambda result: _number(mean_over(result, start, stop))),
         row(
@@ -202,8 +203,8 @@ def _rise(result: EvaluationResult) -> str:
     shown, mean = result.verdict.violated_from, result.verdict.holds_to
     if shown is None and mean >= result.evaluated_length:
         return "nowhere"
-    told = "not shown" if shown is None else f"from {shown:,}"
-    return told if mean == shown else f"{told}<br>(mean: from {mean:,})"
+    place = "not shown" if shown is None else f"from {shown:,}"
+    return place if mean == shown else f"{place}<br>(mean: from {mean:,})"
 
 
 def mean_over(result: EvaluationResult, start: int, stop: int) -> float | None:
@@ -219,18 +220,18 @@ def mean_over(result: EvaluationResult, start: int, stop: int) -> float | None:
 
 def diagnosis_section(item: Evidence, name: str, images: Sequence[str]) -> str:
     """What a diagnosis adds to an evaluation in another section."""
-    told = _extra(item) or ["It adds nothing to the evaluation above."]
-    return "\n\n".join(["### Diagnosis", *told, _all_numbers(name)])
+    extra = _extra(item) or ["It adds nothing to the evaluation above."]
+    return "\n\n".join(["### Diagnosis", *extra, _all_numbers(name)])
 
 
 def _extra(item: Evidence) -> list[str]:
     """The facts that only a diagnosis has."""
-    found = item.diagnosed
-    if found is None:
+    diagnosed = item.diagnosed
+    if diagnosed is None:
         return []
-    told = [f"- {fact.sentence or escape(f'{fact.name}: {fact.value}.')}" for fact in facts(found)]
-    told += [f"- Not measured: {escape(what)} ({escape(why)})." for what, why in found.refused.items()]
-    return ["\n".join(told)] if told else []
+    lines = [f"- {fact.sentence or escape(f'{fact.name}: {fact.value}.')}" for fact in facts(diagnosed)]
+    lines += [f"- Not measured: {escape(what)} ({escape(why)})." for what, why in diagnosed.refused.items()]
+    return ["\n".join(lines)] if lines else []
 
 
 def retrieval_section(item: Evidence, name: str, images: Sequence[str]) -> str:
@@ -247,11 +248,11 @@ def retrieval_section(item: Evidence, name: str, images: Sequence[str]) -> str:
         for model in models
     ]
     recalled = first.recall_length()
-    told = "at no length" if recalled is None else f"up to {recalled:,} {first.data.token_unit}s"
+    reach = "at no length" if recalled is None else f"up to {recalled:,} {first.data.token_unit}s"
     parts = [
         f"### {_TASKS.get(first.task, escape(first.task))}",
         f"Right answers in percent by length, over all depths, with {first.confidence:.0%} intervals in brackets "
-        f"(prompt: {escape(first.style)}{examples}). At least 95% are right {told}.",
+        f"(prompt: {escape(first.style)}{examples}). At least 95% are right {reach}.",
         table(rows),
         *(_image(image, "Right answers by length") for image in images),
         _all_numbers(name),
@@ -261,12 +262,12 @@ def retrieval_section(item: Evidence, name: str, images: Sequence[str]) -> str:
 
 def commands_section(evidence: Sequence[Evidence]) -> str:
     """The commands behind the numbers, with seeds, devices and versions."""
-    found = [evaluations(item.original)[item.own] for item in evidence]
-    commands = list(dict.fromkeys(result.command for result in found if result.command))
+    results = [evaluations(item.original)[item.own] for item in evidence]
+    commands = list(dict.fromkeys(result.command for result in results if result.command))
     with_what = list(
         dict.fromkeys(
             f"seed {result.seed} on {escape(result.device)} with {escape(versions_text(result.versions))}"
-            for result in found
+            for result in results
         )
     )
     blocks = [fence("\n".join(commands), "bash"), FOLDERS] if commands else []

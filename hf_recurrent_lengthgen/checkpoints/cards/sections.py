@@ -194,81 +194,87 @@ def _verified(checkpoint: Checkpoint) -> str:
 
 def limits_section(checkpoint: Checkpoint, evidence: Sequence[Evidence], license: str | None) -> str:
     """Known failures, and what was not measured."""
-    found = [*_failures(checkpoint, evidence), *_unmeasured(checkpoint, evidence)]
+    limits = [*_failures(checkpoint, evidence), *_unmeasured(checkpoint, evidence)]
     if license is None:
-        found.append("The license is unknown.")
-    return "\n".join(f"- {sentence}" for sentence in found)
+        limits.append("The license is unknown.")
+    return "\n".join(f"- {sentence}" for sentence in limits)
 
 
 def _failures(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
-    told = []
+    failures = []
     for result in own_evaluations(evidence):
-        told += _failures_of(result, checkpoint.vocab_size)
-    for found in retrieval_results(evidence):
-        told += [f"Known failure: {sentence}." for sentence in not_found(found)[:1]]
+        failures += _failures_of(result, checkpoint.vocab_size)
+    for retrieved in retrieval_results(evidence):
+        failures += [f"Known failure: {sentence}." for sentence in not_found(retrieved)[:1]]
     if (rule := checkpoint.forgets) != Forgetting():
-        told.append(f"It is made to forget at inference ({escape(in_words(rule))}): it cannot use what it forgets.")
+        failures.append(
+            f"It is made to forget at inference ({escape(in_words(rule))}): it cannot use what it forgets."
+        )
     kinds = [step.kind for step in checkpoint.steps]
     if "expand" in kinds and "train" not in kinds[kinds.index("expand") :]:
-        told.append("Its states were expanded, and it was not trained afterwards.")
+        failures.append("Its states were expanded, and it was not trained afterwards.")
     if checkpoint.verification is not None and not checkpoint.verification.passed:
-        told.append("It did not pass its verification.")
+        failures.append("It did not pass its verification.")
     if "train" in kinds:
-        told.append("Each training is a single run with one seed.")
-    return told
+        failures.append("Each training is a single run with one seed.")
+    return failures
 
 
 def _failures_of(result: EvaluationResult, vocab_size: int | None) -> list[str]:
-    told, unit, verdict = [], result.data.token_unit, result.verdict
+    failures, unit, verdict = [], result.data.token_unit, result.verdict
     start = result.harm.harmful_from
     if (guess := uniform_loss(result, vocab_size)) is not None:
-        told.append(f"Known failure: its loss is not below {guess:.3f}, the loss of a uniform guess among all tokens.")
+        failures.append(
+            f"Known failure: its loss is not below {guess:.3f}, the loss of a uniform guess among all tokens."
+        )
     if status(result) != "breaks" and start is not None:
-        told.append(f"Known failure: at some positions from {start:,} on, earlier text increases its loss.")
+        failures.append(f"Known failure: at some positions from {start:,} on, earlier text increases its loss.")
     if status(result) == "breaks":
-        told.append(
+        failures.append(
             "Known failure: on longer texts it predicts worse than with only the last "
             f"{result.training_length:,} {unit}s" + (f", from position {start:,} on." if start else ".")
         )
     if verdict.violated_from is not None:
-        told.append(
+        failures.append(
             f"Known failure: from position {verdict.violated_from:,} on, its perplexity is more than "
             f"{verdict.tolerance:.0%} above the best one inside its training length."
         )
     elif verdict.holds_to < result.evaluated_length:
-        told.append(
+        failures.append(
             f"Its mean perplexity at some positions from {verdict.holds_to:,} on is more than "
             f"{verdict.tolerance:.0%} above the best one, but the intervals do not confirm this (Definition 3.2)."
         )
     if result.in_window.context_use.low is None or result.in_window.context_use.low <= 0:
-        told.append("It is not shown to use the context inside its training length.")
-    return told
+        failures.append("It is not shown to use the context inside its training length.")
+    return failures
 
 
 def _unmeasured(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
     evaluated, retrieved = own_evaluations(evidence), retrieval_results(evidence)
-    told = []
+    unmeasured = []
     if not evaluated:
-        told.append("This card has no loss on long texts, so it does not show how far the model holds.")
+        unmeasured.append("This card has no loss on long texts, so it does not show how far the model holds.")
     for result in evaluated:
-        told.append(
+        unmeasured.append(
             f"Measured on {result.sequences} texts of one dataset ({escape(result.data.source.name)}), "
             f"up to {result.evaluated_length:,} {result.data.token_unit}s; other data and longer texts are unknown."
         )
     if not retrieved:
-        told.append(
+        unmeasured.append(
             "Retrieval from far back in a text (passkeys, needles) was not measured; low loss does not imply it."
         )
-    told.append("This card has no standard benchmarks, and no check for harmful or false content in generated texts.")
+    unmeasured.append(
+        "This card has no standard benchmarks, and no check for harmful or false content in generated texts."
+    )
     if checkpoint.verification is None:
-        told.append(f"These files were not verified ({code('lengthgen verify')}).")
+        unmeasured.append(f"These files were not verified ({code('lengthgen verify')}).")
         if evidence:
-            told.append("The results are of these weights, but not certainly of this config.")
+            unmeasured.append("The results are of these weights, but not certainly of this config.")
     if not checkpoint.tokenizer:
-        told.append("It has no tokenizer.")
+        unmeasured.append("It has no tokenizer.")
     if checkpoint.lineage is None:
-        told.append("Its training data and the length of its training are not recorded.")
-    return told
+        unmeasured.append("Its training data and the length of its training are not recorded.")
+    return unmeasured
 
 
 def citation_section(checkpoint: Checkpoint, version: str) -> str:

@@ -51,13 +51,13 @@ def trainings_table(runs: Mapping[int, TrainingRun]) -> str:
 def _each(words: Callable[[Settings], str]) -> Words:
     """The values of all parts of a run: "0.001 to step 100, then 0.0005"."""
 
-    def told(run: TrainingRun) -> str:
-        found = [(part.from_step, words(part)) for part in run.settings]
-        found = [pair for i, pair in enumerate(found) if i == 0 or pair[1] != found[i - 1][1]]
-        texts = [f"{old or 'none'} to step {start:,}" for (_, old), (start, _) in pairwise(found)]
-        return ", then ".join([*texts, found[-1][1] or ("none" if texts else "")])
+    def in_words(run: TrainingRun) -> str:
+        changes = [(part.from_step, words(part)) for part in run.settings]
+        changes = [pair for i, pair in enumerate(changes) if i == 0 or pair[1] != changes[i - 1][1]]
+        texts = [f"{old or 'none'} to step {start:,}" for (_, old), (start, _) in pairwise(changes)]
+        return ", then ".join([*texts, changes[-1][1] or ("none" if texts else "")])
 
-    return told
+    return in_words
 
 
 def _option(name: str) -> Words:
@@ -71,11 +71,11 @@ def _value(value: Value) -> str:
 
 
 def _hardware(run: TrainingRun) -> str:
-    found = run.hardware
-    if found.threads is None:
-        return f"{found.number} x {found.device}"
-    threads = f"{found.threads} thread{'s' if found.threads > 1 else ''}"
-    return f"CPU ({threads})" if found.number == 1 else f"CPU ({found.number} processes, {threads} each)"
+    hardware = run.hardware
+    if hardware.threads is None:
+        return f"{hardware.number} x {hardware.device}"
+    threads = f"{hardware.threads} thread{'s' if hardware.threads > 1 else ''}"
+    return f"CPU ({threads})" if hardware.number == 1 else f"CPU ({hardware.number} processes, {threads} each)"
 
 
 def _batch(run: TrainingRun) -> str:
@@ -93,11 +93,13 @@ def _adapter(run: TrainingRun) -> str:
 
 def _schedule(part: Settings) -> str:
     options = f" {json.dumps(part.lr_scheduler_kwargs)}" if part.lr_scheduler_kwargs else ""
-    told = part.lr_scheduler_type + options
+    schedule = part.lr_scheduler_type + options
     if not part.warmup_steps:
-        return told
+        return schedule
     share = part.warmup_steps < 1
-    return f"{told}, warm-up {f'{part.warmup_steps:.0%} of the steps' if share else f'{part.warmup_steps:g} steps'}"
+    return (
+        f"{schedule}, warm-up {f'{part.warmup_steps:.0%} of the steps' if share else f'{part.warmup_steps:g} steps'}"
+    )
 
 
 def _scheduled_steps(run: TrainingRun) -> str:
@@ -108,14 +110,14 @@ def _scheduled_steps(run: TrainingRun) -> str:
 
 
 def _optimizer(part: Settings) -> str:
-    told = [part.optim]
+    optimizer = [part.optim]
     if part.betas is not None:
-        told.append(f"betas {' and '.join(f'{beta:g}' for beta in part.betas)}")
+        optimizer.append(f"betas {' and '.join(f'{beta:g}' for beta in part.betas)}")
     if part.momentum is not None:
-        told.append(f"momentum {part.momentum:g}")
+        optimizer.append(f"momentum {part.momentum:g}")
     if part.epsilon not in (None, _EPSILON):
-        told.append(f"epsilon {part.epsilon:g}")
-    return ", ".join([*told, f"weight decay {part.weight_decay:g}"])
+        optimizer.append(f"epsilon {part.epsilon:g}")
+    return ", ".join([*optimizer, f"weight decay {part.weight_decay:g}"])
 
 
 def _weights(run: TrainingRun) -> str:

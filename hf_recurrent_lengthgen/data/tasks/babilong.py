@@ -48,13 +48,13 @@ def babi_files(folder: str | Path, split: str = "train", tasks: Sequence[int] = 
     Raises:
         ValueError: if a task has no file or several.
     """
-    found = []
+    all_files = []
     for task in tasks:
         files = sorted(Path(folder).glob(f"qa{task}_*_{split}.txt"))
         if len(files) != 1:
             raise ValueError(f"{folder} has {len(files)} files qa{task}_*_{split}.txt, but must have exactly one")
-        found += files
-    return found
+        all_files += files
+    return all_files
 
 
 def read_babi(path: str | Path) -> list[BabiQuestion]:
@@ -104,13 +104,13 @@ def _question(place: str, text: str, facts: dict[int, str]) -> BabiQuestion:
 
 def sentences(texts: Iterable[str]) -> list[str]:
     """Sentences in order, with single spaces, cut after 40 words; a sentence ends at . ! or ? before a space."""
-    found = []
+    pieces = []
     for text in texts:
         for sentence in re.split(r"(?<=[.!?])\s+", text):
             words = sentence.split()
             for start in range(0, len(words), _LONGEST_SENTENCE):
-                found.append(" ".join(words[start : start + _LONGEST_SENTENCE]))
-    return found
+                pieces.append(" ".join(words[start : start + _LONGEST_SENTENCE]))
+    return pieces
 
 
 class NoQuestionFitsError(ValueError):

@@ -51,16 +51,16 @@ class Haystack:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
-        found = sentences(texts)
-        if len(found) <= _SENTENCES_OF_A_SHOT:
+        around = sentences(texts)
+        if len(around) <= _SENTENCES_OF_A_SHOT:
             raise ValueError(
-                f"the text has {len(found)} sentences, but must have more than {_SENTENCES_OF_A_SHOT} to hide a "
+                f"the text has {len(around)} sentences, but must have more than {_SENTENCES_OF_A_SHOT} to hide a "
                 "needle in; give more text"
             )
-        pieces = [encode_next(tokenizer, f"{' ' if number else chr(10)}{text}") for number, text in enumerate(found)]
+        pieces = [encode_next(tokenizer, f"{' ' if number else chr(10)}{text}") for number, text in enumerate(around)]
         self.tokens = torch.tensor([token for piece in pieces for token in piece])
         self.ends = np.cumsum([len(piece) for piece in pieces])
-        self.last = tuple(found[-_SENTENCES_OF_A_SHOT:])
+        self.last = tuple(around[-_SENTENCES_OF_A_SHOT:])
         self.usable = int(self.ends[-1 - _SENTENCES_OF_A_SHOT])
 
 
