@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, write_card
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -61,3 +62,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     pair = (work.base, work.cured, "--roles", "base,cured")
     assert run("evaluate", *pair, *measured, "--output", work.results.parent) == 0
     return work
+
+
+@pytest.fixture(scope="session")
+def cured(work: Work, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cured checkpoint with its card."""
+    folder = work.copy("cured", tmp_path_factory.mktemp("carded") / "cured")
+    said = CardSettings(license="apache-2.0", language=("en",), datasets=("owner/times",))
+    write_card(folder, [work.results], said)
+    return folder

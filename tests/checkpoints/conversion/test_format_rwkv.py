@@ -1,11 +1,6 @@
-"""RWKV-6 and RWKV-5.2: .pth files and repositories compute what a loop over their own tensors does, and come back.
-
-RWKV-7: .pth files compute what the author's package does (`make_rwkv7_fixture.py`), and come back.
-"""
+"""Checkpoints in the layouts of RWKV's authors: what they compute after conversion, and what comes back of them."""
 
 import json
-import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +9,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
@@ -22,9 +16,22 @@ from hf_recurrent_lengthgen.checkpoints.conversion.export import code_note, expo
 from hf_recurrent_lengthgen.checkpoints.conversion.format_rwkv import RWKV, RWKV_HF
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_ours
-from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, detect
-from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
-from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta, TensorFiles
+from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
+from tests.checkpoints.conversion.rwkv_files import (
+    OFFICIAL,
+    SHAPES,
+    SMALL,
+    Shapes,
+    _has,
+    assert_close,
+    assert_computes,
+    assert_same,
+    both_generations,
+    every_size,
+    repository_name,
+    write_pth,
+    write_repository,
+)
 from tests.models.family_rwkv import rwkv7_loop
 from tests.models.upstream_fixtures import RWKV5_NAMES, load_fixture
 
@@ -32,102 +39,12 @@ from .rwkv_reference import (
     RWKV7_SIZES,
     Sizes,
     Sizes7,
-    Weights,
     draw,
     even_draw,
-    run,
     rwkv5_shapes,
     rwkv6_shapes,
     rwkv7_shapes,
 )
-
-SIZES = {
-    "small ranks": Sizes(24, 3, 8, 3, 5, 7, 32, 31),
-    "official ranks": Sizes(64, 2, 32, 2, 32, 64, 224, 40),
-    "ranks of the 7B": Sizes(32, 1, 32, 1, 64, 128, 112, 29),
-    "wider time mixing": Sizes(16, 3, 8, 2, 2, 3, 20, 37),
-}
-SHAPES = {"rwkv6": rwkv6_shapes, "rwkv5": rwkv5_shapes}
-every_size = pytest.mark.parametrize("sizes", SIZES.values(), ids=[name.replace(" ", "-") for name in SIZES])
-both_generations = pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
-SMALL, OFFICIAL = SIZES["small ranks"], SIZES["official ranks"]
-
-
-def write_pth(weights: Weights, path: Path) -> Path:
-    torch.save(weights, path)
-    return path
-
-
-def repository_name(name: str) -> str:
-    """By the rules of the authors' conversion script."""
-    if name == "head.weight":
-        return name
-    for old, new in (
-        ("emb.", "embeddings."),
-        (".ln0.", ".pre_ln."),
-        (".att.", ".attention."),
-        (".ffn.", ".feed_forward."),
-    ):
-        name = name.replace(old, new)
-    for short, long in (("k", "key"), ("v", "value"), ("r", "receptance"), ("g", "gate")):
-        if name.endswith(f"time_mix_{short}"):
-            name = name.removesuffix(short) + long
-    return f"rwkv.{name}"
-
-
-def write_repository(weights: Weights, folder: Path, generation: int, sizes: Sizes, **changes: Any) -> Path:
-    """With the entries that official config.json files have."""
-    folder.mkdir()
-    save_file(
-        {repository_name(name): value.contiguous() for name, value in weights.items()}, folder / "model.safetensors"
-    )
-    settings = {
-        "architectures": [f"Rwkv{generation}ForCausalLM"],
-        "auto_map": {"AutoConfig": f"configuration_rwkv{generation}.Rwkv{generation}Config"},
-        "attention_hidden_size": sizes.width,
-        "bos_token_id": 0,
-        "context_length": 4096,
-        "eos_token_id": 0,
-        "head_size": sizes.head_size,
-        "hidden_size": sizes.width,
-        "intermediate_size": None,
-        "layer_norm_epsilon": 1e-05,
-        "model_type": f"rwkv{generation}",
-        "num_hidden_layers": sizes.layers,
-        "rescale_every": 6,
-        "tie_word_embeddings": False,
-        "transformers_version": "4.33.1",
-        "use_cache": True,
-        "vocab_size": sizes.vocabulary,
-    }
-    (folder / "config.json").write_text(json.dumps(settings | changes))
-    return folder
-
-
-def assert_computes(folder: Path, weights: Weights, head_norm_epsilon: float = 64e-5) -> None:
-    """Logits and final states are those of the loop, to 1e-5 of the largest entry, in float32."""
-    model = load_model(str(folder)).eval()
-    ids = torch.randint(model.config.vocab_size, (2, 17), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        output = model(ids)
-    for row in range(2):
-        logits, states = run(weights, ids[row], head_norm_epsilon)
-        assert_close(output.logits[row], logits)
-        for ours, theirs in zip(output.final_state, states, strict=True):
-            assert_close(ours.recurrent[row], theirs.memory.mT)
-            assert_close(ours.conv[row, :, 0], torch.cat([theirs.time, theirs.channel]))
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    assert actual.shape == expected.shape
-    assert float((actual - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
-
-
-def assert_same(one: Weights, other: Weights) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert (value.dtype, value.shape) == (other[name].dtype, other[name].shape), name
-        assert torch.equal(value, other[name]), name
 
 
 @pytest.mark.thinned(3)
@@ -171,10 +88,6 @@ def test_vectors_without_leading_ones_come_back_without_them(
     assert_computes(tmp_path / "ours", weights)
     export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")
     assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
-
-
-def _has(name: str, parts: str | tuple[str, ...]) -> bool:
-    return any(part in name for part in ((parts,) if isinstance(parts, str) else parts))
 
 
 def test_rwkv7_computes_what_the_package_of_its_author_does_and_comes_back_the_same(tmp_path: Path) -> None:
@@ -392,195 +305,3 @@ def test_the_layouts_of_the_authors_lead_to_each_other(generation: int, tmp_path
     }
     convert_checkpoint(str(tmp_path / "repository"), tmp_path / "again")
     assert_computes(tmp_path / "again", weights)
-
-
-def test_rwkv6_of_fla_is_told_from_that_of_the_authors() -> None:
-    fla = {"model_type": "rwkv6", "norm_eps": 1e-5, "expand_k": 1, "proj_low_rank_dim": 32}
-    theirs = {"model_type": "rwkv6", "head_size": 64, "layer_norm_epsilon": 1e-5}
-    assert detect(fla, {}, "").name == "fla"
-    assert detect(theirs, {}, "").name == "rwkv-hf"
-    assert detect({"model_type": "rwkv5"}, {}, "").name == "rwkv-hf"
-
-
-def test_a_pth_with_names_of_its_own_is_told_by_them() -> None:
-    with pytest.raises(ValueError, match=r"^mine\.pth is in none of the layouts .* names such as 'e\.weight'"):
-        detect(None, {"e.weight": Meta((12, 32), torch.float32)}, "mine.pth")
-
-
-@pytest.mark.parametrize(
-    ("mark", "value", "told"),
-    [
-        ("att.r_k", torch.zeros(2, 4), r"variant of RWKV-7 \(not x070\) \(it holds blocks.0.att.r_k\)"),
-        ("ffn.s_emb.weight", torch.zeros(8, 4), "RWKV-7 with deep embeddings"),
-        ("att.time_mix_k", torch.zeros(1, 1, 8), "RWKV-4"),
-        ("att.ln_x.weight", torch.zeros(8), r"RWKV-5\.0"),
-        ("att.gate.weight", torch.zeros(8, 8), r"RWKV-5\.1"),
-        ("att.time_maa_x", torch.zeros(8), "variant of RWKV-6"),
-        ("att.time_state", torch.zeros(2, 4, 4), "time_state"),
-        ("att.c_attn.weight", torch.zeros(2, 4, 4), "no RWKV known here"),
-    ],
-)
-def test_other_generations_are_refused_by_name(mark: str, value: Tensor, told: str, tmp_path: Path) -> None:
-    weights = {"emb.weight": torch.zeros(29, 8), f"blocks.0.{mark}": value, "blocks.0.att.time_decay": torch.zeros(8)}
-    with pytest.raises(ValueError, match=told):
-        convert_checkpoint(str(write_pth(weights, tmp_path / "theirs.pth")), tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
-
-
-def test_all_wrong_tensors_are_listed(tmp_path: Path) -> None:
-    weights = draw(rwkv6_shapes(SMALL))
-    del weights["blocks.2.att.ln_x.bias"], weights["blocks.1.att.time_maa_g"]
-    weights["blocks.0.att.time_maa_q"] = torch.zeros(1, 1, 24)
-    weights["blocks.1.att.time_maa_w2"] = torch.zeros(4, 5, 24)
-    weights["head.weight"] = torch.zeros(30, 24)
-    with pytest.raises(ValueError, match="do not fit its config") as error:
-        convert_checkpoint(str(write_pth(weights, tmp_path / "theirs.pth")), tmp_path / "ours")
-    missing, unexpected, misshapen = str(error.value).split("; ")
-    assert all(name in missing for name in ("blocks.2.att.ln_x.bias", "blocks.1.att.time_maa_g"))
-    assert unexpected == "unexpected: blocks.0.att.time_maa_q"
-    assert all(name in misshapen for name in ("blocks.1.att.time_maa_w2", "head.weight has the shape [30, 24]"))
-
-
-@pytest.mark.parametrize(
-    ("edit", "told"),
-    [
-        (lambda w: w.pop("blocks.0.att.time_faaaa"), "lack blocks.0.att.time_faaaa"),
-        (lambda w: w.update({"emb.weight": torch.zeros(3)}), r"emb.weight has the shape \[3\]"),
-        (lambda w: [w.pop(name) for name in list(w) if name.startswith("blocks.1.")], r"missing: blocks\.1\."),
-        (lambda w: w.update({"blocks.999999.att.time_maa_x": torch.zeros(1)}), "must be at most 65536"),
-        (lambda w: w.update({"_version": "0.7"}), "'_version' is a str"),
-    ],
-    ids=["size", "rank", "layer", "number", "text"],
-)
-def test_files_whose_sizes_cannot_be_told_are_refused(
-    edit: Callable[[dict[str, Any]], Any], told: str, tmp_path: Path
-) -> None:
-    weights: dict[str, Any] = draw(rwkv6_shapes(SMALL))
-    edit(weights)
-    torch.save(weights, tmp_path / "theirs.pth")
-    with pytest.raises(ValueError, match=told):
-        convert_checkpoint(str(tmp_path / "theirs.pth"), tmp_path / "ours")
-
-
-class Malicious:
-    def __reduce__(self) -> Any:
-        return os.system, ("echo run > run.txt",)
-
-
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"emb.weight": torch.zeros(2, 2), "blocks.0.att.key.weight": Malicious()}, "zip.pth")
-    Path("plain.pth").write_bytes(pickle.dumps(Malicious(), protocol=2))
-    for name in ("zip.pth", "plain.pth"):
-        with pytest.raises(ValueError, match="would run code"):
-            convert_checkpoint(name, tmp_path / "ours")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.pth", "zip.pth"]
-
-
-@pytest.mark.parametrize("length", [0, 3, 1000, -10])
-def test_truncated_files_are_refused(length: int, tmp_path: Path) -> None:
-    path = write_pth(draw(rwkv6_shapes(SMALL)), tmp_path / "theirs.pth")
-    data = path.read_bytes()
-    path.write_bytes(data[:length])
-    with pytest.raises(ValueError, match="damaged"):
-        convert_checkpoint(str(path), tmp_path / "ours")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["theirs.pth"]
-
-
-def test_files_with_another_ending_are_refused(tmp_path: Path) -> None:
-    write_pth(draw(rwkv6_shapes(SMALL)), tmp_path / "theirs.txt")
-    with pytest.raises(ValueError, match=r"\.pth"):
-        convert_checkpoint(str(tmp_path / "theirs.txt"), tmp_path / "ours")
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06"),
-        ({"head_size": 24}, r"must be a multiple of head_size \(24\)"),
-        ({"num_attention_heads": 5}, r"num_attention_heads \(5\)"),
-        (
-            {"hidden_size": 32, "attention_hidden_size": 32},
-            r"rwkv.embeddings.weight.*\[40, 64\] instead of \[40, 32\]",
-        ),
-        ({"use_glu": True}, r"use_glu \(True\)"),
-    ],
-)
-def test_repositories_whose_config_does_not_fit_are_refused(
-    changes: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    folder = write_repository(draw(rwkv6_shapes(OFFICIAL)), tmp_path / "theirs", 6, OFFICIAL, **changes)
-    with pytest.raises(ValueError, match=told):
-        convert_checkpoint(str(folder), tmp_path / "ours")
-
-
-@pytest.mark.parametrize(
-    ("format", "changes", "told"),
-    [
-        ("fla", {}, "group_norm_eps 0.00064"),
-        ("rwkv", {"group_norm_eps": 1e-3}, "group_norm_eps 0.001"),
-        ("rwkv", {"norm_eps": 1e-6}, "norm_eps 1e-06"),
-        ("rwkv", {"tie_word_embeddings": True}, r"head is its embeddings \(tie_word_embeddings True\)"),
-        ("rwkv-hf", {}, r"proj_low_rank_dim 5 \(there 32\), gate_low_rank_dim 7 \(there 64\)"),
-    ],
-)
-def test_what_a_layout_cannot_hold_is_not_exported(
-    format: str, changes: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    convert_checkpoint(str(write_pth(draw(rwkv6_shapes(SMALL)), tmp_path / "theirs.pth")), tmp_path / "ours")
-    path = tmp_path / "ours/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ValueError, match=told):
-        export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", format)
-    assert not (tmp_path / "back").exists()
-
-
-OFFICIAL_SIZES = {
-    # The World models; the first is the count of the official file (582 tensors), the others follow by hand: with F
-    # channels, L * (6 D**2 + 2 D F + 10 R D + 2 W D + 16 D) + 2 V D + 4 D, for RWKV-5 without R and W and with 14 D.
-    "rwkv6 1.6B": (rwkv6_shapes, Sizes(2048, 32, 64, 24, 32, 64, 7168, 65536), 1_599_873_024),
-    "rwkv6 3B": (rwkv6_shapes, Sizes(2560, 40, 64, 32, 32, 64, 8960, 65536), 3_099_863_040),
-    "rwkv6 7B": (rwkv6_shapes, Sizes(4096, 64, 64, 32, 64, 128, 14336, 65536), 7_635_746_816),
-    "rwkv5 1.5B": (rwkv5_shapes, Sizes(2048, 32, 64, 24, 0, 0, 7168, 65536), 1_577_754_624),
-    "rwkv5 7B": (rwkv5_shapes, Sizes(4096, 64, 64, 32, 0, 0, 14336, 65536), 7_518_044_160),
-}
-
-
-class Shapes:
-    """Tensors without values."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self.metas = {name: Meta(shape, torch.bfloat16) for name, shape in shapes.items()}
-
-    def tensor(self, name: str) -> Tensor:
-        raise AssertionError(name)
-
-
-@pytest.mark.parametrize(("shapes", "sizes", "parameters"), OFFICIAL_SIZES.values(), ids=OFFICIAL_SIZES)
-def test_official_sizes_are_told_from_shapes(
-    shapes: Callable[[Sizes], dict[str, Any]], sizes: Sizes, parameters: int
-) -> None:
-    theirs = Shapes(shapes(sizes))
-    config: Any = RWKV.to_config(None, theirs.metas)
-    entries = to_ours(expand(RWKV.renames(config), sizes.layers), theirs, expected_shapes(config), "")
-    assert sum(torch.Size(entry.shape).numel() for entry in entries) == parameters
-    assert config.heads_of(0)[0] == sizes.heads
-    assert (config.bos_token_id, config.eos_token_id) == (0, 0)
-    repository = RWKV_HF.from_config(config)
-    assert repository is not None
-    assert (repository["head_size"], repository["attention_hidden_size"]) == (64, sizes.width)
-
-
-@pytest.mark.parametrize(
-    ("format", "family"),
-    [
-        *(("rwkv", f"rwkv{generation}") for generation in (5, 6, 7)),
-        *(("rwkv-hf", f"rwkv{generation}") for generation in (5, 6)),
-        *(("fla", f"rwkv{generation}") for generation in (6, 7)),
-    ],
-)
-def test_stand_ins_have_the_layout_of_their_format(format: str, family: str, tmp_path: Path) -> None:
-    folder = write_tiny_random_model(format, family, tmp_path / "theirs")
-    settings = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else None
-    assert detect(settings, TensorFiles(folder).metas, "") is FORMATS[format]
-    convert_checkpoint(str(folder), tmp_path / "ours")
