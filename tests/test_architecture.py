@@ -99,7 +99,7 @@ MAY_IMPORT["metrics.diagnosis.result"] += ("metrics.repeated_token", "metrics.mi
 for _leaf in LEAVES:
     MAY_IMPORT[_leaf] = ()
 
-LOADED_BY_A_TRAINER = 160
+LOADED_BY_A_TRAINER = 112
 """Modules of ours that the import of one trainer loads; most of them are the families."""
 
 # Transformers installs nothing for remote code: what stands outside `try` must be there with Transformers.

@@ -33,15 +33,21 @@ from hf_recurrent_lengthgen.trainers.checks import (
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
-from hf_recurrent_lengthgen.trainers.row_layout import MICRO_BATCH, MicroBatch, lay_out, without_padding
+from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, BatchPlace, InitialStateSource, MicroBatch
+from hf_recurrent_lengthgen.trainers.row_layout import lay_out, without_padding
 from hf_recurrent_lengthgen.trainers.run.arguments import check_config
 from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback, RunCallback
-from hf_recurrent_lengthgen.trainers.run.model_calls import ModelCalls, say_lost, say_passed_by
 from hf_recurrent_lengthgen.trainers.run.resumable_runs import ResumableTrainer
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
-from hf_recurrent_lengthgen.trainers.run.step_checks import StateSizes, StepChecks, StepLogs
+from hf_recurrent_lengthgen.trainers.run.step_checks import (
+    ModelCalls,
+    StateSizes,
+    StepChecks,
+    StepLogs,
+    say_lost,
+    say_passed_by,
+)
 
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
@@ -263,7 +269,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             inputs["sequence_group"] = self._shared.group
         if crop_loss is not None:
             inputs.pop("shift_labels")  # Trainer counted them
-        self._calls.watch(base_of(self.accelerator.unwrap_model(self.model, keep_torch_compile=False)))
+        unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
+        self._calls.watch(self.model, lambda wrapped: base_of(unwrap(wrapped)))
         length, window = self.args.bptt_chunk_length, self.args.bptt_window
         with (
             self._loss_function(crop_loss or self.compute_loss_func),

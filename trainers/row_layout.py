@@ -3,80 +3,19 @@
 The alignment loss runs two crops of every row. A source of initial states still sees one state per row of the batch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, default_data_collator
 
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.rows import read_rows
-from hf_recurrent_lengthgen.models.state_value import (
-    RecurrentState,
-    concatenate_rows,
-    map_state,
-    state_batch_size,
-    take_rows,
-)
 from hf_recurrent_lengthgen.trainers.checks import usable_ids
-from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
+from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, BatchPlace, MicroBatch, RowLayout
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.run.shared_rows import refuse_other_rows
-
-MICRO_BATCH = "micro_batch_facts"
-"""The key of a `MicroBatch` in the inputs, between `get_batch_samples` and `compute_loss`."""
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """B rows of a batch as B rows of the model, or as several crops of each.
-
-    Attributes:
-        crops: Number of crops of each row; final states are those of the first crop.
-        later_from_zero: Whether crops after the first start from zero instead of the state of the first.
-    """
-
-    crops: int = 1
-    later_from_zero: bool = False
-
-    def scatter(self, state: RecurrentState | None) -> RecurrentState | None:
-        """Initial states for the rows of the model from those of the B rows of the batch."""
-        if state is None or self.crops == 1:
-            return state
-        later = map_state(torch.zeros_like, state) if self.later_from_zero else state
-        return concatenate_rows([state, *[later] * (self.crops - 1)])
-
-    def gather(self, state: RecurrentState) -> RecurrentState:
-        """Final states of the B rows of the batch from those of the rows of the model."""
-        return state if self.crops == 1 else take_rows(state, slice(state_batch_size(state) // self.crops))
-
-
-@dataclass
-class MicroBatch:
-    """What is known of a micro-batch. (Not a tuple: Trainer rebuilds tuples when it moves a batch to the device.)
-
-    Attributes:
-        place: Its place in the run.
-        layout: How its rows become those of the model.
-        crop_loss: Its loss (`CropLoss`), if rows are cropped.
-        is_trained: Whether the loss was computed.
-        is_last: Whether weights change after it.
-        sequences: Their number, if some begin inside rows, from zero; None if each row is one.
-    """
-
-    place: BatchPlace
-    layout: RowLayout
-    crop_loss: Any = None
-    is_trained: bool = False
-    is_last: bool = True
-    sequences: int | Tensor | None = None
-
-    @property
-    def where(self) -> str:
-        return f"step {self.place.step}, micro-batch {self.place.micro_batch}"
 
 
 def refuse_packed(trainer: str) -> NoReturn:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 from hf_recurrent_lengthgen.trainers import AlignmentTrainer, FittedNoiseTrainer, StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.run.model_calls import ModelCalls
+from hf_recurrent_lengthgen.trainers.run.step_checks import ModelCalls
 
 
 class Alone(Trainer):
