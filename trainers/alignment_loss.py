@@ -47,12 +47,7 @@ def largest_extra(length: int) -> int:
 
 
 def overlap_positions(rows: int, length: int, extra: int) -> int:
-    """Pairs of positions that the misalignment averages over: B (T - T // 2 - l_extra).
-
-    Args:
-        rows: B, rows before they are cropped.
-        length: T, in tokens.
-        extra: l_extra, in tokens.
+    """Pairs of positions that the misalignment averages over: B (T - T // 2 - l_extra), of B rows before their crops.
 
     Raises:
         ValueError: if l_extra is below 1 or leaves no overlap.
