@@ -97,9 +97,9 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
         raise ValueError(f"{path / CONFIG_FILE} is damaged ({error}): copy or save it again.") from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA" or config.get("alora_invocation_tokens"):
-        told = "of LoRA that tokens switch on (alora_invocation_tokens)" if kind == "LORA" else f"of the kind {kind!r}"
+        sort = "of LoRA that tokens switch on (alora_invocation_tokens)" if kind == "LORA" else f"of the kind {kind!r}"
         raise ValueError(
-            f"{path} holds an adapter {told}: only LORA for all tokens is supported, which can be merged. Load others "
+            f"{path} holds an adapter {sort}: only LORA for all tokens is supported, which can be merged. Load others "
             "with PEFT, PeftModel.from_pretrained(load_model(BASE), FOLDER)."
         )
     if not (path / WEIGHTS_FILE).is_file():
@@ -156,25 +156,25 @@ def with_adapter(base: Any, folder: str | os.PathLike[str], name: str) -> Any:
 
     path = Path(folder)
     record = read_result(path / BASE_FILE, AdapterBase) if (path / BASE_FILE).is_file() else AdapterBase({}, {})
-    found = _base_files(name) if record.files else {}
-    if changed := sorted(key for key in record.files.keys() | found.keys() if record.files.get(key) != found.get(key)):
+    files = _base_files(name) if record.files else {}
+    if changed := sorted(key for key in record.files.keys() | files.keys() if record.files.get(key) != files.get(key)):
         raise ValueError(
             f"The adapter {path} was trained on {name}, of which these files have changed since: "
             f"{', '.join(changed)}. Give the base that it was trained on."
         )
-    told = f"The adapter {path} does not fit {name}, a {type(base).__name__}"
+    misfit = f"The adapter {path} does not fit {name}, a {type(base).__name__}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its warning about missing keys is an error below
             model: Any = PeftModel.from_pretrained(base, str(path), is_trainable=True)
     except (ValueError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{told}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{misfit}: {' '.join(str(error).split())}") from error
     given = set(stored_tensors(path / WEIGHTS_FILE))
     wanted = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     left_over = {key for key in given - wanted if "lora_" in key}  # embeddings may lie beside
     if wanted - given or left_over:
         raise ValueError(
-            f"{told}: missing {sorted(wanted - given)[:3]}, left over {sorted(left_over)[:3]} (of {len(given)})."
+            f"{misfit}: missing {sorted(wanted - given)[:3]}, left over {sorted(left_over)[:3]} (of {len(given)})."
         )
     for key, value in record.config.items():
         setattr(base.config, key, json.loads(value))

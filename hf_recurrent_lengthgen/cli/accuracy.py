@@ -62,13 +62,13 @@ def run(arguments: Sequence[str]) -> int:
         seed=options.seed,
         command=shlex.join(["lengthgen", "accuracy", *arguments]),
     )
-    found = []
+    results = []
     for name, model in zip(short_names(options.models), models, strict=True):
         placed, label = on_device(model, options.device), model_label(name, model.config)
-        found.append(
+        results.append(
             measure_accuracy(placed, task, options.lengths, label, training_length, settings, samples=options.samples)
         )
-    comparison = AccuracyComparison(tuple(found))
+    comparison = AccuracyComparison(tuple(results))
     print(_table(comparison))
     print(f"\nResults: {_write(output, comparison, options.csv)}")
     return 0
@@ -78,8 +78,8 @@ def _task(options: argparse.Namespace, records: Sequence[Any]) -> tuple[TaskStri
     given = {"name": options.task, "length": options.task_length, "vocabulary": options.task_vocabulary}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) < 3:
-        for model, found in zip(options.models, records, strict=True):
-            _check_record(model, found)
+        for model, written in zip(options.models, records, strict=True):
+            _check_record(model, written)
     record = dict(records[0] or {}) if len(given) < 3 else {}
     if given.get("name") not in (None, record.get("name")):
         record = {}  # lengths and symbols of another task say nothing about this one

@@ -120,8 +120,8 @@ def run_demo(output: Path, seed: int = 0, settings: DemoSettings = DEFAULTS) -> 
             print(f"\n[{number}/4] {what.format(length=settings.training_length)}", flush=True)
             _clear(output / role)
             done = records[role] = _train(role, output, seed, settings, train, threads)
-            told = f"{done.steps} steps in {done.seconds:.0f} s, mean loss {done.loss:.3f}, in {output / role}"
-            print(f"  done: {told}")
+            words = f"{done.steps} steps in {done.seconds:.0f} s, mean loss {done.loss:.3f}, in {output / role}"
+            print(f"  done: {words}")
         print(f"\n[4/4] Evaluating all three on {settings.sequences} held-out texts of {length:,} bytes", flush=True)
         data = DataRecord(held_out.source, token_unit="byte")
         command = shlex.join(_command(output, seed))

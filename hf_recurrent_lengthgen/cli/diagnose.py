@@ -78,7 +78,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def why_table(diagnosis: Diagnosis) -> str:
     """One row per model with the facts of all parts, and below what could not be measured."""
-    told = [(model.evaluation.model, {fact.name: fact.value for fact in facts(model)}) for model in diagnosis.models]
-    names = list(dict.fromkeys(name for _, found in told for name in found))
-    rows = [["model", *names], *([label, *(found.get(name, "-") for name in names)] for label, found in told)]
+    by_model = [
+        (model.evaluation.model, {fact.name: fact.value for fact in facts(model)}) for model in diagnosis.models
+    ]
+    names = list(dict.fromkeys(name for _, values in by_model for name in values))
+    rows = [["model", *names], *([label, *(values.get(name, "-") for name in names)] for label, values in by_model)]
     return "\n".join([in_columns(rows), *reasons(diagnosis)])

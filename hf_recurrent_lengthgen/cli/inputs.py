@@ -46,14 +46,14 @@ def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
 @contextmanager
 def missing_kernels_told_once() -> Iterator[None]:
     """Let Transformers say once that a kernel is missing, and never without a GPU, where kernels do not run."""
-    told: list[str] = [] if torch.cuda.is_available() else ["nothing to install"]
+    messages: list[str] = [] if torch.cuda.is_available() else ["nothing to install"]
 
     def is_shown(record: Any) -> bool:
         text = record.getMessage()
         if not any(words in text.lower() for words in ("falling back to", "fast path is not available")):
             return True
-        told.append(text)
-        return text == told[0]  # which each handler asks
+        messages.append(text)
+        return text == messages[0]  # which each handler asks
 
     handlers = logging.get_logger("transformers").handlers
     for handler in handlers:

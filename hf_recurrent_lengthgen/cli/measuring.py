@@ -180,12 +180,12 @@ def _roles(options: argparse.Namespace) -> list[Any]:
 
 def _training_length(names: list[str], models: list[Any]) -> int:
     """The training length in configs or lineages; a model that names none gets that of the others, with a message."""
-    found = {name: _length_of(name, model) for name, model in zip(names, models, strict=True)}
-    lengths = {length for length in found.values() if length is not None}
+    trained = {name: _length_of(name, model) for name, model in zip(names, models, strict=True)}
+    lengths = {length for length in trained.values() if length is not None}
     if len(lengths) == 1:
         [length] = lengths
-        if silent := [name for name in names if found[name] is None]:
-            known = [name for name in names if found[name] is not None]
+        if silent := [name for name in names if trained[name] is None]:
+            known = [name for name in names if trained[name] is not None]
             print(
                 f"The config of {', '.join(silent)} names no training length: taking {length}, as in "
                 f"{', '.join(known)}. Give --training-length if it is another."
@@ -193,8 +193,8 @@ def _training_length(names: list[str], models: list[Any]) -> int:
         return int(length)
     if not lengths:
         raise ValueError(f"The config of {names[0]} names no training length: give --training-length.")
-    told = ", ".join(f"{name}: {length}" for name, length in found.items())
-    raise ValueError(f"The models have different training lengths ({told}): give one with --training-length.")
+    pairs = ", ".join(f"{name}: {length}" for name, length in trained.items())
+    raise ValueError(f"The models have different training lengths ({pairs}): give one with --training-length.")
 
 
 def _length_of(name: str, model: Any) -> int | None:

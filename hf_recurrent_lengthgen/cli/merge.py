@@ -64,13 +64,13 @@ def run(arguments: Sequence[str]) -> int:
     tokenizer = tokenizer_to_copy(adapter, trust)
 
     def finish(folder: Path) -> None:
-        found = difference(_logits(load_model(str(folder), trust), tokens), expected)
-        if found > TOLERANCE:
+        change = difference(_logits(load_model(str(folder), trust), tokens), expected)
+        if change > TOLERANCE:
             raise ValueError(
                 f"The merged checkpoint does not give the logits of {adapter} on its base: they differ by "
-                f"{found:.2g}, allowed is {TOLERANCE:g}. Nothing was written."
+                f"{change:.2g}, allowed is {TOLERANCE:g}. Nothing was written."
             )
-        print(f"Logits of {_READ} random tokens: unchanged to {found:.1g}")
+        print(f"Logits of {_READ} random tokens: unchanged to {change:.1g}")
         record_step(folder, start, "merge", what, ["lengthgen", "merge", *arguments])
 
     save_checkpoint(merged, tokenizer, output, finish)

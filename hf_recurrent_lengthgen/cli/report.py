@@ -57,14 +57,14 @@ def summary_table(comparison: Comparison) -> str:
     confidence = f"{first.confidence:.0%}"
     rows = [("model", f"harm at {start:,}-{stop:,}", "in-window loss", "context use", "harmful from")]
     for model in comparison.models:
-        found = model.evaluation
+        evaluation = model.evaluation
         rows.append(
             (
-                found.model,
-                estimate_text(found.harm.last, "+"),
-                estimate_text(found.in_window.loss),
-                estimate_text(found.in_window.context_use, "+"),
-                "nowhere" if found.harm.harmful_from is None else f"{found.harm.harmful_from:,}",
+                evaluation.model,
+                estimate_text(evaluation.harm.last, "+"),
+                estimate_text(evaluation.in_window.loss),
+                estimate_text(evaluation.in_window.context_use, "+"),
+                "nowhere" if evaluation.harm.harmful_from is None else f"{evaluation.harm.harmful_from:,}",
             )
         )
     note = (

@@ -147,17 +147,17 @@ def run(arguments: Sequence[str]) -> int:
     settings = EvaluationSettings(*pieces, command=command, progress=sys.stderr.isatty())
     names = dict(zip(options.models, short_names(options.models), strict=True))
     models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in options.models]
-    found = []
+    results = []
     with resumable(cache):
         for name, model in zip(options.models, models, strict=True):
             print(f"{grid.task}, {len(grid.rows)} rows of {len(lengths)} lengths, {grid.samples} samples: {name}")
             placed, label = on_device(model, options.device), model_label(names[name], model.config)
             trained = options.training_length or getattr(model.config, "training_length", None)
-            found.append(retrieval_accuracy(placed, grid, lengths, label, data, trained, settings, cache=cache))
-    print(f"\n{_table(found)}")
-    picture = _write(output, found, within)
+            results.append(retrieval_accuracy(placed, grid, lengths, label, data, trained, settings, cache=cache))
+    print(f"\n{_table(results)}")
+    picture = _write(output, results, within)
     if options.csv:
-        write_csv(output / "retrieval.csv", rows_of(RetrievalComparison(tuple(found))))
+        write_csv(output / "retrieval.csv", rows_of(RetrievalComparison(tuple(results))))
     print(f"\nResults: {picture}")
     return 0
 
@@ -201,12 +201,12 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
     )
 
 
-def _table(found: Sequence[RetrievalResult]) -> str:
-    first = found[0]
-    width = max(8, *(len(result.model) for result in found))
+def _table(results: Sequence[RetrievalResult]) -> str:
+    first = results[0]
+    width = max(8, *(len(result.model) for result in results))
     head = "".join(f"{short_number(length):>16}" for length in first.lengths)
     rows = []
-    for result in found:
+    for result in results:
         cells = "".join(f"{_percent(share, result.confidence):>16}" for share in result.by_length)
         recalled = result.recall_length()
         rows.append(f"{result.model.ljust(width)}{cells}{'none' if recalled is None else short_number(recalled):>10}")
@@ -227,12 +227,12 @@ def _percent(share: Share, confidence: float) -> str:
     return f"{100 * share.accuracy:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
-def _write(folder: Path, found: Sequence[RetrievalResult], within: Sequence[int] | None) -> Path:
+def _write(folder: Path, results: Sequence[RetrievalResult], within: Sequence[int] | None) -> Path:
     """Write JSON and pictures; returns the path of the heat map."""
-    write_result(folder / "retrieval.json", RetrievalComparison(tuple(found)))
-    draw(heat_map_figure(found), folder / "heat_map")
-    draw(retrieval_accuracy_figure(found), folder / "accuracy")
-    for number, result in enumerate(found, 1):
+    write_result(folder / "retrieval.json", RetrievalComparison(tuple(results)))
+    draw(heat_map_figure(results), folder / "heat_map")
+    draw(retrieval_accuracy_figure(results), folder / "accuracy")
+    for number, result in enumerate(results, 1):
         if result.depths is not None and result.task != "babilong":
-            draw(within_figure(result, within), folder / ("within" if len(found) == 1 else f"within_{number}"))
+            draw(within_figure(result, within), folder / ("within" if len(results) == 1 else f"within_{number}"))
     return folder / "heat_map.png"

@@ -276,10 +276,10 @@ def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokeniz
         tokens = len(known.stream)
     else:
         tokens = len(stream_of(settings, data, split, tokenizer))
-    told = [] if data == STANDARD_LIBRARY else ["--data", data, "--split", split]
-    if told and settings.text_column != "text":
-        told += ["--text-column", settings.text_column]
-    return [*told, *_fitting(tokens, settings.length)]
+    options = [] if data == STANDARD_LIBRARY else ["--data", data, "--split", split]
+    if options and settings.text_column != "text":
+        options += ["--text-column", settings.text_column]
+    return [*options, *_fitting(tokens, settings.length)]
 
 
 def _fitting(tokens: int, length: int) -> list[str]:

@@ -183,7 +183,7 @@ def expansion_report(
             plan.before[layer],
             plan.after[layer],
             *(state[layer] for state in states),
-            *(sum(p.numel() for p in found[layer][1].parameters()) for found in mixers),
+            *(sum(p.numel() for p in mixer_of[layer][1].parameters()) for mixer_of in mixers),
         )
         for layer in plan.layers
     )
@@ -204,13 +204,13 @@ def expanded_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     With merged heads, these are all parameters of the recurrent block. Adapters on them are included.
     """
     mixers = expandable_mixers(model)
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for layer, initialization in recorded_expansions(model.config).items():
         prefix, mixer = mixers[layer]
         expansion = expansion_of(mixer)
         names = expansion.new_values + (() if initialization == "inherit" else expansion.of_reinit)
-        found |= {f"{prefix}.{name}": p for name, p in mixer.named_parameters() if name.startswith(names)}
-    return found
+        parameters |= {f"{prefix}.{name}": p for name, p in mixer.named_parameters() if name.startswith(names)}
+    return parameters
 
 
 def _recurrent_elements(model: PreTrainedModel, layer: int) -> int:

@@ -99,9 +99,9 @@ def verify_checkpoint(
     sizes = Sizes(tokens, getattr(torch, dtype), device)
     try:
         TensorFiles(folder)  # refuses damaged files
-        found = _ask_clean_process(folder, sizes)
-        checks = _own_checks(folder, sizes, found, trust_remote_code)
-        checks += _tokenizer_checks(folder, found, _vocabulary(folder))
+        clean = _ask_clean_process(folder, sizes)
+        checks = _own_checks(folder, sizes, clean, trust_remote_code)
+        checks += _tokenizer_checks(folder, clean, _vocabulary(folder))
         if verified_files(folder) != files:
             raise ValueError(f"The files in {folder} changed while they were verified: verify it again.")
     except ValueError:
@@ -181,10 +181,10 @@ def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
             check=False,
         )
         if process.returncode != 0:
-            told = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
+            lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
             raise ValueError(
                 f"{folder} does not work where hf_recurrent_lengthgen is not installed (exit status "
-                f"{process.returncode}): {told[-1].strip()}"
+                f"{process.returncode}): {lines[-1].strip()}"
             )
         facts = json.loads((place / "answer.json").read_text(encoding="utf-8"))
         tensors = load_file(place / "outputs.safetensors")
@@ -199,21 +199,21 @@ def _ask_clean_process(folder: Path, sizes: Sizes) -> CleanProcess:
     return CleanProcess(facts, outputs)
 
 
-def _own_checks(folder: Path, sizes: Sizes, found: CleanProcess, trust_remote_code: bool) -> list[Check]:
+def _own_checks(folder: Path, sizes: Sizes, clean: CleanProcess, trust_remote_code: bool) -> list[Check]:
     """The checks of the clean process against the installed classes."""
     model = _installed_model(folder, sizes, trust_remote_code)
     rows, length = sizes.tokens.shape
-    theirs, in_pieces = found.outputs["at once"], found.outputs.get("in pieces")
+    theirs, in_pieces = clean.outputs["at once"], clean.outputs.get("in pieces")
     at_once = theirs
     with torch.no_grad(), evaluation_mode(model):
-        if found.facts["carries"]:
+        if clean.facts["carries"]:
             ours: Outputs = clean_process.read(model, sizes.tokens, [length], carry=True)
         else:
             reader = reader_of(model)
             ours = at_once = _read(reader, sizes.tokens, [length])
             in_pieces = _read(reader, sizes.tokens, pieces_of(length)) if reader.carries else None
-    checks = compare_outputs(f"{found.facts['class']} without this package", ours, theirs)
-    if found.facts["carries"]:
+    checks = compare_outputs(f"{clean.facts['class']} without this package", ours, theirs)
+    if clean.facts["carries"]:
         named = named_parts(model.state_shapes())
         shapes = {name: (rows, *part) for name, part in named.items()}
         given = {name: tuple(part.shape) for name, part in states(theirs).items()}
@@ -252,10 +252,10 @@ def _read(reader: Reader, tokens: Tensor, lengths: list[int]) -> Outputs:
     return {"logits": torch.cat(logits, dim=1), **{name: part.cpu() for name, part in parts.items()}}
 
 
-def _tokenizer_checks(folder: Path, found: CleanProcess, vocabulary: int) -> list[Check]:
-    if "tokenizer" not in found.facts:
+def _tokenizer_checks(folder: Path, clean: CleanProcess, vocabulary: int) -> list[Check]:
+    if "tokenizer" not in clean.facts:
         return []
-    facts = found.facts["tokenizer"]
+    facts = clean.facts["tokenizer"]
     if not facts["real"] or not facts["ids"]:
         raise ValueError(
             f"The tokenizer in {folder} has no tokens where hf_recurrent_lengthgen is not installed: one of its files "
