@@ -253,7 +253,7 @@ def test_the_document_names_weights_data_and_seed_and_is_refused_if_damaged(
     twice = replace(found, model="other", seed=8)
     assert AccuracyComparison((found, twice)).models[1].model == "other"
     for other in (found, replace(twice, vocabulary=9)):
-        with pytest.raises(ValueError, match=r"different names|same vocabulary"):
+        with pytest.raises(ValueError, match=r"different labels|same vocabulary"):
             AccuracyComparison((found, other))
 
 
