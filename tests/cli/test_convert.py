@@ -53,7 +53,7 @@ def test_tensors_that_loading_rounds_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    mixed = Path(__file__).parents[1] / "conversion" / "mamba_ssm" / "mamba1_bfloat16"
+    mixed = Path(__file__).parents[1] / "checkpoints" / "conversion" / "mamba_ssm" / "mamba1_bfloat16"
     assert main(["convert", str(mixed), "--output", "ours"]) == 0
     said = capsys.readouterr().out
     assert "4 tensors are finer than bfloat16 (backbone.layers.N.mixer.A_log, backbone.layers.N.mixer.D)" in said

@@ -195,7 +195,7 @@ WRONG_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "NaN weight": (lambda f: set_weight(f, float("nan")), f"NaN or infinite numbers, first in {NAME}"),
     "infinite weight": (lambda f: set_weight(f, float("-inf")), f"NaN or infinite numbers, first in {NAME}"),
-    "integer weight": (lambda f: set_weight(f, 1, torch.int32), f"holds {NAME} as I32, but weights"),
+    "integer weight": (lambda f: set_weight(f, 1, torch.int32), f"holds {NAME} as torch.int32, but weights"),
     "code": (lambda f: pickled(f, lambda b: torch.save({"a": RunsCode()}, b)), "would run code"),
     "no pickle": (lambda f: pickled(f, lambda b: b.write_bytes(b"\x99" * 99)), "pickles that are damaged"),
     "empty pickle": (lambda f: pickled(f, lambda b: b.write_bytes(b"")), "pickles that are damaged"),
