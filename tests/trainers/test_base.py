@@ -386,10 +386,9 @@ def test_a_trainer_with_its_own_sampler_is_asked_about_it(toys: ModuleType, make
         def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)
 
-    data = toys.sequences(4)
     with pytest.raises(ValueError, match="set assume_shuffled=True if the data are shuffled already"):
-        InOrder(toys.tiny_model(), make_config(), train_dataset=data)
-    InOrder(toys.tiny_model(), make_config(assume_shuffled=True), train_dataset=data).train()
+        InOrder(toys.tiny_model(), make_config(), train_dataset=toys.sequences(4))
+    InOrder(toys.tiny_model(), make_config(assume_shuffled=True), train_dataset=toys.sequences(4)).train()
 
 
 def test_several_gpus_in_one_process_are_refused(
