@@ -32,7 +32,7 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "rwk
 @contextmanager
 def _plugins() -> Iterator[None]:
     """The settings of detect-secrets: its filters, and no requests to verify a secret."""
-    kinds = get_mapping_from_secret_type_to_class().values()
+    kinds: Iterable[type] = get_mapping_from_secret_type_to_class().values()
     used = [{"name": kind.__name__} for kind in kinds if kind.__name__ not in _NOT_USED]
     with transient_settings({"plugins_used": used}):
         yield
