@@ -11,6 +11,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from tests.cli.training import TINY, Train, flags
 
 Evaluate = Callable[..., int]
 SIZES = {
@@ -69,5 +70,16 @@ def evaluate(tmp_path: Path, text_file: Path) -> Evaluate:
     def run(*arguments: Any) -> int:
         given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64, "--training-length", 8]
         return main(["evaluate", *map(str, [*given, "--output", tmp_path / "out", *arguments])])
+
+    return run
+
+
+@pytest.fixture
+def train(tmp_path: Path, text_file: Path) -> Train:
+    """Run `lengthgen train` with tiny settings into `tmp_path / "out"`; an option given as None is left out."""
+
+    def run(*first: str, **options: Any) -> int:
+        given = {"data": text_file, "output_dir": tmp_path / "out"} | TINY | options
+        return main(["train", *first, *flags(**{name: value for name, value in given.items() if value is not None})])
 
     return run

@@ -1,0 +1,176 @@
+"""What rows a training gets from files, tasks and splits."""
+
+import contextlib
+import json
+import shlex
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+
+from hf_recurrent_lengthgen.cli import train_rows
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.data import PackedBlocks
+from hf_recurrent_lengthgen.trainers import INTERVENTIONS, ZeroStateTrainer
+from tests.cli.training import Train, spy, trained_config, write
+
+
+def test_an_evaluation_on_the_training_text_and_a_length_that_nobody_named_are_told(
+    train: Train, checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"data": text_file, "eval_data": text_file, "eval_strategy": "steps", "eval_steps": 2}
+    assert train(model=checkpoint, **options, per_device_eval_batch_size=64) == 0
+    told = capsys.readouterr().out
+    assert f"eval_loss is that of the training text, split train of {text_file}" in told
+    assert "The command below evaluates on the training text." in told
+    assert "No training length in the config" not in told
+    assert "Training at" not in told
+    assert train(model=checkpoint, training_length=16, output_dir=tmp_path / "longer") == 0
+    assert f"Training at 16 tokens: the config of {checkpoint} had 8." in capsys.readouterr().out
+    halves = {"split": "train[:50%]", "eval_split": "train[50%:]"}
+    silent = tmp_path / "silent"
+    shutil.copytree(checkpoint, silent)
+    (silent / "config.json").write_text(json.dumps(trained_config(silent) | {"training_length": None}))
+    short = {"model": silent, "training_length": None, "output_dir": tmp_path / "other"}
+    with contextlib.suppress(ValueError):
+        train(**options, **halves, **short)
+    told = capsys.readouterr().out
+    assert f"No training length in the config of {silent}: training at 2048 tokens." in told
+    assert "eval_loss is that of the training text" not in told
+
+
+def test_the_validation_split_of_the_training_data_is_what_is_evaluated(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "texts"
+    for split, letter in (("train", "a"), ("validation", "b")):
+        (folder / split).mkdir(parents=True)
+        (folder / split / "one.txt").write_text(letter * 3000)
+    options = {"data": folder, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 64}
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedBlocks, "__init__", spy(seen))
+        assert train(model=checkpoint, **options) == 0
+    assert {chr(stream[0] - 3) for stream in seen} == {"a", "b"}
+    told = capsys.readouterr().out
+    assert "eval_loss" in told
+    assert "training text" not in told
+    assert f"--data {folder} --split validation" in told
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+def test_data_from_files(kind: str, train: Train, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / f"data.{kind}"
+    rows = datasets.Dataset.from_dict({"body": [text_file.read_text()]})
+    if kind == "txt":
+        path.write_bytes(text_file.read_bytes())
+    else:
+        (rows.to_json if kind == "jsonl" else rows.to_parquet)(path)
+    column = "text" if kind == "txt" else "body"
+    options = {"eval_data": path, "eval_split": "train[:1]", "eval_strategy": "steps", "eval_steps": 2}
+    assert train(model=checkpoint, data=path, text_column=column, **options, per_device_eval_batch_size=64) == 0
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    [eval_loss] = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
+    assert 4 < eval_loss < 8  # log(384) = 5.95
+
+
+def rows_of(monkeypatch: pytest.MonkeyPatch, train: Train, **options: Any) -> dict[str, Any]:
+    """Training and evaluation rows of `lengthgen train`, which trains nothing."""
+    seen: dict[str, Any] = {}
+
+    class Seen(ZeroStateTrainer):
+        def __init__(self, model: Any, training: Any, **given: Any) -> None:
+            seen.update(given)
+            raise ValueError("enough seen")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(INTERVENTIONS, "none", Seen)
+        assert train(intervention="none", **options) == 1
+    return seen
+
+
+@pytest.mark.slow
+def test_passkeys_are_trained_on_the_key_alone(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"task": "passkey", "data": None, "training_length": 400, "intervention": "fitted_noise"}
+    assert train(model=checkpoint, **options, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=64) == 0
+    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in history if "eval_loss" in entry] == [2]
+    command = capsys.readouterr().out.rpartition(" for losses on text, and for passkeys ")[2].strip()
+    few = ["--samples", "1", "--depths", "0.1,0.9", "--no-cache", "--output", str(tmp_path / "retrieval")]
+    assert main([*shlex.split(command)[1:], *few]) == 0
+    assert "passkey (pass key)" in capsys.readouterr().out
+
+
+def test_evaluation_has_other_passkeys(
+    monkeypatch: pytest.MonkeyPatch, train: Train, checkpoint: Path, tmp_path: Path
+) -> None:
+    options = {"task": "passkey", "data": None, "training_length": 400, "eval_strategy": "steps"}
+    rows = rows_of(monkeypatch, train, model=checkpoint, **options)
+    keys = [
+        {tuple(row["labels"][row["labels"] != -100].tolist()) for row in (rows[name][i] for i in range(4))}
+        for name in ("train_dataset", "eval_dataset")
+    ]
+    assert [len(some) for some in keys] == [4, 4]
+    assert not keys[0] & keys[1]
+
+
+@pytest.fixture
+def babi(tmp_path: Path) -> Path:
+    """Training files of bAbI with one question each."""
+    folder = tmp_path / "babi"
+    folder.mkdir()
+    for task in range(1, 11):
+        story = "1 Mary moved to the bathroom.\n2 John went to the hall.\n3 Where is Mary? \tbathroom\t1\n"
+        (folder / f"qa{task}_made-up_train.txt").write_text(story)
+    return folder
+
+
+def test_questions_of_babi_are_hidden_in_text(train: Train, checkpoint: Path, babi: Path) -> None:
+    options = {"task": "babilong", "task_files": babi, "training_length": 200, "intervention": "none"}
+    assert train(model=checkpoint, **options) == 0
+
+
+def test_evaluation_has_the_test_questions_of_babi_also_in_the_training_text(
+    monkeypatch: pytest.MonkeyPatch,
+    train: Train,
+    checkpoint: Path,
+    babi: Path,
+    text_file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = {"data": text_file, "eval_data": text_file, "eval_split": "train", "eval_strategy": "steps"}
+    options = {"model": checkpoint, "task": "babilong", "task_files": babi, "training_length": 200} | text
+    assert train(**options, intervention="none") == 1
+    assert f"{babi} has 0 files qa1_*_test.txt" in capsys.readouterr().err
+    for task in range(1, 11):
+        story = "1 Daniel left for the garden.\n2 Where is Daniel? \tgarden\t1\n"
+        (babi / f"qa{task}_made-up_test.txt").write_text(story)
+    rows = rows_of(monkeypatch, train, **options)
+    asked = [{question.question for question in rows[name].questions} for name in ("train_dataset", "eval_dataset")]
+    assert asked == [{"Where is Mary?"}, {"Where is Daniel?"}]
+    assert rows["train_dataset"].seed != rows["eval_dataset"].seed
+
+
+def test_short_documents_are_left_out_of_the_evaluation_too(
+    monkeypatch: pytest.MonkeyPatch, train: Train, checkpoint: Path, tmp_path: Path
+) -> None:
+    lines = (json.dumps({"text": letter * length}) for letter, length in (("a", 30), ("b", 8), ("c", 40)))
+    data = write(tmp_path / "texts.jsonl", "\n".join(lines))
+    text = {"data": data, "eval_data": data, "eval_split": "train", "eval_strategy": "steps"}
+    for least, letters in ((0, set("abc")), (9, set("ac"))):
+        rows = rows_of(monkeypatch, train, model=checkpoint, minimum_document_tokens=least, **text)
+        for dataset in rows["train_dataset"], rows["eval_dataset"]:
+            bytes_seen = {token for row in dataset for token in row["input_ids"].tolist()}
+            assert {chr(token - 3) for token in bytes_seen if token > 2} == letters
+
+
+@pytest.mark.parametrize(("data", "column"), [("stdlib", "text"), ("pages.jsonl", "body")])
+def test_the_standard_library_beside_other_data_needs_no_column(data: str, column: str) -> None:
+    settings: Any = SimpleNamespace(text_column="body")
+    assert train_rows._text_column(settings, data) == column

@@ -1,0 +1,356 @@
+"""What `lengthgen train` takes from files and flags, what it assumes, and what it refuses."""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
+from hf_recurrent_lengthgen.cli import train as command
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.cli.options import command_parser, read_options
+from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, StatePassingTrainer
+from tests.cli.training import TINY, Train, parsed, write
+
+
+def test_a_file_gives_options_and_flags_win(tmp_path: Path) -> None:
+    text = """
+        training_length: 16
+        learning_rate: 1e-3
+        weight_decay: 1.e-2
+        max_steps: 7
+        eval_strategy: no
+        tokenizer: null
+        mimetic: true
+        carry_conv_state: false
+        label_names: [labels, others]
+        lr_scheduler_kwargs:
+          min_lr: 2e-5
+    """
+    values = parsed("--max-steps", "9", file=write(tmp_path / "c.yaml", text))
+    expected = {
+        "training_length": 16,
+        "learning_rate": 0.001,
+        "weight_decay": 0.01,
+        "max_steps": 9,
+        "eval_strategy": "no",
+        "tokenizer": None,
+        "mimetic": True,
+        "carry_conv_state": False,
+        "label_names": ["labels", "others"],
+    }
+    assert {name: values[name] for name in expected} == expected
+    settings, training, trainer = read_options(["--model", "m.json", "--use-cpu"], str(tmp_path / "c.yaml"))
+    assert (settings.training_length, training.lr_scheduler_kwargs) == (16, {"min_lr": 2e-5})
+    assert trainer is StatePassingTrainer
+    assert not training.carry_conv_state
+
+
+@pytest.mark.parametrize("output", ["output", "output_dir"])
+def test_training_from_a_file(output: str, checkpoint: Path, text_file: Path, tmp_path: Path) -> None:
+    lines = {"model": checkpoint, "data": text_file, output: tmp_path / "out", "learning_rate": "1e-3"} | TINY
+    path = write(tmp_path / "config.yaml", "".join(f"{name}: {value}\n" for name, value in lines.items()))
+    assert main(["train", str(path), "--max-steps", "1"]) == 0
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learnig_rate: 1", "unknown option 'learnig_rate'; did you mean learning_rate"),
+        ("xyzzy: 1", "unknown option 'xyzzy'; lengthgen train --help-all"),
+        ("- model", "must hold options as 'option: value' lines, got list"),
+        ("just text", "got str"),
+        ("", "got NoneType|got str"),
+        ("a: [1", "is not valid YAML"),
+    ],
+)
+def test_an_unusable_file_is_refused(
+    text: str, message: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    assert train(str(path)) == 1
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert any(part in error for part in message.split("|"))
+
+
+@pytest.mark.parametrize("arguments", [["--config", "c.yaml"], ["--use-cpu", "--config=c.yaml"]])
+def test_a_file_is_not_an_option(arguments: list[str], train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(*arguments) == 1
+    assert "lengthgen train CONFIG.yaml [options]" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("nowhere.yaml") == 1
+    assert "There is no config file nowhere.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_steps: 5.5", "invalid int value: '5.5'"),
+        ("max_steps: [1, 2]", "unrecognized arguments: 2"),
+        ("learning_rate: fast", "invalid float value: 'fast'"),
+        ("intervention: magic", "invalid choice: 'magic'"),
+        ("mimetic: perhaps", "perhaps"),
+    ],
+)
+def test_values_of_a_file_are_checked_like_flags(
+    text: str, message: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(path), "--model", "m"])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_defaults_are_the_papers() -> None:
+    values = parsed()
+    assert values["max_steps"] == 500
+    assert (values["adam_beta2"], values["warmup_steps"], values["max_grad_norm"]) == (0.95, 0.1, 1.0)
+    assert values["lr_scheduler_type"] == "cosine_with_min_lr"
+    assert values["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
+    _run, training, _ = read_options(["--model", "m", "--output", "o", "--use-cpu"])
+    assert isinstance(training, StatePassingConfig)
+    assert training.state_drop_probability == 0.1
+
+
+def test_epochs_replace_the_default_number_of_steps_and_another_schedule_its_settings() -> None:
+    values = parsed("--num-train-epochs", "2", "--lr-scheduler-type", "linear")
+    assert (values["num_train_epochs"], values["max_steps"], values["lr_scheduler_kwargs"]) == (2, -1, None)
+    assert "num_train_epochs" not in parsed()
+    assert parsed("--max-steps", "-1", "--num-train-epochs", "2")["max_steps"] == -1
+
+
+@pytest.mark.parametrize(
+    "given", ["--num-train-epochs 2 --max-steps 3", "--max-steps 0", "--max-steps -1", "--max-steps -2"]
+)
+def test_steps_or_epochs_count(given: str) -> None:
+    with pytest.raises(ValueError, match="give either max_steps of at least 1 or num_train_epochs"):
+        parsed(*given.split())
+
+
+def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = {}
+    for option in ("--help", "--help-all"):
+        with contextlib.suppress(SystemExit):
+            assert main(["train", option]) == 0
+        shown[option] = capsys.readouterr().out
+    positions = [
+        shown["--help"].index(part)
+        for part in (
+            "model:",
+            "--model MODEL",
+            "data:",
+            "--intervention",
+            "training:",
+            "--max-steps N",
+            "--output",
+            "examples:",
+        )
+    ]
+    assert positions == sorted(positions)
+    for text in shown.values():
+        assert "--state-drop-probability" in text
+        assert "%(" not in text
+        assert "10 % warm-up" in text
+        assert "default: None" not in text.split("other options")[0]
+    assert "--torch-compile " not in shown["--help"]
+    assert "--torch-compile " in shown["--help-all"]
+    assert len(shown["--help"].splitlines()) < 266
+
+
+def test_the_help_of_every_option_shown_says_what_holds_without_it() -> None:
+    shown = [
+        action for action in command_parser()._actions if action.default is None and action.help != argparse.SUPPRESS
+    ]
+    assert len(shown) > 20
+    silent = [
+        action.dest for action in shown if not re.search("[Dd]efault|[Rr]equired|the same as", action.help or "")
+    ]
+    assert silent == []
+    helps = {action.dest: action.help or "" for action in command_parser()._actions}
+    assert "(default: 12)" in helps["chunks_before_reset"]
+    assert "(default: 8.0)" in helps["mimetic_c"]
+
+
+OWN = """
+from dataclasses import dataclass, field
+from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, RandomNoise
+from hf_recurrent_lengthgen.trainers.checks import zero_state_of
+
+@dataclass
+class OwnConfig(InitialStateConfig):
+    own_size: float = field(default=0.5, metadata={"help": "The size of it."})
+
+class OwnTrainer(InitialStateTrainer):
+    config_class = OwnConfig
+    about = Method("own", "own noise")
+
+    @staticmethod
+    def initial_state_source(args, trainer):
+        return RandomNoise(args.own_size, zero_state_of(trainer))
+"""
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_an_intervention_from_a_file(
+    in_file: bool, train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"own_method_{in_file}".lower()
+    own = write(tmp_path / f"{name}.py", OWN)
+    given: dict[str, Any] = {"intervention": "own", "own_size": 2.5}
+    known = dict(INTERVENTIONS)
+    try:
+        if in_file:
+            config = write(tmp_path / "run.yaml", json.dumps({"import": str(own), **given}))
+            assert train(str(config), model=checkpoint) == 0
+        else:
+            assert train(model=checkpoint, **{"import": own}, **given) == 0
+            with pytest.raises(SystemExit):
+                main(["train", "--import", str(own), "--help"])
+            assert "The size of it." in capsys.readouterr().out
+        lineage = read_lineage(tmp_path / "out")
+        assert lineage is not None
+        assert lineage.steps[0].training is not None
+        assert lineage.steps[0].training.settings[0].method["own_size"] == 2.5
+        broken = write(tmp_path / f"broken_{name}.py", "x = undefined\n")
+        assert train(model=checkpoint, **{"import": broken}) == 1
+        assert "fails: NameError: name 'undefined' is not defined" in capsys.readouterr().err
+    finally:
+        sys.modules.pop(name)
+        INTERVENTIONS.clear()
+        INTERVENTIONS.update(known)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"training_length": 5000}, "give more data or a smaller length"),
+        ({"training_length": 0}, "training_length must be at least 1, got 0"),
+        ({"text_column": "body"}, "no column 'body'"),
+        ({"split": "validation"}, "validation"),
+        ({"data": "nowhere.txt"}, "no file or folder nowhere.txt"),
+        ({"data": "../nowhere"}, "no file or folder ../nowhere"),
+        ({"eval_strategy": "steps"}, "has no validation split: give eval_data, or a part of the training text"),
+        (
+            {"report_to": "wandb"},
+            "report_to names wandb, which is not installed here, or unknown to Transformers",
+        ),
+        ({"report_to": "nothing"}, "report_to names nothing, which is not installed here, or unknown"),
+        ({"import": "nowhere.py"}, "--import nowhere.py: there is no such Python file"),
+        ({"mimetic": True}, "mimetic overwrites trained weights"),
+        ({"resume_from_checkpoint": "x"}, "--resume takes the newest complete checkpoint"),
+        ({"task": "babilong"}, "task babilong needs task_files"),
+        ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "own rows: leave out tbtt and alignment_alpha"),
+        ({"alignment_max_extra": 2}, "have no effect without alignment_alpha"),
+        ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, training_length 8"),
+        ({"minimum_document_tokens": -1}, "minimum_document_tokens must be at least 0, got -1"),
+        ({"intervention": "random_noise"}, "noise_sigma is missing"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(
+    options: dict[str, Any], message: str, train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model=checkpoint, **options) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("lengthgen train: ")
+    assert message in error
+
+
+def test_an_args_file_beside_the_program_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "lengthgen.args", "--max-steps 3")
+    monkeypatch.setattr("sys.argv", [os.fspath(tmp_path / "lengthgen")])
+    assert parsed()["max_steps"] == 500
+
+
+@pytest.mark.parametrize(
+    ("arguments", "length_before", "following"),
+    [
+        ("--model m --intervention none --training-length 8", 8, "evaluate m out --roles base,control"),
+        ("--model m --alignment-alpha 1 --intervention none", None, "evaluate m out --roles base,cured"),
+        ("--model m --training-length 8", 4, "evaluate m out --roles base,cured --training-length 8"),
+        ("--model m --tokenizer bytes", None, "evaluate m out --roles base,cured --tokenizer bytes"),
+        ("--model m --trust-remote-code", None, "evaluate m out --roles base,cured --trust-remote-code"),
+        ("--model m/config.json", None, "evaluate out"),
+        ("--model m --task copying", None, "accuracy out"),
+    ],
+)
+def test_what_to_measure_next(arguments: str, length_before: int | None, following: str) -> None:
+    settings, training, _ = read_options([*arguments.split(), "--output", "out"])
+    settings.training_length = settings.training_length or 8
+    told = command._next_step(settings, training, length_before)
+    assert told == f"Saved to out. Next: lengthgen verify out, then lengthgen {following}"
+
+
+PASSKEY = "--task passkey"
+
+
+BABILONG = "--task babilong --task-files f"
+
+
+SCRATCH = "--mimetic --model m.json"
+
+
+@pytest.mark.thinned(3)
+@pytest.mark.parametrize(
+    ("option", "elsewhere", "fitting", "what"),
+    [
+        ("noise_sigma 0.1", "", "--intervention random_noise", "intervention random_noise"),
+        ("mixture {}", "", """--intervention mixed --mixture {"zero":1.0}""", "intervention mixed or statex"),
+        ("data x.txt", PASSKEY, BABILONG, "task text or babilong"),
+        ("split train", PASSKEY, BABILONG, "task text or babilong"),
+        ("eval_data stdlib", "", "--eval-strategy epoch", "eval_strategy steps or epoch and task text or babilong"),
+        ("eval_data stdlib", f"{PASSKEY} --eval-strategy steps", f"{BABILONG} --eval-strategy steps", "eval_strategy"),
+        ("eval_split validation", "", "--eval-strategy steps", "eval_strategy steps or epoch"),
+        ("chunks_before_reset 12", "", "--intervention tbtt", "intervention mixed or statex or tbtt"),
+        ("reset_at_document", "--intervention none", "--intervention tbtt", "intervention mixed or statex or tbtt"),
+        ("minimum_document_tokens 0", BABILONG, "", "task text"),
+        ("task_files f", PASSKEY, "--task babilong", "task babilong"),
+        ("task_style passkey", "", PASSKEY, "task passkey"),
+        ("task_length 5", "", "--task recall", "task copying or"),
+        ("training_length 5", "--task recall", PASSKEY, "task text or passkey or babilong"),
+        ("mimetic_c 8", "", SCRATCH, "mimetic"),
+        ("mimetic_offset 0", "--mimetic false", SCRATCH, "mimetic"),
+        ("mimetic_layers 0", "", SCRATCH, "mimetic"),
+        ("mimetic_switches a", "", SCRATCH, "mimetic"),
+        ("lora_alpha 4", "", "--lora-r 2", "lora_r"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_unknown(
+    option: str, elsewhere: str, fitting: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, _, value = option.partition(" ")
+    common = "--model m --output o --use-cpu"
+    file = write(tmp_path / "c.yaml", f"{name}: {value or 'true'}\n")
+    for first in ([*f"{common} --{option} {elsewhere}".split()], [*f"{common} {elsewhere}".split(), str(file)]):
+        given = first if first[-1] != str(file) else first[:-1]
+        with pytest.raises(SystemExit):
+            read_options(given, None if given is first else str(file))
+        assert f"; {name} goes with {what}" in capsys.readouterr().err
+    read_options(f"{common} --{option} {fitting}".split())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("--text-column x --data stdlib", "text_column does nothing here: stdlib has no columns"),
+        (
+            """--chunks-before-reset 12 --intervention mixed --mixture {"zero":1.0}""",
+            "chunks_before_reset does nothing here: it belongs to tbtt, which has no share",
+        ),
+    ],
+)
+def test_options_that_do_nothing_here_are_refused(given: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        read_options(f"--model m --output o --use-cpu {given}".split())

@@ -1,0 +1,50 @@
+"""Settings and helpers of the tests of `lengthgen train`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_recurrent_lengthgen.cli.options import _flags_of, parse
+from hf_recurrent_lengthgen.data import PackedBlocks
+
+TINY = {
+    "use_cpu": True,
+    "training_length": 8,
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+}
+Train = Callable[..., int]
+
+
+def flags(**options: Any) -> list[str]:
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+def parsed(*arguments: str, file: Path | None = None) -> dict[str, Any]:
+    return parse([*([] if file is None else _flags_of(str(file))), "--model", "m", *arguments])
+
+
+def trained_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def spy(seen: list[Any]) -> Callable[..., None]:
+    """A constructor of `PackedBlocks` that also keeps the streams."""
+    original = PackedBlocks.__init__
+
+    def made(self: PackedBlocks, stream: torch.Tensor, length: int) -> None:
+        seen.append(stream)
+        original(self, stream, length)
+
+    return made
