@@ -28,7 +28,7 @@ from scaling_laws import (
     forget_threshold,
     loss_ratio,
     recall_threshold,
-    state_elements,
+    state_size,
 )
 
 TABLE_2 = ((48, 1536, 19.3), (48, 1024, 12.9), (24, 768, 4.8), (12, 768, 2.4), (12, 512, 1.6), (6, 512, 0.8))
@@ -67,20 +67,20 @@ class TestStateElements:
     def test_is_the_state_size_of_the_papers_models(self, layers: int, width: int, millions: float) -> None:
         with torch.device("meta"):
             model = mamba2(layers, width, state_size=128, head_dim=64)
-        assert math.floor(state_elements(model) / 1e5) / 10 == millions  # the table cuts 19.35 and 4.85 off
+        assert math.floor(state_size(model) / 1e5) / 10 == millions  # the table cuts 19.35 and 4.85 off
 
     def test_a_window_of_tokens_does_not_count(self) -> None:
         model = mamba2()
-        assert state_elements(model) == 8 * 4 + 3 * (8 + 2 * 4)
+        assert state_size(model) == 8 * 4 + 3 * (8 + 2 * 4)
         with forgetting(model, window=5):
-            assert state_elements(model) == 8 * 4 + 3 * (8 + 2 * 4)
+            assert state_size(model) == 8 * 4 + 3 * (8 + 2 * 4)
 
     def test_a_model_without_a_recurrent_state_is_refused(self) -> None:
         config = LlamaConfig(
             hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
         )
         with pytest.raises(ValueError, match=r"LlamaForCausalLM has no state_shapes.*stateful\(model\)"):
-            state_elements(LlamaForCausalLM(config))
+            state_size(LlamaForCausalLM(config))
 
 
 EDGES = (0, 2, 4, 8, 16, 32, 64)

@@ -12,9 +12,11 @@ from .configuration_stateful_gated_deltanet import StatefulGatedDeltaNetConfig
 from .layers_delta import DeltaMixer, init_decays, l2_norm
 from .layers_fla import MixerMLPBackbone
 from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .rows import Rows
 
 # for users of a checkpoint without the package
-from .rows import Rows
+from .state_on_disk import load_state as load_state
+from .state_on_disk import save_state as save_state
 from .state_value import LayerState
 
 

@@ -16,12 +16,14 @@ from .configuration_stateful_linear_attention import StatefulLinearAttentionConf
 from .layers_fla import MixerMLPBackbone, RMSNorm
 from .layers_mixer import ScanMixer
 from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
-
-# for users of a checkpoint without the package
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import repeat_heads
 from .scan_gla import chunk_gla, piece_gla, scan_gla
+
+# for users of a checkpoint without the package
+from .state_on_disk import load_state as load_state
+from .state_on_disk import save_state as save_state
 from .state_value import LayerShape, LayerState
 
 

@@ -24,6 +24,10 @@ from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import backward_once
 from .scan_ssd import mamba_chunk_scan_combined, piece_ssd, scan_ssd
+
+# for users of a checkpoint without the package
+from .state_on_disk import load_state as load_state
+from .state_on_disk import save_state as save_state
 from .state_value import LayerShape, LayerState, state_dtype
 
 NO_LIMIT = (0.0, math.inf)  # of step sizes, which softplus makes positive

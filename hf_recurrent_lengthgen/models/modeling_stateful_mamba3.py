@@ -21,12 +21,14 @@ from .layers_mamba import MixerBlock, init_output, init_steps
 from .layers_mixer import RMSNorm, ScanMixer, rms_normalize
 from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
 from .modeling_stateful import StatefulBackbone
-
-# for users of a checkpoint without the package
 from .rows import Rows
 from .rows_moved import inputs_around, over_groups, zero_past_end
 from .scan_backends import repeat_heads
 from .scan_trapezoid import chunk_simple_gla, piece_trapezoid, scan_trapezoid
+
+# for users of a checkpoint without the package
+from .state_on_disk import load_state as load_state
+from .state_on_disk import save_state as save_state
 from .state_value import LayerShape, LayerState
 
 

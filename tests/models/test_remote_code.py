@@ -32,7 +32,7 @@ one_family = pytest.mark.parametrize("checkpoint", [MAMBA2], ids=variant_id, ind
 # The code that a checkpoint carries, without ".py": of every family, and of each beside that.
 SHARED_FILES = {
     *("configuration_stateful", "layers_mixer", "modeling_generation", "modeling_heads", "modeling_stateful"),
-    *("rows", "rows_moved", "scan_backends", "state_value"),
+    *("rows", "rows_moved", "scan_backends", "state_on_disk", "state_value"),
 }
 MAMBA_FILES = {"configuration_mamba", "layers_conv", "layers_mamba"}
 GATED_FILES = {"scan_decays", "scan_fla_kernels", "scan_gated_chunked"}
@@ -56,7 +56,7 @@ FILES_OF = {
 }
 SCANS = {"scan_delta", "scan_gla", "scan_rwkv6", "scan_selective", "scan_ssd", "scan_trapezoid"}
 # What a reader of the code of a checkpoint has to read at most.
-MOST_FILES, MOST_LINES, MOST_BYTES = 20, 4_200, 200_000
+MOST_FILES, MOST_LINES, MOST_BYTES = 21, 4_400, 210_000
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=variant_id)
