@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
 from tests.hybrids.tiny_models import tiny_model
-from tests.surgery.test_state_expansion import RECIPES
+from tests.surgery.expansions import RECIPES
 from tests.versions import needs_hybrids
 
 TOKENS = torch.arange(3, 40)[None]

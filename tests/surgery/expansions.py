@@ -1,11 +1,13 @@
 """The expansions that tests make of tiny models."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.models.families import DECAYING, GROWING, Family, variant_id
 
+RECIPES = Path(__file__).parents[2] / "hf_recurrent_lengthgen" / "recipes" / "models"
 INITIALIZATIONS = ("reinit", "inherit")
 every_family = pytest.mark.parametrize("family", GROWING, ids=variant_id)
 every_initialization = pytest.mark.parametrize("initialization", INITIALIZATIONS)

@@ -26,11 +26,9 @@ from tests.models.families import (
     build,
     random_tokens,
 )
-from tests.surgery.expansions import every_expansion, every_family, grown
+from tests.surgery.expansions import RECIPES, every_expansion, every_family, grown
 from tests.versions import needs_hybrids
 from tests.without_package import clean_process
-
-RECIPES = Path(__file__).parents[2] / "hf_recurrent_lengthgen" / "recipes" / "models"
 
 
 def recipe(name: str) -> dict[str, Any]:
