@@ -1,4 +1,4 @@
-"""Speed and memory of a sliding-window state: the scans over a text with a window against those without."""
+"""Speed and memory of a sliding-window state: the scan of Mamba-2 over a text with a window against that without."""
 
 import os
 from collections.abc import Callable

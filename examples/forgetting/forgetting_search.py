@@ -25,8 +25,6 @@ from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, pr
 from hf_recurrent_lengthgen.evaluation.text_configs import vocabulary_size
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words
 
-SEARCH_LENGTH = 32 * 1024
-"""Context length of the paper's search, in tokens."""
 RETENTIONS = (1.0, 0.9999, 0.999, 0.99)
 """Those below 1 halve the state within 6,931, 693 and 69 tokens, in addition to learned forgetting."""
 INSERTIONS = (1.0, 0.9, 0.75, 0.5)

@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens
 class Measurement:
     """A model, tokens (S, L + 1) and settings; results are cached by `key`, which holds everything they depend on.
 
-    `evaluation` is what `metrics.context_harm.evaluated` has made of it, None before.
+    `evaluation` is what `metrics.context_harm.measure.evaluated` has made of it, None before.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Prompts of retrieval tasks by row (depth of the needle, or bAbI task) and length, for `evaluation.retrieval`.
+"""Prompts of retrieval tasks by row (depth of the needle, or bAbI task) and length, for `metrics.retrieval`.
 
 The prompts of a cell depend on the seed, its row and the index of the sample, not on the length. So all lengths have
 the same keys, and prompts share prefixes of tokens. Solved examples (`shots`) are the same in all prompts of a row.
