@@ -300,7 +300,9 @@ print(*sorted(name for name in sys.modules if name.startswith("{PACKAGE}") or na
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = [name.removeprefix(f"{PACKAGE}.") for name in done.stdout.split()]
     assert not [name for name in loaded if any(is_inside(name, part) for part in (*NOT_OF_TRAINING, "matplotlib"))]
-    assert not [name for name in loaded if any(is_inside(name, part) for part in ("hybrids", "surgery", "state_files"))]
+    assert not [
+        name for name in loaded if any(is_inside(name, part) for part in ("hybrids", "surgery", "state_files"))
+    ]
     assert len(loaded) <= LOADED_BY_A_TRAINER, loaded
 
 
