@@ -75,8 +75,6 @@ def test_an_official_checkpoint_becomes_a_published_one(
     run_example("post_train_official_checkpoint.py", monkeypatch, "--smoke", "--output", tmp_path)
     verified = {name: read_verification(tmp_path / name) for name in ("base", "cured")}
     assert all(found is not None and found.passed for found in verified.values())
-    assert verified["base"] is not None
-    assert any("transformers" in check.against for check in verified["base"].checks)
     lineage = read_lineage(tmp_path / "cured")
     assert lineage is not None
     assert lineage.source is not None
