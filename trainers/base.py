@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from accelerate.utils import gather_object
@@ -49,9 +49,6 @@ from hf_recurrent_lengthgen.trainers.run.step_checks import (
     say_passed_by,
 )
 
-if TYPE_CHECKING:
-    from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
-
 UPDATE_IN_BACKWARD = {OptimizerNames.LOMO, OptimizerNames.ADALOMO}
 """Optimizers that change the weights in the backward pass of each micro-batch."""
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.)")
@@ -83,7 +80,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     learns_state = False
     gives_states = True  # whether the method consists of nothing but nonzero initial states
     is_mixable = True  # whether mixtures may draw from its source
-    _align: "AlignmentSettings | None"
+    _align: Any  # AlignmentSettings, or None
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ HIDDEN = "HIDDEN"
 _SHOWN = 3
 """Number of findings of one kind and file in a message."""
 
-_NOT_USED = {"Base64HighEntropyString", "HexHighEntropyString", "IPPublicDetector"}
-"""Plugins of detect-secrets for which digests of files, commits and versions are secrets."""
+_NOT_USED = {"ArtifactoryDetector", "Base64HighEntropyString", "HexHighEntropyString", "IPPublicDetector"}
+"""Plugins of detect-secrets for which words in capitals, digests of files, commits and versions are secrets."""
 _HUB_TOKEN = re.compile(r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{30,}")
 """Tokens of the Hub, which detect-secrets does not know."""
 _SECRET_OPTION = re.compile(r"(?i)--?[\w-]*(?:token|key|passwo?r?d|secret)")
@@ -51,14 +51,17 @@ def private_in(path: Path, token: str | None = None, here: Iterable[Path] = ()) 
     weights = path.suffix == ".safetensors"
     with open(path, "rb") as file:
         content = file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000) if weights else -1)
-    text = content.decode("utf-8", errors="replace")
+    text = content.decode("utf-8", errors="replace").replace("\0", "")  # of UTF-16, the letters remain
     secrets = [("your Hub token", _line(text, text.index(token)))] if token and token in text else []
     if any(path.match(pattern) for pattern in _VOCABULARIES):
         return _told(secrets, ": take it out"), []
     secrets += [("a Hub token", _line(text, match.start())) for match in _HUB_TOKEN.finditer(text)]
     with _plugins():
-        found = scan_line(text) if weights else scan_file(str(path))
-        secrets += [(secret.type, max(secret.line_number, 1)) for secret in found]
+        if content == text.encode():
+            secrets += [(secret.type, secret.line_number) for secret in scan_file(str(path))]
+        else:  # which scan_file would leave out
+            lines = enumerate(text.splitlines(), 1)
+            secrets += [(secret.type, number) for number, line in lines for secret in scan_line(line)]
     return _told(secrets, ": take it out"), paths_in(text, here)
 
 
@@ -94,10 +97,15 @@ def _told(places: Iterable[tuple[str, int]], advice: str = "") -> list[str]:
 def hide_secrets(text: str) -> str:
     """The text with probable passwords and keys replaced."""
     with _plugins():
-        secrets = {str(secret.secret_value) for line in text.splitlines() for secret in scan_line(line)}
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
-    return _HUB_TOKEN.sub(HIDDEN, text)
+        shown = "".join(_without_secrets(line) for line in text.splitlines(keepends=True))
+    return _HUB_TOKEN.sub(HIDDEN, shown)
+
+
+def _without_secrets(line: str) -> str:
+    """A line in which each word that holds what a plugin has found is replaced: some find only a word's beginning."""
+    for secret in sorted({str(secret.secret_value) for secret in scan_line(line)}, key=len, reverse=True):
+        line = re.sub(rf"[\w.~+-]*{re.escape(secret)}[\w.~+/=-]*", HIDDEN, line)
+    return line
 
 
 # The folders of an absolute path; a blank ends a path in a text, but not in an argument.

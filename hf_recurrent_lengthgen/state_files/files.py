@@ -192,6 +192,8 @@ def _check_format(name: str, fields: Mapping[str, str]) -> None:
     kind = fields.get("format")
     if kind != FORMAT:
         advice = " It is a state alone: load_state reads it." if kind == "recurrent_state" else ""
+        if kind in ("reading", "hybrid_state"):
+            advice = " It was written before files of text states: read the text again (lengthgen state read)."
         raise ValueError(f"{name} holds no text state: its format is {kind!r}.{advice}")
     major, _, minor = fields.get("format_version", "").partition(".")
     if not (major.isdecimal() and minor.isdecimal()) or int(major) > MAJOR:

@@ -47,6 +47,8 @@ SECRETS = [
         json.dumps({"c": "x https://bob:s3cretpass@host.org/a"}),
         "line 1: Basic Auth Credentials",
     ),
+    ("LICENSE", f"caf\xe9\nkey = '{KEY}'".encode("latin-1"), "line 2: AWS Access Key"),
+    ("a.txt", f"one\nkey = '{KEY}'".encode("utf-16"), "line 2: AWS Access Key"),
     ("README.md", "one\n-----BEGIN RSA PRIVATE KEY-----", "line 2: Private Key"),
     ("results/a.json", json.dumps({"d": f"of {HUB_TOKEN}"}), "line 1: a Hub token"),
     ("model.safetensors", struct.pack("<Q", len(HEADER)) + HEADER, "line 1: AWS Access Key"),
@@ -87,11 +89,26 @@ def test_the_token_in_use_is_found_whatever_it_looks_like(tmp_path: Path) -> Non
     assert private_in(tmp_path / "vocab.json", "short") == (["line 1: your Hub token: take it out"], [])
 
 
-@pytest.mark.parametrize("text", [f"with {HUB_TOKEN}, x", f"a={KEY}", "a https://bob:s3cretpass@host.org/a"])
+TAIL = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5"
+HEAD = "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"with {HUB_TOKEN}, x",
+        f"a={KEY}",
+        "a https://bob:s3cretpass@host.org/a",
+        f"--auth=ghp_{TAIL}",
+        f"https://ghp_{TAIL}@github.com/x",
+        f"use glpat-{TAIL[:20]} here",
+        f"--jwt {HEAD}{TAIL}-_x",
+    ],
+)
 def test_what_is_found_is_hidden_where_commands_are_kept(text: str) -> None:
     hidden = hide_secrets(text)
     assert "HIDDEN" in hidden
-    assert not any(secret in hidden for secret in (HUB_TOKEN, KEY, "s3cret"))
+    assert not any(secret in hidden for secret in (HUB_TOKEN, KEY, "s3cret", TAIL[:8], TAIL[-8:], "eyJ"))
     assert hide_secrets(hidden) == hidden
 
 

@@ -105,6 +105,10 @@ DAMAGED: dict[str, tuple[Callable[[Tensors, Fields], None], str]] = {
     "newer major version": (header(format_version="2.0"), "version '2.0' of the format, this code reads 1.x"),
     "no version": (header(format_version="new"), "version 'new'"),
     "another format": (header(format="pt"), "holds no text state: its format is 'pt'"),
+    "a format of before": (
+        header(format="reading"),
+        "its format is 'reading'. It was written before .* read the text again",
+    ),
     "no fields": (lambda tensors, fields: fields.clear(), "holds no text state: its format is None"),
 }
 

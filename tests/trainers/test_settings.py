@@ -12,6 +12,7 @@ from hf_recurrent_lengthgen.cli.options import RunArguments
 from hf_recurrent_lengthgen.trainers import (
     INTERVENTIONS,
     InitialStateConfig,
+    InitialStateTrainer,
     RandomNoiseConfig,
     StatePassingConfig,
     StateXConfig,
@@ -38,6 +39,12 @@ def plain_fields(config: Any, kind: type) -> Iterator[str]:
     for item in dataclasses.fields(config):
         if set(get_args(hints[item.name]) or (hints[item.name],)) - {type(None)} == {kind}:
             yield item.name
+
+
+@pytest.mark.parametrize("trainer", [InitialStateTrainer, *INTERVENTIONS.values()])
+def test_annotations_of_trainers_can_be_evaluated(trainer: Any) -> None:
+    assert get_type_hints(trainer).keys() >= {"about", "config_class"}
+    assert get_type_hints(trainer.__init__)
 
 
 @pytest.mark.thinned(5)

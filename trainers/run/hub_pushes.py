@@ -84,6 +84,12 @@ class PushingTrainer(Trainer):
         if self.card_writer is not None and not asked and recorded(self.output_dir):
             kept = self.card_writer(self.output_dir, repository, not kept) or kept
         if not kept:
+            if self.card_writer is None and recorded(self.output_dir):
+                logger.warning(
+                    "The card is Trainer's, which knows neither method nor base: before the push, set "
+                    "trainer.card_writer = hf_recurrent_lengthgen.checkpoints.cards.write_card_of_run, or afterwards "
+                    f"lengthgen card {self.output_dir}."
+                )
             super().create_model_card(*args, **kwargs)
         if repository is not None:  # it is uploaded next
             check_texts(self.output_dir, self.args.hub_token)
