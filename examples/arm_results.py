@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
+from hf_recurrent_lengthgen.trainers.run.folder_lock import locked
 
 Result = dict[str, Any]
 
@@ -48,8 +49,14 @@ class ArmResults:
         return [seed for name, seed in self.arms() if name == arm]
 
     def merge(self) -> None:
-        """Take the small files into the one file, and delete them."""
-        files = dict(self._files())
+        """Take the small files into the one file, and delete them; nothing while another command does so."""
+        if not self.running.is_dir():
+            return
+        with locked(self.file.parent) as free:
+            if free:
+                self._merge(dict(self._files()))
+
+    def _merge(self, files: dict[tuple[str, int], Path]) -> None:
         if not files:
             return
         everything = self._lines() | {place: read_json(file) for place, file in files.items()}

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from hf_recurrent_lengthgen.trainers.run.folder_lock import locked
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -46,6 +48,17 @@ def test_an_arm_that_ran_again_counts_and_replaces_its_line(arm_results: Any, tm
     assert (tmp_path / "study.jsonl").read_text() == (
         '{"arm": "base", "seed": 0, "loss": 1.0}\n{"arm": "base", "seed": 1, "loss": 2.0}\n'
     )
+
+
+def test_two_commands_do_not_merge_at_once(arm_results: Any, tmp_path: Path) -> None:
+    kept = arm_results.ArmResults(tmp_path)
+    kept.put("base", 0, {"loss": 1.0})
+    with locked(tmp_path) as free:
+        assert free
+        kept.merge()
+        assert not kept.file.exists()
+    kept.merge()
+    assert (kept.file.exists(), kept.running.exists(), kept.get("base", 0)) == (True, False, {"loss": 1.0})
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.rglob("*.jsonl")), ids=lambda file: file.parts[-3])

@@ -61,9 +61,9 @@ def check_stops(model: HybridModel) -> None:
     """Refuse rows of unequal length where states cannot stop before the padding at the end of a row."""
     if why := cache_adapter_of(model).why_not_stop:
         raise ValueError(
-            f"attention_mask has zeros, or sequences of unequal length are in the rows, and {type(model).__name__} "
-            f"cannot stop its states before padding, since {why}: give rows of one length without padding, or no "
-            "states."
+            "attention_mask has zeros, or sequences of unequal length are in the rows (reset_at_document makes such), "
+            f"and {type(model).__name__} cannot stop its states before padding, since {why}: give rows of one length "
+            "without padding, or no states."
         )
 
 

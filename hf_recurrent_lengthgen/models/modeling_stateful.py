@@ -257,6 +257,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
         cache = given_cache(cache, others)
         if rows is None:
             rows = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
+        elif others or not (attention_mask is None and position_ids is None and sequence_group is None):
+            raise ValueError("rows say what masks, positions and other arguments say: leave these out, or rows.")
         batch_size, length = rows.shape
         if initial_state is not None and cache is not None:
             raise ValueError("Give initial_state or cache, not both: each of them is the state to start from.")

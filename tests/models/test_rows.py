@@ -97,3 +97,12 @@ def test_generate_goes_on_with_the_last_sequence_or_refuses() -> None:
             continue
         with pytest.raises(ValueError, match="generate takes one sequence per row"):
             model.generate(tokens, **given, **options)
+
+
+def test_a_backbone_takes_rows_or_what_says_them() -> None:
+    model, tokens = build(FAMILIES[0]), random_tokens(2, 5)
+    mask = torch.ones_like(tokens)
+    rows = read_rows({"input_ids": tokens, "attention_mask": mask})
+    for given in ({"attention_mask": mask}, {"position_ids": mask.cumsum(1)}, {"seq_idx": mask}):
+        with pytest.raises(ValueError, match="leave these out, or rows"):
+            model.base_model(tokens, rows=rows, **given)
