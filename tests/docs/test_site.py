@@ -143,6 +143,12 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -
         assert re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="?(?:https?:)?//[^>]*', text) == [], path
 
 
+def test_links_between_files_lead_somewhere() -> None:
+    links = [path for path in (ROOT / "docs").rglob("*") if path.is_symlink()]
+    assert links
+    assert [str(link) for link in links if not link.exists()] == []
+
+
 def test_code_fits_on_a_page() -> None:
     wide = [
         f"{path.relative_to(ROOT)}: {line}"
