@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
     from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
-    from hf_recurrent_lengthgen.checkpoints.hub.pull import pull_checkpoint
     from hf_recurrent_lengthgen.checkpoints.hub.push import do_push, plan_push
     from hf_recurrent_lengthgen.checkpoints.loading import load_model
     from hf_recurrent_lengthgen.checkpoints.records import read_lineage, read_verification
@@ -26,7 +25,6 @@ __all__ = [
     "export_checkpoint",
     "load_model",
     "plan_push",
-    "pull_checkpoint",
     "read_lineage",
     "read_verification",
     "verify_checkpoint",
@@ -37,7 +35,6 @@ _PLACES = {
     "export_checkpoint": "conversion.export",
     "load_model": "loading",
     "plan_push": "hub.push",
-    "pull_checkpoint": "hub.pull",
     "read_lineage": "records",
     "read_verification": "records",
     "verify_checkpoint": "verification.verify",

@@ -37,14 +37,13 @@ PURPOSES = {
         "verify": "check that a checkpoint works without this package",
         "card": "write the model card of a checkpoint",
         "push": "push a checkpoint to the Hub as one commit",
-        "pull": "download a checkpoint from the Hub, and check it",
         "recipe": "training runs of papers, as files for train",
     },
     "Set up": {"completion": "print a script that completes commands in your shell"},
 }
 COMMANDS = {name: what for commands in PURPOSES.values() for name, what in commands.items()}
 """Modules beside this one, which take long to import, so that only the one that runs is imported."""
-CONTINUED = ("push", "pull", "state")
+CONTINUED = ("push", "state")
 """Commands that keep what they have done when they are interrupted, and do not say so themselves."""
 HELPS = Path(__file__).with_name("help.txt")
 """The helps of commands, each below its `HELP_HEADING`; their parsers take seconds to import (`tests.cli.helps`)."""

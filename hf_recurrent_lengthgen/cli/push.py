@@ -17,9 +17,9 @@ repository that the folder lacks stay there, but are refused where they would be
 checkpoint.
 
 Left out, and listed: what Trainer keeps for itself, pickles, and whatever is no part of a checkpoint. Refused:
-secrets, paths of your machine in texts, links that lead out of the folder, adapters that are not merged, and a
-checkpoint that `lengthgen verify` has not passed, or that has changed since. A learned state is pushed from its own
-folder, without verification, if its base is on the Hub.
+secrets, paths of your machine in texts, adapters that are not merged, and a checkpoint that `lengthgen verify` has not
+passed, or that has changed since. A learned state is pushed from its own folder, without verification, if its base is
+on the Hub.
 """
 EXAMPLES = """\
 lengthgen verify my-checkpoint  # only a verified checkpoint is pushed
@@ -62,9 +62,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _table(plan: PushPlan) -> str:
-    """One row per file, with its size or why it is left out."""
+    """One row per file, with its size, or "left out"."""
     rows = [("", name, _size(size)) for name, size in plan.files.items()]
-    rows += [("left out", name, reason) for name, reason in plan.left_out.items()]
+    rows += [("left out", name, "") for name in plan.left_out]
     total = f"{len(plan.files)} files, {_size(sum(plan.files.values()))}"
     return f"{plan.folder}:\n{in_columns([('', 'file', ''), *rows])}\n{total}"
 

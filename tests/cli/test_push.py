@@ -1,4 +1,4 @@
-"""`lengthgen push` and `lengthgen pull`: what they say, refuse and do."""
+"""`lengthgen push`: what it says, refuses and does."""
 
 from pathlib import Path
 
@@ -20,9 +20,7 @@ def test_a_dry_run_shows_all_and_asks_nothing(hub: Endpoint, folder: Path, capsy
     lines = shown(capsys)
     assert lines[0] == f"{folder}:"
     assert f"config.json {(folder / 'config.json').stat().st_size / 1e6:.3f} MB" in lines
-    assert "left out optimizer.pt of the trainer" in lines
-    assert "left out checkpoint-10/ of the trainer" in lines
-    assert "left out notes.txt no part of a checkpoint" in lines
+    assert {"left out optimizer.pt", "left out checkpoint-10/", "left out notes.txt"} <= {*lines}
     assert any(line.startswith(f"{len(pushed_files(folder))} files, ") for line in lines)
     assert lines[-1] == "Nothing was pushed (--dry-run)."
     assert "\n".join(lines).count("\n".join(CARD.splitlines())) == 1
@@ -69,45 +67,11 @@ def test_an_interrupted_push_says_how_to_go_on(
     assert hub.files("user/name") == {}
 
 
-def test_a_pull_names_the_commit_the_verification_and_how_to_load(
-    hub: Endpoint, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["push", str(folder), "user/name"]) == 0
-    capsys.readouterr()
-    output = tmp_path / "out"
-    assert main(["pull", "user/name", "--output", str(output)]) == 0
-    commit = hub.repositories["user/name"].branches["main"]
-    assert shown(capsys) == [
-        f"user/name at commit {commit}: {len(pushed_files(folder))} files in {output}",
-        "Verified: its verification.json belongs to these files.",
-    ]
-    assert main(["pull", "user/name", "--output", str(output)]) == 1
-    assert "exists already and is not an empty folder" in capsys.readouterr().err
-
-
-def test_code_that_differs_and_what_is_not_verified_is_named(
-    hub: Endpoint, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["push", str(folder), "user/name"]) == 0
-    code = (folder / "modeling_stateful_mamba2.py").read_bytes() + b"\n# changed\n"
-    hub.put("user/name", {"modeling_stateful_mamba2.py": code, "extra.py": b"pass\n"})
-    capsys.readouterr()
-    output = tmp_path / "out"
-    assert main(["pull", "user/name", "--revision", "main", "--output", str(output)]) == 0
-    lines = shown(capsys)
-    names = "extra.py, modeling_stateful_mamba2.py"
-    assert lines[1] == f"Not verified: it has changed since it was verified ({names}). Next: lengthgen verify {output}"
-    assert lines[2].startswith(f"Code that differs from the installed package: {names}. ")
-
-
 def test_what_cannot_be_is_refused_in_one_line(
-    hub: Endpoint, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["push", str(tmp_path / "none"), "user/name"]) == 1
     assert main(["push", str(folder), "a/b/c"]) == 1
-    assert main(["pull", "user/none", "--output", str(tmp_path / "out")]) == 1
-    first, second, third = capsys.readouterr().err.splitlines()
+    first, second = capsys.readouterr().err.splitlines()
     assert first.endswith("none is no folder: give the folder of a checkpoint.")
     assert "Repo id must be in the form" in second
-    assert "Looking for revision main of user/none failed: it does not exist" in third
-    assert not (tmp_path / "out").exists()

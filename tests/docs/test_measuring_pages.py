@@ -48,7 +48,6 @@ ELSEWHERE = {
         "evaluate mamba2",
         "card cured",
         "push cured",
-        "pull me/",
     ),
     "recipes": ("--data my-texts",),
     "harness": ("pretrained=MODEL",),

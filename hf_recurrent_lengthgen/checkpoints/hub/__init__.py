@@ -1,1 +1,1 @@
-"""Push checkpoints to the Hugging Face Hub and pull them, completely or not at all."""
+"""Push checkpoints to the Hugging Face Hub, completely or not at all."""

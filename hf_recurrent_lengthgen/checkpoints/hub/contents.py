@@ -1,12 +1,10 @@
 """Which files of a checkpoint folder go to the Hub, and which must not."""
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hf_recurrent_lengthgen.checkpoints.adapters import holds_adapter, holds_learned_state, to_merge
-from hf_recurrent_lengthgen.checkpoints.hub.names import unsafe_names
 from hf_recurrent_lengthgen.checkpoints.private_text import private_in
 from hf_recurrent_lengthgen.checkpoints.records import CHECKPOINT_FILES, TOKENIZER_FILES, TRAINER_STATES
 from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, read_folder
@@ -24,27 +22,12 @@ PUSHED = (
     "results/*.json",
     "states/*.safetensors",
 )
-"""Files to push and pull. A pattern matches names in its own folder only."""
+"""Patterns of the files to push, each for names in its own folder only."""
 LOADED = (
     *("*.safetensors", "*.bin", "*.pth", "*.index.json", "adapter_*", "learned_state*", "generation_config.json"),
     *TOKENIZER_FILES,
 )
 """Files at the top of a repository that Transformers looks for, and which therefore change what is loaded."""
-
-TRAINER_FILES = (
-    "training_args.bin",
-    "trainer_state.json",
-    "optimizer*",
-    "scheduler*",
-    "scaler*",
-    "rng_state*",
-    TRAINER_STATES,
-    "digests.sha256",
-    "events.out.*",
-)
-TRAINER_FOLDERS = ("checkpoint-*", "global_step*", "runs", "logs", "wandb", "mlruns")
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz", ".dill")
-SECRET_FILES = (".env*", "*.pem", "*.key", "id_rsa*", "id_ed25519*", "id_ecdsa*", ".netrc", ".git-credentials")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -54,61 +37,21 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)) for wanted in split)
 
 
-def choose_files(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of the files to push, and why other files and whole folders ("checkpoint-10/") are left out."""
-    pushed, left_out = [], {}
-    for name in sorted(_walk(folder)):
-        if name.endswith("/"):
-            left_out[name] = "of the trainer" if matches(name[:-1], TRAINER_FOLDERS) else "no part of a checkpoint"
-        elif reason := _unwanted(name):
-            left_out[name] = reason
-        elif matches(name, PUSHED):
-            pushed.append(name)
-        else:
-            left_out[name] = "no part of a checkpoint"
-    return pushed, left_out
-
-
-def _walk(folder: Path) -> Iterator[str]:
-    """Relative names of files; a folder with nothing to push is given by its name with a slash."""
-    wanted = {pattern.split("/")[0] for pattern in PUSHED if "/" in pattern}
-    for path in folder.iterdir():
-        if path.is_symlink() or not path.is_dir():
-            yield path.name
-        elif not matches(path.name, wanted) or matches(path.name, TRAINER_FOLDERS):
-            yield f"{path.name}/"
-        else:
-            for place, _, names in os.walk(path):
-                yield from (Path(place, name).relative_to(folder).as_posix() for name in names)
-
-
-def _unwanted(name: str) -> str | None:
-    """Why a file is never pushed; None if it may be."""
-    last = name.rpartition("/")[2]
-    if matches(last, TRAINER_FILES):
-        return "of the trainer"
-    if last.endswith(PICKLES):
-        return "may run code when it is loaded"
-    return None
+def choose_files(folder: Path) -> tuple[list[str], list[str]]:
+    """Names of the files to push, and of other files and whole folders ("checkpoint-10/"), which are left out."""
+    paths = {path for pattern in PUSHED for path in folder.glob(pattern) if path.is_file()}
+    pushed = sorted(path.relative_to(folder).as_posix() for path in paths if not path.match(TRAINER_STATES))
+    used = {name.partition("/")[0] for name in pushed}
+    others = sorted(path for path in folder.iterdir() if path.name not in used)
+    return pushed, [f"{path.name}/" if path.is_dir() else path.name for path in others]
 
 
 def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) -> list[str]:
-    """Reasons not to push the files of a folder: unsafe names, secrets, links, paths, no weights."""
-    problems = [
-        f"{name} holds secrets, according to its name: move it out of the folder"
-        for name in sorted({*pushed, *(path.name for path in folder.iterdir())})
-        if matches(name.rpartition("/")[2], SECRET_FILES)
-    ]
-    problems += [f"{problem}: give it another name" for problem in unsafe_names(pushed)]
+    """Reasons not to push the files of a folder: secrets, paths of this machine, no weights that others can load."""
+    problems = []
     for name in pushed:
-        path = folder / name
-        if not path.exists():
-            problems.append(f"{name} is a link to nothing")
-        elif not path.resolve().is_relative_to(folder.resolve()):
-            problems.append(f"{name} is a link to a file outside the folder: copy the folder with cp -rL")
-        else:
-            secrets, paths = private_in(path, token, (Path.home(), Path.cwd(), folder.resolve()))
-            problems += [f"{name}, {found}" for found in secrets + paths]
+        secrets, paths = private_in(folder / name, token, (Path.home(), Path.cwd(), folder.resolve()))
+        problems += [f"{name}, {private}" for private in secrets + paths]
     if holds_adapter(folder):
         problems.append(f"{to_merge(folder)}, verify FOLDER and push it")
     elif holds_learned_state(folder):

@@ -1,18 +1,24 @@
 """Push a checkpoint, or a learned state, to the Hub as one commit, completely or not at all."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, ModelCard, constants, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.checkpoints.adapters import holds_learned_state
 from hf_recurrent_lengthgen.checkpoints.card_mark import cards_digest, read_card_mark
 from hf_recurrent_lengthgen.checkpoints.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
-from hf_recurrent_lengthgen.checkpoints.hub.remote import hub_api, telling
-from hf_recurrent_lengthgen.checkpoints.records import read_json_object, read_lineage, unverified, verified_files
+from hf_recurrent_lengthgen.checkpoints.records import unverified, verified_files
+from hf_recurrent_lengthgen.versions import installed_versions
+
+# Of the HTTP library of this huggingface_hub: errors of connections and answers share it.
+_HTTP_ERROR: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 
 
 @dataclass(frozen=True)
@@ -21,13 +27,13 @@ class PushPlan:
 
     Args:
         files: Sizes in bytes of the files to push, by name.
-        left_out: Why other files of the folder are not pushed, by name; whole folders have a slash.
+        left_out: Names of the other files of the folder; whole folders have a slash.
         refusals: Reasons why the push is refused.
     """
 
     folder: Path
     files: dict[str, int]
-    left_out: dict[str, str]
+    left_out: tuple[str, ...]
     refusals: tuple[str, ...]
 
 
@@ -55,25 +61,11 @@ def plan_push(folder: str | os.PathLike[str], token: str | None = None) -> PushP
     names, left_out = choose_files(folder)
     refusals = refusals_of_files(folder, names, token or get_token())
     now = verified_files(folder)
-    refusals += _card_refusals(folder, now) + _unreadable(folder, names)
+    refusals += _card_refusals(folder, now)
     if not holds_learned_state(folder) and (problem := unverified(folder, now)):  # of all that is loaded
         refusals.append(f"{problem}: run lengthgen verify {folder}")
-    files = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
-    return PushPlan(folder, files, left_out, tuple(refusals))
-
-
-def _unreadable(folder: Path, names: list[str]) -> list[str]:
-    """Errors in records and results among the files."""
-    problems = []
-    for name in names:
-        try:
-            if name == "lineage.json":
-                read_lineage(folder)
-            elif matches(name, ["results/*.json"]):
-                read_json_object(folder / name)
-        except (ValueError, OSError) as error:
-            problems.append(f"{name} cannot be read ({error})")
-    return problems
+    files = {name: (folder / name).stat().st_size for name in names}
+    return PushPlan(folder, files, tuple(left_out), tuple(refusals))
 
 
 def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
@@ -87,13 +79,20 @@ def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
         return [f"the metadata of README.md cannot be read ({' '.join(str(error).split())})"]
     if not data:
         return [f"README.md has no metadata: lengthgen card {folder} writes a card with metadata"]
-    try:
-        mark = read_card_mark(text)
-    except ValueError as error:
-        return [f"the mark in README.md is damaged ({error}): run lengthgen card {folder} --overwrite"]
+    mark = read_card_mark(text)
     if mark is not None and mark.made_of != cards_digest(now):
         return [f"its card is of other weights or another config: measure it, and run lengthgen card {folder} again"]
     return []
+
+
+@contextmanager
+def _telling(doing: str) -> Iterator[None]:
+    """Turn errors of the client and of connections into a `ValueError` that says what failed."""
+    try:
+        yield
+    except (_HTTP_ERROR, OSError, RuntimeError) as error:
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+        raise ValueError(f"{doing} failed: {' '.join(str(cause).split())}. Run the command again.") from error
 
 
 def do_push(
@@ -118,11 +117,11 @@ def do_push(
     validate_repo_id(repo_id)
     token, refusals = token or get_token(), list(plan.refusals)
     refusals += ["there is no token for the Hub: set one with hf auth login or HF_TOKEN"] if token is None else []
-    refusals += ["HF_HUB_OFFLINE is set: unset it"] if constants.HF_HUB_OFFLINE else []
     if refusals:
         raise ValueError(f"{plan.folder} cannot be pushed: {'; '.join(refusals)}.")
-    api = hub_api(token)
-    with telling(f"Looking for {repo_id}, or creating it,"):
+    version = installed_versions()["hf_recurrent_lengthgen"]
+    api = HfApi(token=token, library_name="hf_recurrent_lengthgen", library_version=version)
+    with _telling(f"Looking for {repo_id}, or creating it,"):
         name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         info = api.model_info(name)
     if info.private is not private:
@@ -138,7 +137,7 @@ def do_push(
         )
     stale = [other for other in others if overwrite and matches(other, (*LOADED, *PUSHED))]
     additions = [CommitOperationAdd(file, plan.folder / file) for file in plan.files]
-    with telling(f"Pushing to {name}"):
+    with _telling(f"Pushing to {name}"):
         commit = api.create_commit(
             name,
             [*additions, *map(CommitOperationDelete, stale)],

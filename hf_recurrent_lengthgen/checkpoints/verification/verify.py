@@ -120,7 +120,7 @@ def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool)
     if not folder.is_dir():
         raise ValueError(
             f"{checkpoint} is no folder here: give the folder of a checkpoint. Download one from the Hub with "
-            "lengthgen pull first."
+            "`hf download OWNER/NAME --local-dir FOLDER` first."
         )
     refuse_adapter(folder)
     if not (folder / "config.json").is_file():

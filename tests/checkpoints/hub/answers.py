@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from .store import Blob, Commit, Refused, is_large
 
 if TYPE_CHECKING:
@@ -87,7 +85,7 @@ def model_info(hub: "Endpoint", request: Request, name: str, revision: str = "ma
             if blob.sha256 is not None:
                 entry["lfs"] = {"sha256": blob.sha256, "size": len(blob.content), "pointerSize": 130}
         siblings.append(entry)
-    about = {"id": name, "sha": commit.id, "private": repository.private, "gated": repository.gated and "auto"}
+    about = {"id": name, "sha": commit.id, "private": repository.private, "gated": False}
     return as_json(about | {"siblings": siblings, "tags": [], "lastModified": DATE, "createdAt": DATE})
 
 
@@ -136,8 +134,7 @@ def large_file_batch(hub: "Endpoint", request: Request, name: str) -> Answer:
         answer: dict[str, Any] = {"oid": sha256, "size": size}
         if sha256 not in hub.large_files:
             upload = {"href": f"{hub.url}/upload/{sha256}/{size}", "header": {}}
-            verify = {"href": f"{hub.url}/{name}.git/info/lfs/objects/verify"}
-            answer["actions"] = {"upload": upload, "verify": verify}
+            answer["actions"] = {"upload": upload}
         objects.append(answer)
     return as_json({"transfer": "basic", "objects": objects})
 
@@ -147,14 +144,6 @@ def upload(hub: "Endpoint", request: Request, sha256: str, size: str) -> Answer:
         raise Refused(400, "The SHA-256 of the content is not the one announced")
     hub.large_files[sha256] = request.body
     return Answer()
-
-
-def verify(hub: "Endpoint", request: Request, name: str) -> Answer:
-    hub.repository(request, name, write=True)
-    asked = json.loads(request.body)
-    if len(hub.large_files.get(asked["oid"], b"")) != asked["size"]:
-        raise Refused(404, "The object is not there")
-    return as_json({})
 
 
 def commit(hub: "Endpoint", request: Request, name: str, revision: str) -> Answer:
@@ -185,15 +174,7 @@ def commit(hub: "Endpoint", request: Request, name: str, revision: str) -> Answe
 
 
 def validate_card(hub: "Endpoint", request: Request) -> Answer:
-    parts = json.loads(request.body)["content"].split("---\n", 2)
-    try:
-        data = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else None
-    except yaml.YAMLError as error:
-        return as_json({"errors": [{"message": str(error)}], "warnings": []}, 400)
-    if data and " " in str(data.get("license", "")):
-        return as_json({"errors": [{"message": '"license" must be one of [...]'}], "warnings": []}, 400)
-    warned = [] if data else [{"message": "empty or missing yaml metadata in repo card"}]
-    return as_json({"errors": [], "warnings": warned})
+    return as_json({"errors": [], "warnings": []})
 
 
 def resolve(hub: "Endpoint", request: Request, name: str, revision: str, path: str) -> Answer:
@@ -226,7 +207,6 @@ ROUTES: list[tuple[str, str, Callable[..., Answer]]] = [
     ("POST", REPOSITORY + r"/preupload/(?P<revision>[^/]+)", preupload),
     ("POST", REPOSITORY + r"/commit/(?P<revision>[^/]+)", commit),
     ("POST", LARGE_FILES + r"/batch", large_file_batch),
-    ("POST", LARGE_FILES + r"/verify", verify),
     ("PUT", r"/upload/(?P<sha256>[0-9a-f]{64})/(?P<size>\d+)", upload),
     ("GET HEAD", r"/(?P<name>[\w.-]+/[\w.-]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", resolve),
     ("GET HEAD", r"/large/(?P<sha256>[0-9a-f]{64})", large_file),

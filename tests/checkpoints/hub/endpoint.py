@@ -1,7 +1,7 @@
 """A hub on loopback that the real client of huggingface_hub speaks to, with faults on demand.
 
-It answers what pushing, pulling and `from_pretrained` ask for, as the Hub does (huggingface_hub 1.x and 2.x). Large
-files are handed out under another host name, as by a delivery network. It offers no Xet storage; since
+It answers what pushing, downloading and `from_pretrained` ask for, as the Hub does (huggingface_hub 1.x and 2.x).
+Large files are handed out under another host name, as by a delivery network. It offers no Xet storage; since
 huggingface_hub 2 the client uploads by Xet unless told not to, so its `HF_HUB_DISABLE_XET` must be set (`client.py`).
 """
 
@@ -155,8 +155,6 @@ class Endpoint(Store):
         account = self.accounts.get(request.token)
         if account is None:
             raise Refused(401, "Invalid username or password.")
-        if account.expired:
-            raise Refused(401, 'User Access Token "test" is expired')
         return account
 
     def repository(self, request: Request, name: str, write: bool = False) -> Repository:
@@ -166,8 +164,6 @@ class Endpoint(Store):
         owned = account is not None and account.owns(name)
         if repository is None or (repository.private and not owned):
             raise Refused(401 if account is None else 404, "Repository not found", "RepoNotFound")
-        if repository.gated and not owned and "/resolve/" in request.path:
-            raise Refused(401 if account is None else 403, f"Access to model {name} is restricted.", "GatedRepo")
         if write and account is None:
             raise Refused(401, "Invalid username or password.")
         if write and not (owned and account is not None and account.may_write):

@@ -56,7 +56,6 @@ class Repository:
 
     name: str
     private: bool
-    gated: bool = False
     commits: dict[str, Commit] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
 
@@ -94,7 +93,6 @@ class Account:
     name: str
     organizations: tuple[str, ...] = ()
     may_write: bool = True
-    expired: bool = False
 
     def owns(self, repository: str) -> bool:
         return repository.partition("/")[0] in (self.name, *self.organizations)

@@ -1,6 +1,5 @@
 """A push is there as a whole or not at all, and what must not leave a machine does not."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from hf_recurrent_lengthgen.checkpoints.card_mark import CardMark, cards_digest
 from hf_recurrent_lengthgen.checkpoints.hub.push import plan_push
 from hf_recurrent_lengthgen.checkpoints.records import verified_files
 
-from .checkpoints import CARD, push, pushed_files, verify
+from .checkpoints import CARD, NEVER_PUSHED, push, pushed_files, verify
 from .client import connect
 from .endpoint import Endpoint
 
@@ -27,15 +26,7 @@ def test_one_commit_holds_the_whole_checkpoint_and_nothing_else(hub: Endpoint, f
     assert result.created
     assert result.commit == hub.repositories["user/name"].branches["main"]
     assert result.url == f"{hub.url}/user/name/commit/{result.commit}"
-    left_out = plan_push(folder).left_out
-    assert set(left_out) == {
-        "training_args.bin",
-        "optimizer.pt",
-        "initial_states_0.safetensors",
-        "notes.txt",
-        "checkpoint-10/",
-    }
-    assert left_out["optimizer.pt"] == left_out["checkpoint-10/"] == "of the trainer"
+    assert set(plan_push(folder).left_out) == NEVER_PUSHED | {"checkpoint-10/"}
 
 
 def test_pushing_the_same_again_commits_and_sends_nothing(hub: Endpoint, folder: Path) -> None:
@@ -78,33 +69,20 @@ def test_a_plan_needs_no_hub(hub: Endpoint, folder: Path) -> None:
     assert hub.requests == []
 
 
-def expire(hub: Endpoint) -> None:
-    hub.accounts["hf_test"].expired = True
-
-
-# What stops a push, and what is told.
-STOPPING: dict[str, tuple[str, str, dict[str, object], str]] = {
-    "busy": ("POST", "/commit/", {"status": 503}, "the Hub answers 503.*Run the command again later"),
-    "cut": ("POST", "/batch", {"cut": True, "times": 99}, "the connection broke"),
-    "rate of commits": ("POST", "/commit/", {"status": 429}, "the Hub asks for fewer requests"),
-    "too large": ("POST", "/commit/", {"status": 413}, "too large for the Hub"),
-    "forbidden": ("POST", "/commit/", {"status": 403}, "the token may not do this.*can write"),
-    "expired": ("POST", "/commit/", {"call": expire}, "does not accept the token.*expired.*hf auth login"),
-}
-
-
-@pytest.mark.thinned(5)
-@pytest.mark.parametrize(("method", "pattern", "what", "message"), STOPPING.values(), ids=STOPPING.keys())
+@pytest.mark.parametrize(
+    ("method", "pattern", "what", "message"),
+    [("POST", "/commit/", {"status": 503}, "503"), ("POST", "/batch", {"cut": True, "times": 99}, "Pushing to")],
+    ids=["busy", "cut"],
+)
 def test_what_stops_a_push_leaves_the_branch_as_it_was_and_the_next_push_goes_on(
     method: str, pattern: str, what: dict[str, object], message: str, hub: Endpoint, folder: Path
 ) -> None:
     hub.create("user/name")
-    hub.fail(method, pattern, **what | ({"call": lambda: expire(hub)} if "call" in what else {}))
-    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+    hub.fail(method, pattern, **what)
+    with pytest.raises(ValueError, match=f"{message}.*Run the command again"):
         push(folder, "user/name")
     assert commits(hub) == ["initial commit"]
     hub.faults.clear()
-    hub.accounts["hf_test"].expired = False
     push(folder, "user/name")
     assert hub.files("user/name") == pushed_files(folder)
 
@@ -113,20 +91,11 @@ def test_what_somebody_else_commits_meanwhile_is_not_overwritten(hub: Endpoint, 
     hub.create("user/name")
     theirs: Callable[[], object] = lambda: hub.put("user/name", {"README.md": b"theirs"})  # noqa: E731
     hub.fail("POST", "/commit/", call=theirs)
-    with pytest.raises(ValueError, match="something else has changed it at the same time"):
+    with pytest.raises(ValueError, match="A commit has happened since"):
         push(folder, "user/name")
     assert hub.files("user/name") == {"README.md": b"theirs"}
     push(folder, "user/name")
     assert hub.files("user/name") == pushed_files(folder)
-
-
-def test_a_commit_whose_answer_is_lost_is_found_by_the_next_push(hub: Endpoint, folder: Path) -> None:
-    hub.fail("POST", "/commit/", cut=True)
-    with pytest.raises(ValueError, match="Pushing to user/name failed: the connection broke"):
-        push(folder, "user/name")
-    result = push(folder, "user/name")
-    assert (result.created, result.commit) == (False, hub.repositories["user/name"].branches["main"])
-    assert commits(hub) == ["Upload checkpoint", "initial commit"]
 
 
 def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) -> None:
@@ -141,15 +110,12 @@ def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) ->
     assert len(hub.asked("POST", "/commit/")) == done
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("token", "name", "message"),
     [
         (None, "user/name", "no token for the Hub: set one with hf auth login"),
-        ("hf_wrong", "user/name", "does not accept the token"),
-        ("hf_reads", "user/name", "the token may not do this"),
-        ("hf_test", "other/name", "other/name, or creating it, failed: the token may not do this"),
-        ("hf_test", "a/b/c", "Repo id must be in the form"),
+        ("hf_wrong", "user/name", "Looking for user/name, or creating it, failed: .*Invalid username"),
+        ("hf_test", "other/name", "You don't have the rights to create a model under this namespace"),
     ],
 )
 def test_who_may_not_push_is_told(
@@ -157,7 +123,6 @@ def test_who_may_not_push_is_told(
 ) -> None:
     with Endpoint() as hub:
         connect(hub, tmp_path / "hf", monkeypatch, token)
-        hub.accounts["hf_reads"] = type(hub.accounts["hf_test"])("user", may_write=False)
         with pytest.raises(ValueError, match=message):
             push(folder, name)
         assert hub.repositories == {}
@@ -174,33 +139,24 @@ def test_a_card_of_other_weights_is_refused(hub: Endpoint, folder: Path) -> None
 
 
 def test_everything_that_is_wrong_with_a_folder_is_told_at_once(
-    hub: Endpoint, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Endpoint, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    outside = tmp_path / "outside.json"
-    outside.write_text("{}")
-    (folder / "results" / "linked.json").symlink_to(outside)
-    (folder / "results" / "nothing.json").symlink_to(tmp_path / "gone.json")
     secret = "hf_" + "a" * 34
     (folder / "results" / "run.json").write_text(f'{{"data": "/home/somebody/texts",\n "key": "{secret}"}}')
-    (folder / ".env").write_text("A=b")
     (folder / "README.md").unlink()
     (folder / "verification.json").unlink()
     with pytest.raises(ValueError, match="cannot be pushed") as caught:
         push(folder, "user/name")
-    told = str(caught.value)
     for part in (
-        ".env holds secrets, according to its name",
-        "results/linked.json is a link to a file outside the folder",
-        "results/nothing.json is a link to nothing",
         "results/run.json, line 1: a path of your machine: /home/somebody/texts",
         "results/run.json, line 2: a Hub token: take it out",
         f"it has no card: lengthgen card {folder}",
         f"it has not been verified: run lengthgen verify {folder}",
         "there is no token for the Hub",
     ):
-        assert part in told
-    assert secret not in told
+        assert part in str(caught.value)
+    assert secret not in str(caught.value)
     assert hub.requests == []
 
 
@@ -210,9 +166,6 @@ def damage(name: str, content: str | bytes) -> Callable[[Path], object]:
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "your token": (damage("results/a.json", '"hf_test"'), r"results/a.json, line 1: your Hub token"),
-    "key": (damage("README.md", CARD + "-----BEGIN RSA PRIVATE KEY-----"), r"README.md, line 7: Private Key"),
-    "windows": (damage("README.md", CARD + r"C:\Users\me\texts"), r"a path of your machine: C:.Users.me"),
-    "home": (damage("results/a.json", f'"{Path.home()}/x"'), "results/a.json, line 1: a path of your machine"),
     "header": (
         damage("states/b.safetensors", (40).to_bytes(8, "little") + b'{"__metadata__":{"a":"/home/me/texts"}} '),
         r"states/b.safetensors, line 1: a path of your machine: /home/me/texts",
@@ -220,34 +173,22 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "failed": (lambda folder: verify(folder, 1.0), "its verification did not pass .logits against itself"),
     "damaged verification": (damage("verification.json", "{"), "its verification is damaged"),
     "code added": (damage("more.py", "pass"), r"changed since it was verified .more.py"),
-    "card": (damage("README.md", "# No metadata"), "README.md has no metadata"),
-    "bad card": (damage("README.md", "---\na: [\n---\n"), "the metadata of README.md cannot be read"),
-    "damaged lineage": (damage("lineage.json", '{"kind": "lineage",'), "lineage.json cannot be read"),
-    "no lineage": (damage("lineage.json", '{"kind": []}'), "lineage.json cannot be read"),
-    "damaged results": (damage("results/a.json", '{"kind": '), "results/a.json cannot be read"),
-    "damaged mark": (
-        damage("README.md", CARD + '<!-- made by lengthgen card: {"kind": "card", -->'),
-        "mark in README",
-    ),
+    "weights": (damage("model.safetensors", b"x" * 9), r"changed since it was verified .model.safetensors"),
+    "no metadata": (damage("README.md", "# No metadata"), "README.md has no metadata"),
+    "bad metadata": (damage("README.md", "---\na: [\n---\n"), "the metadata of README.md cannot be read"),
     "adapter": (damage("adapter_config.json", "{}"), "holds an adapter.*lengthgen merge"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), r"changed since it was verified .config.json"),
-    "config": (damage("config.json", "{"), r"changed since it was verified .config.json"),
-    "less code": (
-        lambda folder: (folder / "modeling_stateful_mamba2.py").unlink(),
-        r"changed since it was verified .modeling_stateful_mamba2.py",
-    ),
     "no code": (
         lambda folder: [code.unlink() for code in folder.glob("*.py")],
         "it lacks the code that was verified: run lengthgen verify",
     ),
     "only pickles": (
         lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-        r"changed since it was verified .model.safetensors",
+        "it holds no weights as safetensors: lengthgen convert",
     ),
 }
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_folder_with_this_is_refused_before_the_hub_is_asked(
     change: Callable[[Path], object], message: str, hub: Endpoint, folder: Path
@@ -256,44 +197,3 @@ def test_a_folder_with_this_is_refused_before_the_hub_is_asked(
     with pytest.raises(ValueError, match=message):
         push(folder, "user/name")
     assert hub.requests == []
-
-
-def test_a_checkpoint_that_has_pickles_only_is_refused(hub: Endpoint, folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    verify(folder)
-    with pytest.raises(ValueError, match="it holds no weights as safetensors: lengthgen convert"):
-        push(folder, "user/name")
-    assert hub.requests == []
-
-
-def test_metadata_that_the_hub_does_not_take_are_told_and_nothing_is_committed(hub: Endpoint, folder: Path) -> None:
-    (folder / "README.md").write_text("---\nlicense: Apache 2.0\n---\nA card.\n")
-    with pytest.raises(ValueError, match="must be one of"):
-        push(folder, "user/name")
-    assert commits(hub) == ["initial commit"]
-
-
-def test_pickles_are_not_pushed(hub: Endpoint, folder: Path) -> None:
-    (folder / "weights.pt").write_bytes(b"x")
-    plan = plan_push(folder)
-    assert plan.left_out["weights.pt"] == "may run code when it is loaded"
-    assert "weights.pt" not in plan.files
-
-
-def test_vocabularies_may_look_like_paths(hub: Endpoint, folder: Path) -> None:
-    (folder / "vocab.json").write_text('{"/home/me": 1}')
-    verify(folder)
-    push(folder, "user/name")
-    assert "vocab.json" in hub.files("user/name")
-
-
-def test_weights_that_changed_after_the_verification_are_refused_until_verified_again(
-    hub: Endpoint, folder: Path
-) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(ValueError, match=rf"changed since it was verified \(model\.safetensors\): run .* {folder}"):
-        push(folder, "user/name")
-    assert hub.requests == []
-    verify(folder)
-    push(folder, "user/name")

@@ -147,7 +147,7 @@ def test_pieces_begin_with_one_token_and_add_up(length: int) -> None:
 
 
 def test_what_cannot_be_verified_is_refused_with_the_reason(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no folder here.*lengthgen pull"):
+    with pytest.raises(ValueError, match=r"is no folder here.*hf download"):
         verify_checkpoint("user/name")
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         verify_checkpoint(tmp_path)
