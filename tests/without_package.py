@@ -25,7 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import transformers
 import transformers.dynamic_module_utils, transformers.modeling_layers, transformers.models.mamba.modeling_mamba
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 def run(folder, code, arguments, threads):
     torch.set_num_threads(threads)

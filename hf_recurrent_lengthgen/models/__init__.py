@@ -4,7 +4,7 @@ The first part of a name says what is in a file:
 
     configuration_   the fields of a family and their checks; configuration_stateful.py has what all share
     modeling_        a family, from its mixer to its classes; modeling_stateful.py is the backbone of all,
-                     modeling_heads.py the language model and the classifier, modeling_generation.py `generate`
+                     modeling_heads.py the language model, modeling_generation.py `generate`
     layers_          what several families put into a layer; layers_mixer.py is the base of all mixers
     scan_            a recurrence over time, or what its scans share; scan_backends.py is the base of all
     rows_            which tokens of a call belong together (rows.py), and how layers and processes get them
@@ -18,7 +18,7 @@ Transformers.
 
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_stateful_delta_net import StatefulDeltaNetConfig
 from .configuration_stateful_gated_deltanet import StatefulGatedDeltaNetConfig
@@ -34,58 +34,47 @@ from .configuration_stateful_rwkv6 import StatefulRWKV6Config
 from .configuration_stateful_rwkv7 import StatefulRWKV7Config
 from .modeling_stateful_delta_net import (
     StatefulDeltaNetForCausalLM,
-    StatefulDeltaNetForSequenceClassification,
     StatefulDeltaNetModel,
 )
 from .modeling_stateful_gated_deltanet import (
     StatefulGatedDeltaNetForCausalLM,
-    StatefulGatedDeltaNetForSequenceClassification,
     StatefulGatedDeltaNetModel,
 )
-from .modeling_stateful_gla import StatefulGLAForCausalLM, StatefulGLAForSequenceClassification, StatefulGLAModel
+from .modeling_stateful_gla import StatefulGLAForCausalLM, StatefulGLAModel
 from .modeling_stateful_hgrn2 import (
     StatefulHGRN2ForCausalLM,
-    StatefulHGRN2ForSequenceClassification,
     StatefulHGRN2Model,
 )
 from .modeling_stateful_kda import (
     StatefulKDAForCausalLM,
-    StatefulKDAForSequenceClassification,
     StatefulKDAModel,
 )
 from .modeling_stateful_linear_attention import (
     StatefulLinearAttentionForCausalLM,
-    StatefulLinearAttentionForSequenceClassification,
     StatefulLinearAttentionModel,
 )
 from .modeling_stateful_mamba import (
     StatefulMambaForCausalLM,
-    StatefulMambaForSequenceClassification,
     StatefulMambaModel,
 )
 from .modeling_stateful_mamba2 import (
     StatefulMamba2ForCausalLM,
-    StatefulMamba2ForSequenceClassification,
     StatefulMamba2Model,
 )
 from .modeling_stateful_mamba3 import (
     StatefulMamba3ForCausalLM,
-    StatefulMamba3ForSequenceClassification,
     StatefulMamba3Model,
 )
 from .modeling_stateful_rwkv5 import (
     StatefulRWKV5ForCausalLM,
-    StatefulRWKV5ForSequenceClassification,
     StatefulRWKV5Model,
 )
 from .modeling_stateful_rwkv6 import (
     StatefulRWKV6ForCausalLM,
-    StatefulRWKV6ForSequenceClassification,
     StatefulRWKV6Model,
 )
 from .modeling_stateful_rwkv7 import (
     StatefulRWKV7ForCausalLM,
-    StatefulRWKV7ForSequenceClassification,
     StatefulRWKV7Model,
 )
 
@@ -95,7 +84,7 @@ STATEFUL_CLASSES: dict[str, Any] = {}
 """Upstream checkpoints whose parameters our class takes as they are, by the model type in their config.json."""
 
 
-def register_family(causal_lm_class: Any, classifier_class: Any = None) -> None:
+def register_family(causal_lm_class: Any) -> None:
     """Make a family known to the Auto classes of Transformers, and to the whole package by way of `FAMILIES`.
 
     Raises:
@@ -115,8 +104,6 @@ def register_family(causal_lm_class: Any, classifier_class: Any = None) -> None:
     AutoConfig.register(config_class.model_type, config_class)
     AutoModel.register(config_class, causal_lm_class.backbone_class)
     AutoModelForCausalLM.register(config_class, causal_lm_class)
-    if classifier_class is not None:
-        AutoModelForSequenceClassification.register(config_class, classifier_class)
     FAMILIES[config_class.model_type] = causal_lm_class
     STATEFUL_CLASSES.update(dict.fromkeys(config_class.upstream_types, causal_lm_class))
 
@@ -127,72 +114,60 @@ def family_config(model_type: str | None) -> Any:
     return None if found is None else found.config_class
 
 
-for _classes in (
-    (StatefulDeltaNetForCausalLM, StatefulDeltaNetForSequenceClassification),
-    (StatefulGatedDeltaNetForCausalLM, StatefulGatedDeltaNetForSequenceClassification),
-    (StatefulKDAForCausalLM, StatefulKDAForSequenceClassification),
-    (StatefulGLAForCausalLM, StatefulGLAForSequenceClassification),
-    (StatefulHGRN2ForCausalLM, StatefulHGRN2ForSequenceClassification),
-    (StatefulLinearAttentionForCausalLM, StatefulLinearAttentionForSequenceClassification),
-    (StatefulMambaForCausalLM, StatefulMambaForSequenceClassification),
-    (StatefulMamba2ForCausalLM, StatefulMamba2ForSequenceClassification),
-    (StatefulMamba3ForCausalLM, StatefulMamba3ForSequenceClassification),
-    (StatefulRWKV5ForCausalLM, StatefulRWKV5ForSequenceClassification),
-    (StatefulRWKV6ForCausalLM, StatefulRWKV6ForSequenceClassification),
-    (StatefulRWKV7ForCausalLM, StatefulRWKV7ForSequenceClassification),
+for _class in (
+    StatefulDeltaNetForCausalLM,
+    StatefulGatedDeltaNetForCausalLM,
+    StatefulKDAForCausalLM,
+    StatefulGLAForCausalLM,
+    StatefulHGRN2ForCausalLM,
+    StatefulLinearAttentionForCausalLM,
+    StatefulMambaForCausalLM,
+    StatefulMamba2ForCausalLM,
+    StatefulMamba3ForCausalLM,
+    StatefulRWKV5ForCausalLM,
+    StatefulRWKV6ForCausalLM,
+    StatefulRWKV7ForCausalLM,
 ):
-    register_family(*_classes)
+    register_family(_class)
 
 __all__ = [
     "FAMILIES",
     "STATEFUL_CLASSES",
     "StatefulDeltaNetConfig",
     "StatefulDeltaNetForCausalLM",
-    "StatefulDeltaNetForSequenceClassification",
     "StatefulDeltaNetModel",
     "StatefulGLAConfig",
     "StatefulGLAForCausalLM",
-    "StatefulGLAForSequenceClassification",
     "StatefulGLAModel",
     "StatefulGatedDeltaNetConfig",
     "StatefulGatedDeltaNetForCausalLM",
-    "StatefulGatedDeltaNetForSequenceClassification",
     "StatefulGatedDeltaNetModel",
     "StatefulHGRN2Config",
     "StatefulHGRN2ForCausalLM",
-    "StatefulHGRN2ForSequenceClassification",
     "StatefulHGRN2Model",
     "StatefulKDAConfig",
     "StatefulKDAForCausalLM",
-    "StatefulKDAForSequenceClassification",
     "StatefulKDAModel",
     "StatefulLinearAttentionConfig",
     "StatefulLinearAttentionForCausalLM",
-    "StatefulLinearAttentionForSequenceClassification",
     "StatefulLinearAttentionModel",
     "StatefulMamba2Config",
     "StatefulMamba2ForCausalLM",
-    "StatefulMamba2ForSequenceClassification",
     "StatefulMamba2Model",
     "StatefulMamba3Config",
     "StatefulMamba3ForCausalLM",
-    "StatefulMamba3ForSequenceClassification",
     "StatefulMamba3Model",
     "StatefulMambaConfig",
     "StatefulMambaForCausalLM",
-    "StatefulMambaForSequenceClassification",
     "StatefulMambaModel",
     "StatefulRWKV5Config",
     "StatefulRWKV5ForCausalLM",
-    "StatefulRWKV5ForSequenceClassification",
     "StatefulRWKV5Model",
     "StatefulRWKV6Config",
     "StatefulRWKV6ForCausalLM",
-    "StatefulRWKV6ForSequenceClassification",
     "StatefulRWKV6Model",
     "StatefulRWKV7Config",
     "StatefulRWKV7ForCausalLM",
-    "StatefulRWKV7ForSequenceClassification",
     "StatefulRWKV7Model",
     "family_config",
     "register_family",

@@ -1,6 +1,6 @@
-"""The heads of every family: a language model, with the targets that it scores, and sequence classification.
+"""The language model of every family, and the targets that it scores.
 
-Shapes: B batch, T tokens, D hidden size, V vocabulary, L labels.
+Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import can_return_tuple
 
 from .modeling_generation import OutputWithCache, RecurrentCache, RecurrentGenerationMixin, given_cache
-from .modeling_stateful import StatefulModelWithHead
+from .modeling_stateful import StatefulBackbone, StatefulPreTrainedModel
 from .rows import Rows, read_inputs
 from .state_value import RecurrentState, state_dtype
 
@@ -40,8 +41,8 @@ def _keeps_all(logits_to_keep: int | Tensor) -> bool:
     return logits_to_keep == 0
 
 
-class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
-    """Language model. A family sets `backbone_class`.
+class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
+    """A `StatefulBackbone` and a head. A family sets `backbone_class`.
 
     Args of `forward`, beside those of `StatefulBackbone`:
         labels: (B, T), shifted inside as in Transformers; -100 is ignored. With padding on the left, the first real
@@ -63,16 +64,20 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
     _auto_class = "AutoModelForCausalLM"  # type: ignore[assignment]
     accepts_loss_kwargs = True
     head_name = "lm_head"
+    backbone_class: type[StatefulBackbone]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        if (backbone := cls.__dict__.get("backbone_class")) is not None:
+            cls.config_class, cls.base_model_prefix = backbone.config_class, backbone.base_model_prefix
+            cls._no_split_modules = backbone._no_split_modules
+            cls._tied_weights_keys = {f"{cls.head_name}.weight": f"{cls.base_model_prefix}.embeddings.weight"}
         super().__init_subclass__(**kwargs)
         # Trainer shifts labels for label_smoothing_factor only if the class is named here.
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[cls.__name__] = cls.__name__
-        if "backbone_class" in cls.__dict__:
-            cls._tied_weights_keys = {f"{cls.head_name}.weight": f"{cls.base_model_prefix}.embeddings.weight"}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
         setattr(self, self.head_name, nn.Linear(config.hidden_size, config.vocab_size, bias=False))
         self.post_init()
 
@@ -82,6 +87,7 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
     def set_output_embeddings(self, value: nn.Module) -> None:
         setattr(self, self.head_name, value)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -93,14 +99,13 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         cache: RecurrentCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
         **others: Any,
-    ) -> StatefulCausalLMOutput | tuple:
+    ) -> StatefulCausalLMOutput:
         """Run T tokens from a state; arguments as in the class.
 
         Raises:
@@ -133,14 +138,13 @@ class StatefulForCausalLM(StatefulModelWithHead, RecurrentGenerationMixin):
         head = self.get_output_embeddings()
         logits = head(hidden_states.to(head.weight.dtype))
         logits = logits.to(state_dtype(logits.dtype))
-        result = StatefulCausalLMOutput(
+        return StatefulCausalLMOutput(
             loss=self._loss_of(logits, labels, shift_labels, rows, num_items_in_batch),
             logits=logits,
             final_state=output.final_state,
             cache=output.cache,
             hidden_states=output.hidden_states,
         )
-        return result.to_tuple() if self._wants_tuple(return_dict) else result
 
     def _loss_of(
         self,
@@ -203,81 +207,3 @@ def check_targets(
             "A target stands at padding in the beginning of a piece, but its output is that of the last real token, "
             "in another piece: set it to -100, or pad rows at their ends."
         )
-
-
-@dataclass
-class StatefulSequenceClassifierOutput(StatefulCausalLMOutput):
-    """`loss` (scalar), `logits` (B, L) in float32, others as in the backbone's."""
-
-
-class StatefulForSequenceClassification(StatefulModelWithHead):
-    """Linear head `score` on the last real token of each row. A family sets `backbone_class`."""
-
-    _auto_class = "AutoModelForSequenceClassification"  # type: ignore[assignment]
-    accepts_loss_kwargs = False  # the loss is a mean over rows, not over tokens
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
-        self.post_init()
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        initial_state: RecurrentState | None = None,
-        output_final_state: bool = True,
-        inputs_embeds: Tensor | None = None,
-        cache: RecurrentCache | None = None,
-        use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        position_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **others: Any,
-    ) -> StatefulSequenceClassifierOutput | tuple:
-        """Run T tokens from a state; arguments as in `StatefulBackbone`, and:
-
-        Args:
-            attention_mask: (B, T), marks the last real token of each row. Without a mask all tokens are real,
-                whatever their ids, since the padding token is often also the end-of-sequence token.
-            labels: (B,) class indices; (B,) or (B, L) floats for regression; (B, L) floats 0 and 1 for multi-label
-                classification. `config.problem_type` chooses; None infers it as Transformers does.
-
-        Raises:
-            ValueError: for packed rows, and as in `StatefulBackbone.forward`.
-        """
-        cache = given_cache(cache, others)
-        rows = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others)
-        if rows.starts is not None:
-            raise ValueError(
-                "Sequence classification takes one sequence per row, and positions begin several: unpack rows."
-            )
-        output = self._backbone(
-            input_ids,
-            rows=rows,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
-            inputs_embeds=inputs_embeds,
-            cache=cache,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-            token_type_ids=token_type_ids,
-        )
-        # what stands at padding after the last real token repeats it
-        logits = self.score(output.last_hidden_state[:, -1].to(self.score.weight.dtype))
-        logits = logits.to(state_dtype(logits.dtype))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        result = StatefulSequenceClassifierOutput(
-            loss=loss,
-            logits=logits,
-            final_state=output.final_state,
-            cache=output.cache,
-            hidden_states=output.hidden_states,
-        )
-        return result.to_tuple() if self._wants_tuple(return_dict) else result

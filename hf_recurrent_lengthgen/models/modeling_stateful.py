@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.utils import can_return_tuple
 
 from .configuration_stateful import extra
 from .layers_mixer import MixerLayer
@@ -121,9 +122,6 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
         """The state before any token, on the device of the model."""
         return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
 
-    def _wants_tuple(self, return_dict: bool | None) -> bool:
-        return not (self.config.return_dict if return_dict is None else return_dict)
-
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any
     ) -> None:
@@ -149,7 +147,6 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
         names = {
             "AutoModel": f"{family}Model",
             "AutoModelForCausalLM": f"{family}ForCausalLM",
-            "AutoModelForSequenceClassification": f"{family}ForSequenceClassification",
         }
         there = {auto: name for auto, name in names.items() if hasattr(sys.modules.get(models), name)}
         return {
@@ -184,7 +181,6 @@ class StatefulBackbone(StatefulPreTrainedModel):
         use_cache: Whether to return a cache. None means `config.use_cache`, but False in training, in models with
             a stateless layer, without `output_final_state`, and under torch.export.
         output_hidden_states: Whether to return `hidden_states`.
-        return_dict: False for a plain tuple of the entries that are not None.
         position_ids: (B, T) or (1, T). A recurrent model ignores positions that count up. Where they restart, at 0
             or at the first position of the row, a new sequence begins from zero, or from the active learned state,
             so that packed sequences give exactly what each gives alone. The first sequence of a row starts from the
@@ -232,6 +228,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         """Further inputs of each layer, beside hidden states, state and rows; none in most families."""
         return [()] * len(self.layers)
 
+    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -242,13 +239,12 @@ class StatefulBackbone(StatefulPreTrainedModel):
         cache: RecurrentCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
         rows: Rows | None = None,
         **others: Any,
-    ) -> StatefulModelOutput | tuple:
+    ) -> StatefulModelOutput:
         """Run T tokens from a state; arguments as in the class.
 
         Raises:
@@ -286,13 +282,12 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if caches:
             cache = RecurrentCache() if cache is None else cache
             cache.advance(final_state, length)
-        output = StatefulModelOutput(
+        return StatefulModelOutput(
             last_hidden_state=all_hidden_states[-1],
             final_state=final_state if output_final_state else None,
             cache=cache,
             hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
         )
-        return output.to_tuple() if self._wants_tuple(return_dict) else output
 
     def _through_layers(
         self, x: Tensor, state: RecurrentState, rows: Rows, moved: MovedRows | None, keep_all: bool, keep_states: bool
@@ -345,19 +340,3 @@ class StatefulBackbone(StatefulPreTrainedModel):
         # layers of one shape share their zeros, which activation checkpointing keeps for each of them
         zeros = {shape: zero_state((shape,), batch_size, device, dtype)[0] for shape in set(shapes)}
         return tuple(zeros[shape] for shape in shapes)
-
-
-class StatefulModelWithHead(StatefulPreTrainedModel):
-    """A `StatefulBackbone` named `base_model_prefix`, and a head that a subclass puts on it."""
-
-    backbone_class: type[StatefulBackbone]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        if (backbone := cls.__dict__.get("backbone_class")) is not None:
-            cls.config_class, cls.base_model_prefix = backbone.config_class, backbone.base_model_prefix
-            cls._no_split_modules = backbone._no_split_modules
-        super().__init_subclass__(**kwargs)
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        setattr(self, self.base_model_prefix, self.backbone_class(config))

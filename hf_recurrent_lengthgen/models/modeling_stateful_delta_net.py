@@ -12,12 +12,8 @@ from torch.nn.functional import elu, normalize, relu, silu
 from .configuration_stateful_delta_net import StatefulDeltaNetConfig
 from .layers_delta import DeltaMixer, l2_norm
 from .layers_fla import MixerMLPBackbone
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerState
 
 
@@ -57,8 +53,4 @@ class StatefulDeltaNetModel(MixerMLPBackbone):
 
 
 class StatefulDeltaNetForCausalLM(StatefulForCausalLM):
-    backbone_class = StatefulDeltaNetModel
-
-
-class StatefulDeltaNetForSequenceClassification(StatefulForSequenceClassification):
     backbone_class = StatefulDeltaNetModel

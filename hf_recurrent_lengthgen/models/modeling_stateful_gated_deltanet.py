@@ -11,12 +11,8 @@ from torch.nn.functional import silu, softplus
 from .configuration_stateful_gated_deltanet import StatefulGatedDeltaNetConfig
 from .layers_delta import DeltaMixer, init_decays, l2_norm
 from .layers_fla import MixerMLPBackbone
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerState
 
 
@@ -58,8 +54,4 @@ class StatefulGatedDeltaNetModel(MixerMLPBackbone):
 
 
 class StatefulGatedDeltaNetForCausalLM(StatefulForCausalLM):
-    backbone_class = StatefulGatedDeltaNetModel
-
-
-class StatefulGatedDeltaNetForSequenceClassification(StatefulForSequenceClassification):
     backbone_class = StatefulGatedDeltaNetModel

@@ -17,15 +17,11 @@ from .configuration_stateful_gla import StatefulGLAConfig
 from .layers_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .layers_fla import MixerMLPBackbone, RMSNorm
 from .layers_mixer import ScanMixer
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import repeat_heads
 from .scan_gla import chunk_gla, piece_gla, scan_gla
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerShape, LayerState
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -117,8 +113,4 @@ class StatefulGLAModel(MixerMLPBackbone):
 
 
 class StatefulGLAForCausalLM(StatefulForCausalLM):
-    backbone_class = StatefulGLAModel
-
-
-class StatefulGLAForSequenceClassification(StatefulForSequenceClassification):
     backbone_class = StatefulGLAModel

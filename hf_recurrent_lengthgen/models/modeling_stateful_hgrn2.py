@@ -18,14 +18,10 @@ from .configuration_stateful_hgrn2 import StatefulHGRN2Config
 from .layers_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
 from .layers_fla import MixerMLPBackbone, RMSNorm
 from .layers_mixer import ScanMixer
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_gla import chunk_gla, piece_gla, scan_gla
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerShape, LayerState, state_dtype
 
 
@@ -112,8 +108,4 @@ class StatefulHGRN2Model(MixerMLPBackbone):
 
 
 class StatefulHGRN2ForCausalLM(StatefulForCausalLM):
-    backbone_class = StatefulHGRN2Model
-
-
-class StatefulHGRN2ForSequenceClassification(StatefulForSequenceClassification):
     backbone_class = StatefulHGRN2Model

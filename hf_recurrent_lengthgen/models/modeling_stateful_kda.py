@@ -12,12 +12,8 @@ from transformers import initialization as init
 from .configuration_stateful_kda import StatefulKDAConfig
 from .layers_delta import DeltaMixer, init_decays, l2_norm
 from .layers_fla import MixerMLPBackbone
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerState
 
 
@@ -59,8 +55,4 @@ class StatefulKDAModel(MixerMLPBackbone):
 
 
 class StatefulKDAForCausalLM(StatefulForCausalLM):
-    backbone_class = StatefulKDAModel
-
-
-class StatefulKDAForSequenceClassification(StatefulForSequenceClassification):
     backbone_class = StatefulKDAModel

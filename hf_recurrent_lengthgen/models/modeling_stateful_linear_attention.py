@@ -15,15 +15,11 @@ from torch.nn.functional import elu, relu, softmax
 from .configuration_stateful_linear_attention import StatefulLinearAttentionConfig
 from .layers_fla import MixerMLPBackbone, RMSNorm
 from .layers_mixer import ScanMixer
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import repeat_heads
 from .scan_gla import chunk_gla, piece_gla, scan_gla
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerShape, LayerState
 
 
@@ -137,8 +133,4 @@ class StatefulLinearAttentionModel(MixerMLPBackbone):
 
 
 class StatefulLinearAttentionForCausalLM(StatefulForCausalLM):
-    backbone_class = StatefulLinearAttentionModel
-
-
-class StatefulLinearAttentionForSequenceClassification(StatefulForSequenceClassification):
     backbone_class = StatefulLinearAttentionModel

@@ -20,14 +20,10 @@ from .configuration_stateful_mamba import StatefulMambaConfig
 from .layers_conv import CausalConv1d, causal_conv1d_fn
 from .layers_mamba import MixerBackbone, init_mamba_mixer
 from .layers_mixer import ScanMixer, rms_normalize
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_selective import piece_selective, scan_selective, selective_scan_fn
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerShape, LayerState, state_dtype
 
 KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
@@ -113,8 +109,4 @@ class StatefulMambaModel(MixerBackbone):
 
 
 class StatefulMambaForCausalLM(StatefulForCausalLM):
-    backbone_class = StatefulMambaModel
-
-
-class StatefulMambaForSequenceClassification(StatefulForSequenceClassification):
     backbone_class = StatefulMambaModel

@@ -19,15 +19,11 @@ from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .layers_conv import CausalConv1d, causal_conv1d_fn, token_blocks
 from .layers_mamba import MixerBackbone, init_mamba_mixer
 from .layers_mixer import ScanMixer
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import backward_once
 from .scan_ssd import mamba_chunk_scan_combined, piece_ssd, scan_ssd
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerShape, LayerState, state_dtype
 
 NO_LIMIT = (0.0, math.inf)  # of step sizes, which softplus makes positive
@@ -181,8 +177,4 @@ class StatefulMamba2Model(MixerBackbone):
 
 
 class StatefulMamba2ForCausalLM(StatefulForCausalLM):
-    backbone_class = StatefulMamba2Model
-
-
-class StatefulMamba2ForSequenceClassification(StatefulForSequenceClassification):
     backbone_class = StatefulMamba2Model

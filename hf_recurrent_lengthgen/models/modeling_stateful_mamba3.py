@@ -19,16 +19,12 @@ from transformers import initialization as init
 from .configuration_stateful_mamba3 import StatefulMamba3Config
 from .layers_mamba import MixerBlock, init_output, init_steps
 from .layers_mixer import RMSNorm, ScanMixer, rms_normalize
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .modeling_stateful import StatefulBackbone
 from .rows import Rows
 from .rows_moved import inputs_around, over_groups, zero_past_end
 from .scan_backends import repeat_heads
 from .scan_trapezoid import chunk_simple_gla, piece_trapezoid, scan_trapezoid
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerShape, LayerState
 
 
@@ -178,8 +174,4 @@ class StatefulMamba3Model(StatefulBackbone):
 
 
 class StatefulMamba3ForCausalLM(StatefulForCausalLM):
-    backbone_class = StatefulMamba3Model
-
-
-class StatefulMamba3ForSequenceClassification(StatefulForSequenceClassification):
     backbone_class = StatefulMamba3Model

@@ -18,15 +18,11 @@ from transformers import initialization as init
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
 from .layers_mixer import MixerLayer
 from .layers_rwkv import HeadNorm, RWKVTimeMixing, token_shift
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .modeling_stateful import StatefulBackbone
 from .rows import Rows
 from .rows_moved import over_groups, zero_past_end
 from .scan_rwkv6 import chunk_rwkv6, piece_rwkv6, scan_rwkv6
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerState
 
 
@@ -178,7 +174,3 @@ class StatefulRWKV5Model(StatefulBackbone):
 class StatefulRWKV5ForCausalLM(StatefulForCausalLM):
     backbone_class = StatefulRWKV5Model
     head_name = "head"
-
-
-class StatefulRWKV5ForSequenceClassification(StatefulForSequenceClassification):
-    backbone_class = StatefulRWKV5Model

@@ -18,15 +18,11 @@ from transformers import initialization as init
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
 from .layers_mixer import MixerLayer
 from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .modeling_stateful import StatefulBackbone
 from .rows import Rows
 from .rows_moved import over_groups, zero_past_end
 from .scan_rwkv6 import chunk_rwkv6, piece_rwkv6, scan_rwkv6
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerState
 
 
@@ -172,8 +168,4 @@ class StatefulRWKV6Model(StatefulBackbone):
 
 
 class StatefulRWKV6ForCausalLM(StatefulForCausalLM):
-    backbone_class = StatefulRWKV6Model
-
-
-class StatefulRWKV6ForSequenceClassification(StatefulForSequenceClassification):
     backbone_class = StatefulRWKV6Model

@@ -23,15 +23,11 @@ from transformers import initialization as init
 from .configuration_stateful_rwkv7 import StatefulRWKV7Config
 from .layers_mixer import MixerLayer
 from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
-from .modeling_heads import StatefulForCausalLM, StatefulForSequenceClassification
+from .modeling_heads import StatefulForCausalLM
 from .modeling_stateful import StatefulBackbone
 from .rows import Rows
 from .rows_moved import over_groups, zero_past_end
 from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, piece_dplr, scan_dplr
-
-# for users of a checkpoint without the package
-from .state_on_disk import load_state as load_state
-from .state_on_disk import save_state as save_state
 from .state_value import LayerState
 
 DECAY_RATE = math.exp(-0.5)  # the largest
@@ -241,7 +237,3 @@ class StatefulRWKV7ForCausalLM(StatefulForCausalLM):
             return loss
         penalty = L2_PENALTY / 2 * logits.amax(-1).square().mean()
         return loss + (penalty - penalty.detach())
-
-
-class StatefulRWKV7ForSequenceClassification(StatefulForSequenceClassification):
-    backbone_class = StatefulRWKV7Model

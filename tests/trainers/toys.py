@@ -29,8 +29,8 @@ from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStre
 from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
-    StatefulMamba2ForSequenceClassification,
 )
+from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import (
     AlignmentConfig,
@@ -107,7 +107,30 @@ def tiny_model(seed: int = 0, **fields: Any) -> StatefulMamba2ForCausalLM:
     return StatefulMamba2ForCausalLM(StatefulMamba2Config(num_heads=2, head_dim=8, n_groups=1, **sizes, **special))
 
 
-def classifier(problem: str, rows: int) -> tuple[StatefulMamba2ForSequenceClassification, list[dict[str, Tensor]]]:
+class Classifier(StatefulMamba2ForCausalLM):
+    """A head on the last token of each row, with the loss of classes, numbers or several labels."""
+
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.loss_type = "ForSequenceClassification"
+
+    def get_output_embeddings(self) -> None:
+        """No token is predicted."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, labels: Any = None, initial_state: Any = None, output_final_state: bool = True
+    ) -> Any:
+        output = self.backbone(input_ids, initial_state=initial_state, output_final_state=output_final_state)
+        logits, loss = self.lm_head(output.last_hidden_state[:, -1]), None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        return StatefulCausalLMOutput(loss=loss, logits=logits, final_state=output.final_state)
+
+
+def classifier(problem: str, rows: int) -> tuple[Classifier, list[dict[str, Tensor]]]:
     """A head over a vocabulary of 50 for a "number", one of 60 "classes" or "any" of 9, and texts of 9 tokens."""
     torch.manual_seed(0)
     labels: dict[str, Callable[[int], Tensor]] = {
@@ -121,7 +144,7 @@ def classifier(problem: str, rows: int) -> tuple[StatefulMamba2ForSequenceClassi
         **sizes, head_dim=8, n_groups=1, pad_token_id=0, bos_token_id=1, eos_token_id=2, num_labels=count
     )
     data = [{"input_ids": torch.randint(0, 50, (9,)), "labels": labels[problem](i)} for i in range(rows)]
-    return StatefulMamba2ForSequenceClassification(config), data
+    return Classifier(config), data
 
 
 def sequences(count: int, length: int = 9, seed: int = 0) -> list[dict[str, Tensor]]:
