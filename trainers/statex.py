@@ -46,11 +46,12 @@ class StateXConfig(MixedStatesConfig):
         default=None,
         metadata={"help": "Number of heads of these layers in families other than Mamba. Default: see expand_factor."},
     )
-    expand_initialization: Literal["reinit", "reinit-transformers", "inherit"] | None = field(
+    expand_initialization: Literal["reinit", "reinit-transformers", "inherit", "inherit-zero"] | None = field(
         default=None,
         metadata={
             "help": "reinit initializes the recurrence of these layers anew, as in the paper (section 4.3), Mamba's "
-            "as mamba-ssm does; reinit-transformers as Transformers does; inherit keeps the trained weights. Default: "
+            "as mamba-ssm does; reinit-transformers as Transformers does; inherit keeps the trained weights, and new "
+            "ones can learn; inherit-zero is the paper's baseline (5.5), whose new weights never learn. Default: "
             "reinit."
         },
     )

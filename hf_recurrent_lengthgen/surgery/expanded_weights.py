@@ -104,7 +104,7 @@ def widened_mamba(old: Weights, new: Weights, inherit: bool, normed: bool) -> We
     b_rows, c_rows = new_b[size:], torch.zeros_like(new_c[size:])
     if normed:
         gain = new_size / size
-        b_rows = b_rows * (QUIET_ROWS * _rms(b) / _rms(b_rows))
+        b_rows = b_rows * (QUIET_ROWS * _rms(b) / _rms(b_rows).clamp(min=1e-30))
         b, c = b * gain**0.5, c * gain**0.5
         result |= {"D": old["D"] * gain, "out_proj.weight": old["out_proj.weight"] / gain}
     result["x_proj.weight"] = torch.cat([dt, b, b_rows, c, c_rows])

@@ -8,7 +8,9 @@
   RWKV-7, DeltaNet, Gated DeltaNet and KDA do the same.
 - 4 layers are expanded, one in every m from the first (4.4).
 - "reinit", the paper's choice, initializes the recurrence of these layers anew, as the authors' packages do
-  (mamba-ssm, fla). "inherit" keeps the trained weights (4.3).
+  (mamba-ssm, fla). "inherit" keeps the trained weights, and the new ones can learn: ours. "inherit-zero" is what the
+  paper compares with (5.5): all new weights are zero. Then no gradient reaches them, because a new row of B writes
+  what no row of C reads, and a new row of C reads what no row of B wrote. Training cannot use the larger state.
 
 The delta rule (DeltaNet, Gated DeltaNet, KDA, RWKV-7) cannot inherit. A key of norm 1 over g merged heads has a norm
 of about 1 / sqrt(g) in each, so that it erases 1 / g of what it erased, and g rates and decays become one. The same
@@ -45,7 +47,7 @@ from hf_recurrent_lengthgen.surgery.expansion_plan import (
 )
 from hf_recurrent_lengthgen.surgery.expansion_results import ExpansionReport, LayerExpansion
 
-Initialization = Literal["reinit", "reinit-transformers", "inherit"]
+Initialization = Literal["reinit", "reinit-transformers", "inherit", "inherit-zero"]
 
 
 def expand_state(
@@ -80,7 +82,8 @@ def expand_state(
             as in mamba-ssm; "reinit-transformers" draws them as Transformers does. "inherit" keeps the trained
             weights. In Mamba-1 and Mamba-2 the logits are then unchanged (to 1e-5), and every new weight has a
             gradient, those of B from the second step on. Merged heads read what the others wrote, so their logits
-            change with "inherit", too; the delta rule refuses it.
+            change with "inherit", too; the delta rule refuses it. "inherit-zero", for Mamba only, is the paper's
+            baseline (5.5): all new weights are 0, and their gradient is exactly 0 forever.
         seed: Seed of the new weights; torch's global random state does not change.
 
     Raises:
@@ -127,18 +130,21 @@ def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], h
         name, mixer = mixers[layer]
         with _drawn_as_transformers(new.config) if how == "reinit-transformers" else nullcontext():
             mixer.apply(new._init_weights)
-        mamba = expansion_of(mixer) is not EXPANSIONS["heads"]
+        mamba, inherit = expansion_of(mixer) is not EXPANSIONS["heads"], how.startswith("inherit")
         if how == "reinit" and mamba:
             draw_as_mamba_ssm(mixer, new.config)
-        elif how == "reinit-transformers" and not mamba:
+        elif how in ("reinit-transformers", "inherit-zero") and not mamba:
             raise ValueError(
-                f'"reinit-transformers" is for Mamba: {type(mixer).__name__} has one initialization, that of "reinit".'
+                f'"{how}" is for Mamba: merged heads of {type(mixer).__name__} have no new weights of their own, so '
+                'give "reinit" or "inherit".'
             )
-        if how == "inherit" and (reason := getattr(mixer, "why_not_inherit", "")):
+        if inherit and (reason := getattr(mixer, "why_not_inherit", "")):
             raise ValueError(f'{type(mixer).__name__} cannot "inherit" its weights, since {reason}: give "reinit".')
         old = {key: value.detach() for key, value in old_mixers[layer][1].state_dict().items()}
         fresh = {key: value.to(old[key]) for key, value in mixer.state_dict().items()}
-        expanded = expansion_of(mixer).weights(old, fresh, mixer, how == "inherit")
+        if how == "inherit-zero":  # A of a new state must be something
+            fresh = {key: value if key == "A_log" else torch.zeros_like(value) for key, value in fresh.items()}
+        expanded = expansion_of(mixer).weights(old, fresh, mixer, inherit)
         weights |= {f"{name}.{key}": value.clone() for key, value in expanded.items()}
     return weights
 
@@ -208,7 +214,7 @@ def expanded_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     for layer, initialization in recorded_expansions(model.config).items():
         prefix, mixer = mixers[layer]
         expansion = expansion_of(mixer)
-        names = expansion.new_values + (() if initialization == "inherit" else expansion.of_reinit)
+        names = expansion.new_values + (() if initialization.startswith("inherit") else expansion.of_reinit)
         parameters |= {f"{prefix}.{name}": p for name, p in mixer.named_parameters() if name.startswith(names)}
     return parameters
 

@@ -183,6 +183,27 @@ def test_every_new_weight_is_trained(family: Family, initialization: str) -> Non
     assert still == {}
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"), [(MAMBA, {}), (MAMBA, {"mixer_rms_eps": 1e-6}), (MAMBA2, {"use_bias": True})], ids=variant_id
+)
+def test_new_weights_that_are_all_zero_never_get_a_gradient(family: Family, changes: dict[str, Any]) -> None:
+    """The paper's "inherit" (5.5): the outputs of the old model, and the larger state stays out of use."""
+    model, tokens = build(family, torch.float64, **changes), random_tokens(4, 20)
+    expanded = expand_state(model, "all", state_size=8, initialization="inherit-zero")
+    torch.testing.assert_close(expanded(tokens).logits, model(tokens).logits, rtol=0, atol=1e-5 if changes else 1e-12)
+    old = dict(model.named_parameters())
+    new = {n: p == 0 for n, p in expanded.named_parameters() if p.shape != old[n].shape and not n.endswith("A_log")}
+    assert len(new) >= 2
+    assert all(int(zero.sum()) == zero.numel() - old[name].numel() for name, zero in new.items())
+    optimizer = torch.optim.AdamW(expanded.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        expanded(tokens, labels=tokens).loss.backward()
+        assert not any(expanded.get_parameter(name).grad[zero].any() for name, zero in new.items())
+        optimizer.step()
+    assert not expanded(tokens).final_state[0].recurrent[..., 5:].any()
+
+
 @torch.no_grad()
 def test_reinit_of_mamba2_starts_only_the_recurrence_anew() -> None:
     """By the rows of in_proj, [z, x, B, C, dt], and the channels of conv1d, [x, B, C]."""
