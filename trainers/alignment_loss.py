@@ -1,13 +1,15 @@
 """Cross-entropy plus output alignment, L* = L_train + alpha L_misalign: pure functions, and their loss in a Trainer.
 
 Du et al., 2025 (arXiv:2506.11769), Eq. 4 and section 4.2. A step takes B rows of T + l_extra tokens and runs the first
-T and the last T tokens of each as two crops, 2B rows. Both crops are trained on. Where both have read at least T/2
-tokens, the symmetric cross-entropy of Eq. 1 pulls together their predictions after the same token. (The listing of
-appendix D pairs output 1 with itself by mistake.) l_extra is drawn once for each optimizer step and is the same in all
-micro-batches and processes.
+T and the last T tokens of each as two crops, 2B rows. Both crops are trained on. Where both have h tokens before the
+same token, the symmetric cross-entropy of Eq. 1 pulls together their predictions after it. l_extra is drawn once for
+each optimizer step and is the same in all micro-batches and processes.
 
-With h = T // 2, the overlap is [h + l_extra, T) in crop 1 and [h, T - l_extra) in crop 2. It has T - h - l_extra
-positions, so l_extra is at most T - h - 1; the paper's T/2 would leave none.
+The paper has two losses here: the listing of appendix D aligns tokens with at least h = T // 2 before them, our
+default, and the text of 4.2 all T - l_extra tokens that the crops share, h = 0. (The listing also pairs output 1 with
+itself, by mistake.) The overlap is [h + l_extra, T) in crop 1 and [h, T - l_extra) in crop 2. It has T - h - l_extra
+positions, so l_extra is at most T - h - 1: with h = T // 2 the paper's T/2 would leave none, and its l_extra up to T
+(Table 5) needs h = 0.
 
 Two options are ours. With H the entropy, SCE(p, q) = KL(p, q) + KL(q, p) + H(p) + H(q): its least value is not at
 p = q, but where both are certain of one token. The Jeffreys divergence, KL(p, q) + KL(q, p), is 0 for any p = q. And a
@@ -41,23 +43,34 @@ logger = logging.get_logger(__name__)
 Divergence = Literal["sce", "jeffreys"]
 
 
-def largest_extra(length: int) -> int:
-    """The largest l_extra that leaves one position of overlap in crops of T = `length` tokens."""
-    return length - length // 2 - 1
+def context_of(length: int, min_context: int | None) -> int:
+    """h, the tokens before an aligned token in both crops: as given, else T // 2."""
+    return length // 2 if min_context is None else min_context
 
 
-def overlap_positions(rows: int, length: int, extra: int) -> int:
-    """Pairs of positions that the misalignment averages over: B (T - T // 2 - l_extra), of B rows before their crops.
+def largest_extra(length: int, min_context: int | None = None) -> int:
+    """The largest l_extra that leaves one position of overlap in crops of T = `length` tokens, T - h - 1."""
+    return length - context_of(length, min_context) - 1
+
+
+def default_extra(length: int, min_context: int | None = None) -> int:
+    """The largest l_extra that is drawn by default: the paper's T/2, or less where no overlap would be left."""
+    return min(length // 2, largest_extra(length, min_context))
+
+
+def overlap_positions(rows: int, length: int, extra: int, min_context: int | None = None) -> int:
+    """Pairs of positions that the misalignment averages over: B (T - h - l_extra), of B rows before their crops.
 
     Raises:
         ValueError: if l_extra is below 1 or leaves no overlap.
     """
-    if not 1 <= extra <= largest_extra(length):
+    largest = largest_extra(length, min_context)
+    if not 1 <= extra <= largest:
         raise ValueError(
-            f"l_extra must be between 1 and {largest_extra(length)} for crops of {length} tokens, got {extra}: "
-            "otherwise no token has half a crop before it in both crops."
+            f"l_extra must be between 1 and {largest} for crops of {length} tokens, got {extra}: otherwise no token "
+            f"has {context_of(length, min_context)} tokens before it in both crops."
         )
-    return rows * (length - length // 2 - extra)
+    return rows * (largest + 1 - extra)
 
 
 def sample_extra(place: BatchPlace, low: int, high: int) -> int:
@@ -80,10 +93,9 @@ def two_crops(inputs: dict[str, Any], length: int, extra: int) -> dict[str, Any]
 
     Raises:
         ValueError: for rows that are too short, tensors of another shape, an attention_mask with zeros, position_ids,
-            seq_idx or state_resets, and as in `overlap_positions`.
+            seq_idx or state_resets.
     """
     rows, available = inputs["input_ids"].shape
-    overlap_positions(rows, length, extra)
     if available < length + extra:
         raise ValueError(
             f"Rows of {available} tokens are too short for crops of {length} tokens that start {extra} apart: "
@@ -146,6 +158,7 @@ class _AlignedCrossEntropy(torch.autograd.Function):
         alpha: float,
         num_items: Tensor | int,
         overlap_items: Tensor | int,
+        least: int,
         chunk: int,
         divergence: Divergence,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,12 +167,12 @@ class _AlignedCrossEntropy(torch.autograd.Function):
         indices = targets.where(scored, 0)
         hit = logits.gather(-1, indices[..., None])[..., 0]
         cross_entropy = (normalizers - hit).where(scored, 0).sum() / num_items
-        pairs = _overlap(logits, extra), _overlap(normalizers, extra)
+        pairs = _overlap(logits, extra, least), _overlap(normalizers, extra, least)
         expected = expected_logs(*pairs[0], *pairs[1], chunk)
         own = _expected_own_logs(*pairs, chunk) if divergence == "jeffreys" else torch.zeros_like(expected)
         misalignment = (own - expected).sum() / overlap_items
         ctx.save_for_backward(logits, normalizers, indices, scored, expected, own)
-        ctx.settings = extra, alpha, num_items, overlap_items, chunk, divergence
+        ctx.settings = extra, alpha, num_items, overlap_items, least, chunk, divergence
         ctx.mark_non_differentiable(cross_entropy, misalignment)
         return cross_entropy + alpha * misalignment, cross_entropy, misalignment
 
@@ -167,7 +180,7 @@ class _AlignedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         logits, normalizers, indices, scored, expected, own = ctx.saved_tensors
-        extra, alpha, num_items, overlap_items, chunk, divergence = ctx.settings
+        extra, alpha, num_items, overlap_items, least, chunk, divergence = ctx.settings
         gradient = torch.empty_like(logits)
         weights = scored * (upstream / num_items)
         for at in blocks(scored.shape, chunk):
@@ -175,7 +188,7 @@ class _AlignedCrossEntropy(torch.autograd.Function):
             piece = (logits[at] - normalizers[at][..., None]).exp_().mul_(weight)
             gradient[at] = piece.scatter_add_(-1, indices[at][..., None], -weight)
         share = upstream * alpha / overlap_items
-        pairs = tuple(zip(*(_overlap(x, extra) for x in (logits, normalizers, gradient)), strict=True))
+        pairs = tuple(zip(*(_overlap(x, extra, least) for x in (logits, normalizers, gradient)), strict=True))
         for at in blocks(expected.shape[1:], chunk):
             log_p, log_q = (x[at] - normalizer[at][..., None] for x, normalizer, _ in pairs)
             if divergence == "jeffreys":  # of E_p[log p] it is p (log p - E_p[log p])
@@ -183,7 +196,7 @@ class _AlignedCrossEntropy(torch.autograd.Function):
                     result[at] += log.exp().mul_(log - mean[..., None]).mul_(share)
             for (_, _, result), piece in zip(pairs, sce_gradients(log_p, log_q, expected[:, *at]), strict=True):
                 result[at] += piece.mul_(share)
-        return gradient, *(None,) * 7
+        return gradient, *(None,) * 8
 
 
 def _expected_own_logs(logits: tuple[Tensor, Tensor], normalizers: tuple[Tensor, Tensor], chunk: int) -> Tensor:
@@ -196,10 +209,10 @@ def _expected_own_logs(logits: tuple[Tensor, Tensor], normalizers: tuple[Tensor,
     return result
 
 
-def _overlap(x: Tensor, extra: int) -> tuple[Tensor, Tensor]:
-    """The overlap of crop 1 and of crop 2 in x (2B, T, ...), as views (B, T - T // 2 - l_extra, ...)."""
-    rows, half = len(x) // 2, x.shape[1] // 2
-    return x[:rows, half + extra :], x[rows:, half : x.shape[1] - extra]
+def _overlap(x: Tensor, extra: int, least: int) -> tuple[Tensor, Tensor]:
+    """The overlap of crop 1 and of crop 2 in x (2B, T, ...), as views (B, T - h - l_extra, ...)."""
+    rows = len(x) // 2
+    return x[:rows, least + extra :], x[rows:, least : x.shape[1] - extra]
 
 
 def aligned_cross_entropy(
@@ -210,6 +223,7 @@ def aligned_cross_entropy(
     alpha: float,
     num_items: Tensor | int | None = None,
     overlap_items: Tensor | int | None = None,
+    min_context: int | None = None,
     chunk_size: int | None = None,
     divergence: Divergence = "sce",
 ) -> AlignedLoss:
@@ -226,10 +240,12 @@ def aligned_cross_entropy(
     Args:
         logits: Finite logits (2B, T, V) for the rows of `two_crops`: crop 1 of each row first, then crop 2.
         targets: Shifted targets (2B, T), -100 where nothing is scored (`shifted_targets`).
-        extra: l_extra in tokens, 1 to `largest_extra(T)`.
+        extra: l_extra in tokens, 1 to `largest_extra(T, min_context)`.
         alpha: Weight of the misalignment, at least 0.
         num_items: Number of targets to divide by; None for the scored targets of this call.
         overlap_items: Number of overlap positions to divide by; None for those of this call.
+        min_context: h, tokens before an aligned token in both crops; None for T // 2 (appendix D), 0 for all that the
+            crops share (section 4.2).
         chunk_size: Positions whose probabilities are in memory at once; by default from `LOGITS_PER_CHUNK`.
         divergence: "sce" for the paper's symmetric cross-entropy (Eq. 1), "jeffreys" for the Jeffreys divergence
             sum (p - q) (log p - log q), ours.
@@ -247,16 +263,17 @@ def aligned_cross_entropy(
         )
     if alpha < 0:
         raise ValueError(f"alpha must be at least 0, got {alpha}.")
-    own_overlap = overlap_positions(len(logits) // 2, logits.shape[1], extra)
+    length = logits.shape[1]
+    own_overlap = overlap_positions(len(logits) // 2, length, extra, min_context)
     num_items = (targets != IGNORED_LABEL).sum() if num_items is None else num_items
     overlap_items = own_overlap if overlap_items is None else overlap_items
     num_items, overlap_items = (
         x.to(logits.device) if isinstance(x, Tensor) else x for x in (num_items, overlap_items)
     )
-    chunk = chunk_positions(logits, chunk_size)
+    chunk, least = chunk_positions(logits, chunk_size), context_of(length, min_context)
     return AlignedLoss(
         *_AlignedCrossEntropy.apply(
-            logits, targets.to(logits.device), extra, alpha, num_items, overlap_items, chunk, divergence
+            logits, targets.to(logits.device), extra, alpha, num_items, overlap_items, least, chunk, divergence
         )
     )
 
@@ -269,6 +286,7 @@ class CropLoss:
         alpha: Weight of the misalignment.
         divergence: "sce" or "jeffreys", see `aligned_cross_entropy`.
         extra: l_extra, tokens between the starts of the two crops.
+        min_context: h, tokens before an aligned token in both crops; None for half of a crop.
         overlap: Aligned pairs of outputs in the micro-batch.
         step_overlap: Aligned pairs of outputs in the whole step, over all micro-batches and processes.
         misalignment: Mean misalignment of the micro-batch; None until the loss is computed.
@@ -277,6 +295,7 @@ class CropLoss:
     alpha: float
     divergence: Divergence
     extra: int
+    min_context: int | None
     overlap: int
     step_overlap: int
     misalignment: Tensor | None = None
@@ -295,6 +314,7 @@ class CropLoss:
             divergence=self.divergence,
             num_items=num_items_in_batch,
             overlap_items=divisor,
+            min_context=self.min_context,
         )
         self.misalignment = result.misalignment * ((divisor or self.overlap) / self.overlap)
         return result.loss
@@ -350,15 +370,16 @@ class AlignmentSettings:
         return self._range(self.length)[1] if self.length is not None else 0
 
     def _range(self, length: int) -> tuple[int, int]:
-        high = self.args.alignment_max_extra
-        return self.args.alignment_min_extra, largest_extra(length) if high is None else high
+        high, least = self.args.alignment_max_extra, self.args.alignment_min_context
+        return self.args.alignment_min_extra, default_extra(length, least) if high is None else high
 
     def _check(self, length: int, given: str) -> None:
-        low, high = self._range(length)
-        if not low <= high <= largest_extra(length):
+        (low, high), least = self._range(length), self.args.alignment_min_context
+        if not low <= high <= largest_extra(length, least):
             raise ValueError(
-                f"{given}, l_extra must lie between 1 and {largest_extra(length)}, so that both crops share tokens "
-                f"with at least T/2 tokens of context; got {low} to {high}."
+                f"{given}, l_extra must lie between 1 and {largest_extra(length, least)}, so that both crops share "
+                f"tokens with at least {context_of(length, least)} tokens of context (alignment_min_context); got "
+                f"{low} to {high}."
             )
 
     def crop(self, inputs: dict[str, Any], place: BatchPlace) -> tuple[dict[str, Any], CropLoss]:
@@ -370,7 +391,7 @@ class AlignmentSettings:
         tokens = inputs["input_ids"].shape[1]
         length = self.length
         if length is None:  # the largest even T with T + max_extra <= tokens, as a block has one token more than T
-            lengths = (*range(tokens - tokens % 2, 2, -2), 3)  # of 2, no crops share a token with T/2 before it
+            lengths = (*range(tokens - tokens % 2, 2, -2), 3)  # of 2, no crops share a token with T // 2 before it
             length = next((n for n in lengths if n + self._range(n)[1] <= tokens), 2)  # which is refused below
             self._check(length, f"With rows of {tokens} tokens, read as crops of {length}")
             logger.warning_once(
@@ -392,6 +413,7 @@ class AlignmentSettings:
         crops = two_crops(inputs, length, extra)
         targets = shifted_targets(crops)
         # Trainer counts targets in `shift_labels`, and hands `labels` to the loss.
-        overlap = overlap_positions(place.rows, length, extra)
-        loss = CropLoss(self.args.alignment_alpha, self.args.alignment_divergence, extra, overlap, overlap)
+        args, least = self.args, self.args.alignment_min_context
+        overlap = overlap_positions(place.rows, length, extra, least)
+        loss = CropLoss(args.alignment_alpha, args.alignment_divergence, extra, least, overlap, overlap)
         return crops | {"labels": targets, "shift_labels": targets}, loss

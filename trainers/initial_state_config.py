@@ -38,7 +38,16 @@ class InitialStateConfig(TrainingArguments):
     )
     alignment_max_extra: int | None = field(
         default=None,
-        metadata={"help": "Largest shift l_extra between the two crops, in tokens. Default: T/2 - 1."},
+        metadata={
+            "help": "Largest shift l_extra between the two crops, in tokens. Default: T/2, or what the context allows."
+        },
+    )
+    alignment_min_context: int | None = field(
+        default=None,
+        metadata={
+            "help": "Least tokens before an aligned one in both crops. Default: T/2, the paper's listing (D); "
+            "0 aligns all tokens that the crops share, as its text does (4.2)."
+        },
     )
     alignment_divergence: Literal["sce", "jeffreys"] = field(
         default="sce",

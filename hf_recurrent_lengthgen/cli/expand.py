@@ -57,8 +57,8 @@ def command_parser() -> CommandParser:
         "--initialization",
         choices=("reinit", "reinit-transformers", "inherit", "inherit-zero"),
         help="reinit starts the recurrence of these layers anew, Mamba's as mamba-ssm does; reinit-transformers as "
-        "Transformers does; inherit keeps the trained weights, and with them the outputs of Mamba; inherit-zero also, but "
-        "its new weights are zero and never learn: the paper's baseline (default: reinit)",
+        "Transformers does; inherit keeps the trained weights, and with them the outputs of Mamba; inherit-zero "
+        "also, but its new weights are zero and never learn: the paper's baseline (default: reinit)",
     )
     add_new_folder(parser, required=False)
     what = "only print parameters and state elements: needs no --output and reads no weights"

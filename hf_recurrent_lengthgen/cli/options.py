@@ -33,13 +33,14 @@ from hf_recurrent_lengthgen.trainers import (
 )
 from hf_recurrent_lengthgen.trainers.mixed_states import mixable
 
-# Buitrago Ruiz & Gu, 2025 (arXiv:2507.02782), B.2 and Figure 1: post-training of Mamba-2
-PAPER_STEPS = 500
+# Buitrago Ruiz & Gu, 2025 (arXiv:2507.02782), B.1 and B.2: post-training for 100 steps with the recipe of pre-training
+PAPER_STEPS = 100
 PAPER_SCHEDULE, PAPER_SCHEDULE_SETTINGS = "cosine_with_min_lr", {"min_lr": 1e-5}
 DEFAULTS: dict[str, Any] = {
     "adam_beta2": 0.95,
     "lr_scheduler_type": PAPER_SCHEDULE,
     "warmup_steps": 0.1,
+    "weight_decay": 0.01,  # the paper schedules it with this peak
     "max_grad_norm": 1.0,
     "report_to": "none",
     "logging_steps": 10,
@@ -81,7 +82,7 @@ OUR_HELP = MOST_USED | {
 DESCRIPTION = f"""\
 Train or post-train a model that takes initial states. Each option can also stand in CONFIG.yaml, as a line
 "option: value"; the command line wins. The defaults are those of Buitrago Ruiz & Gu, 2025 (B.2): {PAPER_STEPS} steps,
-AdamW(0.9, 0.95), cosine to 1e-5 after 10 % warm-up.
+AdamW(0.9, 0.95), weight decay 0.01, cosine to 1e-5 after 10 % warm-up, gradients clipped at 1.
 
 An option whose help ends with [task passkey] exists with this choice of --task only, and so on.
 """

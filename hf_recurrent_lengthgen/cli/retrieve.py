@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
@@ -101,7 +100,8 @@ def command_parser(arguments: Sequence[str] = ("--help",)) -> CommandParser:
         "--depths",
         default=None if tasks == ["babilong"] else DEFAULT_DEPTHS,
         metavar="N | X,...",
-        help="number of depths, evenly from 0 (start of the text) to 1 (its end), or the depths themselves "
+        help="number n of depths, 0 (start of the text), 1/n, ..., (n - 1)/n as in Chen et al. (2024), B.1: without "
+        "the end, 1, which is the easiest; or the depths themselves "
         f"(default: {DEFAULT_DEPTHS}; task babilong: random places)",
     )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
@@ -163,13 +163,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _depths(text: str) -> list[float]:
-    """Depths from 0 to 1, given as a number of depths (2 to `MOST_DEPTHS`) or one by one."""
+    """Depths from 0 to 1, given as a number n of depths i/n (2 to `MOST_DEPTHS`) or one by one."""
     try:
         depths = [float(part) for part in text.split(",")]
     except ValueError:
         depths = []
     if len(depths) == 1 and 2 <= depths[0] <= MOST_DEPTHS and depths[0] == int(depths[0]):
-        return [float(depth) for depth in np.linspace(0, 1, int(depths[0])).round(6)]
+        return [round(index / int(depths[0]), 6) for index in range(int(depths[0]))]
     if not depths or not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(
             f"--depths is {text!r}, but must be a number of depths from 2 to {MOST_DEPTHS}, or depths from 0 to 1 "

@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     string_task,
 )
 from hf_recurrent_lengthgen.trainers import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.alignment_loss import largest_extra
+from hf_recurrent_lengthgen.trainers.alignment_loss import default_extra
 
 TASK_SAMPLES, TASK_EVALUATION_SAMPLES = 100_000, 256
 """Samples that are made for an epoch where max_steps does not say how many there are, and for an evaluation."""
@@ -29,7 +29,7 @@ def _lookahead(training: InitialStateConfig) -> int:
     if not training.alignment_alpha:
         return 0
     assert training.alignment_length is not None
-    return training.alignment_max_extra or largest_extra(training.alignment_length)
+    return training.alignment_max_extra or default_extra(training.alignment_length, training.alignment_min_context)
 
 
 def training_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:

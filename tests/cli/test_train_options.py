@@ -115,8 +115,9 @@ def test_values_of_a_file_are_checked_like_flags(
 
 def test_defaults_are_the_papers() -> None:
     values = parsed()
-    assert values["max_steps"] == 500
+    assert values["max_steps"] == 100
     assert (values["adam_beta2"], values["warmup_steps"], values["max_grad_norm"]) == (0.95, 0.1, 1.0)
+    assert values["weight_decay"] == 0.01
     assert values["lr_scheduler_type"] == "cosine_with_min_lr"
     assert values["lr_scheduler_kwargs"] == {"min_lr": 1e-5}
     _run, training, _ = read_options(["--model", "m", "--output", "o", "--use-cpu"])
@@ -166,7 +167,7 @@ def test_the_help_shows_what_most_people_need_and_all_if_asked(capsys: pytest.Ca
         assert "default: None" not in text.split("other options")[0]
     assert "--torch-compile " not in shown["--help"]
     assert "--torch-compile " in shown["--help-all"]
-    assert len(shown["--help"].splitlines()) < 266
+    assert len(shown["--help"].splitlines()) < 274
 
 
 def test_the_help_of_every_option_shown_says_what_holds_without_it() -> None:
@@ -271,7 +272,7 @@ def test_bad_settings_are_refused_in_one_line(
 def test_an_args_file_beside_the_program_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "lengthgen.args", "--max-steps 3")
     monkeypatch.setattr("sys.argv", [os.fspath(tmp_path / "lengthgen")])
-    assert parsed()["max_steps"] == 500
+    assert parsed()["max_steps"] == 100
 
 
 @pytest.mark.parametrize(

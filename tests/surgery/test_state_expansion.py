@@ -184,7 +184,9 @@ def test_every_new_weight_is_trained(family: Family, initialization: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [(MAMBA, {}), (MAMBA, {"mixer_rms_eps": 1e-6}), (MAMBA2, {"use_bias": True})], ids=variant_id
+    ("family", "changes"),
+    [(MAMBA, {}), (MAMBA, {"mixer_rms_eps": 1e-6}), (MAMBA2, {"use_bias": True})],
+    ids=variant_id,
 )
 def test_new_weights_that_are_all_zero_never_get_a_gradient(family: Family, changes: dict[str, Any]) -> None:
     """The paper's "inherit" (5.5): the outputs of the old model, and the larger state stays out of use."""

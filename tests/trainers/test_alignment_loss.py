@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_recurrent_lengthgen.trainers.alignment_loss import (
     aligned_cross_entropy,
+    default_extra,
     largest_extra,
     overlap_positions,
     sample_extra,
@@ -23,10 +24,13 @@ from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
 ALPHA = 0.3
 
 
-def naive(logits: Tensor, targets: Tensor, extra: int, divergence: str = "sce") -> tuple[Tensor, Tensor]:
+def naive(
+    logits: Tensor, targets: Tensor, extra: int, divergence: str = "sce", min_context: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy and mean divergence in float64, position by position."""
     probabilities = logits.double().softmax(-1)
     rows, length = len(logits) // 2, logits.shape[1]
+    least = length // 2 if min_context is None else min_context
     losses, distances = [], []
     for row in range(2 * rows):
         for t in range(length):
@@ -34,7 +38,7 @@ def naive(logits: Tensor, targets: Tensor, extra: int, divergence: str = "sce") 
                 losses.append(-probabilities[row, t, targets[row, t]].log())
     for row in range(rows):
         for token in range(length + extra):  # token stands at `token` in crop 1, at `token - extra` in crop 2
-            if length // 2 <= token - extra and token < length:
+            if least <= token - extra and token < length:
                 p, q = probabilities[row, token], probabilities[rows + row, token - extra]
                 sce = -(p @ q.log() + q @ p.log())
                 distances.append(sce if divergence == "sce" else (p - q) @ (p / q).log())
@@ -53,14 +57,20 @@ def random_batch(
 
 @pytest.mark.parametrize("divergence", ["sce", "jeffreys"])
 @pytest.mark.parametrize("chunk_size", [1, 3, None])
-@pytest.mark.parametrize(("rows", "length", "extra"), [(1, 3, 1), (2, 8, 1), (2, 8, 3), (3, 9, 2), (1, 9, 4)])
+@pytest.mark.parametrize(
+    ("rows", "length", "extra", "min_context"),
+    [
+        *((1, 3, 1, None), (2, 8, 1, None), (2, 8, 3, None), (3, 9, 2, None), (1, 9, 4, None)),
+        *((2, 8, 3, 0), (1, 8, 7, 0), (2, 9, 6, 2), (1, 9, 1, 7)),  # 0: all T - l_extra tokens (section 4.2)
+    ],
+)
 def test_loss_and_gradient_are_those_of_the_formula(
-    rows: int, length: int, extra: int, chunk_size: int | None, divergence: Any
+    rows: int, length: int, extra: int, min_context: int | None, chunk_size: int | None, divergence: Any
 ) -> None:
     logits, targets = random_batch(rows, length)
-    options = {"alpha": ALPHA, "chunk_size": chunk_size, "divergence": divergence}
+    options = {"alpha": ALPHA, "chunk_size": chunk_size, "divergence": divergence, "min_context": min_context}
     result = aligned_cross_entropy(logits, targets, extra, **options)
-    cross_entropy, distance = naive(logits, targets, extra, divergence)
+    cross_entropy, distance = naive(logits, targets, extra, divergence, min_context)
     torch.testing.assert_close(result.cross_entropy, cross_entropy.detach())
     torch.testing.assert_close(result.misalignment, distance.detach())
     torch.testing.assert_close(result.loss, cross_entropy + ALPHA * distance)
@@ -196,6 +206,13 @@ def test_largest_extra_leaves_one_position(length: int, largest: int) -> None:
         overlap_positions(1, length, 0)
     if largest:
         assert overlap_positions(3, length, largest) == 3
+    assert largest_extra(length, 0) == length - 1
+    assert default_extra(length) == largest
+    assert default_extra(length, 0) == min(length // 2, length - 1)
+    if length > 1:
+        assert overlap_positions(3, length, length - 1, 0) == 3
+        with pytest.raises(ValueError, match="no token has 0 tokens before it in both crops"):
+            overlap_positions(1, length, length, 0)
 
 
 def test_extra_is_uniform_and_keyed_by_seed_step_and_slot() -> None:
@@ -242,7 +259,6 @@ def test_batches_that_cannot_be_cropped_are_refused() -> None:
     padded = torch.tensor([[1] * 6, [0] + [1] * 5])
     for batch, length, extra, message in (
         ({}, 6, 1, "Rows of 6 tokens are too short .* at least 7 tokens"),
-        ({}, 4, 2, "l_extra must be between 1 and 1 for crops of 4 tokens, got 2"),
         ({"attention_mask": padded}, 4, 1, "attention_mask has zeros"),
         ({"position_ids": ids}, 4, 1, "leave position_ids out"),
         ({"seq_idx": ids}, 4, 1, "leave seq_idx out"),

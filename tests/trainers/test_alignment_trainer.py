@@ -198,6 +198,8 @@ def test_a_transformer_with_rope_scaling_trains_its_adapters(toys: ModuleType, t
         ({}, 4, 3, 1, 1),
         ({"alignment_max_extra": 2}, 12, 10, 1, 2),
         ({"alignment_length": 9, "alignment_min_extra": 2, "alignment_max_extra": 3}, 12, 9, 2, 3),
+        ({"alignment_min_context": 0}, 12, 8, 1, 4),
+        ({"alignment_min_context": 0, "alignment_max_extra": 6, "alignment_length": 7}, 13, 7, 1, 6),  # up to T - 1
     ],
 )
 def test_crops_and_shifts_are_as_long_as_asked(
@@ -291,6 +293,7 @@ def test_a_second_crop_from_zero_needs_states_for_the_first(toys: ModuleType, tm
         ({"alignment_alpha": float("nan")}, "alignment_alpha must be a finite number of at least 0"),
         ({"alignment_alpha": 0.0, "alignment_length": 8}, "have no effect without alignment_alpha"),
         ({"alignment_length": 0}, "alignment_length must be at least 1"),
+        ({"alignment_min_context": -1}, "alignment_min_context must be at least 0"),
         ({"alignment_min_extra": 0}, "alignment_min_extra must be at least 1"),
         (
             {"alignment_min_extra": 3, "alignment_max_extra": 2},
@@ -310,6 +313,11 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, fields: dict[str, Any
 def test_a_shift_that_leaves_no_overlap_is_refused(toys: ModuleType, tmp_path: Path) -> None:
     config = AlignmentConfig(str(tmp_path), **toys.QUIET, alignment_length=8, alignment_max_extra=4)
     with pytest.raises(ValueError, match=r"l_extra must lie between 1 and 3.*got 1 to 4"):
+        AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
+    config = AlignmentConfig(str(tmp_path), **toys.QUIET, alignment_length=8, alignment_min_context=7)
+    with pytest.raises(
+        ValueError, match=r"between 1 and 0, .* at least 7 tokens of context \(alignment_min_context\)"
+    ):
         AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
 
 
