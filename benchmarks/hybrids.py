@@ -21,11 +21,12 @@ WIDTHS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "intermediat
 LAYERS = {"layer_types": ["linear_attention"], "mlp_only_layers": [0]}
 
 
-def delta_layer(scan: str) -> tuple[Callable[[], Tensor], nn.Module]:
+def delta_layer(wrapped: bool) -> tuple[Callable[[], Tensor], nn.Module]:
     """The loss of the mixer of one row, and the mixer."""
     torch.manual_seed(0)
     config = Qwen3NextConfig(**SIZES, **HEADS, **WIDTHS, **LAYERS)
-    mixer = stateful(Qwen3NextForCausalLM(config), scan=scan).model.layers[0].linear_attn.train()
+    model = Qwen3NextForCausalLM(config)
+    mixer = (stateful(model) if wrapped else model).model.layers[0].linear_attn.train()
     hidden = torch.randn(1, LENGTH, config.hidden_size, requires_grad=True)
     return lambda: mixer(hidden).sum(), mixer
 
@@ -72,7 +73,7 @@ def bench_delta(rounds: int) -> dict[str, float]:
 
 def mixer_passes() -> tuple[dict[str, Callable[[], None]], dict[str, tuple[Callable[[], Tensor], nn.Module]]]:
     """Forward and backward of a mixer with our scan and the stock one, and of its projections alone; the mixers."""
-    layers = {"ours": delta_layer("auto"), "theirs": delta_layer("stock")}
+    layers = {"ours": delta_layer(True), "theirs": delta_layer(False)}
     maps = [module for module in layers["ours"][1].modules() if isinstance(module, nn.Linear)]
     hidden = [torch.randn(LENGTH, module.in_features, requires_grad=True) for module in maps]
 

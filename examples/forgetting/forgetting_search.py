@@ -105,7 +105,7 @@ def search_forgetting(
     """Measure the mean loss of texts under each rule, one forward pass per token and rule.
 
     Args:
-        model: A model of this package, or one wrapped by `stateful`. The forgetting in its own config is replaced
+        model: A model of a family of this package. The forgetting in its own config is replaced
             during the search.
         tokens: Token ids (S, L + 1): S texts of L positions each. Use other texts for results that are reported.
         rules: Candidates; by default those of `forgetting_grid`. No forgetting is added at the front.

@@ -37,7 +37,7 @@ def command_parser() -> CommandParser:
     parser.model.add_argument(
         "model",
         metavar="MODEL",
-        help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba layers",
+        help="checkpoint folder or Hub name: ours, or a stock one of these families; hybrids are refused",
     )
     add = parser.method.add_argument
     add("--window", type=positive, metavar="N", help="tokens that the state of each layer holds")
@@ -90,10 +90,6 @@ def _save(options: argparse.Namespace, rule: Forgetting, output: Path, command: 
         save_checkpoint(model, tokenizer_to_copy(options.model, options.trust_remote_code), output, write)
         if rule.window is not None:
             print(f"State of a sequence: {plain:,} -> {state_elements(model):,} numbers.")
-    if not hasattr(model.config, "check_forgetting"):
-        print(
-            f"It forgets when hf_recurrent_lengthgen loads it, but not as {values.get('model_type')} of Transformers."
-        )
     remote = ["--trust-remote-code"] if options.trust_remote_code else []
     compare = shlex.join(["lengthgen", "evaluate", options.model, str(output), *remote])
     print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")

@@ -9,39 +9,24 @@ import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_recurrent_lengthgen.hybrids.forgetting import forgetting_scans
 from hf_recurrent_lengthgen.hybrids.mixers import Mamba1StateCache, limited_steps, scans_from_state
 from hf_recurrent_lengthgen.hybrids.sharing import Shared, shared_scans
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
-from hf_recurrent_lengthgen.hybrids.stopping import (
-    stopped_scans,
-    stopped_xlstm,
-)
+from hf_recurrent_lengthgen.hybrids.stopping import stopped_scans, stopped_xlstm
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows import Rows
-from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, state_dtype
 
 # What a layer of a stock cache holds about its keys; `cumulative_length` counts tokens that left a sliding window.
 KEY_ATTRIBUTES = ("keys", "values", "is_initialized", "cumulative_length", "dtype", "device")
-
-
-class HoldsState(Protocol):
-    """What a forward pass gets in place of a cache."""
-
-    attending: dict[int, list[tuple[int, int]]]
-    dropped_columns: list[int]
-
-    def final_state(self, batch_size: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
-        """The state after the tokens; a part that a layer lacks is (B, 0)."""
 
 
 class CacheAdapter:
@@ -87,7 +72,7 @@ class CacheAdapter:
         single_token: bool,
         attention: Cache | None,
         rows: Rows | None = None,
-    ) -> HoldsState:
+    ) -> Any:
         """A state cache with `state` before the tokens; keys and values go to `attention`, if given.
 
         With `rows`, the state after the tokens is that after the real ones.
@@ -104,11 +89,8 @@ class CacheAdapter:
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
         """The context in which the mixers run with the state cache, also when they are recomputed."""
-        rule = Forgetting.of(self.model.config)
         if state_cache.shared is not None:
             return shared_scans(self.model, state_cache.shared)
-        if rule != Forgetting():
-            return forgetting_scans(self.model, rule, state_cache)
         if state_cache.rows is not None:
             return stopped_scans(self.model, state_cache)
         return limited_steps(self.model) if state_cache.single_token else nullcontext()
@@ -124,33 +106,6 @@ class CacheAdapter:
             if shape.recurrent != (0,):
                 layer.update_recurrent_state(recurrent.to(self.dtype or recurrent.dtype))
         return cache
-
-    def from_cache(self, cache: Any) -> RecurrentState:
-        """A copy of the states in a stock cache.
-
-        Raises:
-            ValueError: if the cache has not read any token.
-        """
-        state = []
-        for index, (shape, dropped) in enumerate(
-            zip(self.model._layout.shapes, self.model._layout.dropped_columns, strict=True)
-        ):
-            recurrent = cache.layers[index].recurrent_states[0] if shape.recurrent != (0,) else None
-            conv = cache.layers[index].conv_states[0] if shape.conv != (0,) else None
-            state.append((recurrent, None if conv is None else conv[..., dropped:]))
-        return self._filled(state)
-
-    def _filled(self, state: Sequence[tuple[Tensor | None, Tensor | None]]) -> RecurrentState:
-        """Copies in the dtype of states, (B, 0) for parts that a layer lacks."""
-        given = [part for layer in state for part in layer if part is not None]
-        if not given:
-            raise ValueError("The cache has read no token, so it holds no state: use zero_state().")
-        empty = given[0].new_empty(given[0].shape[0], 0)
-        dtype = state_dtype(self.model.dtype)
-        return tuple(
-            LayerState(*((empty if part is None else part).detach().to(dtype, copy=True) for part in layer))
-            for layer in state
-        )
 
 
 class RoundingCacheAdapter(CacheAdapter):
@@ -200,11 +155,6 @@ class MiniMaxCacheAdapter(RoundingCacheAdapter):
                 cache.set_linear_cache(index, layer.recurrent.to(self.model.dtype))
         return cache
 
-    def from_cache(self, cache: Any) -> RecurrentState:
-        held = [shape.recurrent != (0,) for shape in self.model._layout.shapes]
-        state = [(cache.linear_cache[index] if holds else None, None) for index, holds in enumerate(held)]
-        return self._filled(state)
-
 
 class _Latest:
     """The three states of every xLSTM layer, which the model reads by layer and overwrites with `copy_`."""
@@ -246,7 +196,7 @@ class XlstmCacheAdapter(CacheAdapter):
         single_token: bool,
         attention: Cache | None,
         rows: Rows | None = None,
-    ) -> HoldsState:
+    ) -> Any:
         config, dtype = self.model.config, state_dtype(self.model.dtype)
         if state is None:
             size = config.qk_head_dim * (config.v_head_dim + 1) + 1
@@ -268,9 +218,6 @@ class XlstmCacheAdapter(CacheAdapter):
         key_dim = self.model.config.qk_head_dim
         cache.rnn_state = {i: tuple(_unpacked(layer.recurrent, key_dim)) for i, layer in enumerate(state)}
         return cache
-
-    def from_cache(self, cache: Any) -> RecurrentState:
-        return self._filled([(_packed(cache.rnn_state[i]), None) for i in range(len(self.model.state_shapes()))])
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from hf_recurrent_lengthgen.hybrids.state_cache import NoCache, StateCache
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.modeling_generation import NO_KEYS
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_learned import recorded
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, learned_row
 
@@ -100,18 +101,14 @@ def targets_of_piece(arguments: dict[str, Any], attention_cache: Cache | None) -
 
 def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentState | None, batch_size: int) -> None:
     """Refuse an attention cache that cannot belong to the model, the rows or the state."""
-    if not model.attends:
-        raise ValueError(f"{type(model).__name__} has no attention layers: leave attention_cache out.")
-    if not isinstance(cache, Cache) or len(cache.layers) != len(model.state_shapes()):
+    if not (model.attends and isinstance(cache, Cache) and len(cache.layers) == len(model.state_shapes())):
         raise ValueError("attention_cache must be made by new_attention_cache() of this model.")
     layer: Any = cache.layers[min(model._layout.attending)]
-    if layer.keys is None:
-        return
-    if layer.keys.shape[0] != batch_size:
+    if layer.keys is not None and layer.keys.shape[0] != batch_size:
         raise ValueError(
             f"attention_cache has {layer.keys.shape[0]} rows, the tokens {batch_size}: give as many rows."
         )
-    if state is None:
+    if layer.keys is not None and state is None:
         raise ValueError(
             f"attention_cache holds {layer.get_seq_length()} tokens, but there is no initial_state: give the final "
             "state after them, or a new attention cache for a new text."
@@ -119,12 +116,10 @@ def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentStat
 
 
 def check_call(model: HybridModel, arguments: dict[str, Any]) -> None:
-    """Refuse what makes wrong states: layers that PEFT repeats, and a cache of keys alone."""
+    """Refuse what makes wrong states: layers that PEFT repeats, a cache of keys alone, `forgetting`."""
+    check_remembers(model)
     if any(getattr(config, "layer_replication", None) for config in vars(model).get("peft_config", {}).values()):
-        raise ValueError(
-            f"layer_replication of PEFT repeats layers of {type(model).__name__}, whose states are known for the "
-            "layers that it had before: leave it out."
-        )
+        raise ValueError(f"layer_replication of PEFT repeats layers of {type(model).__name__}: leave it out.")
     for cache in (value for value in arguments.values() if type(value) is DynamicCache):
         flagged = [hasattr(layer, "is_conv_states_initialized") for layer in cache.layers]
         if flagged and not any(flagged):
@@ -134,12 +129,12 @@ def check_call(model: HybridModel, arguments: dict[str, Any]) -> None:
             )
 
 
-def check_forgetting_in_cache(model: HybridModel) -> None:
-    """Refuse `forgetting` where it needs more than a stock cache."""
-    if not cache_adapter_of(model).reads_prompts:
+def check_remembers(model: HybridModel) -> None:
+    """Refuse a configuration with `forgetting`."""
+    if Forgetting.of(model.config) != Forgetting():
         raise ValueError(
-            f"{type(model).__name__} generates with the cache of Transformers, whose Mamba-1 step cannot be replaced: "
-            "call the model with states."
+            f"{type(model).__name__} cannot be made to forget, as the families of this package can: set forgetting "
+            "in its config to None."
         )
 
 

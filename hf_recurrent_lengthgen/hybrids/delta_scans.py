@@ -8,12 +8,12 @@ classes and functions of Transformers stay as they are, so other models do, too.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CellType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import is_kernels_available
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
@@ -23,71 +23,28 @@ from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, piece_delta, scan_delta
 from hf_recurrent_lengthgen.models.state_value import state_dtype
 
-SCANS = ("auto", "stock")
 KERNELS = chunk_gated_delta_rule is not None or is_kernels_available()
 
 
-def checked_scan(model: StatefulModel, scan: str | None) -> str:
-    """The setting `scan` of a model, by default that of its configuration, else "auto".
+def use_our_scan(model: StatefulModel) -> None:
+    """Let the mixers that call one of `RULES` call our scan where no kernel is installed.
 
-    Raises:
-        ValueError: for an unknown setting, and for "stock" without mixers to which it applies.
+    Types that are not listed, whose functions were not compared, stay as they are.
     """
-    scan = getattr(model.config, "scan", "auto") if scan is None else scan
-    if scan not in SCANS:
-        raise ValueError(f"scan must be one of {SCANS}, got {scan!r}.")
-    if scan == "stock" and not _delta_mixers(model):
-        raise ValueError(
-            f'scan="stock" is for mixers with a delta rule, and {type(model).__name__} has none that would run with '
-            "another scan: leave scan out."
-        )
-    return scan
-
-
-def set_scan(model: StatefulModel, scan: str) -> None:
-    """Let the mixers with a delta rule call our scan where no kernel is installed ("auto"), or not ("stock").
-
-    The configuration keeps what is not its default.
-    """
-    if scan != getattr(model.config, "scan", "auto"):
-        model.config.scan = scan
-    for mixer in _delta_mixers(model):
-        stock = _stock_class(type(mixer))
-        mixer.__class__ = stock if scan == "stock" else _scanning_class(stock)
-
-
-class DeltaScanMixin:
-    """Marks the mixers that call our scan."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (_stock_class(type(self)),), self.__dict__
-
-
-def _empty(stock: Any) -> Any:
-    """A mixer without attributes, for copying and unpickling."""
-    return _scanning_class(stock).__new__(_scanning_class(stock))
-
-
-def _stock_class(mixer: Any) -> Any:
-    return mixer.__mro__[2] if issubclass(mixer, DeltaScanMixin) else mixer
-
-
-def _delta_mixers(model: StatefulModel) -> list[nn.Module]:
-    """The mixers that call one of `RULES`; none for types that are not listed, whose functions were not compared."""
     if model.config.get_text_config(decoder=True).model_type not in SUPPORTED:
-        return []
-    return [module for module in model.modules() if _names(type(module).forward) & RULES]
-
-
-def _names(function: Any) -> set[str]:
-    return set(inspect.unwrap(function).__code__.co_names)
+        return
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        if RULES & set(inspect.unwrap(type(module).forward).__code__.co_names):
+            stock: Any = type(module)
+            module.__class__ = _scanning_class(stock)
 
 
 @functools.cache
 def _scanning_class(stock: Any) -> Any:
     """The subclass of a mixer's class that calls our scan, under its name."""
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (DeltaScanMixin, stock), names | {"forward": _with_our_scan(stock.forward)})
+    return type(stock.__name__, (stock,), names | {"forward": _with_our_scan(stock.forward)})
 
 
 def _with_our_scan(function: Any) -> Any:

@@ -5,8 +5,6 @@ then carries the state to the first call of the model, which reads the prompt as
 stock cache from which the following tokens are generated.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,33 +12,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen.hybrids.cache_adapters import repeated_keys
-from hf_recurrent_lengthgen.hybrids.calls import (
-    check_attention_cache,
-    check_padding,
-    check_rows,
-    check_stopped,
-    set_positions,
-    starts_learned,
-)
-from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of, stock_type_of
+from hf_recurrent_lengthgen.hybrids.calls import check_attention_cache, check_padding, check_rows, starts_learned
+from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.rows import check_cached, real_of, rows_of
-from hf_recurrent_lengthgen.models.modeling_generation import GOES_ON, virtual_tokens
-from hf_recurrent_lengthgen.models.rows import LAYOUT, check_prompts, text_positions
-from hf_recurrent_lengthgen.models.state_learned import recorded
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state, state_dtype
-
-
-def _prompt(inputs: Tensor | None, given: dict[str, Any]) -> Tensor | None:
-    return next((x for x in (inputs, given.get("input_ids"), given.get("inputs_embeds")) if x is not None), None)
-
-
-def _check_prompt_rows(inputs: Tensor | None, given: dict[str, Any]) -> None:
-    """Refuse several sequences in a row of the prompts, which stock models mix; arguments as of `generate`."""
-    check_prompts(given)
-    if given.get("position_ids") is not None:
-        given["position_ids"] = text_positions(given["position_ids"])
-        if (prompt := _prompt(inputs, given)) is not None:
-            check_cached({name: given.get(name) for name in LAYOUT} | {"input_ids": prompt})
+from hf_recurrent_lengthgen.models.modeling_generation import virtual_tokens
+from hf_recurrent_lengthgen.models.rows import LAYOUT, check_prompts, text_positions, token_shape
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
 
 
 def generation_arguments(
@@ -53,12 +30,28 @@ def generation_arguments(
 ) -> dict[str, Any]:
     """Further arguments for the stock `generate`; arguments as in `StatefulMixin.generate`, with the other ones.
 
-    Without a state, it starts from the active learned one. Without that, too, the stock `generate` is left as it is
-    where it reads what it is given.
+    Positions among them become those of text. Without a state, it starts from the active learned one. Without that,
+    too, the stock `generate` is left as it is where it reads what it is given.
 
     Raises:
         ValueError: as there.
     """
+    check_prompts(given)
+    prompt = next((x for x in (inputs, given.get("input_ids"), given.get("inputs_embeds")) if x is not None), None)
+    if given.get("position_ids") is not None:
+        given["position_ids"] = text_positions(given["position_ids"])
+        if prompt is not None:
+            check_cached({name: given.get(name) for name in LAYOUT} | {"input_ids": prompt})
+    if initial_state is None and attention_cache is not None:
+        raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
+    others = {name: value for name, value in given.items() if name != "generation_config"}
+    config = positional[0] if positional else given.get("generation_config")
+    config, _ = model._prepare_generation_config(config, **others)
+    if virtual_tokens(model) and config.use_cache is not False:
+        raise ValueError(
+            f"With {type(model).__name__}, PEFT reads its virtual tokens again before each new token: generate with "
+            "use_cache=False, or convert the checkpoint to a family of this package."
+        )
     adapter = cache_adapter_of(model)
     cache = given.get(adapter.argument)
     from_nothing = initial_state is None and not starts_learned(model, cache)
@@ -66,18 +59,10 @@ def generation_arguments(
         if from_nothing:
             return {}
         raise ValueError(f"Give initial_state or {adapter.argument}, not both: each is a state to start from.")
-    others = {name: value for name, value in given.items() if name != "generation_config"}
-    config = positional[0] if positional else given.get("generation_config")
-    config, _ = model._prepare_generation_config(config, **others)
-    if config.output_attentions and not model.attends:
-        raise ValueError(f"{type(model).__name__} has no attentions to return: leave output_attentions out.")
-    if from_nothing and config.use_cache is False:
+    if from_nothing and (config.use_cache is False or prompt is None):
         return {}
     if config.use_cache is False:
         raise ValueError("generate keeps the initial state in the cache: leave use_cache on.")
-    prompt = _prompt(inputs, given)
-    if prompt is None and from_nothing:
-        return {}
     if prompt is None:
         raise ValueError("generate from an initial state needs a prompt of at least one token.")
     rows, length = prompt.shape[:2]
@@ -109,35 +94,6 @@ def generation_arguments(
     return further | {adapter.argument: cache}
 
 
-def check_generation(
-    model: Any,
-    inputs: Tensor | None,
-    initial_state: RecurrentState | None,
-    attention_cache: Cache | None,
-    positional: tuple[Any, ...],
-    given: dict[str, Any],
-) -> None:
-    """Refuse rows of several sequences, and virtual tokens of PEFT that it would read again or behind earlier text."""
-    _check_prompt_rows(inputs, given)
-    if not virtual_tokens(model):
-        return
-    name = type(model).__name__
-    if initial_state is not None or attention_cache is not None or recorded(model.config)["active"] is not None:
-        raise ValueError(
-            f"generate of {name} starts from a given or learned state, or from the virtual tokens of PEFT, not from "
-            "both: leave one of them out."
-        )
-    if any(isinstance(value, Cache) for value in given.values()):
-        raise ValueError(f"{GOES_ON}.")
-    config = (positional[0] if positional else given.get("generation_config")) or model.generation_config
-    counts = model.attends and stock_type_of(model).counts_tokens
-    if not counts and given.get("use_cache", config.use_cache) is not False:
-        raise ValueError(
-            f"The cache of {name} does not count tokens, so PEFT would read its virtual tokens again before each new "
-            "token: generate with use_cache=False, or convert the checkpoint to a family of this package."
-        )
-
-
 def _inferred_mask(prompt: Tensor, config: Any) -> Tensor | None:
     """The mask (B, T) of a prompt with padding tokens, as Transformers infers it; None if there is none."""
     pad, ends = config.pad_token_id, config.eos_token_id
@@ -167,35 +123,10 @@ def _check_prompt(model: Any, real: Tensor | None, attention_cache: Cache | None
 def read_prompt(model: Any, state: RecurrentState, arguments: dict[str, Any]) -> Any:
     """The stock output for a prompt after a state; its cache is that after the prompt, with keys at padding, too."""
     adapter, rows = cache_adapter_of(model), rows_of(arguments)
-    batch, length = (state[0][0].shape[0], _length(arguments)) if rows is None else (rows.rows, rows.length)
-    before = state if rows is None else rows.starting(state, None)
-    state_cache: Any = adapter.state_cache(before, length == 1, None, None if rows is None else rows.padded)
-    kept = state_cache.keys = {}
-    set_positions(model, state_cache, arguments, rows, length)
-    output = model._carry(state_cache, arguments, rows)
-    if state_cache.rows is not None:
-        check_stopped(model, state_cache)
-    after = state_cache.final_state(batch, model.device, state_dtype(model.dtype))
-    cache = adapter.to_cache(after if rows is None else rows.final(before, after))
+    size = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
+    kept: dict[int, tuple[Tensor, Tensor]] = {}
+    output, after = model._read(state, size, rows, arguments, keys=kept)
+    cache = adapter.to_cache(after)
     for layer, keys in kept.items():
         cache.update(*(x if rows is None else rows.back(x.transpose(1, 2)).transpose(1, 2) for x in keys), layer)
-    moved = dict(output) if rows is None else rows.output(output)
-    return type(output)(**{**moved, adapter.argument: cache})
-
-
-def _length(arguments: dict[str, Any]) -> int:
-    ids = arguments.get("input_ids")
-    return int((arguments["inputs_embeds"] if ids is None else ids).shape[1])
-
-
-def preparing(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The stock preparation of inputs; with virtual tokens of PEFT, the cache is where PEFT looks for it."""
-
-    @functools.wraps(stock)  # with its signature, by which generate checks its arguments
-    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = stock(self, *args, **kwargs)
-        if virtual_tokens(self) and "cache" in inputs:
-            inputs["past_key_values"] = inputs.pop("cache")
-        return inputs
-
-    return prepare_inputs_for_generation
+    return type(output)(**{**output, adapter.argument: cache})

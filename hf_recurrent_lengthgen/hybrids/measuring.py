@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import mixers as our_scans
-from hf_recurrent_lengthgen.hybrids.forgetting import as_scan_of_one, mamba_mixers
 from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, STEP, as_chunk_scan, exchanged
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 
@@ -22,7 +21,8 @@ def watched_scans(model: HybridModel, readers: Mapping[str, Callable[..., None]]
     Zamba's mixers, which scan the heads of a layer one by one, are left out.
     """
     scans = {1: "scan_ssd", 2: "scan_selective"}  # by the dimensions of A_log
-    mixers = {layer: each for layer, each in mamba_mixers(model).items() if scans.get(each.A_log.ndim) in readers}
+    modules: Iterator[Any] = model.modules()
+    mixers = [each for each in modules if hasattr(each, "ssm_state_size") and scans.get(each.A_log.ndim) in readers]
     now = [0]
 
     def entering(mixer: Any, _: Any) -> None:
@@ -43,7 +43,7 @@ def watched_scans(model: HybridModel, readers: Mapping[str, Callable[..., None]]
 
     def single_step(stock: Any) -> Any:
         def step(state: Tensor, *args: Any, **kwargs: Any) -> Any:
-            as_scan_of_one(look_at_chunk, state, *args, **kwargs)
+            _as_scan_of_one(look_at_chunk, state, *args, **kwargs)
             return stock(state, *args, **kwargs)
 
         return step
@@ -56,16 +56,37 @@ def watched_scans(model: HybridModel, readers: Mapping[str, Callable[..., None]]
 
         return scan
 
-    files = {sys.modules[type(mixer).__module__] for mixer in mixers.values()}
-    two, one = ({file for file in files if hasattr(file, CHUNKS)}, [our_scans] if mixers else [])
-    hooks = [mixer.register_forward_pre_hook(entering) for mixer in mixers.values()]
+    files = {sys.modules[type(mixer).__module__] for mixer in mixers}
+    hooks = [mixer.register_forward_pre_hook(entering) for mixer in mixers]
     try:
         with (
-            exchanged(two, CHUNKS, chunk_scan),
-            exchanged(two, STEP, single_step),
-            exchanged(one, "scan_selective", selective_scan),
+            exchanged(files, CHUNKS, chunk_scan),
+            exchanged(files, STEP, single_step),
+            exchanged([our_scans] if mixers else [], "scan_selective", selective_scan),
         ):
             yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _as_scan_of_one(
+    scan: Callable[..., Any],
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    **_: Any,
+) -> None:
+    """Call a `mamba2_chunk_scan` of Transformers with the arguments of the step for one token.
+
+    Of these, dt, dt_bias and D are repeated over the head dimension, A also over the state dimension.
+    """
+    D, dt_bias = (None if each is None else each[:, 0] for each in (D, dt_bias))
+    inputs = x[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None]
+    scan(*inputs, D=D, dt_bias=dt_bias, initial_states=state, dt_softplus=dt_softplus)

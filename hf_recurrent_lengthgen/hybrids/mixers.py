@@ -25,10 +25,9 @@ from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
-from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, SelectiveRecurrence
 from hf_recurrent_lengthgen.models.scan_selective import piece_selective, scan_selective, selective_scan_fn
 from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined
-from hf_recurrent_lengthgen.models.state_value import LayerState, state_dtype
+from hf_recurrent_lengthgen.models.state_value import state_dtype
 
 STEP, CHUNKS, SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan", "mamba_selective_scan"
 
@@ -45,12 +44,17 @@ class _Exchanged:
         return getattr(self.of_thread, "function", self.stock)(*args, **kwargs)
 
 
+def files_of(model: StatefulModel) -> set[ModuleType]:
+    """The modules of Python that have the classes of a model."""
+    return {sys.modules[type(module).__module__] for module in model.modules()}
+
+
 @contextmanager
 def exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
     """Put `replacement(stock function)` into every module that has a function of this name, for this thread."""
     exchanged = []
     try:
-        for file in files:
+        for file in (file for file in files if hasattr(file, name)):
             with _Exchanged.lock:
                 switch = getattr(file, name)
                 if not isinstance(switch, _Exchanged):
@@ -111,14 +115,10 @@ def as_chunk_scan(
 @contextmanager
 def limited_steps(model: StatefulModel) -> Iterator[None]:
     """Limit the step size in single-token steps, too, if the state comes from a `StateCache`."""
-    limits: dict[int, tuple[float, float]] = {}
-    files = set()
-    for module in model.modules():
-        limit = getattr(module, "time_step_limit", None)
-        if limit is not None and tuple(limit) != (0.0, math.inf):
-            limits[module.layer_idx] = tuple(limit)  # type: ignore[index]
-            files.add(sys.modules[type(module).__module__])
-    with exchanged(files, STEP, lambda step: _limited(step, limits)):
+    modules: Iterator[Any] = model.modules()
+    given = {each.layer_idx: tuple(each.time_step_limit) for each in modules if getattr(each, "time_step_limit", None)}
+    limits = {layer: limit for layer, limit in given.items() if limit != (0.0, math.inf)}
+    with exchanged(files_of(model) if limits else (), STEP, lambda step: _limited(step, limits)):
         yield
 
 
@@ -163,15 +163,11 @@ def scans_from_state(model: StatefulModel, state_cache: Mamba1StateCache) -> Ite
                 f"The adapter on {name} has no effect, since {type(model).__name__} reads the weight directly: take "
                 "dt_proj out of the adapter's targets, or load a Mamba or FalconMamba with load_model."
             )
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    rule = Forgetting.of(model.config)
-    with exchanged(
-        (file for file in files if hasattr(file, SCAN)), SCAN, lambda stock: _scan_of(state_cache, rule, stock)
-    ):
+    with exchanged(files_of(model), SCAN, lambda stock: _scan_of(state_cache, stock)):
         yield
 
 
-def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any:
+def _scan_of(state_cache: Mamba1StateCache, stock: Any) -> Any:
     """`mamba_selective_scan` of Transformers (time is the last dimension) from the states of the state cache."""
 
     def scan(
@@ -199,15 +195,10 @@ def _scan_of(state_cache: Mamba1StateCache, rule: Forgetting, stock: Any) -> Any
             dt = zero_past_end(dt.mT, state_cache.rows).mT
         backend = resolve_backend("auto", x.device.type, selective_scan_fn is not None)
         inputs = (x.mT, dt.mT, A, B.mT, C.mT, D)
-        if state_cache.shared is not None:
-            y, recurrent = state_cache.shared.scan(
-                scan_selective, piece_selective, inputs, state, {"backend": backend}
-            )
-            return (y.mT * F.silu(z)).to(x.dtype), recurrent
-        given = LayerState(state, state.new_empty(len(x), 0))
-        y, final = SelectiveRecurrence.with_forgetting(
-            rule, scan_selective, inputs, given, state_cache.rows, backend=backend
-        )
-        return (y.mT * F.silu(z)).to(x.dtype), final.recurrent
+        if (shared := state_cache.shared) is not None:
+            y, final = shared.scan(scan_selective, piece_selective, inputs, state, {"backend": backend})
+        else:
+            y, final = scan_selective(*inputs, state, backend=backend)
+        return (y.mT * F.silu(z)).to(x.dtype), final
 
     return scan

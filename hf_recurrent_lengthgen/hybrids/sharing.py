@@ -5,7 +5,6 @@ replaced during one forward pass (Mamba, Mamba-2), or with our scan of the delta
 attend to the gathered keys and values of the pieces before and of their own, which stand in memory on each process.
 """
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, as_chunk_scan, exchanged
+from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, as_chunk_scan, exchanged, files_of
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_shared import gathered, scan_piece
@@ -66,7 +65,7 @@ class Shared:
         if self.scanned < asked:
             raise ValueError(
                 f"{asked} layers of {name} have recurrent states, but only {self.scanned} scans can be "
-                'shared by processes: leave sequence_group out, or scan="stock".'
+                "shared by processes: leave sequence_group out."
             )
 
 
@@ -85,10 +84,9 @@ def shared_scans(model: HybridModel, shared: Shared) -> Iterator[None]:
     def run(inputs: tuple[Tensor, ...], state: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return shared.scan(scan_ssd, piece_ssd, inputs, state, options)
 
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
     before, _of_thread.shared = shared_now(), shared
     try:
-        with exchanged((file for file in files if hasattr(file, CHUNKS)), CHUNKS, lambda _: as_chunk_scan(run)):
+        with exchanged(files_of(model), CHUNKS, lambda _: as_chunk_scan(run)):
             yield
     finally:
         _of_thread.shared = before

@@ -7,20 +7,18 @@ decay and nothing written (delta rule), gates that keep everything (xLSTM). Shor
 """
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.hybrids.forgetting import forgetting_scans
-from hf_recurrent_lengthgen.hybrids.mixers import exchanged
+from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, as_chunk_scan, exchanged, files_of
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
-from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 
 # Delta rules of Transformers, with the arguments and results of fla's kernels; T = 1 goes to the recurrent ones.
 RULES = {
@@ -40,15 +38,16 @@ def stopping_now() -> Any:
 
 @contextmanager
 def stopped_scans(model: HybridModel, state_cache: Any) -> Iterator[None]:
-    """Let Mamba-2 mixers and the delta rule, ours and the stock ones, leave the state at padding as it is."""
-    files = {sys.modules[type(module).__module__] for module in model.modules()}
-    before = stopping_now()
-    _of_thread.state_cache = state_cache
+    """Let Mamba-2 mixers and our scan of the delta rule leave the state at padding as it is."""
+
+    def run(inputs: tuple[Tensor, ...], state: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        state_cache.stopped.add(state_cache.asking)
+        x, dt, A, B, C, D = inputs
+        return scan_ssd(x, zero_past_end(dt, state_cache.rows), A, B, C, D, state, **options)
+
+    before, _of_thread.state_cache = stopping_now(), state_cache
     try:
-        with ExitStack() as stack:
-            for name in RULES:
-                stack.enter_context(exchanged((f for f in files if hasattr(f, name)), name, stopped_rule))
-            stack.enter_context(forgetting_scans(model, Forgetting(), state_cache))
+        with exchanged(files_of(model), CHUNKS, lambda _: as_chunk_scan(run)):
             yield
     finally:
         _of_thread.state_cache = before

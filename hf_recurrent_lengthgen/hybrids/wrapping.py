@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_arguments,
     check_attention_cache,
     check_call,
-    check_forgetting_in_cache,
+    check_remembers,
     check_rows,
     check_stock_cache,
     check_stopped,
@@ -39,11 +39,9 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     with_one_cache,
     without_checkpointing,
 )
-from hf_recurrent_lengthgen.hybrids.delta_scans import checked_scan, set_scan
-from hf_recurrent_lengthgen.hybrids.forgetting import check_forgetting, forgetting_scans
-from hf_recurrent_lengthgen.hybrids.generating import check_generation, generation_arguments, preparing, read_prompt
+from hf_recurrent_lengthgen.hybrids.delta_scans import use_our_scan
+from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, read_prompt
 from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
-from hf_recurrent_lengthgen.hybrids.losses import LossMixin, divided_by
 from hf_recurrent_lengthgen.hybrids.measuring import watched_scans
 from hf_recurrent_lengthgen.hybrids.registry import (
     REFUSED,
@@ -52,11 +50,10 @@ from hf_recurrent_lengthgen.hybrids.registry import (
     cache_adapter_of,
     stock_type_of,
 )
-from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_cached, of_whole_rows, refuse_unread, stock_call
+from hf_recurrent_lengthgen.hybrids.rows import StockRows, loss_of, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
 from hf_recurrent_lengthgen.models.modeling_generation import refuse_continuous_batching
-from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
     LearnedStatesMixin,
@@ -71,11 +68,10 @@ from hf_recurrent_lengthgen.models.state_value import (
 )
 
 
-class StatefulMixin(LossMixin, LearnedStatesMixin):
+class StatefulMixin(LearnedStatesMixin):
     """The methods that `stateful` adds to a stock class."""
 
     _layout: Layout
-    check_forgetting = check_forgetting
     watched_scans = watched_scans
     lora_target_modules = property(adapter_targets)
 
@@ -89,6 +85,21 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
         """Why the recurrent states cannot be noise; None if they can."""
         return stock_type_of(self).no_noise
 
+    @property
+    def accepts_loss_kwargs(self: Any) -> bool:
+        """Whether the loss is divided by `num_items_in_batch`; that of other heads is a mean, as in Transformers."""
+        own = getattr(super(), "accepts_loss_kwargs", True)
+        return bool(own and self.get_output_embeddings() is not None)
+
+    @property
+    def loss_function(self: Any) -> Any:
+        """The stock loss function; while rows are moved for the stock model, it gets what moved back."""
+        return loss_of(super().loss_function)  # type: ignore[misc]
+
+    @loss_function.setter
+    def loss_function(self: Any, value: Any) -> None:
+        self._loss_function = value
+
     def state_shapes(self: Any) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
         return self._layout.shapes
@@ -96,10 +107,10 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
     def check_shares_rows(self: Any) -> None:
         """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""
         listed = self.config.get_text_config(decoder=True).model_type in SUPPORTED
-        if not listed or not cache_adapter_of(self).shares or Forgetting.of(self.config) != Forgetting():
+        if not listed or not cache_adapter_of(self).shares:
             raise ValueError(
                 f"Processes cannot share rows of this {type(self).__name__}, because its states do not go through the "
-                "cache of Transformers by value, its type is unknown, or it is made to forget: leave sequence_group "
+                "cache of Transformers by value, or its type is unknown: leave sequence_group "
                 "(context_parallel_size) out."
             )
         if getattr(self.config.get_text_config(decoder=True), "output_router_logits", False):
@@ -127,10 +138,6 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
             copy_keys(attention_cache, cache)
         return cache
 
-    def state_from_cache(self: Any, cache: Any) -> RecurrentState:
-        """A copy of the recurrent and convolution states in a stock cache, without the keys and values."""
-        return cache_adapter_of(self).from_cache(cache)
-
     def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:
         state = check_state(state, self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
         check_given_state(state)
@@ -145,10 +152,8 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
         arguments: dict[str, Any],
     ) -> Any:
         refuse_unread(arguments)
-        rule, adapter = Forgetting.of(self.config), cache_adapter_of(self)
+        adapter = cache_adapter_of(self)
         check_call(self, arguments)
-        if rule != Forgetting():
-            check_forgetting(self)
         if (unread := getattr(arguments.get(adapter.argument), "unread_state", None)) is not None:
             return read_prompt(self, unread, arguments)
         if group is not None:
@@ -157,24 +162,18 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
             output_final_state = True if output_final_state is None else output_final_state
         elif initial_state is None and not output_final_state and attention_cache is None:
             cache = arguments.get(adapter.argument)
-            inside = hasattr(cache, "final_state")  # the backbone of a model that carries a state
-            if not inside:
-                check_stock_cache(self, cache, arguments)
-                arguments = going_on(self, cache, arguments)
-            learned = starts_learned(self, cache)
-            if (rule == Forgetting() or inside) and not learned:
-                rows, arguments = (None, arguments) if inside else stock_call(self, adapter.argument, arguments)
+            if hasattr(cache, "final_state"):  # the backbone of a model that carries a state
+                return super().forward(**arguments)  # type: ignore[misc]
+            check_stock_cache(self, cache, arguments)
+            arguments = going_on(self, cache, arguments)
+            if not starts_learned(self, cache):
+                rows, arguments = stock_call(self, adapter.argument, arguments)
                 if rows is None:
                     return super().forward(**arguments)  # type: ignore[misc]
                 called = arguments | {"use_cache": False, "return_dict": True}
                 output = rows.read(super().forward, called, self.config)  # type: ignore[misc]
                 output = type(output)(**rows.output(output) | in_place_of_cache(self, arguments))
                 return output if self._wants_dict(arguments) else output.to_tuple()
-            if not learned and (arguments.get("use_cache") or cache is not None):
-                check_forgetting_in_cache(self)
-                check_cached(arguments)
-                with forgetting_scans(self, rule):
-                    return super().forward(**arguments)  # type: ignore[misc]
             output_final_state = False
         return self._from_state(initial_state, output_final_state is not False, attention_cache, group, arguments)
 
@@ -193,29 +192,47 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
             initial_state = self.first_state(batch_size)
         else:
             initial_state = self._check_state(initial_state, batch_size)
-        before, padded = initial_state, None
+        stock_output, final = self._read(
+            initial_state, (batch_size, length), rows, arguments, attention_cache, group, output_final_state
+        )
+        output = _output_class(cast(Any, type(stock_output)))(**{**stock_output, adapter.argument: None})
+        output.final_state = final
+        return output if self._wants_dict(arguments) else output.to_tuple()
+
+    def _read(
+        self: Any,
+        state: RecurrentState,
+        size: tuple[int, int],
+        rows: StockRows | None,
+        arguments: dict[str, Any],
+        attention_cache: Cache | None = None,
+        group: Any = None,
+        final: bool = True,
+        keys: dict[int, tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[ModelOutput, RecurrentState | None]:
+        """The stock output for (B, T) tokens after a state, and the final state; puts their keys into `keys`."""
+        adapter, before, padded = cache_adapter_of(self), state, None
         if rows is not None:
-            before, batch_size, length = rows.starting(initial_state, learned_row(self)), rows.rows, rows.length
-            padded = rows.padded if length > 1 else None
-            if padded is not None:
-                check_stops(self)
+            before, size = rows.starting(state, learned_row(self)), (rows.rows, rows.length)
+            padded = rows.padded if rows.length > 1 else None
+        if padded is not None:
+            check_stops(self)
         if group is None:
-            state_cache: Any = adapter.state_cache(before, length == 1, attention_cache, padded)
+            state_cache: Any = adapter.state_cache(before, size[1] == 1, attention_cache, padded)
         else:
-            state_cache = adapter.shared_cache(before, Shared(group, (batch_size, length), self.device))
-        set_positions(self, state_cache, arguments, rows, length)
+            state_cache = adapter.shared_cache(before, Shared(group, size, self.device))
+        state_cache.keys = keys
+        set_positions(self, state_cache, arguments, rows, size[1])
         output = self._carry(state_cache, arguments, rows)
         if group is not None:
             state_cache.shared.check(len(state_cache.asked), type(self).__name__)
         if padded is not None:
             check_stopped(self, state_cache)
-        stock_output: Any = type(output)
-        moved = dict(output) if rows is None else rows.output(output)
-        output = _output_class(stock_output)(**{**moved, adapter.argument: None})
-        if output_final_state:
-            final = state_cache.final_state(batch_size, self.device, state_dtype(self.dtype))
-            output.final_state = final if rows is None else rows.final(before, final)
-        return output if self._wants_dict(arguments) else output.to_tuple()
+        after: Any = state_cache.final_state(size[0], self.device, state_dtype(self.dtype)) if final else None
+        if rows is not None:
+            output = type(output)(**rows.output(output))
+            after = rows.final(before, after) if final else None
+        return output, after
 
     def _wants_dict(self: Any, arguments: dict[str, Any]) -> bool:
         return_dict = arguments.get("return_dict")
@@ -254,12 +271,6 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
                 on the left, or that the stock `generate` cannot go on from.
         """
         kwargs = with_one_cache(kwargs, cache_adapter_of(self).argument == "cache")
-        if Forgetting.of(self.config) != Forgetting():
-            check_forgetting(self)
-            check_forgetting_in_cache(self)
-        check_generation(self, inputs, initial_state, attention_cache, args, kwargs)
-        if initial_state is None and attention_cache is not None:
-            raise ValueError("generate(attention_cache=...) needs the initial_state after the same text, too.")
         kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
         with without_checkpointing(self):
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
@@ -267,16 +278,6 @@ class StatefulMixin(LossMixin, LearnedStatesMixin):
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse continuous batching."""
         refuse_continuous_batching(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        classes = type(self).__mro__
-        # attributes separately, because hooks may refer to the model
-        return _empty, (classes[classes.index(LearnedStatesMixin) + 1],), self.__dict__
-
-
-def _empty(stock: type) -> Any:
-    """A stateful model without attributes, for copying and unpickling."""
-    return _stateful_class(stock).__new__(_stateful_class(stock))
 
 
 @functools.cache
@@ -301,18 +302,14 @@ def _stateful_class(stock: Any) -> Any:
         extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
         bound.pop("self")
         arguments = with_one_cache({**bound, **extra}, "cache" in signature.parameters)
-        with divided_by(arguments.get("num_items_in_batch")):
-            return self._forward(initial_state, output_final_state, attention_cache, sequence_group, arguments)
+        return self._forward(initial_state, output_final_state, attention_cache, sequence_group, arguments)
 
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[p for p in parameters if p not in catch_all] + added + catch_all
     )
     forward.__doc__ = stock.forward.__doc__
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    methods = {"forward": forward}
-    if (prepare := getattr(stock, "prepare_inputs_for_generation", None)) is not None:
-        methods["prepare_inputs_for_generation"] = preparing(prepare)
-    return type(stock.__name__, (StatefulMixin, stock), names | methods)
+    return type(stock.__name__, (StatefulMixin, stock), names | {"forward": forward})
 
 
 @functools.cache
@@ -340,15 +337,12 @@ def _check_stock(model: PreTrainedModel) -> None:
             raise ValueError(f"{name} cannot carry its states: {REFUSED[refused]}.")
 
 
-def stateful(model: PreTrainedModel, scan: str | None = None) -> Any:
+def stateful(model: PreTrainedModel) -> Any:
     """Give a stock recurrent or hybrid model of Transformers the state contract, in place.
 
     Args:
         model: A model of a type in `registry.SUPPORTED`, with or without language modeling head, or of another type
             if `verify_stateful` passes on it. Not a PEFT model: wrap first, then add adapters.
-        scan: What mixers with a delta rule run with: "auto" for our scan where no kernel is installed, "stock" for
-            the functions of Transformers everywhere. It is stored in the configuration, whose setting is the default
-            (else "auto"). A wrapped model can be given another one.
 
     Returns:
         The same object, with the methods of `StatefulMixin`. Its `forward` takes `initial_state`, `attention_cache`
@@ -357,8 +351,7 @@ def stateful(model: PreTrainedModel, scan: str | None = None) -> Any:
         `initial_state` and `attention_cache`.
 
     Raises:
-        ValueError: with the reason, if the model's states cannot be carried; for a `scan` that is unknown, or "stock"
-            for a model without a delta rule.
+        ValueError: with the reason, if the model's states cannot be carried.
         ImportError: for Transformers before 5.21.
     """
     if not hasattr(Cache, "get_recurrent_state"):
@@ -368,10 +361,8 @@ def stateful(model: PreTrainedModel, scan: str | None = None) -> Any:
         )
     stock, wrapped = cast(Any, type(model)), cast(Any, model)
     if isinstance(model, PreTrainedModel) and "initial_state" in inspect.signature(model.forward).parameters:
-        set_scan(wrapped, checked_scan(wrapped, scan))
         return model
     _check_stock(model)
-    scan = checked_scan(wrapped, scan)
     wrapped.__class__ = _stateful_class(stock)
     try:
         wrapped._layout = layout_of(wrapped)
@@ -388,7 +379,7 @@ def stateful(model: PreTrainedModel, scan: str | None = None) -> Any:
         # Some training scripts call the backbone without the head; a stock backbone would ignore a state silently.
         backbone.__class__ = _stateful_class(cast(Any, type(backbone)))
         backbone._layout = wrapped._layout
-    set_scan(wrapped, scan)
-    check_forgetting(wrapped)
+    use_our_scan(wrapped)
+    check_remembers(wrapped)
     learned_row(wrapped)  # the stock class does not load learned states
     return wrapped

@@ -306,17 +306,17 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
     inside as well, since it recomputes layers.
 
     Args:
-        model: A model of this package, or one that `stateful` wrapped; also with PEFT adapters.
+        model: A model of a family of this package, also with PEFT adapters.
         settings: Fields of `Forgetting`. Fields that are not given are off, so no settings switch all forgetting off.
 
     Raises:
         ValueError: for a model that cannot forget in this way, and settings out of range.
     """
-    config = getattr(model, "config", None)
-    if config is None or not (hasattr(config, "check_forgetting") or hasattr(model, "check_forgetting")):
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "check_forgetting"):
         raise ValueError(
-            f"{type(model).__name__} cannot be made to forget: give a model of this package, of load_model or of "
-            "stateful."
+            f"{type(model).__name__} cannot be made to forget: give a model of a family of this package; hybrids and "
+            "other models of Transformers are refused."
         )
     thread = threading.get_ident()
     if any(block.inside is config and block.thread != thread for block in _BLOCKS):
@@ -331,7 +331,7 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
     try:
         for module, name in owners:
             setattr(module, name, changed)
-        (changed if hasattr(changed, "check_forgetting") else model).check_forgetting()
+        changed.check_forgetting()
         yield model
     finally:
         _BLOCKS.remove(this)

@@ -50,8 +50,6 @@ def in_turn(methods: Iterable[str]) -> list[Any]:
     return pairs + [pytest.param(*pair, marks=pytest.mark.slow) for pair in slow]
 
 
-# their caches count no tokens, or their positions do not follow the cache
-UNCOUNTED = ("bamba", "falcon_mamba", "mamba", "mamba2", "minimax", "xlstm")
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 
 pytestmark = pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
@@ -93,7 +91,7 @@ def test_virtual_tokens_train_and_are_generated_from(name: str, method: str, tmp
     model.eval()
     expected = by_hand(model, ids, **more)
     assert torch.equal(model.generate(input_ids=ids, use_cache=False, **GREEDY, **more), expected)
-    if name.removeprefix("stock ") in UNCOUNTED and name.startswith("stock"):
+    if name.startswith("stock"):
         with pytest.raises(ValueError, match=r"virtual tokens again before each new token: .*use_cache=False"):
             model.generate(input_ids=ids, **GREEDY, **more)
         return
@@ -122,17 +120,6 @@ def test_virtual_tokens_with_padding_states_and_beams(family: Any) -> None:
         model.generate(input_ids=ids, past_key_values=cache, **GREEDY)
     with pytest.raises(ValueError, match="leave prefill_chunk_size out"):
         model.generate(input_ids=ids, prefill_chunk_size=2, **GREEDY)
-
-
-@needs_hybrids
-def test_a_hybrid_starts_from_virtual_tokens_or_from_a_state() -> None:
-    base = stateful(tiny_model("falcon_h1"))
-    model, ids = prompted(base, METHODS["prompt"]).eval(), torch.tensor([[3, 4, 5]])
-    with pytest.raises(ValueError, match="or from the virtual tokens of PEFT, not from both"):
-        model.generate(input_ids=ids, initial_state=base.zero_state(1), **GREEDY)
-    cache = model.generate(input_ids=ids, return_dict_in_generate=True, **GREEDY).past_key_values
-    with pytest.raises(ValueError, match="reads only the last token after a cache"):
-        model.generate(input_ids=ids, past_key_values=cache, **GREEDY)
 
 
 @pytest.mark.parametrize(("name", "method"), in_turn(KEYS))

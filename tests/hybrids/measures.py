@@ -64,6 +64,19 @@ def parts(state: RecurrentState) -> list[Tensor]:
     return [part for layer in state for part in layer if part.numel()]
 
 
+def state_of_stock_cache(model: Any, cache: Any) -> list[Tensor]:
+    """The parts of a state that a stock cache holds, without the columns of convolutions that no output reads."""
+    if hasattr(cache, "rnn_state"):
+        return [torch.cat([x.flatten(2) if x.ndim > 3 else x for x in one], -1) for one in cache.rnn_state.values()]
+    if hasattr(cache, "linear_cache"):
+        return [x for x in cache.linear_cache if isinstance(x, Tensor)]
+    found = []
+    for layer, shape in zip(cache.layers, model.state_shapes(), strict=True):
+        found += [layer.recurrent_states[0]] if shape.recurrent != (0,) else []
+        found += [layer.conv_states[0][..., -shape.conv[1] :]] if shape.conv != (0,) else []
+    return found
+
+
 def random_state(model: Any, rows: int) -> RecurrentState:
     """A state of nonzero values, that of two random tokens, with gradients."""
     with torch.no_grad():

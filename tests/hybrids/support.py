@@ -32,6 +32,7 @@ from tests.hybrids.measures import (
     random_state,
     random_tokens,
     relative_error,
+    state_of_stock_cache,
     weighted_sum,
     with_checkpointing,
 )
@@ -95,8 +96,7 @@ def measure_errors(model_type: str, pieces: tuple[int, ...] = PIECES, **changes:
     tokens = random_tokens(2, sum(pieces))
     with torch.no_grad():
         cache = getattr(stock(input_ids=tokens, use_cache=True), cache_adapter_of(model).argument)
-    expected_state = parts(model.state_from_cache(cache))
-    del cache
+    expected_state = state_of_stock_cache(model, cache)
 
     def run(read: Callable[[Tensor], tuple[Tensor, list[Tensor]]], owner: Any, leaves: list[Tensor]) -> list[Tensor]:
         embeds = owner.get_input_embeddings()(tokens).detach().requires_grad_()

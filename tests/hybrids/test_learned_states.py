@@ -1,6 +1,5 @@
 """Learned states of wrapped models, of one type for each kind of mixer; `uses.py` tries all types."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MambaForCausalLM
 
-from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.metrics import stream_nll
-from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
 from tests.versions import needs_hybrids
 
 from .tiny_models import tiny_model
@@ -46,47 +43,6 @@ def rows_of(state: RecurrentState, rows: int) -> RecurrentState:
     return map_state(lambda part: part.expand(rows, *part.shape[1:]), state)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_calls_training_generation_and_files_start_from_it(model_type: str, tmp_path: Path) -> None:
-    model = wrapped(model_type)
-    tokens, state = tokens_of(model), state_of(model)
-    zero, expected = model(tokens).logits, model(tokens, initial_state=rows_of(state, 2)).logits
-    model.add_learned_state("one", state)
-    torch.testing.assert_close(model(tokens).logits, expected, rtol=0, atol=0)
-    assert model(tokens).get("final_state") is None
-    with model.learned_states.disable_adapter():
-        torch.testing.assert_close(model(tokens).logits, zero, rtol=0, atol=0)
-    assert not torch.allclose(zero, expected)
-
-    model.save_learned_state(tmp_path / "state")
-    other = wrapped(model_type)
-    other.load_learned_state(tmp_path / "state")
-    torch.testing.assert_close(other.first_state(1), state, rtol=0, atol=0)
-    model.save_pretrained(tmp_path / "both")
-    loaded = load_model(str(tmp_path / "both")).eval()
-    torch.testing.assert_close(loaded.first_state(1), state, rtol=0, atol=0)
-    torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("model_type", TYPES)
-def test_its_gradient_is_that_of_a_parameter_given_as_the_initial_state(model_type: str) -> None:
-    model = wrapped(model_type).train()
-    tokens, state = tokens_of(model), state_of(model)
-    twin, learner = copy.deepcopy(model), model
-    learner.add_learned_state("one", state)["one"].learn(conv=True)
-    torch.manual_seed(0)
-    learner(tokens, labels=tokens).loss.backward()
-    own = tuple(LayerState(*(part.clone().requires_grad_() for part in layer)) for layer in state)
-    parts = [part for layer in own for part in layer if part.numel()]
-    torch.manual_seed(0)
-    loss = twin(tokens, labels=tokens, initial_state=rows_of(own, 2)).loss
-    expected = torch.autograd.grad(loss, parts, allow_unused=True)
-    given = [part.grad for layer in learner.learned_states["one"]() for part in layer if part.numel()]
-    assert len(given) == len(expected) > 0
-    for one, other in zip(given, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "lfm2", "qwen3_next", "mamba2"])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}], ids=str)
 def test_generation_starts_from_it(model_type: str, how: dict[str, Any]) -> None:
@@ -100,17 +56,6 @@ def test_generation_starts_from_it(model_type: str, how: dict[str, Any]) -> None
         for _ in range(4):
             text = torch.cat([text, model(text).logits[:, -1:].argmax(-1)], 1)
         assert expected.tolist() == text.tolist()
-
-
-def test_losses_of_long_texts_start_from_it() -> None:
-    model = wrapped("granitemoehybrid")
-    tokens, state = tokens_of(model, length=17), state_of(model)
-    with torch.no_grad():
-        logits = model(tokens[:, :-1], initial_state=rows_of(state, 2)).logits
-    expected = torch.nn.functional.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
-    model.add_learned_state("one", state)
-    given = torch.as_tensor(stream_nll(model, tokens.numpy(), chunk_length=5).nll)
-    torch.testing.assert_close(given.float(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_would_start_from_zero_is_refused(tmp_path: Path) -> None:

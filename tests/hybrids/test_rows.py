@@ -55,26 +55,6 @@ def test_checkpointed_layers_stop_at_padding_again(model_type: str) -> None:
     assert max(errors(with_checkpointing(stateful(tiny_model(model_type))), PACKED)) < EXACT
 
 
-def test_the_stock_delta_rule_stops_too() -> None:
-    assert max(errors(stateful(tiny_model("qwen3_next"), scan="stock"), PACKED)) < EXACT
-
-
-@pytest.mark.parametrize("model_type", ["falcon_h1", "jamba"])
-def test_forgetting_sees_no_padding(model_type: str) -> None:
-    model = stateful(tiny_model(model_type))
-    model.config.forgetting = {"retention": 0.9, "insertion": 0.8}
-    tokens = tokens_of(PACKED)
-    state = model(tokens_of(PACKED, 2)[:, :6], output_final_state=True).final_state
-    embeds = model.get_input_embeddings()(tokens).detach()
-    expected, final = alone(model, embeds, state, PACKED)
-    actual, after = together(model, embeds, state, PACKED)
-    assert relative_error([actual], [expected]) < EXACT
-    for layer, other in zip(after, final, strict=True):
-        for part, wanted in zip(layer, other, strict=True):
-            if part.numel():
-                assert relative_error([part], [wanted]) < EXACT
-
-
 @pytest.mark.thinned(2)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", TYPES)

@@ -96,12 +96,3 @@ def test_every_recurrent_model_of_transformers_is_listed() -> None:
     listed = {*SUPPORTED, *REFUSED}
     unlisted = {name for name in recurrent if not any(known.startswith(name) for known in listed)}
     assert unlisted == set()
-
-
-def test_the_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(support, "SUPPORTED", {"lfm2": SUPPORTED["lfm2"]})
-    monkeypatch.setattr("sys.argv", ["support"])
-    support.main()
-    shown = support.verdicts(capsys.readouterr().out)
-    assert shown["`lfm2`"].startswith("yes")
-    assert shown["`recurrent_gemma`"].startswith("no: it keeps its states as attributes")
