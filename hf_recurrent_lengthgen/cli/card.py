@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from hf_recurrent_lengthgen.checkpoints.adapters import holds_learned_state
-from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, write_card, write_learned_state_card
+from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, write_card
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 
 DESCRIPTION = """\
@@ -38,7 +37,7 @@ def command_parser() -> CommandParser:
     add("--language", nargs="+", default=[], metavar="CODE", help="of the training text: en, de, code, multilingual")
     add("--datasets", nargs="+", default=[], metavar="NAME", help="training data, by their names on the Hub")
     add("--authors", nargs="+", default=[], metavar="NAME", help="who made the checkpoint")
-    parser.run.add_argument("--overwrite", action="store_true", help="replace any README.md, figure and result file")
+    parser.run.add_argument("--overwrite", action="store_true", help="replace any README.md")
     return parser
 
 
@@ -47,12 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     settings = CardSettings(
         options.repo, options.license, tuple(options.language), tuple(options.datasets), tuple(options.authors)
     )
-    if not holds_learned_state(options.checkpoint):
-        card = write_card(options.checkpoint, options.results, settings, options.overwrite)
-    elif options.results:
-        raise ValueError("The card of a learned state holds no numbers: leave --results out, or use its own words.")
-    else:
-        card = write_learned_state_card(options.checkpoint, settings, options.overwrite)
+    card = write_card(options.checkpoint, options.results, settings, options.overwrite)
     print(f"Written: {card.path}")
     if card.kept is not None:
         print(f"The previous README.md is kept as {card.kept}")

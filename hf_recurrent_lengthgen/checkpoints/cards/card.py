@@ -1,49 +1,49 @@
-"""Model cards: built from a checkpoint folder and result files, checked, and written beside the weights."""
+"""Model cards: made from a checkpoint folder and result files by the template `card.md.jinja`, beside the weights."""
 
 import itertools
+import json
 import os
-import re
+import shlex
 import shutil
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+from transformers.utils import logging
 
 from hf_recurrent_lengthgen.checkpoints.card_mark import CardMark, cards_digest, read_card_mark
-from hf_recurrent_lengthgen.checkpoints.cards.facts import Checkpoint, Evidence, read_checkpoint, read_evidence
+from hf_recurrent_lengthgen.checkpoints.cards import results as results_of
+from hf_recurrent_lengthgen.checkpoints.cards.facts import (
+    Checkpoint,
+    Evidence,
+    data_text,
+    read_checkpoint,
+    read_evidence,
+)
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape
-from hf_recurrent_lengthgen.checkpoints.cards.metadata import PACKAGE, card_data
-from hf_recurrent_lengthgen.checkpoints.cards.results_section import (
-    FIGURES,
-    POSITION_WISE,
-    RESULTS,
-    commands_section,
-    comparison_section,
-    diagnosis_section,
-    figures,
-    result_files,
-    retrieval_section,
-    verdict,
-)
-from hf_recurrent_lengthgen.checkpoints.cards.sections import (
-    citation_section,
-    limits_section,
-    making_section,
-    summary,
-    use_section,
-)
-from hf_recurrent_lengthgen.checkpoints.records import file_digest
+from hf_recurrent_lengthgen.checkpoints.cards.metadata import PACKAGE, base_on_hub, card_data
+from hf_recurrent_lengthgen.checkpoints.cards.trainings import trainings_table
+from hf_recurrent_lengthgen.checkpoints.private_text import portable
+from hf_recurrent_lengthgen.checkpoints.records import Step
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import from_plain
+from hf_recurrent_lengthgen.metrics.context_harm.figure import context_harm_figure, position_wise_figure
+from hf_recurrent_lengthgen.metrics.context_harm.page import definitions
+from hf_recurrent_lengthgen.models import family_config
+from hf_recurrent_lengthgen.models.configuration_stateful import TESTED
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.versions import installed_versions
 
-README = "README.md"
-_OURS = re.compile(r"(position_wise|context_harm|retrieval)(-\d+)?\.png|(comparison|diagnosis|retrieval)(-\d+)?\.json")
+logger = logging.get_logger(__name__)
+README, FIGURES, RESULTS = "README.md", "figures", "results"
 OWN_WORDS = ("<!-- own words: lengthgen card keeps what stands here -->", "<!-- end of own words -->")
 """Marks around the text that a person writes."""
 Paths = Sequence[str | os.PathLike[str]]
@@ -71,11 +71,8 @@ class CardSettings:
 
     def said(self) -> dict[str, Any]:
         """The given options, as a card records them."""
-        return {
-            field.name: value
-            for field in fields(self)
-            if field.name != "own_words" and (value := getattr(self, field.name))
-        }
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "own_words"}
+        return {name: value for name, value in options.items() if value}
 
     def completed(self, said: dict[str, Any]) -> "CardSettings":
         """These settings, completed with those of an earlier card."""
@@ -93,7 +90,7 @@ class WrittenCard(NamedTuple):
 def build_card(
     folder: str | os.PathLike[str], results: Paths = (), settings: CardSettings = CardSettings()
 ) -> ModelCard:
-    """The card of a checkpoint; `write_card` writes its figures and copies of results.
+    """The card of a checkpoint or a learned state; `write_card` writes its figures and copies of results.
 
     Args:
         folder: The checkpoint.
@@ -113,20 +110,19 @@ def write_card(
     settings: CardSettings = CardSettings(),
     overwrite: bool = False,
 ) -> WrittenCard:
-    """Write README.md, figures/ and results/ into a checkpoint folder.
+    """Write figures/, results/ and, when they are complete, README.md into a checkpoint folder.
 
-    All files are written in a temporary folder and moved when complete, the README.md last. Text between `OWN_WORDS`
-    in an existing README.md stays; other changes to it are overwritten.
+    Text between `OWN_WORDS` in an existing README.md stays; other changes to it are overwritten.
 
     Args:
         folder: The checkpoint.
         results: As in `build_card`; None for those of the existing card.
         settings: As in `build_card`, completed with those of the existing card.
-        overwrite: Whether to replace a README.md, figures and results that this function did not write. Such a
-            README.md is kept under another name, and only its own words are taken over.
+        overwrite: Whether to replace a README.md that this function did not write, which is kept under another name,
+            and to forget the settings of an existing card.
 
     Raises:
-        ValueError: as in `build_card`, for such files without `overwrite`, and for damaged marks of own words.
+        ValueError: as in `build_card`, for such a README.md without `overwrite`, and for damaged marks of own words.
     """
     path = Path(folder)
     checkpoint, readme = read_checkpoint(path), path / README
@@ -135,29 +131,73 @@ def write_card(
         mark = read_card_mark(there)
     except ValueError:
         mark = None
-    foreign = bool(there) and mark is None
-    if foreign and not overwrite:
+    if there and mark is None and not overwrite:
         raise ValueError(
             f"{readme} was not written by lengthgen card: give --overwrite to replace it and keep it as README.old.md."
         )
-    old = _written_with(mark)
+    names = [] if mark is None else map(Path, mark.wrote)
+    old = [path / name for name in names if str(name.parent) in (FIGURES, RESULTS)]  # a stranger may have written it
     if results is None:
-        results = [path / name for name in old if name.parts[0] == RESULTS]
+        results = [file for file in old if file.parent.name == RESULTS]
     settings = replace(settings, own_words=own_words(there))
     if mark is not None and not overwrite:
         settings = settings.completed(mark.said)
     evidence = read_evidence(checkpoint, results)
     card = render(checkpoint, evidence, settings)
-    new = Path(tempfile.mkdtemp(prefix=".card.", suffix=".tmp", dir=path))
-    try:
-        _write_files(new, card, evidence, checkpoint.files, settings.said())
-        if not overwrite:
-            _check_free(path, new, old)
-        kept = _set_aside(readme) if foreign else None
-        _replace(path, new, old)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+    wrote = _write_figures_and_results(path, evidence)
+    kept = _set_aside(readme) if there and mark is None else None
+    text = marked(str(card), checkpoint.files, wrote, settings.said())
+    with replacing(readme) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    for file in old:
+        if file.relative_to(path).as_posix() not in wrote:
+            file.unlink(missing_ok=True)
     return WrittenCard(readme, missing(checkpoint, evidence, card), kept)
+
+
+def write_card_of_run(output: str, repo_id: str | None, overwrite: bool) -> bool:
+    """Write the card of a training run's folder with a lineage, for `card_writer` of a trainer.
+
+    Args:
+        output: The folder.
+        repo_id: Its repository on the Hub.
+        overwrite: Whether a card that is there may be replaced; otherwise it is kept under another name.
+
+    Returns:
+        Whether it was written; if not, a warning gives the reason.
+    """
+    try:
+        kept = write_card(output, settings=CardSettings(repo_id), overwrite=overwrite).kept
+    except ValueError as error:
+        logger.warning(f"{output} gets no card from its lineage: {error}")
+        return False
+    if kept is not None:
+        logger.warning(f"The README.md of {output} was replaced by a card from its lineage and kept as {kept.name}.")
+    return True
+
+
+def figures(evidence: Sequence[Evidence]) -> dict[str, Callable[[], Figure]]:
+    """The figures of a card by file name: those of the first evaluation."""
+    models = next((item.compared for item in evidence if item.compared), None)
+    if models is None:
+        return {}
+    return {
+        "position_wise.png": partial(position_wise_figure, models),
+        "context_harm.png": partial(context_harm_figure, models),
+    }
+
+
+def _write_figures_and_results(folder: Path, evidence: Sequence[Evidence]) -> list[str]:
+    """Write them, and return their paths in the folder."""
+    drawn = figures(evidence)
+    for kind, some in ((FIGURES, drawn), (RESULTS, evidence)):
+        if some:
+            (folder / kind).mkdir(exist_ok=True)
+    for name, draw in drawn.items():
+        save_png(draw(), folder / FIGURES / name)
+    for item in evidence:
+        write_result(folder / RESULTS / item.file, item.original)
+    return sorted([*(f"{FIGURES}/{name}" for name in drawn), *(f"{RESULTS}/{item.file}" for item in evidence)])
 
 
 def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardSettings) -> ModelCard:
@@ -165,57 +205,49 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
     validate_repo_id(settings.repo_id)
     source = None if checkpoint.lineage is None else checkpoint.lineage.source
     license = settings.license or (None if source is None else source.license)
-    name = (settings.repo_id or checkpoint.name).rpartition("/")[2]
-    evaluated = any(item.compared for item in evidence)
-    data = card_data(checkpoint, evidence, name, license, settings.language, settings.datasets)
-    sections = [
-        f"# {escape(name)}",
-        *([f"By {escape(', '.join(settings.authors))}."] if settings.authors else []),
-        summary(checkpoint),
-        *([verdict(evidence, checkpoint.vocab_size), POSITION_WISE] if evaluated else []),
-        "\n\n".join(filter(None, (OWN_WORDS[0], settings.own_words, OWN_WORDS[1]))),
-        "## Use",
-        use_section(checkpoint, settings.repo_id or checkpoint.name, settings.repo_id is not None),
-        *_measured(evidence),
-        "## How it was made",
-        making_section(checkpoint, license),
-        "## Limits",
-        limits_section(checkpoint, evidence, license),
-        "## Citation",
-        citation_section(checkpoint, _version(checkpoint)),
-    ]
-    body = "\n\n".join(section for section in sections if section)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
+    place = settings.repo_id or checkpoint.name
+    data = card_data(checkpoint, evidence, place.rpartition("/")[2], license, settings.language, settings.datasets)
+    env = Environment(
+        loader=PackageLoader(__package__, "."), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    env.filters |= {"escape": escape, "quote": json.dumps, "shell": shlex.quote, "portable": portable}
+    family = family_config(checkpoint.model_type)
+    learned = checkpoint.learned is not None
+    body = env.get_template("card.md.jinja").render(
+        checkpoint=checkpoint,
+        evidence=evidence,
+        settings=settings,
+        place=place,
+        license=license,
+        source=source,
+        base=base_on_hub(checkpoint),
+        family=checkpoint.model_type if family is None else family.name_of(checkpoint.config),
+        # load_model wraps the stock class of other families
+        wrapped=not learned and not checkpoint.model_type.startswith("stateful_") and family is None,
+        forgets=in_words(checkpoint.forgets) if checkpoint.forgets != Forgetting() else None,
+        papers=list(dict.fromkeys(method.paper for method in checkpoint.methods if method.paper)),
+        version=_version(checkpoint),
+        transformers=TESTED,
+        package=PACKAGE,
+        own_words="\n\n".join(filter(None, (OWN_WORDS[0], settings.own_words, OWN_WORDS[1]))),
+        step_in_words=_step_in_words,
+        trainings_table=trainings_table,
+        data_text=data_text,
+        definitions=definitions,
+        results=results_of,
+    )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
 
 
-def _measured(evidence: Sequence[Evidence]) -> list[str]:
-    """The section with all numbers."""
-    images, names = list(figures(evidence)), result_files(evidence)
-    if not evidence:
-        return []
-    parts = ["## Results"]
-    for item, name in zip(evidence, names, strict=True):
-        used, images = images[: (here := len(figures([item])))], images[here:]
-        section = comparison_section if item.compared else retrieval_section if item.retrieved else diagnosis_section
-        parts.append(section(item, name, used))
-    return [*parts, "### Commands to measure again", commands_section(evidence)]
-
-
-def _write_files(
-    folder: Path, card: ModelCard, evidence: Sequence[Evidence], files: dict[str, str], said: dict[str, Any]
-) -> None:
-    for kind in (FIGURES, RESULTS):
-        (folder / kind).mkdir()
-    for name, make in figures(evidence).items():
-        save_png(make(), folder / FIGURES / name)
-    for name, item in zip(result_files(evidence), evidence, strict=True):
-        write_result(folder / RESULTS / name, item.original)
-    wrote = tuple(name.as_posix() for name in _files_in(folder))
-    (folder / README).write_text(marked(str(card), files, wrote, said), encoding="utf-8")
-
-
-def _files_in(folder: Path) -> list[Path]:
-    return sorted(file.relative_to(folder) for file in folder.rglob("*") if file.is_file())
+def _step_in_words(step: Step) -> str:
+    run = step.training
+    if run is None:
+        return step.description + ("" if step.tokenizer is None else f", with the tokenizer {step.tokenizer}")
+    titles = " with ".join(method.title for method in run.methods)
+    of = "" if run.adapter is None else " of an adapter"
+    large = ((10**9, "billion"), (10**6, "million"))
+    number = next((f"{run.tokens / size:.1f} {name}" for size, name in large if run.tokens >= size), f"{run.tokens:,}")
+    return f"{titles}{of} ({run.steps:,} steps, {number} tokens)"
 
 
 def marked(text: str, files: dict[str, str], wrote: Sequence[str], said: dict[str, Any] | None = None) -> str:
@@ -243,57 +275,25 @@ def _set_aside(readme: Path) -> Path:
     return free
 
 
-def _written_with(mark: CardMark | None) -> list[Path]:
-    """Paths in the folder of the figures and results that were written with a card."""
-    names = [] if mark is None else [Path(name) for name in mark.wrote]
-    return [name for name in names if _OURS.fullmatch(name.name) and str(name.parent) in (FIGURES, RESULTS)]
-
-
-def _check_free(folder: Path, new: Path, old: Sequence[Path]) -> None:
-    """Refuse to write over a file that belongs to no card."""
-    taken = [
-        str(folder / name)
-        for name in _files_in(new)
-        if name not in (Path(README), *old)
-        and (folder / name).exists()
-        and file_digest(folder / name) != file_digest(new / name)
-    ]
-    if taken:
-        raise ValueError(
-            f"These files were not written by lengthgen card: {', '.join(taken)}. Move those that you need out of "
-            f"{FIGURES}/ and {RESULTS}/, and give --overwrite."
-        )
-
-
-def _replace(folder: Path, new: Path, old: Sequence[Path]) -> None:
-    """Move a finished card over the old one, and remove the files of the old one."""
-    written = _files_in(new)
-    for kind in (FIGURES, RESULTS):
-        (folder / kind).mkdir(exist_ok=True)
-    for file in sorted(written, key=lambda file: file == Path(README)):
-        os.replace(new / file, folder / file)
-    for file in old:
-        if file not in written:
-            (folder / file).unlink(missing_ok=True)
-    for kind in (FIGURES, RESULTS):
-        if not any((folder / kind).iterdir()):
-            (folder / kind).rmdir()
-
-
 def missing(checkpoint: Checkpoint, evidence: Sequence[Evidence], card: ModelCard) -> list[str]:
     """What a card lacks, and how to provide it."""
-    told = {
-        "results on long texts (lengthgen evaluate, --results)": any(item.compared for item in evidence),
-        "results on retrieval (lengthgen retrieve, --results)": any(item.retrieved for item in evidence),
+    facts: dict[str, Any] = {
         "a license (--license)": card.data.get("license"),
         "the language of its training text (--language)": card.data.get("language"),
         "the training data on the Hub (--datasets)": card.data.get("datasets"),
         "its lineage (lineage.json)": checkpoint.lineage,
-        "a verification of these files (lengthgen verify)": checkpoint.verification,
-        "a training length (config.json)": checkpoint.training_length,
-        "a tokenizer": checkpoint.tokenizer,
     }
-    return [what for what, there in told.items() if not there]
+    if checkpoint.learned is not None:
+        facts["a base on the Hub (base_model_name_or_path in learned_state_config.json)"] = base_on_hub(checkpoint)
+    else:
+        facts |= {
+            "results on long texts (lengthgen evaluate, --results)": results_of.own_evaluations(evidence),
+            "results on retrieval (lengthgen retrieve, --results)": results_of.own_retrievals(evidence),
+            "a verification of these files (lengthgen verify)": checkpoint.verification,
+            "a training length (config.json)": checkpoint.training_length,
+            "a tokenizer": checkpoint.tokenizer,
+        }
+    return [what for what, there in facts.items() if not there]
 
 
 def _version(checkpoint: Checkpoint) -> str:

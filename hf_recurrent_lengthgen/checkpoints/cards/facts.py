@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
+from hf_recurrent_lengthgen.checkpoints.adapters import holds_learned_state, refuse_adapter
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.checkpoints.methods import EXPANSION, FORGETTING, PLAIN, Method
 from hf_recurrent_lengthgen.checkpoints.private_text import portable, portable_command, portable_text
@@ -34,7 +34,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Co
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
-from hf_recurrent_lengthgen.plotting.names import with_names
+from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, read_about
 
 OWN_NAME = "this model"
 KINDS = {
@@ -44,7 +44,6 @@ KINDS = {
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Result = Comparison | Diagnosis | RetrievalComparison
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ class Checkpoint:
         verification: None if there is none, or only one of other files.
         files: SHA-256 of weights and config, by file name.
         find_weights: Returns the digest of these weights if it is among the given ones, else None.
+        learned: Content of learned_state_config.json, if the folder holds a learned state alone.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Checkpoint:
     verification: Verification | None
     files: dict[str, str]
     find_weights: Callable[[set[str]], str | None]
+    learned: dict[str, Any] | None = None
 
     @property
     def model_type(self) -> str:
@@ -114,71 +115,57 @@ def methods_of(step: Step) -> tuple[Method, ...]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A result file: its content, and the index of this checkpoint among its models.
+    """A result file, and its models, this checkpoint first and named `OWN_NAME`.
 
-    `repeated` tells whether another file also holds its evaluations.
+    Attributes:
+        file: Name of its copy in the card's folder of results.
+        original: Its content.
+        compared: The evaluated models; none for a retrieval, and for a diagnosis beside a comparison.
+        diagnosed: The diagnosis of this checkpoint.
+        retrieved: The models of a retrieval.
     """
 
-    kind: str
+    file: str
     original: Result
-    own: int
-    repeated: bool = False
+    compared: Sequence[ComparedModel] = ()
+    diagnosed: DiagnosedModel | None = None
+    retrieved: Sequence[RetrievalResult] = ()
 
     @property
-    def result(self) -> Result:
-        """The content, with this checkpoint named `OWN_NAME`."""
-        labels = [evaluated.model for evaluated in evaluations(self.original)]
-        others = [f"other {label}" if label == OWN_NAME else label for label in labels]
-        return _named(self.original, [*others[: self.own], OWN_NAME, *others[self.own + 1 :]])
-
-    @property
-    def compared(self) -> list[ComparedModel]:
-        """The evaluated models, this checkpoint first; none for a retrieval or a repeated file."""
-        result = self.result
-        if isinstance(result, RetrievalComparison) or self.repeated:
-            return []
-        return self._own_first(result.comparison.models if isinstance(result, Diagnosis) else result.models)
-
-    @property
-    def diagnosed(self) -> DiagnosedModel | None:
-        """The diagnosis of this checkpoint, if the file has one."""
-        return self.result.models[self.own] if isinstance(self.result, Diagnosis) else None
-
-    @property
-    def retrieved(self) -> list[RetrievalResult]:
-        """The models of a retrieval, this checkpoint first."""
-        return self._own_first(self.result.models) if isinstance(self.result, RetrievalComparison) else []
-
-    def _own_first(self, models: Sequence[Item]) -> list[Item]:
-        return [models[self.own], *models[: self.own], *models[self.own + 1 :]]
+    def own(self) -> EvaluationResult | RetrievalResult:
+        """What was measured of this checkpoint."""
+        if self.retrieved:
+            return self.retrieved[0]
+        return self.compared[0].evaluation if self.diagnosed is None else self.diagnosed.evaluation
 
 
 def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     """Read the facts of a folder; a `ValueError` for adapters, damaged files and folders without a checkpoint."""
     path = Path(folder)
-    refuse_adapter(path)
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{path} has no config.json, so it is not a checkpoint: give the folder of a checkpoint.")
-    config = read_json_object(path / "config.json")
+    learned = read_about(path / CONFIG_FILE) if holds_learned_state(path) else None
+    if learned is None:
+        refuse_adapter(path)
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} has no config.json, so it is not a checkpoint: give the folder of a checkpoint.")
     verification, files = read_verification(path), verified_files(path)
     return Checkpoint(
         name=path.resolve().name,
-        config=config,
-        parameters=_parameters(path),
+        config={} if learned is not None else read_json_object(path / "config.json"),
+        parameters=_parameters(path, "model" if learned is None else "learned_state"),
         tokenizer=any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")),
         lineage=read_lineage(path),
         verification=verification if verification is None or verification.files == files else None,
         files=carded(files),
-        find_weights=_weights_of(path),
+        find_weights=_weights_of(path) if learned is None else lambda wanted: None,
+        learned=learned,
     )
 
 
-def _parameters(folder: Path) -> int:
+def _parameters(folder: Path, kind: str) -> int:
     """Number of elements in the weight files, from their headers."""
-    files = sorted(folder.glob("*.safetensors"))
-    weights = [file for file in files if file.name.startswith("model")]
+    weights = sorted(folder.glob(f"{kind}*.safetensors"))
     if not weights:
-        raise ValueError(f"{folder} has no model*.safetensors: save the model with save_pretrained.")
+        raise ValueError(f"{folder} has no {kind}*.safetensors: save the model with save_pretrained.")
     return sum(math.prod(meta.shape) for file in weights for meta in stored_tensors(file).values())
 
 
@@ -188,60 +175,75 @@ def _weights_of(folder: Path) -> Callable[[set[str]], str | None]:
     return lambda wanted: next((weights for dtype in _DTYPES if (weights := digest(dtype)) in wanted), None)
 
 
+class _Read(NamedTuple):
+    """A result file with the index of the checkpoint among its models."""
+
+    kind: str
+    result: Result
+    own: int
+
+
 def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]]) -> tuple[Evidence, ...]:
     """Read result files; a `ValueError` for files of another kind and results of other weights or forgetting."""
-    kept: list[Evidence] = []
-    for item in sorted(
-        (_evidence(checkpoint, Path(file)) for file in files), key=lambda item: item.kind == "diagnosis"
-    ):
-        own, others = _measurement(item.original), [_measurement(other.original) for other in kept]
-        kept.append(replace(item, repeated=bool(own) and any(own <= other for other in others)))
-    return tuple(kept)
+    items = [_checked(checkpoint, Path(file)) for file in files]
+    items.sort(key=lambda item: item.kind == "diagnosis")
+    evidence = []
+    for place, (kind, result, own) in enumerate(items):
+        count = [item.kind for item in items[:place]].count(kind)
+        file = kind.removesuffix("_comparison") + (f"-{count + 1}.json" if count else ".json")
+        if isinstance(result, RetrievalComparison):
+            retrievals = [*result.models]
+            retrievals.insert(0, replace(retrievals.pop(own), model=OWN_NAME))
+            evidence.append(Evidence(file, result, retrieved=retrievals))
+            continue
+        compared = [*(result.comparison if isinstance(result, Diagnosis) else result).models]
+        mine = compared.pop(own)
+        named = replace(mine.evaluation, model=OWN_NAME)
+        compared.insert(0, replace(mine, evaluation=named))
+        diagnosed = replace(result.models[own], evaluation=named) if isinstance(result, Diagnosis) else None
+        repeated = diagnosed is not None and any(item.kind == "comparison" for item in items)
+        evidence.append(Evidence(file, result, () if repeated else compared, diagnosed))
+    return tuple(evidence)
 
 
-def _measurement(result: Result) -> set[tuple[Any, ...]]:
-    """What was measured on long texts, without the values; empty for a retrieval."""
-    if isinstance(result, RetrievalComparison):
-        return set()
-    common = ("model", "weights", "training_length", "evaluated_length", "sequences", "confidence", "data")
-    return {
-        (*(getattr(model.evaluation, name) for name in common), model.evaluation.harm.threshold, model.role)
-        for model in result.models
-    }
-
-
-def _evidence(checkpoint: Checkpoint, file: Path) -> Evidence:
+def _checked(checkpoint: Checkpoint, file: Path) -> _Read:
     kind, result = _read(file)
-    labels = [evaluated.model for evaluated in evaluations(result)]
-    weights = [evaluated.weights for evaluated in evaluations(result)]
-    own = checkpoint.find_weights(set(weights))
+    results = _results(result)
+    labels = [evaluated.model for evaluated in results]
+    own = checkpoint.find_weights({evaluated.weights for evaluated in results})
     if own is None:
         raise ValueError(
             f"{file} holds results of other weights ({', '.join(labels)}) than those in {checkpoint.name}: evaluate "
             "this checkpoint, or give its own results."
         )
-    same = [index for index, digest in enumerate(weights) if digest == own]
+    same = [index for index, evaluated in enumerate(results) if evaluated.weights == own]
     rule = ForgettingRule(**checkpoint.forgets._asdict())
-    places = [index for index in same if evaluations(result)[index].forgetting == rule]
+    places = [index for index in same if results[index].forgetting == rule]
     if not places:
         raise ValueError(
             f"{file} holds results of these weights as {', '.join(labels[index] for index in same)}, but "
             f"{checkpoint.name} needs results with {in_words(checkpoint.forgets)}: evaluate this folder."
         )
-    length = evaluations(result)[places[0]].training_length
+    length = results[places[0]].training_length
     if length is not None and checkpoint.training_length not in (None, length):
         raise ValueError(
             f"{file} measured {checkpoint.name} with a training length of {length}, but its config.json has "
             f"{checkpoint.training_length}: correct the config, or evaluate this checkpoint again."
         )
-    return Evidence(kind, result, places[0])
+    return _Read(kind, result, places[0])
+
+
+def _results(result: Result) -> Sequence[EvaluationResult | RetrievalResult]:
+    """The evaluation or retrieval result of each model."""
+    if isinstance(result, RetrievalComparison):
+        return result.models
+    return [model.evaluation for model in result.models]
 
 
 def _read(file: Path) -> tuple[str, Result]:
     """A result file, without folders of this machine."""
     try:
-        text = file.read_text(encoding="utf-8")
-        plain = json.loads(text)
+        plain = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read as a result file: {error}.") from error
     kind = plain.get("kind") if isinstance(plain, dict) else None
@@ -272,21 +274,6 @@ def _portable(value: Any) -> Any:
             for key, item in value.items()
         }
     return [_portable(item) for item in value] if isinstance(value, list) else value
-
-
-def evaluations(result: Result) -> Sequence[EvaluationResult] | Sequence[RetrievalResult]:
-    """The evaluation or retrieval result of each model."""
-    if isinstance(result, RetrievalComparison):
-        return result.models
-    return [model.evaluation for model in result.models]
-
-
-def _named(result: Result, names: Sequence[str]) -> Result:
-    """A result with other names for its models, in the same order."""
-    if isinstance(result, RetrievalComparison):
-        pairs = zip(result.models, names, strict=True)
-        return replace(result, models=tuple(replace(model, model=name) for model, name in pairs))
-    return with_names(result, names)
 
 
 def data_text(source: DataSource) -> str:

@@ -20,20 +20,6 @@ def _escaped(match: re.Match[str]) -> str:
     return f"{special[:-1]}&#{ord(special[-1])};" if special[-1].isdecimal() else f"\\{special}"
 
 
-def code(text: str) -> str:
-    """Text as code on one line, also inside a table."""
-    line = " ".join(text.split()).replace("|", "\N{BROKEN BAR}")
-    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
-    space = " " if line.startswith("`") or line.endswith("`") else ""
-    return f"{ticks}{space}{line}{space}{ticks}" if line else ""
-
-
-def fence(text: str, language: str) -> str:
-    """A block of code."""
-    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    return f"{ticks}{language}\n{text}\n{ticks}"
-
-
 def table(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
     """A table whose first row is its header.
 
@@ -44,8 +30,3 @@ def table(rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
     head, *body = (f"| {' | '.join(row)} |" for row in rows)
     marks = ["---", *["---:" if numbers else "---"] * (len(rows[0]) - 1)]
     return "\n".join([head, f"| {' | '.join(marks)} |", *body])
-
-
-def link(text: str, address: str) -> str:
-    """A link; `text` is Markdown, the address is ours or was checked."""
-    return f"[{text}]({address})"

@@ -8,20 +8,20 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from hf_recurrent_lengthgen.checkpoints.cards.facts import Checkpoint, Evidence
-from hf_recurrent_lengthgen.checkpoints.cards.results_section import (
+from hf_recurrent_lengthgen.checkpoints.cards.results import (
     generalizes,
     mean_over,
     own_evaluations,
-    retrieval_results,
+    own_retrievals,
 )
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.result import EvaluationResult
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalResult
 from hf_recurrent_lengthgen.models import family_config
 
-LIBRARY = "transformers"
-PIPELINE = "text-generation"
 PACKAGE = "hf_recurrent_lengthgen"
+_TASK = "text-generation"
+_ON_HUB = ("perplexity", "accuracy")
 
 
 def card_data(
@@ -33,18 +33,18 @@ def card_data(
     datasets: Sequence[str],
 ) -> ModelCardData:
     """The metadata; `model_name` is the name in `model-index`, the other arguments are as in `CardSettings`."""
-    source = None if checkpoint.lineage is None else checkpoint.lineage.source
-    base = source.name if source is not None and source.on_hub else None
-    changed = any(step.kind in ("train", "expand") for step in checkpoint.steps)
-    results = [result for found in own_evaluations(evidence) for result in _of_evaluation(found)]
-    results += [result for found in retrieval_results(evidence) for result in _of_retrieval(found)]
-    further: dict[str, Any] = {"base_model_relation": "finetune"} if base and changed else {}
+    learned = checkpoint.learned is not None
+    base = base_on_hub(checkpoint)
+    changed = learned or any(step.kind in ("train", "expand") for step in checkpoint.steps)
+    results = [result for evaluation in own_evaluations(evidence) for result in _of_evaluation(evaluation)]
+    results += [result for retrieval in own_retrievals(evidence) for result in _of_retrieval(retrieval)]
+    further: dict[str, Any] = {"base_model_relation": "adapter" if learned else "finetune"} if base and changed else {}
     return ModelCardData(
         license=license,
         language=(list(language) or None) if len(language) != 1 else language[0],
-        library_name=LIBRARY,
-        pipeline_tag=PIPELINE,
-        tags=_tags(checkpoint, evidence),
+        library_name=PACKAGE if learned else "transformers",
+        pipeline_tag=_TASK,
+        tags=["recurrent", "learned-state", PACKAGE] if learned else _tags(checkpoint, evidence),
         base_model=base,
         datasets=list(datasets) or None,
         metrics=list(dict.fromkeys(result.metric_type for result in results if result.metric_type in _ON_HUB)) or None,
@@ -54,7 +54,13 @@ def card_data(
     )
 
 
-_ON_HUB = ("perplexity", "accuracy")
+def base_on_hub(checkpoint: Checkpoint) -> str | None:
+    """Name on the Hub of what a checkpoint was made from, or a learned state belongs to."""
+    if checkpoint.learned is not None:
+        base = str(checkpoint.learned["base_model_name_or_path"])
+        return base if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
+    source = None if checkpoint.lineage is None else checkpoint.lineage.source
+    return source.name if source is not None and source.on_hub else None
 
 
 def _tags(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
@@ -70,16 +76,13 @@ def _tags(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
 
 
 def _of_evaluation(evaluation: EvaluationResult) -> list[EvalResult]:
-    unit, length, data = evaluation.data.token_unit, evaluation.training_length, evaluation.data
+    data, length = evaluation.data, evaluation.training_length
     start, stop = evaluation.harm.last_range
-    inside, beyond = evaluation.in_window.loss, mean_over(evaluation, start, stop)
-    common = {"token_unit": unit, "sequences": evaluation.sequences, "confidence": evaluation.confidence}
+    inside, beyond, unit = evaluation.in_window.loss, mean_over(evaluation, start, stop), data.token_unit
 
-    def result(kind: str, name: str, value: float, positions: tuple[int, int], bounds: Estimate | None) -> EvalResult:
-        interval = {} if bounds is None or bounds.low is None else {"low": bounds.low, "high": bounds.high}
-        args = {"first_position": positions[0], "end_position": positions[1], **common, **interval}
+    def result(kind: str, name: str, value: float, positions: tuple[int, int], bounds: dict[str, Any]) -> EvalResult:
         return EvalResult(
-            task_type=PIPELINE,
+            task_type=_TASK,
             dataset_name=data.source.name,
             dataset_type=re.sub(r"[^\w./-]+", "-", data.source.name).strip("-").lower() or "text",
             dataset_split=data.source.split,
@@ -87,37 +90,37 @@ def _of_evaluation(evaluation: EvaluationResult) -> list[EvalResult]:
             metric_type=kind,
             metric_name=name,
             metric_value=value,
-            metric_args=args,
+            metric_args={
+                "first_position": positions[0],
+                "end_position": positions[1],
+                "token_unit": unit,
+                "sequences": evaluation.sequences,
+                "confidence": evaluation.confidence,
+                **bounds,
+            },
         )
 
-    results = [
-        result(
-            "perplexity",
-            f"Perplexity per {unit} inside the training length of {length:,}",
-            _perplexity(inside.mean),
-            (0, length),
-            Estimate(0.0, None, None)
-            if inside.low is None or inside.high is None
-            else Estimate(0.0, _perplexity(inside.low), _perplexity(inside.high)),
-        ),
-        result(
-            "context_harm",
-            f"Harm of the context beyond {length:,} {unit}s at positions {start:,} to {stop:,} (nats per {unit})",
-            evaluation.harm.last.mean,
-            (start, stop),
-            evaluation.harm.last,
-        ),
-    ]
+    perplexity = f"Perplexity per {unit} inside the training length of {length:,}"
+    bounds = {name: _perplexity(bound) for name, bound in _bounds(inside).items()}
+    results = [result("perplexity", perplexity, _perplexity(inside.mean), (0, length), bounds)]
     if beyond is not None:
         name = f"Perplexity per {unit} at positions {start:,} to {stop:,}"
-        results.insert(1, result("perplexity", name, _perplexity(beyond), (start, stop), None))
-    return results
+        results.append(result("perplexity", name, _perplexity(beyond), (start, stop), {}))
+    harm = f"Harm of the context beyond {length:,} {unit}s at positions {start:,} to {stop:,} (nats per {unit})"
+    last = evaluation.harm.last
+    return [*results, result("context_harm", harm, last.mean, (start, stop), _bounds(last))]
+
+
+def _bounds(estimate: Estimate) -> dict[str, float]:
+    if estimate.low is None or estimate.high is None:
+        return {}
+    return {"low": estimate.low, "high": estimate.high}
 
 
 def _of_retrieval(retrieval: RetrievalResult) -> list[EvalResult]:
     return [
         EvalResult(
-            task_type=PIPELINE,
+            task_type=_TASK,
             dataset_type=retrieval.task,
             dataset_name=f"{retrieval.task} ({retrieval.style}) in {retrieval.data.source.name}",
             metric_type="accuracy",

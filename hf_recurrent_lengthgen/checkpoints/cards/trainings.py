@@ -1,8 +1,8 @@
 """The trainings of a lineage as a table: data, size, settings."""
 
 import json
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import fields
 
 from hf_recurrent_lengthgen.checkpoints.cards.facts import data_text
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape, table
@@ -10,130 +10,55 @@ from hf_recurrent_lengthgen.checkpoints.records import Settings, TrainingRun
 from hf_recurrent_lengthgen.evaluation.json_schema import Value
 from hf_recurrent_lengthgen.evaluation.words import number_text
 
-Words = Callable[[TrainingRun], str]
-_EPSILON = 1e-8  # the usual value for Adam, not worth a mention
-
 
 def trainings_table(runs: Mapping[int, TrainingRun]) -> str:
-    """One column per training, by the number of its step, and one row per fact that any of them records."""
-    rows: dict[str, Words] = {
-        "Steps": lambda run: f"{run.steps:,}",
-        "Tokens": lambda run: f"{run.tokens:,}",
-        "Time": lambda run: f"{run.seconds:,.0f} s on {_hardware(run)}",
-        "Mean loss, nats per token": lambda run: number_text(run.loss, ".3f"),
-        "Batch": _batch,
-        "Adapter": _adapter,
-        "Learning rate": _each(lambda part: f"{part.learning_rate:g}"),
-        "Schedule": _each(_schedule),
-        "Scheduled steps": _scheduled_steps,
-        "Optimizer": _each(_optimizer),
-        "Gradient norm": _each(lambda part: f"at most {part.max_grad_norm:g}" if part.max_grad_norm else "any"),
-        "Precision": _each(
-            lambda part: part.precision if part.precision == "float32" else f"{part.precision} autocast"
-        ),
-        "Seed": _each(lambda part: str(part.seed)),
-        "Noise on embeddings": _each(
-            lambda part: f"NEFTune {part.neftune_noise_alpha:g}" if part.neftune_noise_alpha else ""
-        ),
-        "Weights": _weights,
-        "Initial weights": _initial_weights,
+    """A column for each training, by the number of its step, and for each resume with other settings.
+
+    Settings have the names of `TrainingArguments` and of the method.
+    """
+    columns: dict[str, dict[str, str]] = {}
+    for number, run in runs.items():
+        for settings in run.settings:
+            later = f" from {settings.from_step:,}" if settings.from_step else ""
+            columns[f"step {number}{later}"] = ({} if later else _facts(run)) | _settings(settings)
+    names = dict.fromkeys(name for column in columns.values() for name, value in column.items() if value)
+    rows = [
+        [escape(cell) for cell in (name, *(column.get(name, "") for column in columns.values()))] for name in names
+    ]
+    return table([["", *columns], *rows], numbers=False)
+
+
+def _facts(run: TrainingRun) -> dict[str, str]:
+    hardware, adapter, weights = run.hardware, run.adapter, run.initial_weights
+    threads = "" if hardware.threads is None else f", threads: {hardware.threads}"
+    length = f"{run.training_length:,}" if run.row_tokens is None else f"on average {run.row_tokens:,.0f}"
+    start = [] if weights is None else ["random" if weights.mimetic is None else "mimetic initialization"]
+    if weights is not None:
+        start += [f"{name} {_value(value)}" for name, value in (weights.mimetic or {}).items()]
+        start += [weights.changed] if weights.changed else []
+    lora = "" if adapter is None else adapter.kind
+    if adapter is not None and adapter.rank is not None:
+        lora = f"LoRA of rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}"
+    return {
+        "Data": data_text(run.data),
+        "Steps": f"{run.steps:,}",
+        "Tokens": f"{run.tokens:,}",
+        "Time": f"{run.seconds:,.0f} s on {hardware.number} x {hardware.device}{threads}",
+        "Mean loss, nats per token": number_text(run.loss, ".3f"),
+        "Batch": f"{run.rows_per_step:,} rows of {length} tokens",
+        "Adapter": lora,
+        "Weights kept": "" if run.best_step is None else f"step {run.best_step:,}, best in {run.best_metric}",
+        "Initial weights": ", ".join(start),
     }
-    parts = [part for run in runs.values() for part in run.settings]
-    for name in dict.fromkeys(name for part in parts for name in (*part.method, *part.others)):
-        rows[name[:1].upper() + name[1:].replace("_", " ")] = _option(name)
-    data = [data_text(run.data) for run in runs.values()]
-    cells = [["Data", data[0], *("the same" if text == data[0] else text for text in data[1:])]]
-    cells += [row for name, words in rows.items() if any((row := [name, *map(words, runs.values())])[1:])]
-    head = ["", *(f"step {number}" for number in runs)]
-    return table([head, *([escape(cell) for cell in row] for row in cells)], numbers=False)
 
 
-def _each(words: Callable[[Settings], str]) -> Words:
-    """The values of all parts of a run: "0.001 to step 100, then 0.0005"."""
-
-    def in_words(run: TrainingRun) -> str:
-        changes = [(part.from_step, words(part)) for part in run.settings]
-        changes = [pair for i, pair in enumerate(changes) if i == 0 or pair[1] != changes[i - 1][1]]
-        texts = [f"{old or 'none'} to step {start:,}" for (_, old), (start, _) in pairwise(changes)]
-        return ", then ".join([*texts, changes[-1][1] or ("none" if texts else "")])
-
-    return in_words
-
-
-def _option(name: str) -> Words:
-    return _each(lambda part: _value({**part.method, **part.others}.get(name)))
+def _settings(settings: Settings) -> dict[str, str]:
+    options = {field.name: getattr(settings, field.name) for field in fields(settings) if field.name != "from_step"}
+    method, others = options.pop("method"), options.pop("others")
+    return {name: _value(value) for name, value in {**options, **method, **others}.items() if value not in (None, {})}
 
 
 def _value(value: Value) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return json.dumps(value)
-
-
-def _hardware(run: TrainingRun) -> str:
-    hardware = run.hardware
-    if hardware.threads is None:
-        return f"{hardware.number} x {hardware.device}"
-    threads = f"{hardware.threads} thread{'s' if hardware.threads > 1 else ''}"
-    return f"CPU ({threads})" if hardware.number == 1 else f"CPU ({hardware.number} processes, {threads} each)"
-
-
-def _batch(run: TrainingRun) -> str:
-    if run.row_tokens is None:
-        return f"{run.rows_per_step:,} rows of {run.training_length:,} tokens"
-    return f"{run.rows_per_step:,} rows of {run.row_tokens:,.0f} tokens on average"
-
-
-def _adapter(run: TrainingRun) -> str:
-    adapter = run.adapter
-    if adapter is None or adapter.rank is None:
-        return "" if adapter is None else adapter.kind
-    return f"LoRA of rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}"
-
-
-def _schedule(part: Settings) -> str:
-    options = f" {json.dumps(part.lr_scheduler_kwargs)}" if part.lr_scheduler_kwargs else ""
-    schedule = part.lr_scheduler_type + options
-    if not part.warmup_steps:
-        return schedule
-    share = part.warmup_steps < 1
-    return (
-        f"{schedule}, warm-up {f'{part.warmup_steps:.0%} of the steps' if share else f'{part.warmup_steps:g} steps'}"
-    )
-
-
-def _scheduled_steps(run: TrainingRun) -> str:
-    known = [part.max_steps for part in run.settings if part.max_steps is not None]
-    if not known or {*known} == {run.steps}:
-        return ""
-    return _each(lambda part: f"{part.max_steps or known[-1]:,}")(run)
-
-
-def _optimizer(part: Settings) -> str:
-    optimizer = [part.optim]
-    if part.betas is not None:
-        optimizer.append(f"betas {' and '.join(f'{beta:g}' for beta in part.betas)}")
-    if part.momentum is not None:
-        optimizer.append(f"momentum {part.momentum:g}")
-    if part.epsilon not in (None, _EPSILON):
-        optimizer.append(f"epsilon {part.epsilon:g}")
-    return ", ".join([*optimizer, f"weight decay {part.weight_decay:g}"])
-
-
-def _weights(run: TrainingRun) -> str:
-    return "" if run.best_step is None else f"of step {run.best_step:,}, best in {run.best_metric}"
-
-
-def _initial_weights(run: TrainingRun) -> str:
-    weights = run.initial_weights
-    if weights is None:
-        return ""
-    options = [f"{name} {_bare(value)}" for name, value in (weights.mimetic or {}).items()]
-    start = "random" if weights.mimetic is None else "mimetic initialization"
-    return ", ".join([start, *options, *([weights.changed] if weights.changed else [])])
-
-
-def _bare(value: Value) -> str:
-    if isinstance(value, tuple):
-        return " ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, tuple | list):
+        return " ".join(map(_value, value))
+    return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_recurrent_lengthgen.checkpoints.cards.card import CardSettings, marked, render
+from hf_recurrent_lengthgen.checkpoints.cards.card import CardSettings, figures, marked, render
 from hf_recurrent_lengthgen.checkpoints.cards.facts import Checkpoint, read_checkpoint, read_evidence
-from hf_recurrent_lengthgen.checkpoints.cards.results_section import figures, result_files
 from hf_recurrent_lengthgen.checkpoints.records import carded, read_verification
 from tests.versions import needs_hybrids
 
@@ -53,5 +52,5 @@ def test_a_card_is_what_its_records_give(name: str) -> None:
     assert (folder / "README.md").read_text(encoding="utf-8") == marked(
         str(card), checkpoint.files, wrote, said.said()
     )
-    assert sorted(result_files(evidence)) == sorted(path.name for path in (folder / "results").iterdir())
+    assert sorted(item.file for item in evidence) == sorted(path.name for path in (folder / "results").iterdir())
     assert sorted(figures(evidence)) == sorted(path.name for path in (folder / "figures").iterdir())

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import snapshot_download
 
 from hf_recurrent_lengthgen.checkpoints.adapters import base_of_learned_state
-from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, write_learned_state_card
+from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, write_card
 from hf_recurrent_lengthgen.checkpoints.hub.push import plan_push
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.cli.main import main
@@ -36,7 +36,7 @@ def model(folder: Path, hub: Endpoint) -> Any:
 def state(model: Any, tmp_path: Path) -> Path:
     """The folder of the state, with a card."""
     model.save_learned_state(tmp_path / "state")
-    write_learned_state_card(tmp_path / "state", CardSettings(repo_id="user/formal", license="mit"))
+    write_card(tmp_path / "state", settings=CardSettings(repo_id="user/formal", license="mit"))
     return tmp_path / "state"
 
 

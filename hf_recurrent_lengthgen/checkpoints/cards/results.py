@@ -1,0 +1,170 @@
+"""The results of a card: what was measured of this checkpoint, the verdict and known failures in words, and tables."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from hf_recurrent_lengthgen.checkpoints.cards.facts import Evidence
+from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape, table
+from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+from hf_recurrent_lengthgen.evaluation.words import interval_text, number_text, tokens
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, EvaluationResult
+from hf_recurrent_lengthgen.metrics.context_harm.words import status
+from hf_recurrent_lengthgen.metrics.diagnosis.page import facts
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel
+from hf_recurrent_lengthgen.metrics.retrieval.result import RECALL_ACCURACY, RetrievalResult, Share
+
+COMPARED = {
+    "base": "the base model, before post-training",
+    "control": "the control model, post-trained without the cure",
+}
+_NONE = "\N{EN DASH}"
+
+
+def own_evaluations(evidence: Sequence[Evidence]) -> list[EvaluationResult]:
+    """The results of this checkpoint in all evaluations and diagnoses."""
+    return [item.compared[0].evaluation for item in evidence if item.compared]
+
+
+def own_retrievals(evidence: Sequence[Evidence]) -> list[RetrievalResult]:
+    """The results of this checkpoint in all retrievals."""
+    return [item.retrieved[0] for item in evidence if item.retrieved]
+
+
+def verdict(models: Sequence[ComparedModel], retrievals: Sequence[RetrievalResult], vocab_size: int | None) -> str:
+    """A paragraph on how a checkpoint, the first of the models, does beyond its training length."""
+    own = models[0].evaluation
+    length, unit = own.training_length, own.data.token_unit
+    start, stop = own.harm.last_range
+    harm = (
+        f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its loss with the whole text is "
+        f"{_estimate(own.harm.last)} nats per {unit} compared with only the last {length:,} {unit}s"
+    )
+    for model in models[1:]:
+        if model.role in COMPARED:
+            harm += f"; for {COMPARED[model.role]}, it is {_estimate(model.evaluation.harm.last)}"
+    lost = [f" Retrieval falls short: {clause}." for result in retrievals for clause in not_found(result)[:1]]
+    return f"{harm}.{''.join(lost[:1])}"
+
+
+def _estimate(harm: Estimate) -> str:
+    return interval_text(harm, sign=True, bounds=" [{}, {}]")
+
+
+def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
+    own = models[0].evaluation
+    beyond, end = f"beyond its training length of {own.training_length:,} {own.data.token_unit}s", own.evaluated_length
+    if status(own) == "breaks":
+        return f"It fails {beyond}."
+    if status(own) == "unclear":
+        return f"It is unclear whether it holds {beyond}."
+    if failures := known_failures(own, vocab_size):
+        return f"It is not shown to work {beyond}: {failures[0]}."
+    if any(model.role == "base" and status(model.evaluation) == "holds" for model in models[1:]):
+        return (
+            f"It holds {beyond}, up to the {end:,} {own.data.token_unit}s that were tested, but so does the base "
+            "model: there was nothing to cure."
+        )
+    return f"It works {beyond}: no harm by earlier text is shown at any position up to the {end:,} that were tested."
+
+
+def generalizes(result: EvaluationResult, vocab_size: int | None) -> bool:
+    """Whether it is shown to use its context, without harm by text beyond the training length."""
+    return status(result) == "holds" and not known_failures(result, vocab_size)
+
+
+def known_failures(result: EvaluationResult, vocab_size: int | None) -> list[str]:
+    """A clause for each failure on long texts."""
+    failures, start = [], result.harm.harmful_from
+    if vocab_size and result.in_window.loss.mean >= (guess := math.log(vocab_size)):
+        failures.append(f"its loss is not below {guess:.3f}, the loss of a uniform guess among all tokens")
+    if status(result) == "breaks":
+        last = f"only the last {result.training_length:,} {result.data.token_unit}s"
+        place = f", from position {start:,} on" if start else ""
+        failures.append(f"on longer texts it predicts worse than with {last}{place}")
+    elif start is not None:
+        failures.append(f"at some positions from {start:,} on, earlier text increases its loss")
+    if result.verdict.violated_from is not None:
+        failures.append(
+            f"from position {result.verdict.violated_from:,} on, its perplexity is more than "
+            f"{result.verdict.tolerance:.0%} above the best one inside its training length"
+        )
+    if result.in_window.context_use.low is None or result.in_window.context_use.low <= 0:
+        failures.append("it is not shown to use the context inside its training length")
+    return failures
+
+
+def not_found(result: RetrievalResult) -> list[str]:
+    """A clause for each length at which retrieval fails."""
+    return [
+        f"at {length:,} {result.data.token_unit}s, "
+        f"{share.accuracy:.0%} of its answers are right ({escape(result.task)})"
+        for length, share in zip(result.lengths, result.by_length, strict=True)
+        if share.accuracy is not None and share.accuracy < RECALL_ACCURACY
+    ]
+
+
+def comparison_table(models: Sequence[ComparedModel]) -> str:
+    """Evaluations of models, the first of which is this checkpoint."""
+    measured = [model.evaluation for model in models]
+    own = measured[0]
+    (start, stop), rise = own.harm.last_range, own.verdict.tolerance
+    early, late = (sum(band) // 2 for band in (own.in_window.early_band, own.in_window.late_band))
+    rows: dict[str, Callable[[EvaluationResult], str]] = {
+        "Training length": lambda result: f"{result.training_length:,}",
+        "Loss inside it": lambda result: _cell(result.in_window.loss),
+        f"Loss at {start:,} to {stop:,}": lambda result: _mean(mean_over(result, start, stop)),
+        f"Harm of the context beyond it, at {start:,} to {stop:,}": lambda result: _cell(result.harm.last, sign=True),
+        f"Harm above {own.harm.threshold:g} from": lambda result: tokens(result.harm.harmful_from, "nowhere"),
+        f"Gain from context inside it, position {early:,} to {late:,}": lambda result: _cell(
+            result.in_window.context_use, sign=True
+        ),
+        f"Perplexity more than {rise:.0%} above its best from (Definition 3.2)": lambda result: tokens(
+            result.verdict.violated_from, "not shown"
+        ),
+    }
+    head = ["", "**this model**", *(escape(evaluation.model) for evaluation in measured[1:])]
+    return table([head, *([title, *map(read, measured)] for title, read in rows.items())])
+
+
+def _cell(estimate: Estimate, sign: bool = False) -> str:
+    """An estimate with its interval on a second line, which keeps the table narrow."""
+    return interval_text(estimate, sign, "<br>[{}, {}]")
+
+
+def _mean(value: float | None) -> str:
+    return _NONE if value is None else number_text(value, ".3f")
+
+
+def mean_over(result: EvaluationResult, start: int, stop: int) -> float | None:
+    """Mean loss of positions [start, stop), if the bins end there."""
+    curve: Curve = result.position_wise.fine
+    if not {start, stop} <= {*curve.edges}:
+        curve = result.position_wise.coarse
+    if not {start, stop} <= {*curve.edges}:
+        return None
+    bins = range(curve.edges.index(start), curve.edges.index(stop))
+    return math.fsum(curve.mean[i] * (curve.edges[i + 1] - curve.edges[i]) for i in bins) / (stop - start)
+
+
+def retrieval_table(models: Sequence[RetrievalResult]) -> str:
+    """Right answers by length, of this checkpoint first."""
+    first = models[0]
+    rows = [[f"{first.data.token_unit}s", *(f"{length:,}" for length in first.lengths)]]
+    for model in models:
+        name = "**this model**" if model is first else escape(model.model)
+        rows.append([name, *(_share(share, model.confidence) for share in model.by_length)])
+    return table(rows)
+
+
+def _share(share: Share, confidence: float) -> str:
+    if share.accuracy is None:
+        return _NONE
+    low, high = share.interval(confidence)
+    return f"{100 * share.accuracy:.0f}<br>[{100 * low:.0f}, {100 * high:.0f}]"
+
+
+def diagnosis_list(diagnosed: DiagnosedModel) -> str:
+    """The facts that only a diagnosis has."""
+    lines = [fact.sentence or escape(f"{fact.name}: {fact.value}.") for fact in facts(diagnosed)]
+    lines += [f"Not measured: {escape(what)} ({escape(why)})." for what, why in diagnosed.refused.items()]
+    return "\n".join(f"- {line}" for line in lines) or "It adds nothing to the evaluation."
