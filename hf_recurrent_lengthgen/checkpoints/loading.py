@@ -1,7 +1,6 @@
 """Load models of all families and their tokenizers, from folders and names on the Hub."""
 
 import inspect
-import json
 import os
 import pickle
 import shlex
@@ -18,7 +17,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ByT5Tokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -35,8 +33,6 @@ from hf_recurrent_lengthgen.checkpoints.adapters import (
     refuse_adapter,
     with_adapter,
 )
-from hf_recurrent_lengthgen.checkpoints.records import read_json_object
-from hf_recurrent_lengthgen.checkpoints.tensor_files import stored_tensors
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.layer_sizes import described_class, says_more
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPERSEDED, SUPPORTED
@@ -51,7 +47,6 @@ from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 
 logger = logging.get_logger(__name__)
 
-WEIGHT_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
 
 
@@ -74,35 +69,6 @@ def check_name(name: str) -> None:
         raise ValueError(f"{name} is no folder here: give a checkpoint folder, or a name on the Hub (owner/name).")
 
 
-@contextmanager
-def reading_files(name: str) -> Iterator[None]:
-    """Turn errors of Transformers on malformed JSON files into a `ValueError` with the name."""
-    try:
-        yield
-    except (AttributeError, KeyError, RecursionError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"The JSON files of {name} cannot be used ({type(error).__name__}: {error}): copy or download them again."
-        ) from error
-
-
-def _check_index(folder: Path) -> None:
-    """Raise a `ValueError` for an index of weights that names files outside the folder or missing files."""
-    for path in (folder / name for name in WEIGHT_INDICES):
-        files = read_json_object(path)["weight_map"].values() if path.is_file() else ()
-        for file in files:
-            if Path(file).name != file or not (folder / file).is_file():
-                raise ValueError(f"{path} names {file}, which is not in its folder: copy or download it again.")
-
-
-def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
-    """Raise a `ValueError` for parameters that are integers in the files and were cast; buffers may be masks."""
-    parameters = dict(model.named_parameters())
-    for path in sorted(folder.glob("model*.safetensors")):
-        for key, meta in stored_tensors(path).items():
-            if key in parameters and not meta.dtype.is_floating_point:
-                raise ValueError(f"{path} holds {key} as {meta.dtype}, but weights must be floating-point numbers.")
-
-
 def _check_tied(name: str, model: Any) -> None:
     """Raise a `ValueError` for a head that the config ties, and the files do not; Transformers then unties it."""
     ties = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
@@ -117,6 +83,7 @@ def _check_tied(name: str, model: Any) -> None:
 
 
 def _check_finite(name: str, model: torch.nn.Module) -> None:
+    """Raise a `ValueError` for weights that are NaN or infinite."""
     for key, weight in model.named_parameters():
         if weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.numel() and not weight.is_meta:
             lowest, highest = weight.detach().aminmax()  # the sum is NaN if any value is
@@ -221,8 +188,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     advice = "give one with --tokenizer (lengthgen harness: tokenizer=FOLDER)."
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    # the last four from files of wrong types
-    except (OSError, ValueError, ImportError, AttributeError, KeyError, RecursionError, TypeError) as error:
+    except (OSError, ValueError, ImportError) as error:
         reason = "" if nothing else f" ({error})"
         raise ValueError(f"{name} holds no tokenizer{reason}: {advice}") from error
     # Without files, Transformers guesses a class from the model type, which then has special tokens only.
@@ -294,19 +260,14 @@ def _load(
         loading["trust_remote_code"] = trust_remote_code
     elif says_more(config):
         loader = described_class(loader._model_mapping[type(config)])
-    with reading_files(name):
-        if (kept := Path(name, "generation_config.json")).is_file():
-            GenerationConfig.from_dict(read_json_object(kept))  # Transformers ignores a damaged one
-        _check_index(Path(name))
-        model, found = _read_weights(name, loader, loading, settings.get("model_type"))
-    problems = {what: sorted(map(str, found[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
+    model, report = _read_weights(name, loader, loading)
+    problems = {what: sorted(map(str, report[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
     if any(problems.values()):
-        told = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
+        words = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in problems.items() if keys)
         foreign = model_type in STATEFUL_CLASSES
         advice = f" If they have the names of another library, {_to_convert(name)}" if foreign else ""
-        raise ValueError(f"The weights in {name} do not fit its config.json, {told}.{advice}")
+        raise ValueError(f"The weights in {name} do not fit its config.json, {words}.{advice}")
     if "quantization_config" not in settings:
-        _check_dtypes(Path(name), model)
         _check_tied(name, model)
     _check_finite(name, model)
     return stateful(model) if model_type in SUPPORTED and model_type not in STATEFUL_CLASSES else model
@@ -325,22 +286,20 @@ def _check_place(name: str) -> None:
 def read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], PreTrainedConfig]:
     """The settings of config.json, and the config of the class that `load_model` would use."""
     try:
-        with reading_files(name):
-            settings, _ = PreTrainedConfig.get_config_dict(name)
-            model_type = settings.get("model_type")
-            if model_type is None and {"d_model", "n_layer"} <= settings.keys():
-                raise ValueError(
-                    f"{name} is a checkpoint of mamba-ssm, whose config and weights have other names: "
-                    f"{_to_convert(name)}"
-                )
-            if model_type in STATEFUL_CLASSES:
-                return settings, STATEFUL_CLASSES[model_type].config_class.from_dict(settings)
-            return settings, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        settings, _ = PreTrainedConfig.get_config_dict(name)
+        model_type = settings.get("model_type")
+        if model_type is None and {"d_model", "n_layer"} <= settings.keys():
+            raise ValueError(
+                f"{name} is a checkpoint of mamba-ssm, whose config and weights have other names: {_to_convert(name)}"
+            )
+        if model_type in STATEFUL_CLASSES:
+            return settings, STATEFUL_CLASSES[model_type].config_class.from_dict(settings)
+        return settings, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
 
 
-def _read_weights(name: str, loader: Any, loading: dict[str, Any], model_type: str | None) -> tuple[Any, Any]:
+def _read_weights(name: str, loader: Any, loading: dict[str, Any]) -> tuple[Any, Any]:
     """The model, and the weights that are missing, left over or of other shapes."""
     try:
         with quiet_transformers():  # its warning about weights is an error here
@@ -353,11 +312,4 @@ def _read_weights(name: str, loader: Any, loading: dict[str, Any], model_type: s
         raise ValueError(
             f"The weights in {name} were not opened: they are pickles that are damaged or would run code "
             f"({str(error).partition(chr(10))[0]}). Do not use them; if you trust them, convert them to safetensors."
-        ) from error
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        raise ValueError(
-            f"{name} is of type {model_type!r}, which AutoModelForCausalLM of Transformers does not load, so it is no "
-            "causal language model, or one beside others: load it with its own class, and give that to stateful."
         ) from error

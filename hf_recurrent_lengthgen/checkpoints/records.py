@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -321,17 +320,11 @@ def record_step(
     return lineage
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if repeated := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-        raise ValueError(f"repeated keys: {', '.join(repeated)}")
-    return dict(pairs)
-
-
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; a `ValueError` for damaged files and repeated keys."""
+    """The object in a JSON file; a `ValueError` for damaged files."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
-    except (ValueError, RecursionError) as error:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): {AGAIN}.") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}: {AGAIN}.")

@@ -6,9 +6,8 @@ and one tensor. `tensor_writing.py` is the other direction.
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -40,14 +39,6 @@ DTYPES = {
 }
 """Dtypes by their names in safetensors files."""
 
-ROOTS = ("backbone.", "blocks.", "model.", "module.")
-"""How the names of a whole model may begin."""
-COMPILED = "_orig_mod."
-"""In the names of the parameters of a module that `torch.compile` wraps."""
-
-GGML = {b"fmgg": "ggml", b"lmgg": "ggml", b"tjgg": "ggml", b"GGUF": "GGUF"}
-"""First bytes of files of rwkv.cpp and llama.cpp (0x67676d66 and others), and what they are called."""
-
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Dtypes to which weights can be converted."""
 
@@ -70,46 +61,29 @@ class TensorFiles:
     """Weights of a checkpoint: one or several .safetensors, .bin or .pth files.
 
     Args:
-        source: Checkpoint folder, or one file.
+        source: Checkpoint folder, or one file. Pickles of `torch.save` are read with `weights_only=True`.
 
     Attributes:
-        container: "safetensors", or "torch" for pickles of `torch.save`, which are read with `weights_only=True`.
         paths: The weight files.
-        index: The index that lists them; None for a single file.
-        metas: Shape and dtype of each tensor, in the order of the files. What `torch.compile` puts into names
-            (`_orig_mod.`) is left out of them.
+        metas: Shape and dtype of each tensor, in the order of the files.
 
     Raises:
-        ValueError: without weights, and for files that are damaged, contradict their index, are outside the folder, or
-            hold anything but named tensors.
+        ValueError: without weights, and for files that are damaged, missing, outside the folder, or hold anything but
+            named tensors.
     """
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
-        path, self.index = _weight_file(Path(source)), None
-        if path.name.endswith(".index.json"):
-            self.index = path
-        self.container: Literal["safetensors", "torch"] = "safetensors" if ".safetensors" in path.name else "torch"
-        named = {} if self.index is None else _read_index(self.index)
-        self.paths = tuple(sorted({path.parent / name for name in named.values()})) if self.index else (path,)
-        if missing := [file.name for file in self.paths if not file.is_file()]:
-            raise ValueError(f"{path} names files that do not exist: {', '.join(missing)}. {AGAIN.capitalize()}.")
-        self._stored: dict[str, tuple[Path, str]] = {}
+        path = _weight_file(Path(source))
+        self.paths = _indexed(path) if path.name.endswith(".index.json") else (path,)
         self.metas: dict[str, Meta] = {}
+        self._files: dict[str, Path] = {}
         self._opened: tuple[Path, _Safetensors | _Pickled] | None = None
         for file in self.paths:
-            stored = self._open(file).metas
-            metas = {name.replace(COMPILED, ""): meta for name, meta in stored.items()}
-            if len(metas) < len(stored):
-                raise ValueError(f"{file} holds tensors twice, with and without {COMPILED} in their names: {AGAIN}.")
+            metas = self._open(file).metas
             if twice := sorted(self.metas.keys() & metas.keys()):
                 raise ValueError(f"{file} and files before it both hold {', '.join(twice)}: {AGAIN}.")
             self.metas |= metas
-            self._stored |= {plain: (file, name) for plain, name in zip(metas, stored, strict=True)}
-        if self.index is not None:
-            _check_index(self.index, named, {name: file.name for file, name in self._stored.values()})
-        prefix = _wrapper(self.metas)
-        self.metas = {name.removeprefix(prefix): meta for name, meta in self.metas.items()}
-        self._stored = {name.removeprefix(prefix): place for name, place in self._stored.items()}
+            self._files |= dict.fromkeys(metas, file)
         self.close()
 
     def keys(self) -> list[str]:
@@ -121,8 +95,7 @@ class TensorFiles:
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU. It may be a view of the mapped file, for weights larger than memory: do not write to
         either."""
-        file, stored = self._stored[name]
-        return self._open(file).tensor(stored)
+        return self._open(self._files[name]).tensor(name)
 
     def close(self) -> None:
         """Unmap the open file; reading opens it again."""
@@ -131,28 +104,14 @@ class TensorFiles:
     def _open(self, path: Path) -> "_Safetensors | _Pickled":
         if self._opened is None or self._opened[0] != path:
             self._opened = None  # unmapped before the next file is mapped
-            self._opened = (path, (_Safetensors if self.container == "safetensors" else _Pickled)(path))
+            self._opened = (path, (_Safetensors if path.suffix == ".safetensors" else _Pickled)(path))
         return self._opened[1]
-
-
-def _wrapper(names: Iterable[str]) -> str:
-    """What classes around a model, of training scripts and DistributedDataParallel, put before all names."""
-    prefix, rest = "", list(names)
-    while rest:
-        wrapper = rest[0].partition(".")[0] + "."
-        inner = [name.removeprefix(wrapper) for name in rest]
-        if wrapper not in ("model.", "module.") or not all(name.startswith(wrapper) for name in rest):
-            break
-        if wrapper == "model." and not any(name.startswith(ROOTS) for name in inner):
-            break  # the layers of a model without head
-        prefix, rest = prefix + wrapper, inner
-    return prefix
 
 
 def _weight_file(source: Path) -> Path:
     """The index of the weights, or the only file."""
     if source.is_file():
-        if not source.name.endswith((".safetensors", ".bin", ".pth", ".pt", ".index.json")):
+        if not source.name.endswith((".safetensors", ".bin", ".pth", ".pt")):
             raise ValueError(f"{source} is no weight file: give a folder, or a .safetensors, .bin, .pth or .pt file.")
         return source
     if not source.is_dir():
@@ -170,35 +129,13 @@ def _weight_file(source: Path) -> Path:
     return single[0]
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """From tensors to file names, all in this folder and of one kind."""
-    named = read_json_object(path).get("weight_map")
-    if not isinstance(named, dict) or not named:
-        raise ValueError(f"{path} must hold a weight_map from tensors to files: {AGAIN}.")
-    suffix = Path(path.name.removesuffix(".index.json")).suffix
-    plain = all(
-        isinstance(name, str) and name.endswith(suffix) and not name.startswith(".") and not set(name) & set("/\\:\0")
-        for name in named.values()
-    )
-    if not plain:
-        bad = sorted({repr(name) for name in named.values()})
-        raise ValueError(
-            f"{path} must name *{suffix} files in its own folder only, got {', '.join(bad[:5])}: do not use it."
-        )
-    return named
-
-
-def _check_index(path: Path, named: Mapping[str, str], found: Mapping[str, str]) -> None:
-    problems = {
-        "in the index, but in no file": sorted(named.keys() - found.keys()),
-        "in a file, but not in the index": sorted(found.keys() - named.keys()),
-        "in another file than the index says": sorted(
-            name for name in named.keys() & found.keys() if named[name] != found[name]
-        ),
-    }
-    if any(problems.values()):
-        told = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
-        raise ValueError(f"{path} does not fit its files, {told}. {AGAIN.capitalize()}.")
+def _indexed(index: Path) -> tuple[Path, ...]:
+    """The files that an index names, which must be beside it."""
+    names = sorted({str(name) for name in read_json_object(index).get("weight_map", {}).values()})
+    missing = [name for name in names if Path(name).name != name or not (index.parent / name).is_file()]
+    if missing or not names:
+        raise ValueError(f"{index} names files that are not beside it ({', '.join(missing)}): {AGAIN}.")
+    return tuple(index.parent / name for name in names)
 
 
 def stored_tensors(path: str | os.PathLike[str]) -> dict[str, Meta]:
@@ -210,16 +147,12 @@ class _Safetensors:
     def __init__(self, path: Path) -> None:
         try:
             self._file = safe_open(path, framework="pt")
-            self.metas = {}
-            for name in self._file.keys():
-                part = self._file.get_slice(name)
-                if part.get_dtype() not in DTYPES:
-                    raise ValueError(
-                        f"{path} holds {name} as {part.get_dtype()}, which is none of {', '.join(DTYPES)}."
-                    )
-                self.metas[name] = Meta(tuple(part.get_shape()), DTYPES[part.get_dtype()])
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}): {AGAIN}.") from error
+            parts = {name: self._file.get_slice(name) for name in self._file.keys()}
+            self.metas = {
+                name: Meta(tuple(part.get_shape()), DTYPES[part.get_dtype()]) for name, part in parts.items()
+            }
+        except (SafetensorError, KeyError) as error:
+            raise ValueError(f"{path} is damaged, or of an unknown dtype ({error}): {AGAIN}.") from error
 
     def tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(name)
@@ -229,38 +162,20 @@ class _Safetensors:
 class _Pickled:
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
-            begins = file.read(4)
-        if begins in GGML:
-            raise ValueError(
-                f"{path} is a {GGML[begins]} file, of rwkv.cpp or llama.cpp, which cannot be converted: give the "
-                ".pth or .safetensors file that it was made from."
-            )
-        mappable = begins == b"PK\x03\x04"
+            mappable = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote no zip archives
         try:
-            # A file of torch before 1.6 is no zip archive and cannot be mapped, so it is read as a whole.
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
-        except pickle.UnpicklingError as error:
-            reason = str(error).partition("\n")[0]
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
             raise ValueError(
-                f"{path} was not opened: it is damaged, or would run code ({reason}). Do not use it; if you trust it, "
-                "convert its weights to safetensors."
+                f"{path} was not opened: it is damaged, or would run code ({str(error).partition(chr(10))[0]}). Do "
+                "not use it; if you trust it, convert its weights to safetensors."
             ) from error
-        except (RuntimeError, EOFError, KeyError, ValueError, AttributeError, TypeError, IndexError) as error:
-            raise ValueError(f"{path} is damaged ({str(error).partition(chr(10))[0]}): {AGAIN}.") from error
-        if not isinstance(value, dict):
-            raise ValueError(f"{path} must hold tensors by name, got {type(value).__name__}.")
-        for name, part in value.items():
-            plain = isinstance(part, Tensor) and part.layout == torch.strided and part.device.type == "cpu"
-            if not isinstance(name, str) or not plain or part.dtype not in DTYPES.values():
-                raise ValueError(f"{path} must hold tensors by name, but {name!r} is {_described(part)}.")
-        self._tensors: dict[str, Tensor] = value
-        self.metas = {name: Meta(tuple(part.shape), part.dtype) for name, part in value.items()}
+        named = value if isinstance(value, dict) else {"": value}
+        for name, part in named.items():
+            if not isinstance(part, Tensor):
+                raise ValueError(f"{path} must hold tensors by name, but {name!r} is a {type(part).__name__}.")
+        self._tensors: dict[str, Tensor] = named
+        self.metas = {name: Meta(tuple(part.shape), part.dtype) for name, part in named.items()}
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name].detach()
-
-
-def _described(part: Any) -> str:
-    if isinstance(part, Tensor):
-        return f"a {str(part.layout).removeprefix('torch.')} tensor of {part.dtype} on {part.device}"
-    return f"a {type(part).__name__}"

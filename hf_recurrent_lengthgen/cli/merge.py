@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.checkpoints.adapters import merged as merge_adapter
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.checkpoints.records import record_step
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.checkpoints.verification.comparing import TOLERANCE, difference
+from hf_recurrent_lengthgen.checkpoints.verification.verify import TOLERANCE, difference
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared

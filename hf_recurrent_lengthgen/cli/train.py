@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, holds_adapter, to_merge
-from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer, reading_files
+from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
@@ -221,8 +221,7 @@ def _state_alone(training: InitialStateConfig) -> bool:
 
 def _new_model(file: str, trust_remote_code: bool) -> Any:
     """A model from a config.json with random weights; of our class also for the config of an upstream model."""
-    with reading_files(file):
-        values, _ = PreTrainedConfig.get_config_dict(file)
+    values, _ = PreTrainedConfig.get_config_dict(file)
     model_type = values.get("model_type")
     if model_type in STATEFUL_CLASSES:
         config = STATEFUL_CLASSES[model_type].config_class.from_dict(values)

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_recurrent_lengthgen.checkpoints.records import VERIFICATION_FILE, Check, Verification
-from hf_recurrent_lengthgen.checkpoints.verification import verify_checkpoint
-from hf_recurrent_lengthgen.checkpoints.verification.comparing import TOLERANCE
-from hf_recurrent_lengthgen.checkpoints.verification.verify import DEFAULT_LENGTH
+from hf_recurrent_lengthgen.checkpoints.records import VERIFICATION_FILE
+from hf_recurrent_lengthgen.checkpoints.verification.verify import DEFAULT_LENGTH, TOLERANCE, verify_checkpoint
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.cli.shared_options import add_shared
@@ -15,9 +13,9 @@ DESCRIPTION = f"""\
 Check a checkpoint folder, and write {VERIFICATION_FILE} into it if it passes, which `lengthgen push` asks for.
 
 A new process that cannot import this package loads the folder offline, with the code in it (hybrids and exports: with
-the class of Transformers). On random tokens, in float32 whatever the dtype of the weights, it must give the logits and
-final states of the installed classes, and so must reading in pieces with the state carried. Config, weights, shapes of
-states and tokenizer must fit together, and nothing may be NaN. A folder without code gets that of this package first.
+the class of Transformers), and its tokenizer. On random tokens, in float32 whatever the dtype of the weights, it must
+give the logits, final states and gradients of the installed classes; one of the two reads in pieces, with the state
+carried. Nothing may be NaN. A folder without code gets that of this package first.
 
 Allowed is a difference of {TOLERANCE:g}, relative to the largest value where that is above 1. Memory: 4 bytes per
 parameter, one model at a time, and length x vocabulary x 24 bytes for logits.
@@ -33,13 +31,8 @@ def command_parser() -> CommandParser:
     parser.model.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder")
     add = parser.method.add_argument
     add("--length", type=positive, default=DEFAULT_LENGTH, metavar="N", help="tokens per text (default: %(default)s)")
-    add(
-        "--dtype",
-        choices=("float32", "float64"),
-        default="float32",
-        help="dtype to compute in; float64 is for models whose rounding in float32 comes near the tolerance, and "
-        "takes twice the memory (default: %(default)s)",
-    )
+    what = "dtype to compute in; float64 is for models whose rounding comes near the tolerance (default: %(default)s)"
+    add("--dtype", choices=("float32", "float64"), default="float32", help=what)
     what = "device to compute on (default: %(default)s)"
     parser.run.add_argument("--device", default="cpu", metavar="DEVICE", help=what)
     add_shared(parser, "--trust-remote-code")
@@ -48,26 +41,15 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    had_code = any(Path(options.checkpoint).glob("*.py"))
     verification = verify_checkpoint(**vars(options))
-    if not had_code and (added := len([*Path(options.checkpoint).glob("*.py")])):
-        print(f"Added the code of its model class, {added} files, so that it loads without this package.\n")
-    print(table(verification.checks))
-    print(f"\n{_verdict(options.checkpoint, verification)}")
-    return 0 if verification.passed else 1
-
-
-def table(checks: Sequence[Check]) -> str:
-    """One row per check."""
     rows = [("what", "against", "tokens", "difference", "allowed", "")]
-    for check in checks:
+    for check in verification.checks:
         numbers = (f"{check.tokens:,}", f"{check.difference:.2g}", f"{check.tolerance:.2g}")
         rows.append((check.what, check.against, *numbers, "ok" if check.passed else "FAILED"))
-    return in_columns(rows)
-
-
-def _verdict(checkpoint: str, verification: Verification) -> str:
+    print(in_columns(rows))
     if verification.passed:
-        return f"All {len(verification.checks)} checks passed; written to {checkpoint}/{VERIFICATION_FILE}."
-    failed = ", ".join(dict.fromkeys(check.what for check in verification.checks if not check.passed))
-    return f"{checkpoint} is not verified: {failed} failed. It has no {VERIFICATION_FILE} now."
+        print(f"\nAll {len(rows) - 1} checks passed; written to {Path(options.checkpoint, VERIFICATION_FILE)}.")
+        return 0
+    failed = ", ".join(check.what for check in verification.checks if not check.passed)
+    print(f"\n{options.checkpoint} is not verified: {failed} failed. It has no {VERIFICATION_FILE} now.")
+    return 1

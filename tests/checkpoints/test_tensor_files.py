@@ -2,9 +2,6 @@
 
 import json
 import os
-import pickle
-import resource
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import (
     Entry,
-    parse_size,
     write_safetensors,
     write_torch,
 )
@@ -59,17 +55,6 @@ def sharded(folder: Path, container: str = "safetensors") -> Path:
     index = {"metadata": {}, "weight_map": {name: file for file, values in parts.items() for name in values}}
     (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
     return folder
-
-
-def test_a_full_disk_is_an_error_and_does_not_end_the_process(tmp_path: Path) -> None:
-    large = entries({"large": torch.zeros(2**20), "more": torch.zeros(9)})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # bytes of a file
-    try:
-        with pytest.raises(OSError, match=r"model\.pth cannot be written"):
-            write_torch(tmp_path / "model.pth", large)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_safetensors_reads_what_is_written(tmp_path: Path) -> None:
@@ -118,11 +103,6 @@ def test_shards_of_others_are_read(container: str, tmp_path: Path) -> None:
     assert_holds(sharded(tmp_path, container), {"a": torch.ones(2), "b": torch.zeros(3)})
 
 
-def test_parameters_are_tensors_too(tmp_path: Path) -> None:
-    torch.save({"a": torch.nn.Parameter(torch.ones(2))}, tmp_path / "pytorch_model.bin")
-    assert_holds(tmp_path, {"a": torch.ones(2)})
-
-
 class RunsCode:
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -133,10 +113,6 @@ class RunsCode:
 
 def write_malicious(folder: Path) -> None:
     torch.save({"a": torch.ones(1), "b": RunsCode(folder / "ran")}, folder / "pytorch_model.bin")
-
-
-def write_malicious_plain(folder: Path) -> None:
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(RunsCode(folder / "ran"), protocol=2))
 
 
 def write_truncated(name: str, **options: Any) -> Callable[[Path], None]:
@@ -150,11 +126,10 @@ def write_truncated(name: str, **options: Any) -> Callable[[Path], None]:
     return write
 
 
-def write_index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+def write_index(**more: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         path = sharded(folder) / "model.safetensors.index.json"
-        weights = json.loads(path.read_text())["weight_map"]
-        path.write_text(json.dumps({"weight_map": change(weights)}))
+        path.write_text(json.dumps({"weight_map": json.loads(path.read_text())["weight_map"] | more}))
 
     return write
 
@@ -166,11 +141,6 @@ def remove_shard(folder: Path) -> None:
 def add_to_both_shards(folder: Path) -> None:
     sharded(folder)
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, folder / "model-00002-of-00002.safetensors")
-
-
-def repeat_in_index(folder: Path) -> None:
-    path = sharded(folder) / "model.safetensors.index.json"
-    path.write_text(path.read_text().replace('"a":', '"b":'))
 
 
 def write_file(name: str, content: bytes) -> Callable[[Path], None]:
@@ -186,45 +156,18 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         write_malicious,
         "was not opened: it is damaged, or would run code .*convert its weights",
     ),
-    "a plain pickle that runs code": (write_malicious_plain, "would run code"),
     "truncated safetensors": (write_truncated("model.safetensors"), r"model\.safetensors is damaged"),
-    "truncated zip": (write_truncated("pytorch_model.bin"), r"pytorch_model\.bin is damaged"),
+    "truncated zip": (write_truncated("pytorch_model.bin"), r"pytorch_model\.bin was not opened: it is damaged"),
     "truncated old pickle": (
         write_truncated("pytorch_model.bin", _use_new_zipfile_serialization=False),
-        r"pytorch_model\.bin is damaged",
+        r"pytorch_model\.bin was not opened: it is damaged",
     ),
-    "empty file": (write_file("pytorch_model.bin", b""), "is damaged"),
     "not weights": (write_file("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "is damaged"),
-    "an endless header": (write_file("model.safetensors", struct.pack("<Q", 2**62) + b"{}"), "is damaged"),
-    "a list": (save([torch.ones(1)]), "must hold tensors by name, got list"),
+    "a list": (save([torch.ones(1)]), "must hold tensors by name, but '' is a list"),
     "nested": (save({"model": {"a": torch.ones(1)}}), "'model' is a dict"),
-    "a number among them": (save({"a": torch.ones(1), "step": 3}), "'step' is a int"),
-    "sparse": (save({"a": torch.ones(3).to_sparse()}), "'a' is a sparse_coo tensor"),
-    "complex": (save({"a": torch.ones(3, dtype=torch.complex64)}), "'a' is a strided tensor of torch.complex64"),
-    "names that are no text": (save({1: torch.ones(3)}), "but 1 is"),
-    "a shard that is missing": (remove_shard, "files that do not exist: model-00002-of-00002.safetensors"),
-    "an index that leads outside": (
-        write_index(lambda weights: weights | {"a": "../model-00001-of-00002.safetensors"}),
-        r"must name \*.safetensors files in its own folder",
-    ),
-    "an absolute index": (write_index(lambda weights: weights | {"a": "/a.safetensors"}), "files in its own folder"),
-    "an index of pickles": (write_index(lambda weights: weights | {"a": "a.bin"}), "files in its own folder"),
-    "an index of numbers": (write_index(lambda weights: weights | {"a": 1}), "files in its own folder"),
-    "an index without tensors": (write_index(lambda weights: {}), "must hold a weight_map"),
-    "a tensor that is in no file": (
-        write_index(lambda weights: weights | {"c": weights["a"]}),
-        "does not fit its files, in the index, but in no file: c",
-    ),
-    "a tensor that is not in the index": (
-        write_index(lambda weights: {"a": weights["a"], "b2": weights["b"]}),
-        "in no file: b2; in a file, but not in the index: b",
-    ),
-    "tensors in each other's files": (
-        write_index(lambda weights: {"a": weights["b"], "b": weights["a"]}),
-        "in another file than the index says: a, b",
-    ),
+    "a shard that is missing": (remove_shard, "not beside it .model-00002-of-00002.safetensors.: copy or download"),
+    "an index that leads outside": (write_index(a="../model-00001-of-00002.safetensors"), "not beside it"),
     "a tensor in two files": (add_to_both_shards, "both hold a"),
-    "a name twice in the index": (repeat_in_index, "repeated keys: b"),
     "an index that is no JSON": (write_file("model.safetensors.index.json", b"{"), "index.json is damaged"),
     "nothing": (lambda folder: None, "holds no weights"),
     "several .pth files": (
@@ -234,7 +177,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # by torch 2.14, before it is refused
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_file_is_refused(name: str, tmp_path: Path) -> None:
     write, message = BROKEN[name]
@@ -244,18 +186,6 @@ def test_a_broken_file_is_refused(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_damage_in_the_middle_of_a_zip_is_refused_when_it_is_read_as_a_whole(tmp_path: Path) -> None:
-    """The pickle inside of a zip archive is what tells where tensors are."""
-    path = tmp_path / "pytorch_model.bin"
-    torch.save({"a": torch.ones(100)}, path)
-    data = bytearray(path.read_bytes())
-    begin = data.index(b"data.pkl") + 100
-    data[begin : begin + 60] = os.urandom(60)
-    path.write_bytes(bytes(data))
-    with pytest.raises(ValueError, match=r"is damaged|must hold tensors"):
-        TensorFiles(tmp_path)
-
-
 def test_tensors_that_share_their_bytes_are_written(tmp_path: Path) -> None:
     whole = torch.arange(6.0)
     entries = [Entry(name, tuple(x.shape), x.dtype, lambda x=x: x) for name, x in (("a", whole), ("b", whole))]
@@ -263,14 +193,3 @@ def test_tensors_that_share_their_bytes_are_written(tmp_path: Path) -> None:
     written = load_file(tmp_path / "model.safetensors")
     assert torch.equal(written["a"], whole)
     assert torch.equal(written["b"], whole)
-
-
-@pytest.mark.parametrize(("size", "expected"), [("5GB", 5 * 10**9), ("200 mb", 2 * 10**8), (10, 10), ("7", 7)])
-def test_sizes_are_read_as_transformers_reads_them(size: str | int, expected: int) -> None:
-    assert parse_size(size) == expected
-
-
-@pytest.mark.parametrize("size", ["0GB", "-1", "many", "1.5GB", "5GiB", 0, ""])
-def test_other_sizes_are_refused(size: str | int) -> None:
-    with pytest.raises(ValueError, match="max_shard_size must be like"):
-        parse_size(size)

@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename, expand, to_ours
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import detect, named_format
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, parse_size, write_safetensors
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, write_safetensors
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
 from hf_recurrent_lengthgen.checkpoints.records import (
@@ -85,7 +85,6 @@ def convert_checkpoint(
     check_new(output := Path(output))
     if dtype not in (None, *FLOATS, *FLOATS.values()):
         raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype}.")
-    parse_size(max_shard_size)
     if training_length is not None and training_length < 1:
         raise ValueError(f"training_length must be at least 1, got {training_length}.")
     found = locate(source, revision)

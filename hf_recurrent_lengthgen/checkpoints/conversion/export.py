@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_theirs
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import named_format
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import parse_size, write_safetensors, write_torch
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import write_safetensors, write_torch
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import copy_tokenizer
 from hf_recurrent_lengthgen.checkpoints.records import Lineage, read_lineage, read_settings_file, write_settings_file
 from hf_recurrent_lengthgen.checkpoints.sources import locate
@@ -47,7 +47,6 @@ def export_checkpoint(
     """
     output = Path(output)
     check_new(output)
-    parse_size(max_shard_size)
     layout = named_format(format)
     found = locate(checkpoint, revision)
     config = our_config(read_settings(found), checkpoint)

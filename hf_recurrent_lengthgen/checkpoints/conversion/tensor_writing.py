@@ -4,7 +4,6 @@ Tensors of memory-mapped files are written without a copy, so only transformed t
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,8 +12,6 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
-
-SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Entry(NamedTuple):
@@ -30,17 +27,6 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def parse_size(size: str | int) -> int:
-    """Bytes of "5GB", "200MB" or a number, as in Transformers (powers of 1000).
-
-    Raises a `ValueError` for anything else.
-    """
-    match = re.fullmatch(r"(\d+) *([KMGT]B|)", str(size).strip().upper())
-    if match is None or int(match[1]) < 1:
-        raise ValueError(f'max_shard_size must be like "5GB", "200MB" or a number of bytes, got {size!r}.')
-    return int(match[1]) * SIZE_UNITS[match[2]]
-
-
 def write_safetensors(folder: Path, entries: Sequence[Entry], max_shard_size: str | int = "5GB") -> list[Path]:
     """Write model.safetensors, or several files in the order of entries with an index; returns the weight files.
 
@@ -51,7 +37,7 @@ def write_safetensors(folder: Path, entries: Sequence[Entry], max_shard_size: st
         by_name,
         get_storage_size=lambda entry: entry.bytes,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=parse_size(max_shard_size),
+        max_shard_size=max_shard_size,
     )
     for file, names in split.filename_to_tensors.items():
         tensors = {name: _tensor(by_name[name]) for name in names}
@@ -75,10 +61,7 @@ def write_torch(path: Path, entries: Sequence[Entry], shared: Mapping[str, str] 
     """
     tensors = {entry.name: _tensor(entry) for entry in entries}
     tensors |= {name: tensors[other] for name, other in (shared or {}).items()}
-    try:
-        torch.save(tensors, path)
-    except RuntimeError as error:  # torch raises this if the disk is full
-        raise OSError(f"{path} cannot be written: {error}") from error
+    torch.save(tensors, path)
 
 
 def _tensor(entry: Entry) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of a checkpoint: without this package, and in pieces."""
+"""Checks of a checkpoint without this package."""
 
 from hf_recurrent_lengthgen.checkpoints.verification.verify import verify_checkpoint
 

@@ -1,7 +1,7 @@
 """Load a checkpoint and run it where this package cannot be imported: `python -P clean_process.py FOLDER`.
 
-FOLDER holds request.json and tokens.safetensors, and gets answer.json and outputs.safetensors. The process imports
-torch, Transformers and safetensors only, and what the code of the checkpoint imports.
+FOLDER holds request.json and tokens.safetensors, and gets outputs.safetensors. The process imports torch, Transformers
+and safetensors only, and what the code of the checkpoint imports.
 """
 
 import inspect
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 HIDDEN = ("hf_recurrent_lengthgen", "trainers")
+GRADIENT_TOKENS = 64
 
 
 class Hidden:
@@ -25,19 +25,28 @@ class Hidden:
             raise ImportError(f"a process without this package must not import {name}")
 
 
-def read(model: nn.Module, tokens: torch.Tensor, lengths: list[int], carry: bool) -> dict[str, torch.Tensor]:
-    """Logits (B, T, V) and the parts of the final state, by name, for tokens (B, T) read in pieces of these lengths.
+def gradient(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Gradient (1, T, D) of the sum of all squared logits with respect to the embeddings of the first tokens."""
+    embedded = model.get_input_embeddings()(tokens[:1, :GRADIENT_TOKENS]).detach().requires_grad_()
+    with torch.enable_grad():
+        loss = model(inputs_embeds=embedded, use_cache=False).logits.square().sum()
+        return torch.autograd.grad(loss, embedded)[0]
 
-    Args:
-        carry: Whether the model takes and returns states; if not, there is one piece, and no state in the answer.
+
+def read(model: Any, tokens: torch.Tensor, pieces: list[int]) -> dict[str, torch.Tensor]:
+    """Logits (B, T, V), the parts of the final state, if the model has one, and a gradient, by name.
+
+    The tokens (B, T) are read in pieces if the model carries states.
     """
+    carries = "initial_state" in inspect.signature(model.forward).parameters
+    in_pieces = carries and not getattr(model, "stateless_layers", [])
     state, logits = None, []
-    for piece in tokens.to(next(model.parameters()).device).split(lengths, dim=1):
-        output = model(input_ids=piece, initial_state=state) if carry else model(input_ids=piece)
-        logits.append(output.logits.cpu())
-        state = output.final_state if carry else None
-    parts = {f"state.{i}.{j}": part.cpu() for i, layer in enumerate(state or ()) for j, part in enumerate(layer)}
-    return {"logits": torch.cat(logits, dim=1), **parts}
+    for piece in tokens.split(pieces if in_pieces else tokens.shape[1], dim=1):
+        output = model(input_ids=piece, initial_state=state) if carries else model(input_ids=piece)
+        logits.append(output.logits)
+        state = output.final_state if carries else None
+    parts = {f"state.{i}.{j}": part for i, layer in enumerate(state or ()) for j, part in enumerate(layer)}
+    return {"logits": torch.cat(logits, dim=1), **parts, "gradient": gradient(model, tokens)}
 
 
 def exact_arithmetic() -> None:
@@ -46,63 +55,36 @@ def exact_arithmetic() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def tokenizer_answer(checkpoint: str, probe: str) -> dict[str, Any]:
-    """Number of tokens of the tokenizer, and the ids of the probe text."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=True)
+def check_tokenizer(tokenizer: Any, rows: int) -> None:
+    """Raise a `ValueError` for a tokenizer that lacks its vocabulary, or has more ids than embeddings."""
     vocabulary = tokenizer.get_vocab()
-    return {
-        "real": not set(vocabulary) <= set(tokenizer.all_special_tokens),
-        "largest_id": max(vocabulary.values(), default=-1),
-        "ids": tokenizer(probe, add_special_tokens=False)["input_ids"],
-    }
-
-
-def answer(request: dict[str, Any], tokens: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Facts on the checkpoint as JSON, and the tensors of its outputs by name."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    checkpoint = request["checkpoint"]
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=True)
-    if hasattr(config, "scan_backend"):
-        config.scan_backend = "torch"
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        checkpoint,
-        config=config,
-        dtype=getattr(torch, request["dtype"]),
-        trust_remote_code=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    model, found = loaded
-    model = model.eval().to(request["device"])
-    carry = "initial_state" in inspect.signature(model.forward).parameters
-    in_pieces = carry and not getattr(model, "stateless_layers", [])
-    facts = {
-        "class": type(model).__name__,
-        "module": type(model).__module__,
-        "carries": carry,
-        "in_pieces": in_pieces,
-        **{name: sorted(map(str, found[f"{name}_keys"])) for name in ("missing", "unexpected", "mismatched")},
-    }
-    pieces = {"at once": [tokens.shape[1]], **({"in pieces": request["pieces"]} if in_pieces else {})}
-    tensors: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for name, lengths in pieces.items():
-            tensors |= {f"{name}/{key}": value for key, value in read(model, tokens, lengths, carry).items()}
-    return facts, tensors
+    if set(vocabulary) <= set(tokenizer.all_special_tokens):
+        raise ValueError("the tokenizer has no tokens, so one of its files is missing")
+    if (largest := max(vocabulary.values())) >= rows:
+        raise ValueError(f"the tokenizer has ids up to {largest}, and the model only {rows} embeddings")
 
 
 def main(folder: Path) -> None:
     sys.meta_path.insert(0, Hidden())
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     exact_arithmetic()
-    facts, tensors = answer(request, load_file(folder / "tokens.safetensors")["tokens"])
+    checkpoint, trust = request["checkpoint"], {"trust_remote_code": True}
+    config = AutoConfig.from_pretrained(checkpoint, **trust)
+    if hasattr(config, "scan_backend"):
+        config.scan_backend = "torch"
+    dtype = getattr(torch, request["dtype"])
+    loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=dtype, **trust)
+    model = loaded.eval().to(request["device"])
     if request["tokenizer"]:
-        facts["tokenizer"] = tokenizer_answer(request["checkpoint"], request["probe"])
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "outputs.safetensors")
-    (folder / "answer.json").write_text(json.dumps(facts), encoding="utf-8")
+        check_tokenizer(
+            AutoTokenizer.from_pretrained(checkpoint, **trust), model.get_input_embeddings().weight.shape[0]
+        )
+    tokens = load_file(folder / "tokens.safetensors")["tokens"].to(model.device)
+    with torch.no_grad():
+        tensors = read(model, tokens, request["pieces"])
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / "outputs.safetensors")
 
 
 if __name__ == "__main__":

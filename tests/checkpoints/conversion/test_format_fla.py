@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulRWKV7Config,
 )
 from hf_recurrent_lengthgen.surgery import expand_state
-from tests.models.families import DELTA_NET, GATED_DELTANET, KDA, MAMBA3, RWKV7, Family, build, variant_id
+from tests.models.families import DELTA_NET, GATED_DELTANET, KDA, MAMBA, MAMBA3, RWKV7, Family, build, variant_id
 from tests.models.tensor_groups import read_group
 
 FIXTURES = Path(__file__).parent / "fla"
@@ -140,6 +140,14 @@ def test_names_of_fields_in_earlier_versions_mean_the_same(name: str, tmp_path: 
     assert (again.time_step_max, again.time_step_min) == (0.2, 0.01)
     different = {key for key, value in now.to_dict().items() if again.to_dict()[key] != value}
     assert different == {"time_step_max", "time_step_min"}
+
+
+def test_what_fla_calls_the_step_of_mamba_is_read_without_a_conversion(tmp_path: Path) -> None:
+    model, tokens = build(MAMBA, time_step_rank=5), torch.arange(3, 12)[None]
+    model.save_pretrained(tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "theirs", "fla")
+    logits = load_model(str(tmp_path / "theirs"))(input_ids=tokens).logits
+    torch.testing.assert_close(logits, model(input_ids=tokens).logits, rtol=0, atol=1e-6)
 
 
 def test_gate_and_up_projections_in_one_tensor_are_parted(tmp_path: Path) -> None:

@@ -174,23 +174,6 @@ def test_what_a_file_does_not_say_can_be_told(shapes: Callable[[Sizes], dict[str
             convert_checkpoint(str(theirs), tmp_path / "not", told=wrong)
 
 
-def test_names_of_a_compiled_module_are_read(tmp_path: Path) -> None:
-    weights = draw(rwkv6_shapes(SMALL))
-    compiled = {f"_orig_mod.{name}": value for name, value in weights.items()}
-    convert_checkpoint(str(write_pth(compiled, tmp_path / "theirs.pth")), tmp_path / "ours")
-    assert_computes(tmp_path / "ours", weights)
-    both = compiled | {"emb.weight": weights["emb.weight"]}
-    with pytest.raises(ValueError, match="twice, with and without _orig_mod"):
-        convert_checkpoint(str(write_pth(both, tmp_path / "both.pth")), tmp_path / "not")
-
-
-@pytest.mark.parametrize(("begins", "kind"), [(b"fmgg", "ggml"), (b"GGUF", "GGUF")])
-def test_files_of_ggml_are_called_by_their_name(begins: bytes, kind: str, tmp_path: Path) -> None:
-    (tmp_path / "model.bin").write_bytes(begins + bytes(100))
-    with pytest.raises(ValueError, match=f"is a {kind} file, .*give the .pth"):
-        convert_checkpoint(str(tmp_path / "model.bin"), tmp_path / "ours")
-
-
 # D, layers, ranks and the numbers of parameters in the paper's table of World models (arXiv:2503.14456, appendix)
 OFFICIAL_RWKV7 = {
     "0.1B": (768, 12, (64, 64, 128, 32), 191_034_624),
