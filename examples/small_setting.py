@@ -16,7 +16,7 @@ from arm_results import ArmResults, Result, read_json
 from matplotlib.axes import Axes
 from study_pages import draw, fill, write_stages
 from torch.utils.data import Dataset
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli import demo
@@ -26,7 +26,9 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
+from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.plotting.style import INK, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
@@ -252,7 +254,11 @@ class Study(Stages):
         return tuple(sorted({max(1, self.settings.base_steps // part) for part in (8, 4, 2)}))
 
     def new_model(self, name: str, length: int, seed: int) -> Any:
-        return demo.base_model(replace(self.settings, training_length=length), self.vocabulary, seed)
+        set_seed(seed)
+        config = demo.base_config(replace(self.settings, training_length=length), self.vocabulary)
+        model = StatefulMamba2ForCausalLM(config)
+        mimetic_initialization(model, c=self.settings.mimetic_c, offset=self.settings.mimetic_offset)
+        return model
 
     def base(self, seed: int) -> Result | None:
         """The base model of the demo."""

@@ -11,7 +11,7 @@ from hf_recurrent_lengthgen.checkpoints.records import record_step
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.shared_options import HOW, add_new_folder, add_shared, help_of
+from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 
@@ -23,7 +23,6 @@ change. The source stays unchanged. Weights are saved in float32, which post-tra
 EXAMPLES = """\
 lengthgen expand AntonV/mamba2-1.3b-hf --output expanded  # 4 layers, 4 x the state
 lengthgen expand my-gla --output expanded --layers 0 12 --num-heads 1
-lengthgen expand my-mamba2/config.json --factor 4 --count 8 --report
 lengthgen train --model expanded --output trained --intervention none
 """
 
@@ -33,8 +32,7 @@ def command_parser() -> CommandParser:
     parser.model.add_argument(
         "model",
         metavar="MODEL",
-        help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba-2 layers; "
-        "with --report also a config.json",
+        help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba-2 layers",
     )
     add = parser.method.add_argument
     add(
@@ -56,15 +54,13 @@ def command_parser() -> CommandParser:
     add(
         "--initialization",
         choices=("reinit", "reinit-transformers", "inherit", "inherit-zero"),
+        default="reinit",
         help="reinit starts the recurrence of these layers anew, Mamba's as mamba-ssm does; reinit-transformers as "
         "Transformers does; inherit keeps the trained weights, and with them the outputs of Mamba; inherit-zero "
         "also, but its new weights are zero and never learn: the paper's baseline (default: reinit)",
     )
-    add_new_folder(parser, required=False)
-    what = "only print parameters and state elements: needs no --output and reads no weights"
-    parser.run.add_argument("--report", action="store_true", help=what)
-    parser.run.add_argument("--seed", **HOW["--seed"] | {"default": None, "help": help_of("--seed", "0")})
-    add_shared(parser, "--trust-remote-code")
+    add_new_folder(parser)
+    add_shared(parser, "--seed", "--trust-remote-code")
     return parser
 
 
@@ -75,18 +71,8 @@ def run(arguments: Sequence[str]) -> int:
         "layers": _layers(options.layers),
         **{name: getattr(options, name) for name in ("count", "factor", "state_size", "num_heads")},
     }
-    if options.report:
-        idle = [f"--{name}" for name in ("output", "initialization", "seed") if getattr(options, name) is not None]
-        if idle:
-            raise ValueError(f"--report writes no weights: leave out {', '.join(idle)}, or --report.")
-        print(expansion_report(read_config(options.model, options.trust_remote_code)[1], **expansion))
-        return 0
-    if options.output is None:
-        raise ValueError("Give --output, the folder for the expanded model, or --report.")
     output = Path(options.output)
     check_new(output)
-    if options.model.endswith(".json"):
-        raise ValueError(f"{options.model} holds no weights: give the folder of a checkpoint, or --report.")
     _, config = read_config(options.model, options.trust_remote_code)
     if (rule := Forgetting.of(config)) != Forgetting():
         raise ValueError(
@@ -95,9 +81,7 @@ def run(arguments: Sequence[str]) -> int:
         )
     report = expansion_report(config, **expansion)
     model = load_model(options.model, options.trust_remote_code)
-    expanded = expand_state(
-        model, **expansion, initialization=options.initialization or "reinit", seed=options.seed or 0
-    )
+    expanded = expand_state(model, **expansion, initialization=options.initialization, seed=options.seed)
     del model
     start, command = lineage_of(options.model), ["lengthgen", "expand", *arguments]
     save_checkpoint(

@@ -39,7 +39,6 @@ PURPOSES = {
         "push": "push a checkpoint to the Hub as one commit",
         "recipe": "training runs of papers, as files for train",
     },
-    "Set up": {"completion": "print a script that completes commands in your shell"},
 }
 COMMANDS = {name: what for commands in PURPOSES.values() for name, what in commands.items()}
 """Modules beside this one, which take long to import, so that only the one that runs is imported."""

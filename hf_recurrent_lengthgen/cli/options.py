@@ -1,11 +1,7 @@
-"""Options of `lengthgen train`: the paper's defaults, overridden by a YAML file, overridden by flags.
-
-Some options decide which others exist: those of other interventions and tasks are unknown.
-"""
+"""Options of `lengthgen train`: the paper's defaults, overridden by a YAML file, overridden by flags."""
 
 import argparse
 import difflib
-import importlib.util
 import json
 import re
 import sys
@@ -17,10 +13,9 @@ from typing import Any
 import torch
 import yaml
 from transformers import HfArgumentParser
-from transformers.integrations import get_available_reporting_integrations
 
 from hf_recurrent_lengthgen.cli.parsing import HelpFormatter, add_headings, examples_text
-from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, chosen, goes_with
+from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, goes_with
 from hf_recurrent_lengthgen.cli.shared_options import HOW
 from hf_recurrent_lengthgen.trainers import (
     INTERVENTIONS,
@@ -72,10 +67,6 @@ RUN = {
 MOST_USED = {name: text for name, text in (TRAINING | RUN).items() if text}
 """Options of transformers.TrainingArguments that --help lists, with their help."""
 HEADINGS = ("model", "data", "method", "training", "run")
-CHOICES = {"intervention": "state_passing", "task": "text", "mimetic": None, "lora_r": None, "eval_strategy": "no"}
-"""The options that decide which others exist, and their defaults."""
-NOT_CHOSEN = ("none", "no", "false", "f", "n", "0")
-
 OUR_HELP = MOST_USED | {
     "alignment_length": "Length T in tokens of the two aligned crops. Default, and only value here: training_length.",
 }
@@ -84,7 +75,8 @@ Train or post-train a model that takes initial states. Each option can also stan
 "option: value"; the command line wins. The defaults are those of Buitrago Ruiz & Gu, 2025 (B.2): {PAPER_STEPS} steps,
 AdamW(0.9, 0.95), weight decay 0.01, cosine to 1e-5 after 10 % warm-up, gradients clipped at 1.
 
-An option whose help ends with [task passkey] exists with this choice of --task only, and so on.
+An option whose help ends with [task passkey] goes with this choice of --task only, and so on. All other options of
+transformers.TrainingArguments are taken, too.
 """
 EXAMPLES = """\
 lengthgen train --model demo-output/base --training-length 128 --learning-rate 1e-3 --output cured
@@ -114,7 +106,6 @@ def read_options(
         ValueError: for a file that cannot be used, for options without effect or in contradiction, and as the config
             raises.
     """
-    import_own_code(arguments)
     given = [*([] if config_file is None else _flags_of(config_file)), *arguments]
     values = parse(given)
     trainer = INTERVENTIONS[values["intervention"]]
@@ -122,37 +113,9 @@ def read_options(
     run = RunArguments(**{name: values[name] for name in _names(RunArguments) & values.keys()})
     training = config(**{name: values[name] for name in _names(config) & values.keys()})
     named = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in given}
+    _check_named(values, named)
     _check(run, training, named)
     return run, training, trainer
-
-
-def import_own_code(arguments: Sequence[str]) -> None:
-    """Run the file of --import, whose trainers are interventions from then on.
-
-    Raises:
-        ValueError: for a file that cannot be run, with the reason.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--import", "--import_file", "--import-file", dest="file")
-    if (file := parser.parse_known_args(arguments)[0].file) is not None:
-        _run_file(file)
-
-
-def _run_file(file: str) -> None:
-    path, name = Path(file).resolve(), Path(file).stem
-    spec = importlib.util.spec_from_file_location(name, path) if path.suffix == ".py" and path.is_file() else None
-    if spec is None or spec.loader is None:
-        raise ValueError(f"--import {file}: there is no such Python file.")
-    if name in sys.modules:
-        if getattr(sys.modules[name], "__file__", None) == str(path):
-            return  # it was run already
-        raise ValueError(f"--import {file}: there is another module of the name {name!r}: rename the file.")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # its classes are pickled by this name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ValueError(f"--import {file} fails: {type(error).__name__}: {error}") from error
 
 
 def parse(arguments: Sequence[str]) -> dict[str, Any]:
@@ -162,9 +125,11 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
         SystemExit: for unknown options, after a message.
         ValueError: unless exactly one of max_steps and num_train_epochs limits the training.
     """
-    choices = _choices(arguments)
-    trainer = INTERVENTIONS.get(choices["intervention"], InitialStateTrainer)  # the parser refuses unknown names
-    values = vars(RunParser([trainer.config_class], choices).parse_args(arguments))
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--intervention", nargs="?", default="state_passing")
+    chosen = first.parse_known_args(arguments)[0].intervention
+    trainer = INTERVENTIONS.get(chosen, InitialStateTrainer)  # the parser refuses unknown names
+    values = vars(RunParser([trainer.config_class]).parse_args(arguments))
     steps, epochs = values["max_steps"], values["num_train_epochs"]
     if steps is None:
         values["max_steps"] = PAPER_STEPS if epochs is None else -1
@@ -180,27 +145,14 @@ def parse(arguments: Sequence[str]) -> dict[str, Any]:
     return values
 
 
-def _choices(arguments: Sequence[str]) -> dict[str, str]:
-    """The options that decide which others exist."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name, default in CHOICES.items():
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true", default=default)
-    return vars(parser.parse_known_args(arguments)[0])
-
-
 class RunParser(HfArgumentParser):
     """Parser of `RunArguments` and the arguments of trainers.
 
     Args:
         configs: Their config classes; the first that has an option defines it.
-        choices: The values of `CHOICES`; None for all options, as in the help.
-        everything: Whether the help lists all of TrainingArguments or only `MOST_USED`.
     """
 
-    def __init__(
-        self, configs: Iterable[type[Any]], choices: dict[str, str] | None = None, everything: bool = False
-    ) -> None:
-        self._choices, self._everything = choices, everything
+    def __init__(self, configs: Iterable[type[Any]]) -> None:
         self._groups: dict[str, Any] = {}
         super().__init__(
             (RunArguments, *configs),  # type: ignore[arg-type]
@@ -218,40 +170,29 @@ class RunParser(HfArgumentParser):
         self.set_defaults(**DEFAULTS, **quiet, **pinned, max_steps=None, num_train_epochs=None)
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
-        """As in argparse, under the heading of the option; nothing is added if the choices exclude it."""
-        name, conditions = options.get("dest", flags[0].lstrip("-")), options.pop("goes_with", {})
-        options.pop("heading", None)
+        """As in argparse, under the heading of the option; of TrainingArguments, `MOST_USED` are listed."""
+        name = options.get("dest", flags[0].lstrip("-"))
+        for item in ("heading", "goes_with"):
+            options.pop(item, None)
         if not self._groups:
             self._groups = dict(zip(HEADINGS, add_headings(self, *HEADINGS), strict=True))
             self._groups["other"] = self.add_argument_group("other options of transformers.TrainingArguments")
         heading = _heading(name)
-        if flags[0] in self._option_string_actions or not self._is_there(conditions):
+        if flags[0] in self._option_string_actions:
             return None
         if name == "intervention":
             options["choices"] = sorted(INTERVENTIONS)
         options["help"] = _help(name, flags[0], options)
-        if heading == "other" and not self._everything:
+        if heading == "other":
             options["help"] = argparse.SUPPRESS
         if "type" in options and "metavar" not in options and len(options.get("choices", ())) not in range(1, 5):
             known = {int: "N", float: "X", str: "TEXT"}
             options["metavar"] = "BOOL" if "const" in options else known.get(options["type"], "NAME")
-        if name == "import_file":  # import is no name for a field
-            flags, options["dest"] = ("--import", *flags), name
         if name == "output_dir":  # the name in all other commands
             flags, options["dest"], options["metavar"] = ("--output", *flags), name, "FOLDER"
         action = self._groups[heading].add_argument(*flags, **options)
         action.option_strings = [flags[0].replace("_", "-")]  # other spellings are accepted, but not listed
         return action
-
-    def _is_there(self, conditions: dict[str, Any]) -> bool:
-        if self._choices is None:
-            return True
-        given = {name: self._choices[name] for name in conditions}
-        known = {name: chosen(values) for name, values in conditions.items()}
-        return all(
-            given[name] in known[name] if known[name] else str(given[name]).lower() not in NOT_CHOSEN
-            for name in conditions
-        )
 
     def error(self, message: str) -> Any:
         """As in argparse, with the choices that an option needs, or the option that was probably meant."""
@@ -260,12 +201,10 @@ class RunParser(HfArgumentParser):
         super().error(message + hint)
 
 
-def command_parser(everything: bool = False) -> RunParser:
+def command_parser() -> RunParser:
     """The parser of all options, for the help."""
     configs = [trainer.config_class for _, trainer in sorted(INTERVENTIONS.items())]
-    parser = RunParser(configs, None, everything)
-    what = "also show the other options of transformers.TrainingArguments"
-    parser._groups["run"].add_argument("--help-all", action="help", help=what)
+    parser = RunParser(configs)
     order = [*TRAINING, *RUN]
     for group in parser._action_groups:  # else --output would stand at the end
         group._group_actions.sort(key=lambda action: order.index(action.dest) if action.dest in order else len(order))
@@ -299,7 +238,7 @@ def _hint(option: str) -> str:
     if conditions := goes_with(name):
         return f"{name} goes with {conditions}"
     near = difflib.get_close_matches(name, _known(), n=3)
-    return f"did you mean {' or '.join(near)}?" if near else "lengthgen train --help-all lists all options"
+    return f"did you mean {' or '.join(near)}?" if near else "lengthgen train --help lists the options"
 
 
 def _known() -> set[str]:
@@ -321,11 +260,9 @@ def _flags_of(path: str) -> list[str]:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options as 'option: value' lines, got {type(values).__name__}.")
-    if isinstance(own := values.get("import", values.get("import_file")), str):
-        _run_file(own)  # before the options that it defines are known
     flags, known = [], _known()
     for name, value in values.items():
-        key = str({"output": "output_dir", "import": "import_file"}.get(name, name))  # as on the command line
+        key = "output_dir" if name == "output" else str(name)  # as on the command line
         if key not in known:
             raise ValueError(f"{path}: unknown option {key!r}; {_hint(key)}.")
         if isinstance(value, list):
@@ -335,18 +272,19 @@ def _flags_of(path: str) -> list[str]:
     return flags
 
 
+def _check_named(values: dict[str, Any], named: set[str]) -> None:
+    """Raise a `ValueError` for an option that was given, but does nothing with the values of others."""
+    for item in fields(RunArguments):
+        for key, fitting in item.metadata["goes_with"].items():
+            if item.name in named and not (values[key] in fitting if fitting else values[key]):
+                raise ValueError(f"{item.name} does nothing here: it goes with {goes_with(item.name)}.")
+
+
 def _check(run: RunArguments, training: InitialStateConfig, named: set[str]) -> None:
     """Raise a `ValueError` for contradictions; `named` are the options that were given."""
-    installed = get_available_reporting_integrations()
-    missing = set(training.report_to or ()) - {*installed, "azure_ml", "flyte"}  # these two it does not always list
-    if missing:
-        raise ValueError(
-            f"report_to names {', '.join(sorted(missing))}, which is not installed here, or unknown to Transformers: "
-            f"install it, or choose from {', '.join([*sorted(installed), 'none'])}."
-        )
     resets = sorted(named & {"chunks_before_reset", "reset_at_document"})
     if resets and not continues(training):
-        raise ValueError(f"{resets[0]} does nothing here: it belongs to tbtt, which has no share in the mixture.")
+        raise ValueError(f"{resets[0]} does nothing here: it goes with tbtt, as intervention or in the mixture.")
     if run.task != "text" and (continues(training) or training.alignment_alpha):
         raise ValueError(f"task {run.task} makes its own rows: leave out tbtt and alignment_alpha.")
     if training.alignment_length not in (None, run.training_length):

@@ -102,8 +102,8 @@ def add_headings(parser: argparse.ArgumentParser, *headings: str) -> list[Any]:
 class CommandParser(argparse.ArgumentParser):
     """The parser of a command: options under the same headings as in all others, and examples at the end.
 
-    Whole numbers are at least 0 unless an option says otherwise (`positive`), and no text is empty. Names of options
-    may be written with "-" or with "_". An error names the option that was probably meant.
+    Whole numbers are at least 0 unless an option says otherwise (`positive`), and no text is empty. An error names the
+    option that was probably meant.
 
     Args:
         prog: "lengthgen COMMAND".
@@ -134,15 +134,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in argparse; keeps the arguments for the messages of errors."""
-        known = {option.replace("_", "-"): option for option in self._option_string_actions}
-        self._arguments = []
-        for argument in sys.argv[1:] if args is None else args:
-            name, equals, value = argument.partition("=")
-            spelled = name.replace("_", "-")
-            # argparse accepts the start of an option if only one option begins like that
-            begun = [option for key, option in known.items() if name.startswith("--") and key.startswith(spelled)]
-            name = known.get(spelled) or (begun[0] if len(begun) == 1 else name)
-            self._arguments.append(name + equals + value)
+        self._arguments = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(self._arguments, namespace)
 
     def error(self, message: str) -> NoReturn:

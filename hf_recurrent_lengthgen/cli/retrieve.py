@@ -76,16 +76,11 @@ MOST_DEPTHS = 1000
 TASKS = ("passkey", "niah", "babilong")
 
 
-def command_parser(arguments: Sequence[str] = ("--help",)) -> CommandParser:
-    """The parser of one task, which rejects options of other tasks; with --help, the parser of all tasks."""
-    first = argparse.ArgumentParser(add_help=False)
-    first.add_argument("--task", nargs="?", default=TASKS[0])
-    tasks = TASKS if {"-h", "--help"} & {*arguments} else [first.parse_known_args(arguments)[0].task]
+def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen retrieve", DESCRIPTION, EXAMPLES, method="task")
     add = parser.method.add_argument
     parser.model.add_argument("models", **MODELS)
-    if {"niah", "babilong"} & {*tasks}:
-        add_shared(parser, "--data", "--split", "--text-column")
+    add_shared(parser, "--data", "--split", "--text-column")
     for action in parser.data._group_actions:
         action.help += " [task niah or babilong]"
     add("--task", choices=TASKS, default=TASKS[0], help="what is to be found, see above (default: %(default)s)")
@@ -98,7 +93,7 @@ def command_parser(arguments: Sequence[str] = ("--help",)) -> CommandParser:
     )
     add(
         "--depths",
-        default=None if tasks == ["babilong"] else DEFAULT_DEPTHS,
+        type=_depths,
         metavar="N | X,...",
         help="number n of depths, 0 (start of the text), 1/n, ..., (n - 1)/n as in Chen et al. (2024), B.1: without "
         "the end, 1, which is the easiest; or the depths themselves "
@@ -106,38 +101,30 @@ def command_parser(arguments: Sequence[str] = ("--help",)) -> CommandParser:
     )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
     add("--shots", type=int, default=0, metavar="N", help="solved examples before a prompt (default: %(default)s)")
-    if "passkey" in tasks:
-        styles, what = tuple(PASSKEY_STYLES), "wording of the prompt (default: %(default)s) [task passkey]"
-        add("--task-style", choices=styles, default=styles[0], help=what)
-    if "babilong" in tasks:
-        add(
-            "--task-files",
-            required=len(tasks) == 1,
-            metavar="FOLDER",
-            help="required: folder with the files of bAbI, qa1_..._test.txt and so on; --shots also needs "
-            "qa1_..._train.txt [task babilong]",
-        )
-        what = "which questions of bAbI (default: %(default)s) [task babilong]"
-        add("--babi-tasks", type=counts, default="1,2,3,4,5,6,7,8,9,10", metavar="N,...", help=what)
-    if {"passkey", "niah"} & {*tasks}:
-        add(
-            "--within",
-            type=counts,
-            metavar="N,...",
-            help="also draw the accuracy for needles within the last N tokens, at most the longest length (default: "
-            "the first four lengths) [task passkey or niah]",
-        )
+    styles, what = tuple(PASSKEY_STYLES), "wording of the prompt (default: %(default)s) [task passkey]"
+    add("--task-style", choices=styles, default=styles[0], help=what)
+    add(
+        "--task-files",
+        metavar="FOLDER",
+        help="required: folder with the files of bAbI, qa1_..._test.txt and so on; --shots also needs "
+        "qa1_..._train.txt [task babilong]",
+    )
+    what = "which questions of bAbI (default: %(default)s) [task babilong]"
+    add("--babi-tasks", type=counts, default="1,2,3,4,5,6,7,8,9,10", metavar="N,...", help=what)
     run_options = "--output", "--csv", "--batch-size", "--chunk-length", "--seed"
     add_shared(parser, *MODEL_OPTIONS, *run_options, output="retrieval")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = command_parser(arguments).parse_args(arguments)
+    parser = command_parser()
+    options = parser.parse_args(arguments)
+    if options.task == "passkey" and options.data != parser.get_default("data"):
+        parser.error("--data does nothing with --task passkey, which makes its own text: give --task niah or babilong")
+    if options.task == "babilong" and options.task_files is None:
+        parser.error("--task babilong needs --task-files, the folder with the files of bAbI")
     check_given_once(options.models)
-    lengths, within = options.lengths, getattr(options, "within", None)
-    if within is not None and within[-1] > lengths[-1]:
-        raise ValueError(f"--within names {within[-1]}, but must be at most the longest of --lengths, {lengths[-1]}.")
+    lengths = options.lengths
     output = make_output_folder(options.output)
     tokenizer, cache = shared_tokenizer(options), open_cache(options)
     grid, source = _grid(options, tokenizer)
@@ -155,7 +142,7 @@ def run(arguments: Sequence[str]) -> int:
             trained = options.training_length or getattr(model.config, "training_length", None)
             results.append(retrieval_accuracy(placed, grid, lengths, label, data, trained, settings, cache=cache))
     print(f"\n{_table(results)}")
-    picture = _write(output, results, within)
+    picture = _write(output, results)
     if options.csv:
         write_csv(output / "retrieval.csv", rows_of(RetrievalComparison(tuple(results))))
     print(f"\nResults: {picture}")
@@ -171,32 +158,30 @@ def _depths(text: str) -> list[float]:
     if len(depths) == 1 and 2 <= depths[0] <= MOST_DEPTHS and depths[0] == int(depths[0]):
         return [round(index / int(depths[0]), 6) for index in range(int(depths[0]))]
     if not depths or not all(0 <= depth <= 1 for depth in depths):
-        raise ValueError(
-            f"--depths is {text!r}, but must be a number of depths from 2 to {MOST_DEPTHS}, or depths from 0 to 1 "
-            "with commas between."
-        )
+        numbers = f"a number of depths from 2 to {MOST_DEPTHS}, or depths from 0 to 1 with commas between"
+        raise argparse.ArgumentTypeError(f"must be {numbers}, got {text!r}")
     return depths
 
 
 def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[RetrievalGrid, DataSource]:
     sizes = {"samples": options.samples, "seed": options.seed, "shots": options.shots}
+    depths = options.depths or _depths(DEFAULT_DEPTHS)
     if options.task == "passkey":
-        grid = PasskeyGrid(tokenizer, _depths(options.depths), style=options.task_style, **sizes)
+        grid = PasskeyGrid(tokenizer, depths, style=options.task_style, **sizes)
         return grid, DataSource("repeated sentences")
     split = chosen_split(options.data, options.split, "validation")
     texts = load_documents(options.data, split, options.text_column)
     source = data_source(options.data, split)
     if options.task == "niah":
-        return NeedleGrid(tokenizer, texts, _depths(options.depths), **sizes), source
+        return NeedleGrid(tokenizer, texts, depths, **sizes), source
 
     def questions(part: str) -> dict[str, list[BabiQuestion]]:
         files = babi_files(options.task_files, part, options.babi_tasks)
         return {f"qa{task}": read_babi(path) for task, path in zip(options.babi_tasks, files, strict=True)}
 
     examples = questions("train") if options.shots > 0 else None
-    depths = None if options.depths is None else _depths(options.depths)
     return (
-        BabilongGrid(tokenizer, questions("test"), texts, examples=examples, depths=depths, **sizes),
+        BabilongGrid(tokenizer, questions("test"), texts, examples=examples, depths=options.depths, **sizes),
         replace(source, name=f"bAbI in {source.name}"),
     )
 
@@ -227,12 +212,12 @@ def _percent(share: Share, confidence: float) -> str:
     return f"{100 * share.accuracy:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
-def _write(folder: Path, results: Sequence[RetrievalResult], within: Sequence[int] | None) -> Path:
+def _write(folder: Path, results: Sequence[RetrievalResult]) -> Path:
     """Write JSON and pictures; returns the path of the heat map."""
     write_result(folder / "retrieval.json", RetrievalComparison(tuple(results)))
     draw(heat_map_figure(results), folder / "heat_map")
     draw(retrieval_accuracy_figure(results), folder / "accuracy")
     for number, result in enumerate(results, 1):
         if result.depths is not None and result.task != "babilong":
-            draw(within_figure(result, within), folder / ("within" if len(results) == 1 else f"within_{number}"))
+            draw(within_figure(result), folder / ("within" if len(results) == 1 else f"within_{number}"))
     return folder / "heat_map.png"

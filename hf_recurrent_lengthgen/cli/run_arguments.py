@@ -2,16 +2,14 @@
 
 # ruff: noqa: RUF009  (_option makes a field)
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal
 
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, chosen_split
 from hf_recurrent_lengthgen.cli.shared_options import HOW, help_of
 from hf_recurrent_lengthgen.data import split_names
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
-from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 from hf_recurrent_lengthgen.trainers.settings import check_settings
 
@@ -23,17 +21,12 @@ USUAL_LENGTH = 2048
 """Training length in tokens where neither a person nor a config names one."""
 
 
-def _continuing() -> list[str]:
-    """The interventions that take rows which continue one another."""
-    return [name for name, trainer in sorted(INTERVENTIONS.items()) if trainer.needs_continued_data is not False]
-
-
 def _option(
     heading: str,
     text: str,
     default: Any = None,
     metavar: str | None = None,
-    **goes_with: Sequence[str] | Callable[[], Sequence[str]],
+    **goes_with: Sequence[str],
 ) -> Any:
     """An option.
 
@@ -42,7 +35,7 @@ def _option(
         text: Its help.
         default: Its value if it is not given.
         metavar: What the help calls its value; None for a word for its type.
-        goes_with: Values of other options, `ANY` for all but none and false. With other values the option is unknown.
+        goes_with: Values of other options, `ANY` for all but none and false. With others, the option does nothing.
     """
     shown = {"heading": heading, "help": text, "goes_with": goes_with, **({"metavar": metavar} if metavar else {})}
     return field(default=default, metadata=shown)
@@ -88,13 +81,6 @@ class RunArguments:
     mimetic: bool = _option(
         "model", "start Mamba or GLA from mimetic initialization (Trockman et al., 2024), with a config.json", False
     )
-    mimetic_switches: list[str] | None = _option(
-        "model",
-        "its parts: a (decays near 1), delta (steps near 1), bc (correlated B and C), conv (identity) (default: as in "
-        "the paper, all but conv in Mamba-1, all in Mamba-2; all in GLA, which has no delta)",
-        mimetic=ANY,
-    )
-    mimetic_layers: list[int] | None = _option("model", "its layers, from 0 (default: all)", mimetic=ANY)
     mimetic_c: float = _option("model", "its c in A_n = -n^-c; the paper uses 2, 4 and 8", 8.0, mimetic=ANY)
     mimetic_offset: int = _option(
         "model", "its n counts from 1 + offset; a head, state or key at n = 1 decays", 0, mimetic=ANY
@@ -148,22 +134,11 @@ class RunArguments:
         task=TEXT,
     )
     intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names
-    import_file: str | None = _option(
-        "method",
-        "Python file with own interventions (default: none)",
-        metavar="FILE.py",
-    )
     chunks_before_reset: int = _option(
-        "method",
-        "in tbtt: chunks of training_length after which a state is reset to zero, 0 for never",
-        12,
-        intervention=_continuing,
+        "method", "in tbtt: chunks of training_length after which a state is reset to zero, 0 for never", 12
     )
     reset_at_document: bool = _option(
-        "method",
-        "in tbtt: reset states at the beginning of a document, anywhere in a row",
-        False,
-        intervention=_continuing,
+        "method", "in tbtt: reset states at the beginning of a document, anywhere in a row", False
     )
     resume: bool = _option("run", "continue from the newest complete checkpoint in --output", False)
     trust_remote_code: bool = _shared("run", "--trust-remote-code", False)
@@ -225,34 +200,9 @@ class RunArguments:
         return chosen_split(self.chosen_eval_data, self.eval_split, "validation")
 
     @property
-    def evaluates_training_text(self) -> bool:
-        """Whether the text to evaluate on is the text that is trained on."""
-        if STANDARD_LIBRARY in (self.data, self.chosen_eval_data):
-            return False
-        same = Path(self.data).resolve() == Path(self.chosen_eval_data).resolve()
-        return same and self.chosen_split == self.chosen_eval_split
-
-    @property
-    def mimetic_choice(self) -> dict[str, bool]:
-        """The switches of `mimetic_initialization`; empty for its defaults.
-
-        Raises:
-            ValueError: for an unknown switch.
-        """
-        given = self.mimetic_switches
-        if unknown := sorted(set(given or ()) - set(SWITCHES)):
-            raise ValueError(f"mimetic_switches must be some of {' '.join(SWITCHES)}, got {' '.join(unknown)}.")
-        return {} if given is None else {name: name in given for name in SWITCHES}
-
-    @property
     def of_symbols(self) -> bool:
         """Whether rows are strings of random symbols, which need neither text nor a tokenizer."""
         return self.task in STRING_TASKS
-
-
-def chosen(condition: Sequence[str] | Callable[[], Sequence[str]]) -> Sequence[str]:
-    """The values of a condition."""
-    return condition() if callable(condition) else condition
 
 
 def goes_with(name: str) -> str:
@@ -260,6 +210,6 @@ def goes_with(name: str) -> str:
     for item in fields(RunArguments):
         if item.name == name:
             pairs = item.metadata.get("goes_with", {}).items()
-            return " and ".join(f"{key} {' or '.join(chosen(values))}".strip() for key, values in pairs)
+            return " and ".join(f"{key} {' or '.join(values)}".strip() for key, values in pairs)
     having = [key for key, trainer in INTERVENTIONS.items() if name in trainer.config_class.method_fields()]
     return "" if len(having) in (0, len(INTERVENTIONS)) else f"intervention {' or '.join(sorted(having))}"

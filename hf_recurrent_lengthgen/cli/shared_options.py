@@ -97,7 +97,7 @@ def add_shared(parser: CommandParser, *names: str, **defaults: Any) -> None:
                 action.default, action.help = defaults[action.dest], help_of(name, "%(default)s")
 
 
-def add_new_folder(parser: CommandParser, required: bool = True) -> None:
+def add_new_folder(parser: CommandParser) -> None:
     """Add --output of commands that make a checkpoint."""
     what = "new or empty folder for the checkpoint"
-    parser.run.add_argument("--output", required=required, metavar="FOLDER", help=what)
+    parser.run.add_argument("--output", required=True, metavar="FOLDER", help=what)

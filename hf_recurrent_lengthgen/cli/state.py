@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.data import token_stream
 from hf_recurrent_lengthgen.state_files import (
     TextState,
     ask,
-    crop_text_state,
     load_text_state,
     positions_in,
     read_into,
@@ -35,7 +34,6 @@ EXAMPLES = """\
 lengthgen state read demo-output/cured --data book.txt --every 10000 --output book
 lengthgen state show book
 lengthgen state ask book demo-output/cured --prompt "Who is" --prompt "Where is"
-lengthgen state crop book --position 50000 --output half.safetensors
 """
 READ = """\
 Read a text and save what is read every N tokens, one file each, into a folder. Memory does not grow with the text, but
@@ -69,8 +67,7 @@ def command_parser() -> CommandParser:
     add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
     show = add_action("show", "show what a state file says of itself", "lengthgen state show book")
     asked = add_action("ask", "continue prompts after a text that was read", EXAMPLES.splitlines()[2], ASK)
-    cropped = add_action("crop", "write the text state at an earlier position as a file", EXAMPLES.splitlines()[3])
-    for action in (show, asked, cropped):
+    for action in (show, asked):
         action.data.add_argument("state", **STATE)
     asked.model.add_argument("model", **MODEL)
     what = "prompt to continue; may be repeated"
@@ -81,10 +78,7 @@ def command_parser() -> CommandParser:
     asked.method.add_argument("--allow", nargs="+", choices=OVERRIDES, default=[], metavar="WHAT", help=what)
     add_shared(asked, "--tokenizer")
     what = "take the text state at this position, or the nearest one before it (default: the last)"
-    for action in (asked, cropped):
-        required = action is cropped
-        action.data.add_argument("--position", type=positive, metavar="N", required=required, help=what)
-    cropped.run.add_argument("--output", required=True, metavar="FILE", help="file to write")
+    asked.data.add_argument("--position", type=positive, metavar="N", help=what)
     for action in (read, asked):
         add_shared(action, "--device", "--dtype", "--trust-remote-code")
     return parser
@@ -92,7 +86,7 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    {"read": _read, "show": _show, "ask": _ask, "crop": _crop}[options.action](options)
+    {"read": _read, "show": _show, "ask": _ask}[options.action](options)
     return 0
 
 
@@ -154,8 +148,3 @@ def _ask(options: argparse.Namespace) -> None:
         ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
         answer = ask(model, text_state, ids, max_new_tokens=options.max_new_tokens, do_sample=False)
         print(f"{prompt!r}: {tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)!r}")
-
-
-def _crop(options: argparse.Namespace) -> None:
-    text_state = crop_text_state(options.state, options.position, options.output)
-    print(f"The text state after {text_state.position:,} tokens: {options.output}")

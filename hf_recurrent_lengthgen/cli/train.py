@@ -15,11 +15,11 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenize
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
-from hf_recurrent_lengthgen.cli.options import command_parser, evaluates, import_own_code, read_options
+from hf_recurrent_lengthgen.cli.options import command_parser, evaluates, read_options
 from hf_recurrent_lengthgen.cli.processes import ending_processes
 from hf_recurrent_lengthgen.cli.run_arguments import USUAL_LENGTH, RunArguments
-from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows
-from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, split_names
+from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, training_rows
+from hf_recurrent_lengthgen.data import split_names
 from hf_recurrent_lengthgen.data.tasks import (
     PASSKEY_STYLES,
     StringCollator,
@@ -32,17 +32,12 @@ from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrai
 from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
-SEQUENCES = 32  # of lengthgen evaluate
-
 
 def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     command = ["lengthgen", "train", *arguments]
-    if {"-h", "--help", "--help-all"} & set(arguments):
-        import_own_code(arguments)
-        command_parser("--help-all" in arguments).parse_args(["--help"])
-    if any(argument.partition("=")[0] == "--config" for argument in arguments):
-        raise ValueError("A config file needs no --config: lengthgen train CONFIG.yaml [options].")
+    if {"-h", "--help"} & set(arguments):
+        command_parser().parse_args(["--help"])
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     settings, training, trainer_class = read_options(arguments, config_file)
     try:
@@ -112,7 +107,7 @@ def train(
     if training.push_to_hub:
         trainer.push_to_hub()  # once more, now with the lineage
     if trainer.is_world_process_zero():
-        text = [] if settings.of_symbols else _text_to_evaluate(settings, rows, eval_rows, tokenizer)
+        text = [] if settings.of_symbols else _text_to_evaluate(settings)
         print(_next_step(settings, training, length_before, text))
     return trainer
 
@@ -145,8 +140,7 @@ def _model(settings: RunArguments) -> Any:
         return model if settings.lora_r is None else _with_adapter(model, settings)
     model = _new_model(settings.model, settings.trust_remote_code)
     if settings.mimetic:
-        c, offset, layers = settings.mimetic_c, settings.mimetic_offset, settings.mimetic_layers
-        mimetic_initialization(model, **settings.mimetic_choice, c=c, offset=offset, layers=layers)
+        mimetic_initialization(model, c=settings.mimetic_c, offset=settings.mimetic_offset)
     return model
 
 
@@ -202,16 +196,7 @@ def _initial_weights(settings: RunArguments) -> InitialWeights:
     """The record of random initial weights, with the options of mimetic initialization."""
     if not settings.mimetic:
         return InitialWeights()
-    layers = None if settings.mimetic_layers is None else tuple(settings.mimetic_layers)
-    switches = settings.mimetic_switches
-    return InitialWeights(
-        {
-            "c": settings.mimetic_c,
-            "offset": settings.mimetic_offset,
-            **({} if switches is None else {"switches": tuple(switches)}),
-            **({} if layers is None else {"layers": layers}),
-        }
-    )
+    return InitialWeights({"c": settings.mimetic_c, "offset": settings.mimetic_offset})
 
 
 def _state_alone(training: InitialStateConfig) -> bool:
@@ -259,38 +244,16 @@ def _record_task(config: Any, rows: TaskStrings) -> None:
     config.training_length, config.task = rows.row_length, rows.record
 
 
-def _text_to_evaluate(settings: RunArguments, rows: Any, eval_rows: Any, tokenizer: Any) -> list[str]:
-    """Options of `lengthgen evaluate` that name held-out text if there is some, and a length that the text has."""
-    data, split, known = settings.data, "validation", None
+def _text_to_evaluate(settings: RunArguments) -> list[str]:
+    """Options of `lengthgen evaluate` that name held-out text, if there is some."""
+    data, split = settings.data, "validation"
     if settings.eval_data is not None or settings.eval_split is not None:
-        data, split, known = settings.chosen_eval_data, settings.chosen_eval_split, eval_rows
-        if settings.evaluates_training_text:
-            print("The command below evaluates on the training text.")
+        data, split = settings.chosen_eval_data, settings.chosen_eval_split
     elif data != STANDARD_LIBRARY and "validation" not in split_names(data):
-        split, known = settings.chosen_split, rows
+        split = settings.chosen_split
         print(f"{data} has no validation split, so the command below evaluates on the training text.")
-    if isinstance(known, PackedBlocks):
-        tokens = len(known) * (known.length + 1)
-    elif isinstance(known, ContinuedChunks):
-        tokens = len(known.stream)
-    else:
-        tokens = len(stream_of(settings, data, split, tokenizer))
-    options = [] if data == STANDARD_LIBRARY else ["--data", data, "--split", split]
-    if options and settings.text_column != "text":
-        options += ["--text-column", settings.text_column]
-    return [*options, *_fitting(tokens, settings.length)]
-
-
-def _fitting(tokens: int, length: int) -> list[str]:
-    """Options for the longest sequences, of at most 64 training lengths, of which `tokens` hold four."""
-    multiples = [multiple for multiple in (64, 32, 16, 8, 4) if tokens // (multiple * length + 1) >= 4]
-    longest = (multiples or [2])[0] * length
-    sequences = max(1, min(SEQUENCES, tokens // (longest + 1)))
-    return (
-        []
-        if (longest, sequences) == (64 * length, SEQUENCES)
-        else ["--length", str(longest), "--sequences", str(sequences)]
-    )
+    column = [] if settings.text_column == "text" else ["--text-column", settings.text_column]
+    return [] if data == STANDARD_LIBRARY else ["--data", data, "--split", split, *column]
 
 
 def _next_step(

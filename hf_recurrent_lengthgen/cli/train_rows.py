@@ -67,11 +67,6 @@ def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokeni
     data = settings.chosen_eval_data
     if settings.task == "babilong":
         return _questions(settings, "test", data, settings.chosen_eval_split, seed, tokenizer)
-    if settings.evaluates_training_text:
-        print(
-            f"eval_loss is that of the training text, split {settings.chosen_split} of {data}. To hold text out: "
-            "--split 'train[:95%]' --eval-split 'train[95%:]'."
-        )
     return PackedBlocks(stream_of(settings, data, settings.chosen_eval_split, tokenizer), settings.length)
 
 

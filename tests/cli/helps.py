@@ -13,10 +13,9 @@ from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.main import COMMANDS, HELP_HEADING, HELPS
 
 
-def parser_of(command: str, *arguments: str) -> argparse.ArgumentParser:
+def parser_of(command: str) -> argparse.ArgumentParser:
     module = import_module(f"{cli.__name__}.{command}")
-    given = [[*arguments]] if command == "retrieve" and arguments else []  # whose options depend on the task
-    parser: argparse.ArgumentParser = module.command_parser(*given)
+    parser: argparse.ArgumentParser = module.command_parser()
     return parser
 
 

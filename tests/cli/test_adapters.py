@@ -182,12 +182,11 @@ def test_an_adapter_is_taken_by_the_other_measurements(adapter: Path, text_file:
     for name in (name for name in maps[0].files if maps[0][name].dtype.kind == "f"):
         np.testing.assert_allclose(maps[0][name], maps[1][name], rtol=1e-4, atol=1e-5)
     few = ("--output", tmp_path / "out", "--samples", 2)
-    assert run("accuracy", adapter, "--task", "copying", "--task-length", 3, "--task-vocabulary", 4, *few) == 0
     assert run("retrieve", adapter, "--lengths", 400, "--depths", 1, "--no-cache", *few) == 0
     texts = ("--data", text_file, "--split", "train", "--length", 64, "--sequences", 2)
     parts = ("--parts", "misalignment", "--no-cache")
     assert run("diagnose", adapter, *texts, *parts, "--output", tmp_path / "page") == 0
-    for file in ("out/accuracy.json", "out/retrieval.json", "page/index.html"):
+    for file in ("out/retrieval.json", "page/index.html"):
         assert (tmp_path / file).is_file()
 
 

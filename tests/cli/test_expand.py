@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
 from tests.hybrids.tiny_models import tiny_model
-from tests.surgery.expansions import RECIPES
 from tests.versions import needs_hybrids
 
 TOKENS = torch.arange(3, 40)[None]
@@ -66,18 +65,6 @@ def test_layers_of_the_trainer_may_be_a_list_in_a_file(checkpoint: Path, tmp_pat
     (tmp_path / "run.yaml").write_text("\n".join(f"{name}: {value}" for name, value in lines.items()))
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
     assert load_model(str(tmp_path / "out")).config.layer_state_sizes == [4, 16]
-
-
-def test_a_report_needs_a_config_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert expand(RECIPES / "mamba2-1.3b.json", "--report") == 0
-    shown = capsys.readouterr().out
-    assert "all 48" in shown
-    assert "25,165,824 -> 31,457,280 (1.25x)" in shown
-    assert "1,343,757,312 -> 1,350,064,128 (+0.47%)" in shown
-    stock = {"model_type": "gla"}  # the defaults of fla are GLA-1.3B
-    (tmp_path / "config.json").write_text(json.dumps(stock))
-    assert expand(tmp_path / "config.json", "--report", "--num-heads", 1) == 0
-    assert "12,582,912 -> 18,874,368 (1.50x)" in capsys.readouterr().out
 
 
 def test_a_stock_checkpoint_without_tokenizer_becomes_ours(

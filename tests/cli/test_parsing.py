@@ -1,7 +1,6 @@
 """Values of the command line: no option of any command takes what it cannot use."""
 
 import argparse
-import json
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +11,7 @@ from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.convert import _setting as setting
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, not_negative, positive
+from hf_recurrent_lengthgen.cli.retrieve import _depths as depths
 
 NO_COUNTS = ("-1", "1.5", "nan", "inf", "1e3", "x", "9" * 30, "9" * 6000)
 
@@ -40,7 +40,7 @@ def options(command: str) -> Iterator[tuple[argparse.ArgumentParser, argparse.Ac
 def test_every_whole_number_is_a_count(command: str) -> None:
     """A parser's `type=int` is `not_negative`; a kind of number that this test does not know must be added to it."""
     for parser, action in options(command):
-        if action.type in (None, float, setting):  # of text, below; of other numbers, test_other_numbers_are_checked
+        if action.type in (None, float, setting, depths):  # of text, below; of other numbers, elsewhere
             continue
         kind = parser._registry_get("type", action.type, action.type)
         assert kind in (counts, positive, not_negative), action.option_strings
@@ -56,14 +56,6 @@ def test_no_text_is_empty(command: str) -> None:
         if action.type is None:
             with pytest.raises(argparse.ArgumentError, match="is empty: give a value, or leave the option out"):
                 parser._get_values(action, [""])
-
-
-@pytest.mark.parametrize("started", ["--delta-s", "--delta_s", "--del"])
-def test_the_start_of_an_option_stands_for_it_in_both_spellings(
-    started: str, checkpoint: Path, tmp_path: Path
-) -> None:
-    assert main(["forget", str(checkpoint), started, "0.5", "--output", str(tmp_path / "out")]) == 0
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["forgetting"] == {"delta_scale": 0.5}
 
 
 NO_FACTORS = ("nan", "inf", "-inf", "-1", "0", "1e999")
@@ -96,10 +88,6 @@ def test_a_command_parser_of_any_kind_refuses_them() -> None:
     parser.add_argument("--count", type=int)
     parser.add_argument_group("more").add_argument("--name")
     assert parser.parse_args(["--count", "0", "--name", "a"]) == argparse.Namespace(count=0, name="a")
-    parser.add_argument("--a_b")
-    parser.add_argument("--c-d")
-    given = parser.parse_args(["--a-b=x-y_z", "--c_d", "e_f"])
-    assert (given.a_b, given.c_d) == ("x-y_z", "e_f")
     for wrong in (["--count=-1"], ["--name="]):
         with pytest.raises(SystemExit):
             parser.parse_args(wrong)

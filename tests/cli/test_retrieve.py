@@ -44,7 +44,7 @@ def test_models_are_compared_and_finished_cells_kept(
 ) -> None:
     output = tmp_path / "found"
     arguments = ["retrieve", str(checkpoint), str(llama), "--lengths", "400,0.5k", "--depths", "2", "--samples", "2"]
-    assert main([*arguments, "--output", str(output), "--within", "300"]) == 0
+    assert main([*arguments, "--output", str(output)]) == 0
     shown = capsys.readouterr().out
     assert "model" in shown
     assert "0 (0 to 49)" in shown  # Wilson of 0 of 4

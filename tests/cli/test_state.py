@@ -1,4 +1,4 @@
-"""`lengthgen state`: read, show, ask, crop."""
+"""`lengthgen state`: read, show, ask."""
 
 from pathlib import Path
 
@@ -39,10 +39,7 @@ def test_a_text_is_read_once_and_asked(
     prompts = ("--prompt", "9 times", "--prompt", " is", "--max-new-tokens", "7")
     told = shown(capsys, "ask", book, checkpoint, *prompts)
     assert told.splitlines() == [f"{prompt!r}: {answer(checkpoint, text, prompt)}" for prompt in ("9 times", " is")]
-    half = tmp_path / "half.safetensors"
-    assert "after 2,000 tokens" in shown(capsys, "crop", book, "--position", "2999", "--output", half)
     expected = answer(checkpoint, text[:2000], "9 times")
-    assert shown(capsys, "ask", half, checkpoint, *prompts).startswith(f"'9 times': {expected}\n")
     told = shown(capsys, "ask", book, checkpoint, *prompts, "--position", "2500")
     assert told.startswith(f"'9 times': {expected}\n")
 
@@ -73,10 +70,8 @@ def test_mistakes_are_told(
     other.write_text("another text " * 20)
     for arguments, complaint in (
         (("read", checkpoint, "--data", other, "--output", book), "50 tokens of another text"),
-        (("crop", book, "--position", "49", "--output", tmp_path / "x"), "none up to 49, only at [50]"),
+        (("ask", book, checkpoint, "--prompt", "a", "--position", "49"), "none up to 49, only at [50]"),
         (("show", tmp_path / "nothing"), "does not exist"),
-        (("crop", book, "--position", "50", "--output", tmp_path), "is a folder: give the name of a file"),
-        (("crop", book, "--position", "50", "--output", next(book.iterdir())), "which belong together"),
     ):
         assert main(["state", *map(str, arguments)]) == 1
         told = capsys.readouterr()

@@ -1,6 +1,5 @@
 """What rows a training gets from files, tasks and splits."""
 
-import contextlib
 import json
 import shlex
 import shutil
@@ -18,28 +17,17 @@ from hf_recurrent_lengthgen.trainers import INTERVENTIONS, ZeroStateTrainer
 from tests.cli.training import Train, spy, trained_config, write
 
 
-def test_an_evaluation_on_the_training_text_and_a_length_that_nobody_named_are_told(
-    train: Train, checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_length_that_the_model_does_not_have_or_nobody_named_is_said(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"data": text_file, "eval_data": text_file, "eval_strategy": "steps", "eval_steps": 2}
-    assert train(model=checkpoint, **options, per_device_eval_batch_size=64) == 0
-    told = capsys.readouterr().out
-    assert f"eval_loss is that of the training text, split train of {text_file}" in told
-    assert "The command below evaluates on the training text." in told
-    assert "No training length in the config" not in told
-    assert "Training at" not in told
-    assert train(model=checkpoint, training_length=16, output_dir=tmp_path / "longer") == 0
+    assert train(model=checkpoint, training_length=16) == 0
     assert f"Training at 16 tokens: the config of {checkpoint} had 8." in capsys.readouterr().out
-    halves = {"split": "train[:50%]", "eval_split": "train[50%:]"}
     silent = tmp_path / "silent"
     shutil.copytree(checkpoint, silent)
     (silent / "config.json").write_text(json.dumps(trained_config(silent) | {"training_length": None}))
-    short = {"model": silent, "training_length": None, "output_dir": tmp_path / "other"}
-    with contextlib.suppress(ValueError):
-        train(**options, **halves, **short)
-    told = capsys.readouterr().out
-    assert f"No training length in the config of {silent}: training at 2048 tokens." in told
-    assert "eval_loss is that of the training text" not in told
+    short = {"data": write(tmp_path / "short.txt", "too short"), "output_dir": tmp_path / "other"}
+    assert train(model=silent, training_length=None, **short) == 1
+    assert f"No training length in the config of {silent}: training at 2048 tokens." in capsys.readouterr().out
 
 
 def test_the_validation_split_of_the_training_data_is_what_is_evaluated(
@@ -55,10 +43,9 @@ def test_the_validation_split_of_the_training_data_is_what_is_evaluated(
         patch.setattr(PackedBlocks, "__init__", spy(seen))
         assert train(model=checkpoint, **options) == 0
     assert {chr(stream[0] - 3) for stream in seen} == {"a", "b"}
-    told = capsys.readouterr().out
-    assert "eval_loss" in told
-    assert "training text" not in told
-    assert f"--data {folder} --split validation" in told
+    shown = capsys.readouterr().out
+    assert "eval_loss" in shown
+    assert f"--data {folder} --split validation" in shown
 
 
 @pytest.mark.thinned(2)

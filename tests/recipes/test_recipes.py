@@ -145,7 +145,7 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
     assert per_step * int(rows["training_length"]) == TOKENS_PER_STEP
     [measuring] = re.findall(r"lengthgen retrieve (output/.*)\n", text)
     words = shlex.split(measuring)
-    options = vars(retrieve.command_parser(words).parse_args(words))
+    options = vars(retrieve.command_parser().parse_args(words))
     assert options["models"][0].removeprefix("output/") in RUNS
 
 
