@@ -51,7 +51,7 @@ def test_models_heads_and_cells_are_told_apart() -> None:
     losses = frame[frame.quantity == "models.evaluation.harm.last"]
     assert dict(zip(losses.model, losses.value, strict=True)) == {"a": 1.0, "b": 0.0}
     states: Any = STATES
-    heads = states.to_frame().query("quantity == 'layers.heads.std'")
+    heads = states.to_frame().query("quantity == 'heads.std'")
     assert heads.item.nunique() == len(heads) == 42 * 8
     cells: Any = RESULT
     assert cells.to_frame().query("quantity == 'cells.right' and item == '1.1'").value.tolist() == [8]
