@@ -61,18 +61,13 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
             raise ValueError(f'hidden_act must be "silu", got {given!r}: the convolution is followed by SiLU.')
         chosen: list[int] = list(self.attention_layers or ())
         layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
-        if any(type(layer) is not int or layer not in range(layers) for layer in chosen) or (
-            len(set(chosen)) < len(chosen)
-        ):
+        if not set(chosen) <= set(range(layers)) or len(set(chosen)) < len(chosen):
             raise ValueError(
                 f"attention_layers must be None or different numbers from 0 to {layers - 1}, "
                 f"got {self.attention_layers}."
             )
         if self.attention_kind not in self.attention_kinds:
             raise ValueError(f"attention_kind must be one of {self.attention_kinds}, got {self.attention_kind!r}.")
-        width = self.attention_head_dim
-        if width is not None and (type(width) is not int or width < 1):
-            raise ValueError(f"attention_head_dim must be None or at least 1, an integer, got {width!r}.")
         if not chosen and (self.attention_kind != "softmax" or self.attention_head_dim is not None):
             raise ValueError(
                 "attention_kind and attention_head_dim do nothing without attention_layers: set attention_layers, too."

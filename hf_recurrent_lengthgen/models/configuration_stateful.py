@@ -10,16 +10,13 @@ configurations, which are loaded first, import all that they need, and their use
 import inspect
 import os
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from numbers import Integral
 from pathlib import Path
-from types import UnionType
 from typing import TYPE_CHECKING as TYPE_CHECKING
-from typing import Any, ClassVar, Union, get_args, get_origin
+from typing import Any, ClassVar
 
 import transformers
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -97,21 +94,6 @@ def carry_extras(folder: str | os.PathLike[str], names: Iterable[str]) -> None:
 
 CODE_FORMAT_VERSION = 1
 SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
-# Numeric fields of all families by their range; a field that a family lacks, or that is None, is skipped.
-COUNT_FIELDS = (
-    *("a_low_rank_dim", "attention_hidden_size", "chunk_size", "conv_kernel", "conv_size", "decay_low_rank_dim"),
-    *("expand", "expand_ratio", "gate_low_rank_dim", "head_dim", "head_size", "head_size_divisor", "hidden_size"),
-    *("intermediate_size", "mimo_rank", "n_groups", "num_heads", "num_hidden_layers", "num_kv_heads", "num_v_heads"),
-    *("proj_low_rank_dim", "state_size", "time_step_rank", "training_length", "v_low_rank_dim", "vocab_size"),
-)
-POSITIVE_FIELDS = (
-    *("A_floor", "dt_init_floor", "dt_max", "dt_min", "expand_k", "expand_v", "gate_logit_normalizer", "hidden_ratio"),
-    *("time_step_max", "time_step_min", "time_step_scale"),
-)
-NOT_NEGATIVE_FIELDS = (
-    *("group_norm_eps", "initializer_range", "layer_norm_epsilon", "mixer_rms_eps", "norm_eps"),
-    *("code_format_version", "rescale_every", "time_step_floor"),
-)
 # one entry per layer, where layers differ, in the families that have them
 PER_LAYER_FIELDS = ("layer_num_heads", "layer_state_sizes")
 LAYER_FIELDS = (*PER_LAYER_FIELDS, "attention_layers")
@@ -156,25 +138,9 @@ class StatefulConfigMixin:
     code_format_version: int = CODE_FORMAT_VERSION
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As in Transformers, but every wrong type or range is a `ValueError`."""
-        kind = _annotations(type(self)).get(name, object)  # type: ignore[arg-type]
-        if not isinstance(value, bool | int) and isinstance(value, Integral):
-            value = int(value)  # from NumPy's
-        if not _fits(value, kind):
-            raise ValueError(f"{name} must be {_in_words(kind)}, got {value!r:.80}.")
-        if (name, value) != ("time_step_rank", "auto"):  # the configuration makes a number of it
-            _check_range(name, value)
-        # a 0 from JSON, which the strict classes of Transformers refuse
-        if kind is float:
-            value = float(value)
-        elif isinstance(value, (list, tuple)) and any(
-            get_args(part)[:1] == (float,) for part in (kind, *get_args(kind))
-        ):
-            try:
-                value = type(value)(map(float, value))
-            except OverflowError as error:
-                raise ValueError(f"{name} holds a number too large for a float, got {value!r:.80}.") from error
-        super().__setattr__(name, value)
+        """As in Transformers, whose strict classes refuse the whole number of a JSON file in place of a float."""
+        is_float = type(value) is int and _annotations(type(self)).get(name) is float  # type: ignore[arg-type]
+        super().__setattr__(name, float(value) if is_float else value)
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
@@ -229,7 +195,7 @@ class StatefulConfigMixin:
         layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
         for name in PER_LAYER_FIELDS:
             sizes = getattr(self, name, None)
-            if sizes is not None and (len(sizes) != layers or any(type(n) is not int or n < 1 for n in sizes)):
+            if sizes is not None and (len(sizes) != layers or min(sizes) < 1):
                 raise ValueError(
                     f"{name} must be None or hold one integer above 0 for each of the num_hidden_layers ({layers}) "
                     f"layers, got {sizes}."
@@ -249,50 +215,8 @@ class StatefulConfigMixin:
 
 @lru_cache
 def _annotations(config_class: type) -> dict[str, Any]:
-    """Types of the fields that are annotated with types."""
-    found: dict[str, Any] = {}
+    """Types of the fields."""
+    types: dict[str, Any] = {}
     for base in reversed(config_class.__mro__):
-        found |= inspect.get_annotations(base)
-    return {
-        name: kind for name, kind in found.items() if not isinstance(kind, str) and get_origin(kind) is not ClassVar
-    }
-
-
-def _fits(value: Any, kind: Any, finite: bool = True) -> bool:
-    """Whether `value` is of a type made of the types that configurations have; numbers in lists may be infinite."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        return any(_fits(value, part, finite) for part in parts)
-    if origin in (list, tuple):
-        return isinstance(value, (list, tuple)) and all(_fits(item, parts[0], finite=False) for item in value)
-    if kind is float:
-        return type(value) in (int, float) and (not finite or abs(value) <= sys.float_info.max)
-    if kind is int:
-        return type(value) is int
-    return kind is Any or not isinstance(origin or kind, type) or isinstance(value, origin or kind)
-
-
-def _in_words(kind: Any) -> str:
-    """A type in words."""
-    if get_origin(kind) in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_in_words(part) for part in get_args(kind)))
-    if get_origin(kind) in (list, tuple):
-        return f"a list ({_in_words(get_args(kind)[0])} each)"
-    names: dict[Any, str] = {int: "an integer", float: "a finite number", bool: "true or false"}
-    names |= {str: "text", dict: "a mapping", type(None): "None"}
-    return names.get(get_origin(kind) or kind, str(kind))
-
-
-def _check_range(name: str, value: Any) -> None:
-    for names, allowed, in_range in _RANGES:
-        if name in names and value is not None and not in_range(value):
-            raise ValueError(f"{name} must be {allowed}, got {value!r:.80}.")
-
-
-_RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
-    # like the sizes of a tensor
-    (COUNT_FIELDS, "an integer above 0", lambda value: type(value) is int and 0 < value < 2**63),
-    (("num_hidden_layers",), "at most 65536", lambda value: value <= 2**16),  # upstream makes a list of them
-    (POSITIVE_FIELDS, "a finite number above 0", lambda value: _fits(value, float) and value > 0),
-    (NOT_NEGATIVE_FIELDS, "a finite number of at least 0", lambda value: _fits(value, float) and value >= 0),
-)
+        types |= inspect.get_annotations(base)
+    return types

@@ -12,7 +12,6 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -142,17 +141,10 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
     def code_map(cls) -> dict[str, str]:
         """`auto_map` of a checkpoint: from Auto class to `file.Class`."""
         config_class: Any = cls.config_class
-        family, classes = config_class.__name__.removesuffix("Config"), config_class.__module__
-        models = classes.replace("configuration_", "modeling_")
-        names = {
-            "AutoModel": f"{family}Model",
-            "AutoModelForCausalLM": f"{family}ForCausalLM",
-        }
-        there = {auto: name for auto, name in names.items() if hasattr(sys.modules.get(models), name)}
-        return {
-            "AutoConfig": f"{classes.rpartition('.')[2]}.{family}Config",
-            **{auto: f"{models.rpartition('.')[2]}.{name}" for auto, name in there.items()},
-        }
+        family, file = config_class.__name__.removesuffix("Config"), config_class.__module__.rpartition(".")[2]
+        models = file.replace("configuration_", "modeling_")
+        names = {"AutoModel": f"{family}Model", "AutoModelForCausalLM": f"{family}ForCausalLM"}
+        return {"AutoConfig": f"{file}.{family}Config", **{auto: f"{models}.{name}" for auto, name in names.items()}}
 
 
 class StatefulBackbone(StatefulPreTrainedModel):

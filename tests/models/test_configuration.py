@@ -1,17 +1,12 @@
 """Configurations, Auto classes and types: Transformers' own everywhere, nothing of theirs replaced."""
 
 import importlib
-import inspect
-import json
-import math
 import re
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_origin
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -24,7 +19,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_recurrent_lengthgen.models.configuration_stateful import COUNT_FIELDS, NOT_NEGATIVE_FIELDS, POSITIVE_FIELDS
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import StatefulMamba2Config
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM
 
@@ -125,13 +119,11 @@ def test_a_configuration_that_cannot_be_honored_is_refused(changes: dict[str, ob
         StatefulMamba2ForCausalLM(mamba2_config(**changes))
 
 
-@pytest.mark.parametrize("sizes", [[4], [4, 0], [4, 4.0], [4, True]], ids=str)
+@pytest.mark.parametrize("sizes", [[4], [4, 0]], ids=str)
 @growing_families
 def test_sizes_of_layers_must_be_one_integer_each(family: Family, sizes: list[int]) -> None:
     name = "layer_state_sizes" if "mamba" in family.name else "layer_num_heads"
-    with pytest.raises(
-        ValueError, match=rf"{name}.*(must be None or hold one integer above 0 for each|an integer each)"
-    ):
+    with pytest.raises(ValueError, match=f"{name}.*must be None or hold one integer above 0 for each"):
         family.causal_lm_class(family.config(**{name: sizes}))
 
 
@@ -144,16 +136,6 @@ def test_fields_of_layers_that_a_family_lacks_are_refused(family: Family) -> Non
         with pytest.raises(ValueError, match=rf"{family.config_class.__name__} has no {name}, got .*: leave it out"):
             family.causal_lm_class(family.config(**{name: value}))
         family.config(**{name: None})
-
-
-@growing_families
-def test_fields_of_layers_must_be_lists(family: Family) -> None:
-    mamba = "mamba" in family.name
-    for name in ("layer_state_sizes", "attention_layers") if mamba else ("layer_num_heads",):
-        with pytest.raises(ValueError, match=rf"{name} must be a list \(an integer each\) or None, got 1"):
-            setattr(family.config(), name, 1)
-        with pytest.raises(ValueError, match=name):
-            family.causal_lm_class(family.config(**{name: 1}))
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if "mamba" not in family.name], ids=variant_id)
@@ -188,7 +170,6 @@ def test_heads_of_a_layer_must_divide_its_channels(family: Family) -> None:
         (MAMBA3, {"dt_min": 1.0}, r"dt_max must be at least dt_min \(1.0\), got 0.1"),
         (MAMBA3, {"num_heads": 3}, r"num_heads \* head_dim \(3 \* 8\) must be hidden_size \* expand \(16 \* 2\)"),
         (MAMBA3, {"n_groups": 3}, r"num_heads \(4\) must be a multiple of n_groups \(3\)"),
-        (RWKV7, {"v_low_rank_dim": 0}, "v_low_rank_dim must be an integer above 0, got 0"),
     ],
     ids=variant_id,
 )
@@ -223,97 +204,8 @@ def test_the_kernel_backend_is_refused_where_it_cannot_run(family: Family, monke
     assert build(family, scan_backend="auto")(random_tokens(1, 2)).logits.shape == (1, 2, VOCABULARY)
 
 
-WRONG: dict[str, list[Any]] = {
-    "integer": ["8", 1.5, True, math.nan, math.inf, [], {}],
-    "number": ["0.1", True, math.nan, math.inf, [], {}],
-    "flag": ["no", "true", 0, 1, 1.5, math.nan, [], {}, None],
-    "text": [0, 1.5, True, [], {}],
-}
-KINDS = {int: "integer", float: "number", bool: "flag", str: "text"}
-
-
-def fields_of(config_class: type) -> dict[str, str]:
-    """Kind of each field of one plain type, or of none."""
-    found: dict[str, str] = {}
-    for base in config_class.__mro__:
-        for name, annotation in inspect.get_annotations(base).items():
-            if get_origin(annotation) is ClassVar:
-                continue
-            kinds = set(get_args(annotation) or (annotation,)) - {type(None)}
-            if kinds == {int, float}:
-                kinds = {float}
-            if len(kinds) == 1 and (kind := KINDS.get(kinds.pop())) is not None:
-                found.setdefault(name, kind)
-    return found
-
-
-@every_family
-def test_fields_of_wrong_types_are_refused_by_name(family: Family) -> None:
-    fields = fields_of(family.config_class)
-    assert {"training_length": "integer", "scan_backend": "text", "use_cache": "flag"}.items() <= fields.items()
-    for name, kind in fields.items():
-        for value in WRONG[kind]:
-            if value is None and name in ("output_hidden_states", "return_dict"):
-                continue  # older versions allow it
-            with pytest.raises(ValueError, match=rf"{name}\b"):
-                family.config(**{name: value})
-
-
-@every_family
-def test_numbers_out_of_range_are_refused_by_name(family: Family) -> None:
-    own = set(vars(family.config()))
-    assert {"num_hidden_layers", "initializer_range"} <= own
-    for names, values in (
-        (COUNT_FIELDS, (0, -1, -(2**70), 2**63, 10**400)),
-        (POSITIVE_FIELDS, (0, -1, -0.5, math.inf, math.nan, 10**400)),
-        (NOT_NEGATIVE_FIELDS, (-1, -1e-9, math.inf, math.nan, 10**400)),
-    ):
-        for name in own & set(names):
-            for value in values:
-                with pytest.raises(ValueError, match=name):
-                    family.config(**{name: value})
-
-
-@every_family
-def test_every_number_of_a_family_has_a_range(family: Family) -> None:
-    """A new field of a family must say what it can be."""
-    ids_and_bounds = {"clamp_min", "lower_bound", "bos_token_id", "eos_token_id", "pad_token_id", "attention_head_dim"}
-    constrained = {"attnres_block_size", "num_attention_heads", "rope_fraction"}  # to a few values, by the family
-    known = {*COUNT_FIELDS, *POSITIVE_FIELDS, *NOT_NEGATIVE_FIELDS} | ids_and_bounds | constrained
-    numbers = {name for name, kind in fields_of(family.config_class).items() if kind in ("integer", "number")}
-    assert numbers - {"chunk_size_feed_forward"} <= known  # of older versions, for Transformers of other kinds
-
-
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 10**6) | st.sampled_from([10**400, 2**64]) | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
-    max_leaves=4,
-)
-
-
-@pytest.mark.parametrize("limit", [[10**400], [0.1, 10**400]])
-def test_numbers_that_no_float_is_are_refused_in_lists(limit: list[float]) -> None:
-    with pytest.raises(ValueError, match="time_step_limit holds a number too large for a float"):
-        mamba2_config(time_step_limit=limit)
-
-
-@pytest.mark.thinned(7)
-@every_family
-@settings(max_examples=100)
-@given(data=st.data())
-def test_whatever_stands_in_a_config_file_is_taken_or_refused(family: Family, data: st.DataObject) -> None:
-    names = sorted(set(family.config().to_dict()) - {"dtype", "model_type", *vars(PreTrainedConfig())})
-    settings = data.draw(st.dictionaries(st.sampled_from(names), JSON_VALUES, min_size=1, max_size=3))
-    text = json.dumps(family.config().to_dict() | settings)
-    try:
-        config = family.config_class.from_dict(json.loads(text))
-    except ValueError:
-        return
-    config.check()
-
-
 def test_a_whole_number_is_a_number_in_every_family() -> None:
     for family in FAMILIES:
         assert family.config(initializer_range=0).initializer_range == 0.0
     with pytest.raises(ValueError, match="time_step_limit must be two ascending"):
-        mamba2_config(time_step_limit=[])
+        mamba2_config(time_step_limit=(0.7, 0.2))
