@@ -18,21 +18,10 @@ def forms_of(words: list[str]) -> dict[str, dict[str, Any]]:
     positions = torch.tensor([[word[:place].count(letter) for place, letter in enumerate(word)] for word in words])
     numbers = torch.tensor([[len({*word[: place + 1]} - {"."}) for place in range(len(word))] for word in words])
     rows, length = numbers.shape
-    inside = (numbers[:, :, None] == numbers[:, None]) & torch.ones(length, length, dtype=torch.bool).tril()
-    sees = (inside & real[:, None] & real[..., None])[:, None]
-    added = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
     mask = {} if bool(real.all()) else {"attention_mask": real.long()}
     forms: dict[str, dict[str, Any]] = {
         "position_ids": {"position_ids": positions, **mask},
-        "positions of M-RoPE": {"position_ids": positions.repeat(3, 1, 1), **mask},
-        "positions of M-RoPE and text": {"position_ids": positions.repeat(4, 1, 1), **mask},
         "seq_idx": {"seq_idx": numbers.int(), **mask},
-        "numbered mask": {"attention_mask": numbers * real},
-        "mask of blocks": {"attention_mask": sees},
-        "mask of blocks of integers": {"attention_mask": sees.long().expand(-1, 2, -1, -1)},
-        "added mask of blocks": {"attention_mask": added},
-        "added mask of blocks with infinity": {"attention_mask": added.masked_fill(added < 0, -torch.inf)},
-        "positions and mask of blocks": {"position_ids": positions, "attention_mask": sees},
     }
     if mask:
         return forms
@@ -63,37 +52,23 @@ def wrong_forms(words: list[str]) -> dict[str, tuple[dict[str, Any], str]]:
     """Forms that no recurrent model can follow, or that contradict each other, and a part of the refusal."""
     good = forms_of(words)
     positions, numbers = good["position_ids"]["position_ids"], good["seq_idx"]["seq_idx"]
-    sees, added = good["mask of blocks"]["attention_mask"], good["added mask of blocks"]["attention_mask"]
     borders, length = good["borders"]["cu_seq_lens_q"], len(words[0])
-    image = positions.repeat(3, 1, 1)
-    image[1] += 1
-    window = sees & ~torch.ones(length, length, dtype=torch.bool).tril(-5)
     other = torch.tensor([0, 3, *range(length, len(words) * length + 1, length)])
-    differ, blocks = "begin sequences at different tokens", "must let each token see all tokens of its own sequence"
+    differ = "begin sequences at different tokens"
     return {
-        "planes of an image": ({"position_ids": image}, "planes that differ"),
         "positions that skip": ({"position_ids": positions * 2}, "position_ids goes from 0 to 2"),
         "numbers that return": ({"seq_idx": numbers.flip(1)}, "seq_idx goes down"),
-        "a mask of other numbers": ({"attention_mask": numbers * 2}, "or 1, 2, ... at the tokens"),
-        "a mask that returns": ({"attention_mask": numbers.flip(1)}, "or 1, 2, ... at the tokens"),
-        "a window": ({"attention_mask": window}, blocks),
-        "sight of the future": ({"attention_mask": sees | sees.mT}, blocks),
-        "a bias": ({"attention_mask": added.clamp(min=-2.0)}, blocks),
-        "heads that differ": ({"attention_mask": torch.cat([sees, sees & ~sees.mT], 1)}, blocks),
-        "a mask of another length": ({"attention_mask": sees[..., 1:]}, "of four dimensions must have shape"),
-        "a mask of three dimensions": ({"attention_mask": sees[:, 0]}, "must have the shape of the tokens"),
-        "masks by layer": ({"attention_mask": {"full_attention": sees}}, "must be a tensor"),
+        "a numbered mask": ({"attention_mask": numbers}, "1 at real tokens and 0 at padding only"),
+        "a mask of blocks": (
+            {"attention_mask": torch.ones(2, 1, length, length)},
+            "must have the shape of the tokens",
+        ),
+        "masks by layer": ({"attention_mask": {"full_attention": numbers}}, "must be a tensor"),
         "borders that go down": ({"cu_seq_lens_q": borders.flip(0)}, "must count up from 0"),
         "borders by layer": ({"cu_seq_lens_k": {"full_attention": borders}}, "must count up from 0"),
         "borders across rows": ({"cu_seq_lens_q": borders[[0, -1]]}, "with a border between rows"),
         "borders and padding": ({"cu_seq_lens_q": borders, "attention_mask": positions < 8}, "and no padding"),
-        "too short a longest": (
-            {"cu_seq_lens_q": borders, "max_length_q": 3},
-            "max_length_q is 3, but a sequence has",
-        ),
-        "a longest alone": ({"max_length_k": 3}, "max_length_k is 3, but a sequence has"),
         "queries and keys": ({"cu_seq_lens_q": borders, "cu_seq_lens_k": other}, differ),
         "positions and numbers": ({"position_ids": torch.arange(length)[None], "seq_idx": numbers}, differ),
         "positions and borders": ({"position_ids": positions, "cu_seqlens": other}, differ),
-        "numbers and a mask": ({"seq_idx": numbers, "attention_mask": torch.ones_like(sees).tril()}, differ),
     }

@@ -12,7 +12,6 @@ from transformers.trainer_utils import has_length
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL, sampled_digest
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
-from hf_recurrent_lengthgen.models.rows import check_token_ids
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
@@ -153,6 +152,22 @@ def check_not_empty(name: str, dataset: Any) -> None:
     for each in dataset.values() if isinstance(dataset, dict) else [dataset]:
         if each is not None and has_length(each) and not len(each):
             raise ValueError(f"{name} has no rows: give more text, or cut it into shorter rows.")
+
+
+def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignored: int | None = None) -> None:
+    """Check ids (B, T) before an embedding or a loss indexes with them and fails without a position, or not at all."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {ids.dtype} of shape {tuple(ids.shape)}.")
+    wrong = (ids < 0) | (ids >= vocabulary)
+    if ignored is not None:
+        wrong &= ids != ignored
+    if wrong.any():
+        row, *_, place = wrong.nonzero()[0].tolist()
+        also = "" if ignored is None else f", or {ignored} for none"
+        raise ValueError(
+            f"{name} must be from 0 to {vocabulary - 1}{also}, got {int(ids[wrong][0])} in row {row}, position "
+            f"{place}: tokenize with the model's own tokenizer."
+        )
 
 
 def check_batch(model: nn.Module | None, inputs: Mapping[str, Any]) -> None:

@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache
 from hf_recurrent_lengthgen.hybrids.cache_adapters import repeated_keys
 from hf_recurrent_lengthgen.hybrids.calls import check_attention_cache, check_padding, check_rows, starts_learned
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
-from hf_recurrent_lengthgen.hybrids.rows import check_cached, real_of, rows_of
+from hf_recurrent_lengthgen.hybrids.rows import check_cached, real_of, rows_of, text_positions
 from hf_recurrent_lengthgen.models.modeling_generation import virtual_tokens
-from hf_recurrent_lengthgen.models.rows import LAYOUT, check_prompts, text_positions, token_shape
+from hf_recurrent_lengthgen.models.rows import LAYOUT, check_prompts, token_shape
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
 
 

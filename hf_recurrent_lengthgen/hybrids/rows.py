@@ -23,7 +23,6 @@ from hf_recurrent_lengthgen.models.rows import (
     mask_of_new_tokens,
     read_rows,
     real_tokens,
-    text_positions,
     token_shape,
 )
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
@@ -203,8 +202,26 @@ def rows_of(arguments: dict[str, Any], seen: int = 0) -> StockRows | None:
         ValueError: as in `read_rows`.
     """
     shape = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
-    rows = read_rows(arguments | {"attention_mask": _without_seen(arguments.get("attention_mask"), shape, seen)})
+    mask = _without_seen(arguments.get("attention_mask"), shape, seen)
+    positions = text_positions(arguments.get("position_ids"))
+    rows = read_rows(arguments | {"attention_mask": mask, "position_ids": positions})
     return None if rows.real is None and rows.starts is None else StockRows(rows)
+
+
+def text_positions(positions: Any) -> Any:
+    """(B, T) from `position_ids` of M-RoPE, whose planes are equal for text: (time,) time, height and width.
+
+    Raises:
+        ValueError: for planes that differ.
+    """
+    if not isinstance(positions, Tensor) or positions.ndim != 3 or positions.shape[0] not in (3, 4):
+        return positions
+    if bool((positions[1:] != positions[:1]).any()):
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)} have planes that differ, as those of images do: a "
+            "recurrent model reads text, token by token. Give positions of shape (B, T)."
+        )
+    return positions[0]
 
 
 def real_of(mask: Tensor | None, shape: tuple[int, int], seen: int = 0) -> Tensor | None:
@@ -274,11 +291,12 @@ def check_cached(arguments: dict[str, Any]) -> None:
     if length == 1 or isinstance(mask, dict):  # as generate makes it for a static cache
         return
     table = isinstance(mask, Tensor) and mask.ndim == 2
-    rows = read_rows(arguments | {"attention_mask": mask[:, -length:] if table else mask})  # type: ignore[index]
-    if rows.starts is not None or not (mask is None or table):
+    positions = text_positions(arguments.get("position_ids"))
+    mask = mask[:, -length:] if table else mask  # type: ignore[index]
+    if read_rows(arguments | {"attention_mask": mask, "position_ids": positions}).starts is not None:
         raise ValueError(
-            "Several sequences in a row, or an attention_mask of four dimensions, cannot be read with a cache "
-            "(use_cache, generate): give one sequence per row, or leave the cache out."
+            "Several sequences in a row cannot be read with a cache (use_cache, generate): give one sequence per row, "
+            "or leave the cache out."
         )
 
 
@@ -291,7 +309,7 @@ def check_positions(positions: Any, rows: StockRows | None, first: int) -> None:
     """Raise a `ValueError` if positions are not those from which attention layers start, at `first`."""
     if positions is None:
         return
-    positions = text_positions(positions, None if rows is None else rows.given.real)
+    positions = text_positions(positions)
     expected = rows.positions if rows is not None else torch.arange(positions.shape[-1], device=positions.device)
     wrong = positions != expected + first
     if rows is not None and rows.given.real is not None:

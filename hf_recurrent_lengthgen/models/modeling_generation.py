@@ -12,7 +12,7 @@ from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
 from .configuration_stateful import CACHE_NAME, OLD_CACHE_NAMES
-from .rows import check_prompts, check_token_ids, read_rows, text_positions
+from .rows import check_prompts, read_rows
 from .state_value import (
     RecurrentState,
     check_finite_state,
@@ -326,12 +326,8 @@ class RecurrentGenerationMixin(GenerationMixin):
         model: Any = self
         given = given_cache(kwargs.pop("cache", None), kwargs)
         check_prompts(kwargs)
-        if kwargs.get("position_ids") is not None:
-            kwargs["position_ids"] = text_positions(kwargs["position_ids"])
         if virtual_tokens(self) and given is not None:
             raise ValueError(f"{GOES_ON}.")
-        if (ids := kwargs.get("input_ids") if inputs is None else inputs) is not None:
-            check_token_ids(ids, model.config.vocab_size)
         if initial_state is None:
             return self._generate(given, inputs, *args, **kwargs)
         if given is not None:

@@ -164,7 +164,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
     Args of `forward`:
         input_ids: (B, T). Exactly one of `input_ids` and `inputs_embeds` is given.
         attention_mask: (B, T), 1 at real tokens and 0 at padding, anywhere in a row; with a cache also
-            (B, `cache.tokens_seen` + T). Also masks of packed rows (rows.py).
+            (B, `cache.tokens_seen` + T).
         initial_state: State before the first token; None is the active learned state (state_learned.py), or zero.
         output_final_state: Whether to return `final_state`.
         inputs_embeds: (B, T, D).
@@ -177,7 +177,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             or at the first position of the row, a new sequence begins from zero, or from the active learned state,
             so that packed sequences give exactly what each gives alone. The first sequence of a row starts from the
             initial state, and `final_state` is that of the last one. Under torch.compile, reading positions breaks
-            the graph. M-RoPE's (3 or 4, B or 1, T) are taken for text, whose planes are equal.
+            the graph.
         token_type_ids: (B, T), all 0, as tokenizers return them.
         sequence_group: Processes that share the rows, each with a piece of them, in the order of time
             (rows_shared.py). All give the same `initial_state`, that before the whole rows, and get the same

@@ -1,14 +1,13 @@
 """The rows of one call as one value, read once from every form in which users and collators describe them.
 
-A mask tells padding. Where sequences begin inside rows, any of these tell, and what they tell must agree:
+A mask (B, T) of 1 and 0 tells padding. Where sequences begin inside rows, any of these tell, and must agree:
 
-- `attention_mask` (B, T) of 1, 2, ... at the tokens of the first, second, ... sequence of a row, and 0 at padding;
-- `attention_mask` (B or 1, H, T, T) of what each token sees, true or 1 or, of floats, 0 where it sees: causal blocks;
-- `position_ids` (B or 1, T), or (3 or 4, B or 1, T) of models with M-RoPE, which restart;
+- `position_ids` (B or 1, T), which restart;
 - `seq_idx` (B or 1, T), the number of each token's sequence;
-- borders of sequences among all B * T tokens, (N + 1,), as kernels of attention take them; `LONGEST` go with them.
+- borders of sequences among all B * T tokens, (N + 1,), as kernels of attention take them. The largest lengths
+  (`LONGEST`) that go with them are not needed.
 
-Shapes: B rows, T tokens, H heads, N sequences.
+Shapes: B rows, T tokens, N sequences.
 """
 
 from collections.abc import Mapping
@@ -25,11 +24,6 @@ BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "cu_seqlens_q", "cu_s
 LONGEST = ("max_length_q", "max_length_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k")
 LAYOUT = ("attention_mask", "position_ids", "seq_idx", *BORDERS, *LONGEST)
 """The arguments of a model that describe its rows."""
-_UNSEEN = -1e3  # an additive mask that is lower hides a token
-_MASK = (
-    "attention_mask must hold 1 at real tokens and 0 at padding, or 1, 2, ... at the tokens of the first, second, ... "
-    "sequence of each row."
-)
 
 
 class Rows(NamedTuple):
@@ -115,58 +109,33 @@ def read_rows(given: Mapping[str, Any], seen: int = 0) -> Rows:
             other.
     """
     shape = token_shape(given.get("input_ids"), given.get("inputs_embeds"))
-    said = {name: given[name] for name in LAYOUT if given.get(name) is not None}
-    mask, real = said.get("attention_mask"), None
-    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 4):
-        said.pop("attention_mask")
-        mask = mask_of_new_tokens(mask, seen, shape)
-        assert mask is not None
-        if torch.compiler.is_compiling() or _is_plain(mask):
-            real = real_tokens(mask)
-        else:
-            said["attention_mask"] = mask
-    if said and torch.compiler.is_exporting():
-        raise ValueError(
-            f"A program of torch.export cannot take {sorted(said)}: they decide how many sequences there are. Leave "
-            "them out, with one sequence in each row."
-        )
-    return _read(said, shape, real) if said else Rows(shape, real)
+    real = real_tokens(mask_of_new_tokens(given.get("attention_mask"), seen, shape))
+    said = {name: given[name] for name in ("position_ids", "seq_idx", *BORDERS) if given.get(name) is not None}
+    return Rows(shape, real, _starts(said, shape, real)) if said else Rows(shape, real)
 
 
 @torch.compiler.disable
-def _read(said: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> Rows:
-    """Rows from what is said about them, all but a mask of `real` tokens."""
-    found: dict[str, Tensor] = {}
-    if (mask := said.get("attention_mask")) is not None:
-        real, found["attention_mask"] = _blocks(mask, shape) if mask.ndim == 4 else _numbered(mask)
-        real = None if bool(real.all()) else real
-    if (positions := said.get("position_ids")) is not None:
-        positions = checked_numbers("position_ids", text_positions(positions, real), shape)
+def _starts(said: dict[str, Any], shape: tuple[int, int], real: Tensor | None) -> Tensor | None:
+    """Where sequences begin inside rows, (B, T), from what is said about it; None if none does."""
+    by_form: dict[str, Tensor] = {}
+    for name, value in said.items():
+        if name in BORDERS:
+            by_form[name] = _begins(name, value, shape, real)
+            continue
+        numbers = checked_numbers(name, value, shape)
         if shape[1] > 1:  # else a step of generation: nothing begins inside a row
-            found["position_ids"] = _restarts(positions, real)
-    if (numbers := said.get("seq_idx")) is not None:
-        numbers = checked_numbers("seq_idx", numbers, shape)
-        if shape[1] > 1:
-            found["seq_idx"] = changes(numbers, real)
-    found |= {name: _begins(name, said[name], shape, real) for name in BORDERS if name in said}
+            by_form[name] = _restarts(numbers, real) if name == "position_ids" else changes(numbers, real)
     starts: Tensor | None = None
-    for name, one in found.items():
+    for name, one in by_form.items():
         starts = one if starts is None else starts.to(one.device)
         if not torch.equal(starts, one):
-            raise ValueError(f"{next(iter(found))} and {name} begin sequences at different tokens: leave one out.")
-    for name in LONGEST:
-        if name in said:
-            _check_longest(name, said[name], shape, real, starts)
-    return Rows(shape, real, starts if starts is not None and bool(starts.any()) else None)
+            raise ValueError(f"{next(iter(by_form))} and {name} begin sequences at different tokens: leave one out.")
+    return starts if starts is not None and bool(starts.any()) else None
 
 
 def check_prompts(given: Mapping[str, Any]) -> None:
     """Refuse what tells sequences apart in prompts, and `generate` cannot extend token by token: all but positions."""
-    mask = given.get("attention_mask")
-    wrong = [name for name in LAYOUT[2:] if given.get(name) is not None]
-    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2 or not _is_plain(mask)):
-        wrong.append("attention_mask of other values than 0 and 1, or another shape than (B, T)")
-    if wrong:
+    if wrong := [name for name in LAYOUT[2:] if given.get(name) is not None]:
         raise ValueError(f"generate takes one sequence per row, and no {' and no '.join(wrong)}: unpack the rows.")
 
 
@@ -198,35 +167,14 @@ def real_tokens(mask: Tensor | None) -> Tensor | None:
     """(B, T), true at real tokens; None if all are. Raises a `ValueError` for a mask of other values than 0 and 1."""
     if mask is None:
         return None
-    real = mask.bool()
+    real, message = mask.bool(), "attention_mask must hold 1 at real tokens and 0 at padding only."
     if torch.compiler.is_compiling():
         if mask.dtype != torch.bool:  # the only refusal that a compiled graph can hold
-            torch._assert_async((mask == real).all(), f"{_MASK} A compiled model takes 0 and 1 only.")
+            torch._assert_async((mask == real).all(), message)
         return real
-    if not _is_plain(mask):
-        raise ValueError("attention_mask must hold 1 at real tokens and 0 at padding only.")
+    if mask.dtype != torch.bool and not bool((mask == real).all()):
+        raise ValueError(message)
     return None if bool(real.all()) else real
-
-
-def _is_plain(mask: Tensor) -> bool:
-    return mask.dtype == torch.bool or bool((mask == mask.bool()).all())
-
-
-def text_positions(positions: Any, real: Tensor | None = None) -> Any:
-    """(B, T) from `position_ids`, whose planes in M-RoPE are equal for text: (time,) time, height and width.
-
-    Raises:
-        ValueError: for planes that differ at `real` tokens.
-    """
-    if not isinstance(positions, Tensor) or positions.ndim != 3 or positions.shape[0] not in (3, 4):
-        return positions
-    other = positions[1:] != positions[:1]
-    if bool((other if real is None else other & real).any()):
-        raise ValueError(
-            f"position_ids of shape {tuple(positions.shape)} have planes that differ, as those of images do: a "
-            "recurrent model reads text, token by token. Give positions of shape (B, T)."
-        )
-    return positions[0]
 
 
 def checked_numbers(name: str, values: Any, shape: tuple[int, int]) -> Tensor:
@@ -236,40 +184,6 @@ def checked_numbers(name: str, values: Any, shape: tuple[int, int]) -> Tensor:
     if values.shape not in (shape, (1, shape[1])):
         raise ValueError(f"{name} must have the shape of the tokens, {shape}, got {tuple(values.shape)}.")
     return values.expand(shape)
-
-
-def _numbered(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Real tokens, and where sequences begin, from a mask that numbers the sequences of each row from 1."""
-    real = mask > 0
-    previous, _, followed = _previous(mask, real)
-    starts = followed & (mask != previous)
-    if not bool(torch.where(real, mask == starts.cumsum(1) + 1, mask == 0).all()):
-        raise ValueError(_MASK)
-    return real, starts
-
-
-def _blocks(mask: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Real tokens, and where sequences begin, from a mask of the tokens that each token sees."""
-    if mask.shape[0] not in (1, shape[0]) or mask.shape[2:] != (shape[1], shape[1]):
-        wanted = (shape[0], 1, shape[1], shape[1])
-        raise ValueError(f"attention_mask of four dimensions must have shape {wanted}, got {tuple(mask.shape)}.")
-    sees = mask == 0 if mask.is_floating_point() else mask.bool()
-    known = (mask == 0) | ((mask <= _UNSEEN) if mask.is_floating_point() else mask == 1)
-    blocks = sees[:, 0].expand(shape[0], -1, -1)
-    real = blocks.diagonal(dim1=1, dim2=2)
-    places = torch.arange(shape[1], device=mask.device)
-    last, _, followed = _previous(places.expand(shape), real)
-    starts = followed & ~blocks.gather(2, last[..., None])[..., 0]
-    inside = starts.cumsum(1)
-    expected = (inside[:, :, None] == inside[:, None]) & (places[:, None] >= places) & real[:, None]
-    wrong = (blocks != expected) & real[..., None]  # what padding sees changes nothing
-    if not bool(known.all()) or bool((sees != sees[:, :1]).any()) or bool(wrong.any()):
-        raise ValueError(
-            "attention_mask of four dimensions must let each token see all tokens of its own sequence up to itself, "
-            "and no others, in all heads (true, or 0 in a mask of floats that is added): a recurrent model reads all "
-            "tokens of a sequence, in order."
-        )
-    return real, starts
 
 
 def _begins(name: str, borders: Any, shape: tuple[int, int], real: Tensor | None) -> Tensor:
@@ -288,21 +202,6 @@ def _begins(name: str, borders: Any, shape: tuple[int, int], real: Tensor | None
         )
     starts[:, 0] = False
     return starts
-
-
-def _check_longest(name: str, given: Any, shape: tuple[int, int], real: Tensor | None, starts: Tensor | None) -> None:
-    """Raise a `ValueError` for a sequence of more tokens than are said to be the most."""
-    if isinstance(given, bool) or (not isinstance(given, int) and getattr(given, "numel", lambda: 0)() != 1):
-        raise ValueError(f"{name} must be a number of tokens, got {given!r}.")
-    inside = torch.zeros(shape, dtype=torch.long) if starts is None else starts.cumsum(1).cpu()
-    sequences = (inside + shape[1] * torch.arange(shape[0])[:, None]).flatten()
-    counted = sequences if real is None else sequences[real.flatten().cpu()]
-    longest = int(counted.bincount().max()) if len(counted) else 0
-    if longest > int(given):
-        raise ValueError(
-            f"{name} is {int(given)}, but a sequence has {longest} tokens: give the largest number of tokens, or say "
-            "where sequences begin (position_ids, seq_idx or cu_seq_lens_q)."
-        )
 
 
 def _previous(values: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,25 +244,3 @@ def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> Non
         return
     if bool((token_type_ids if real is None else token_type_ids.masked_fill(~real, 0)).any()):
         raise ValueError("token_type_ids must be 0 at all tokens: a recurrent language model has no token types.")
-
-
-def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignored: int | None = None) -> None:
-    """Check ids (B, T) before an embedding or a loss indexes with them and fails without a position, or not at all."""
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"{name} must be integers, got {ids.dtype} of shape {tuple(ids.shape)}.")
-    if not ids.numel():
-        return
-    lowest, highest = ids.aminmax()
-    if lowest >= 0 and highest < vocabulary:
-        return
-    wrong = (ids < 0) | (ids >= vocabulary)
-    if ignored is not None:
-        wrong &= ids != ignored
-    if wrong.any():
-        place = tuple(wrong.nonzero()[0].tolist())
-        told = f"row {place[0]}, position {place[-1]}"
-        also = "" if ignored is None else f", or {ignored} for none"
-        raise ValueError(
-            f"{name} must be from 0 to {vocabulary - 1}{also}, got {int(ids[place])} in {told}: tokenize with the "
-            "model's own tokenizer."
-        )

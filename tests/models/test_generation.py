@@ -317,15 +317,6 @@ def test_a_model_refuses_a_state_and_a_cache_at_once_or_a_foreign_cache(family: 
             run(prompt, past_key_values=state)
 
 
-@pytest.mark.parametrize("ids", [[[1, 2, VOCABULARY]], [[1, -1, 2]], [[0.0, 1.0]]], ids=["high", "negative", "float"])
-def test_prompts_outside_the_vocabulary_are_refused_by_their_place(ids: list[list[Any]]) -> None:
-    model, prompt = build(SHELL_FAMILIES[0]), torch.tensor(ids)
-    place = "integers, got torch.float32" if prompt.is_floating_point() else "row 0, position"
-    for arguments in ({"inputs": prompt}, {"input_ids": prompt}):
-        with pytest.raises(ValueError, match=f"input_ids must be.* {place}"):
-            model.generate(**arguments, **GREEDY)
-
-
 def test_generation_stops_at_strings_and_needs_a_prompt() -> None:
     model, tokenizer = build(MAMBA2, vocab_size=384), ByT5Tokenizer()
     prompt = tokenizer("def f", add_special_tokens=False, return_tensors="pt")

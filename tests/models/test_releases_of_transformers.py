@@ -27,7 +27,7 @@ TOUCHED = {
     "transformers.modeling_layers": {"GradientCheckpointingLayer"},
     "transformers.models.auto.configuration_auto": {"CONFIG_MAPPING"},
     "transformers.models.auto.modeling_auto": {"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"},
-    "transformers.utils": {"ModelOutput", "cached_file", "logging"},
+    "transformers.utils": {"ModelOutput", "cached_file", "can_return_tuple", "logging"},
 }
 
 
