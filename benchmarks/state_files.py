@@ -23,12 +23,11 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
 from hf_recurrent_lengthgen.data import standard_library_corpus, token_stream
 from hf_recurrent_lengthgen.state_files import (
     ask,
-    crop_text_state,
     load_text_state,
     positions_in,
     read_into,
-    save_text_state,
 )
+from hf_recurrent_lengthgen.state_files.files import file_at
 
 QUESTIONS, ANSWER = 20, 32
 GREEDY: dict[str, Any] = {"max_new_tokens": ANSWER, "do_sample": False, "eos_token_id": None}
@@ -87,22 +86,20 @@ def main() -> None:
         return
     document, _ = texts(tokenizer, options.length)
     with tempfile.TemporaryDirectory() as temporary:
-        folder, half = Path(temporary) / "document", Path(temporary) / "half.safetensors"
+        folder = Path(temporary) / "document"
         steps = read_into(folder, model, document, options.every, tokenizer=tokenizer)
         reading_time, last = seconds(lambda: list(steps)[-1])
-        save_text_state(Path(temporary) / "alone", last)
         files = len(positions_in(folder))
+        first_half = [at for at in positions_in(folder) if at <= options.length // 2]
+        half, last_file = (file_at(folder, position) for position in (first_half[-1], last.position))
         total = sum(file.stat().st_size for file in folder.iterdir())
         state = sum(part.nbytes for layer in last.state for part in layer)
-        cropping, _ = seconds(lambda: crop_text_state(folder, options.length // 2, half))
         rows = [("step", "seconds", "bytes")]
         rows.append((f"read {options.length:,} tokens into {files} files", f"{reading_time:.1f}", f"{total:,}"))
-        rows.append(("the last state as one file", "", f"{(Path(temporary) / 'alone').stat().st_size:,}"))
+        rows.append(("the last state as one file", "", f"{last_file.stat().st_size:,}"))
         rows.append(("the state in it", "", f"{state:,}"))
         for path, title in ((folder, "all"), (half, "half")):
             timed = in_another_process(path)
-            if title == "half":
-                rows.append((f"crop to {timed['position']:,} tokens", f"{cropping:.2f}", f"{half.stat().st_size:,}"))
             rows.append((f"{title}: load and check, another process", f"{timed['load']:.2f}", ""))
             rows.append((f"{title}: {QUESTIONS} questions of 12 tokens, {ANSWER} each", f"{timed['ask']:.1f}", ""))
             same = "the same answer" if timed["equal"] else "ANOTHER ANSWER"

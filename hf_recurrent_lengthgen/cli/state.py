@@ -15,14 +15,7 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
 from hf_recurrent_lengthgen.cli.report import in_columns
 from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODEL, add_shared
 from hf_recurrent_lengthgen.data import token_stream
-from hf_recurrent_lengthgen.state_files import (
-    TextState,
-    ask,
-    load_text_state,
-    positions_in,
-    read_into,
-)
-from hf_recurrent_lengthgen.state_files.origin import OVERRIDES
+from hf_recurrent_lengthgen.state_files import ask, load_text_state, positions_in, read_into
 
 DESCRIPTION = """\
 Read a long text once, keep what the model has read (a text state), and ask it as often as you like, in other processes
@@ -34,6 +27,7 @@ EXAMPLES = """\
 lengthgen state read demo-output/cured --data book.txt --every 10000 --output book
 lengthgen state show book
 lengthgen state ask book demo-output/cured --prompt "Who is" --prompt "Where is"
+lengthgen state ask book demo-output/cured --prompt "Who is" --position 50000
 """
 READ = """\
 Read a text and save what is read every N tokens, one file each, into a folder. Memory does not grow with the text, but
@@ -74,8 +68,6 @@ def command_parser() -> CommandParser:
     asked.data.add_argument("--prompt", action="append", required=True, metavar="TEXT", help=what)
     what = "tokens of each answer at most (default: %(default)s)"
     asked.method.add_argument("--max-new-tokens", type=positive, default=40, metavar="N", help=what)
-    what = f"what may differ from the model that read the text: {', '.join(OVERRIDES)}"
-    asked.method.add_argument("--allow", nargs="+", choices=OVERRIDES, default=[], metavar="WHAT", help=what)
     add_shared(asked, "--tokenizer")
     what = "take the text state at this position, or the nearest one before it (default: the last)"
     asked.data.add_argument("--position", type=positive, metavar="N", help=what)
@@ -123,27 +115,24 @@ def _show(options: argparse.Namespace) -> None:
     origin, rows = text_state.origin, [["position", f"{text_state.position:,} tokens"]]
     if positions := positions_in(options.state):
         rows.append(["all positions", ", ".join(f"{position:,}" for position in positions)])
-    rows.append(["memory", f"{text_state.nbytes:,} bytes"])
-    rows.append(["attention", _attention(text_state)])
-    if origin is not None:
-        rows.append(["model", f"{origin.name} ({origin.config.get('model_type')}, {origin.dtype})"])
-        rows.append(["revision", origin.revision or "unknown"])
-        rows.append(["weights", origin.weights])
-        rows.append(["tokenizer", origin.tokenizer or "unknown"])
+    held = ", ".join(
+        f"{layer.keys.shape[2]:,} tokens in layer {index}" for index, layer in sorted(text_state.keys.items())
+    )
+    rows += [
+        ["memory", f"{text_state.nbytes:,} bytes"],
+        ["attention", held or "no such layers"],
+        ["model", f"{origin.name} ({origin.config.get('model_type')}, {origin.dtype})"],
+        ["revision", origin.revision or "unknown"],
+        ["weights", origin.weights],
+        ["tokenizer", origin.tokenizer or "unknown"],
+    ]
     rows.append(["tokens", text_state.prefix or "unknown"])
     print(in_columns([*rows, *sorted([name, value] for name, value in text_state.metadata.items())]))
 
 
-def _attention(text_state: TextState) -> str:
-    if text_state.attention != "kept":
-        return {"none": "no such layers", "omitted": "left out: sees new tokens only"}[text_state.attention]
-    held = ", ".join(f"{layer.keys.shape[2]:,} in layer {index}" for index, layer in sorted(text_state.keys.items()))
-    return f"keys and values of tokens: {held}"
-
-
 def _ask(options: argparse.Namespace) -> None:
     model, tokenizer = _model_and_tokenizer(options)
-    text_state = load_text_state(options.state, model, tokenizer, position=options.position, allow=options.allow)
+    text_state = load_text_state(options.state, model, tokenizer, position=options.position)
     for prompt in options.prompt:
         ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
         answer = ask(model, text_state, ids, max_new_tokens=options.max_new_tokens, do_sample=False)

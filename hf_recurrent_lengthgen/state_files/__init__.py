@@ -1,22 +1,8 @@
 """Text states: what a model keeps of a text, as a value and as files that others can use."""
 
-from hf_recurrent_lengthgen.state_files.folders import (
-    crop_text_state,
-    load_text_state,
-    positions_in,
-    read_into,
-    save_text_state,
-)
+from hf_recurrent_lengthgen.state_files.files import load_text_state, positions_in, read_into, save_text_state
 from hf_recurrent_lengthgen.state_files.origin import Origin
-from hf_recurrent_lengthgen.state_files.text_state import (
-    LayerKeys,
-    TextState,
-    ask,
-    branch,
-    read_text,
-    start_of,
-    without_attention,
-)
+from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, ask, branch, read_text, start_of
 
 __all__ = [
     "LayerKeys",
@@ -24,12 +10,10 @@ __all__ = [
     "TextState",
     "ask",
     "branch",
-    "crop_text_state",
     "load_text_state",
     "positions_in",
     "read_into",
     "read_text",
     "save_text_state",
     "start_of",
-    "without_attention",
 ]

@@ -1,244 +1,241 @@
 """State files: text states as safetensors files, whose layout docs/state_files.md documents for other programs.
 
-A file stands for itself, or continues another one in its folder: then it holds the keys and values of new tokens only,
-and `folders.py` puts them together.
+A file stands for itself. A folder holds the states after several positions of one text, one file each.
 """
 
 import json
 import os
+import re
 import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.state_on_disk import CHECKSUM, no_checksum, read_tensors, write_tensors
-from hf_recurrent_lengthgen.models.state_value import WindowedLayerState, check_finite_state, layer_state
-from hf_recurrent_lengthgen.state_files.origin import Origin
-from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState
+from hf_recurrent_lengthgen.models.state_value import (
+    WindowedLayerState,
+    check_finite_state,
+    check_state,
+    layer_state,
+    map_state,
+    state_dtype,
+)
+from hf_recurrent_lengthgen.state_files.origin import Origin, check_origin, prefix_hash
+from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, attends, check_rows, text_states
 from hf_recurrent_lengthgen.versions import version_of
 
-FORMAT, MAJOR, MINOR = "text_state", 1, 0
-"""A file of a newer minor version is read, and what is new in it is kept; one of a newer major version is refused."""
-STATE_PARTS = WindowedLayerState._fields
-_ORIGIN = ("model_name", "model_revision", "model_dtype", "model_config", "weights_fingerprint", "tokenizer_sha256")
-_KNOWN: tuple[str, ...] = (
-    "format",
-    "format_version",
-    "written_by",
-    "num_layers",
-    "position",
-    "prefix_sha256",
-    "attention",
-)
-_KNOWN += ("next_position", "key_layers", "continues", "model_attends", CHECKSUM, *_ORIGIN)
+FORMAT, MAJOR, MINOR = "text_state", 2, 0
+"""A file of a newer minor version is read, and what is new in it is kept; one of another major version is refused."""
+_FIELDS = ("format", "format_version", "written_by", "position", "prefix_sha256", "origin", CHECKSUM)
+_PART = re.compile(r"layers\.(\d+)\.(recurrent|conv|window|keys|values)")
+_NAME = re.compile(r"position-(\d{12,18})\.safetensors")
 
 
-class Continued(NamedTuple):
-    """The file that another one continues: its position and the hash of its tokens."""
-
-    position: int
-    prefix: str
-
-
-class Header(NamedTuple):
-    """What a file says of its tensors.
-
-    Attributes:
-        layers: Number of layers.
-        position, prefix, attention, origin, metadata: As in `TextState`.
-        keys: For each layer with keys, the position of the first one in this file, and how many tokens it has read.
-        continues: The file that holds the keys before, for the layers whose first key here is at its position.
-        continued: The layers for which it does.
-    """
-
-    layers: int
-    position: int
-    prefix: str
-    attention: Any
-    origin: Origin | None
-    metadata: dict[str, str]
-    keys: dict[int, tuple[int, int]]
-    continues: Continued | None
-    continued: frozenset[int]
-
-
-def write_file(path: str | os.PathLike[str], text_state: TextState, continues: Continued | None = None) -> None:
-    """Write a text state; with `continues`, the keys that stand in the file before are left out.
+def save_text_state(path: str | os.PathLike[str], text_state: TextState) -> None:
+    """Write a text state; an existing file is replaced when the new one is complete.
 
     Raises:
-        ValueError: for values that are not finite, metadata with the names of other fields, and keys of other rows.
+        ValueError: for values that are not finite, a folder in place of a file, and metadata with the names of other
+            fields.
     """
-    check_finite_state(text_state.state, "The state of the text")
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder: give the name of a file.")
+    _check_finite(text_state, "The text state")
     for name, value in text_state.metadata.items():
-        if name in _KNOWN or not isinstance(name, str) or not isinstance(value, str):
-            raise ValueError(f"metadata must be texts under names other than {', '.join(_KNOWN)}; got {name!r}.")
-    tensors = {
-        f"layers.{i}.{k}": part for i, layer in enumerate(text_state.state) for k, part in layer._asdict().items()
-    }
-    keys, continued = {}, []
-    for index, (key, values, tokens) in text_state.keys.items():
-        if len(key) != text_state.rows or not bool(key.isfinite().all() and values.isfinite().all()):
-            raise ValueError(
-                f"The keys and values of layer {index} must be finite ones of {text_state.rows} rows, got shape "
-                f"{tuple(key.shape)}: give those of the text that the state has read."
-            )
-        first = tokens - key.shape[2]
-        if continues is not None and first <= continues.position and first == 0:
-            first = continues.position
-            key, values = key[:, :, first:], values[:, :, first:]
-            continued.append(index)
-        tensors |= {f"layers.{index}.keys": key, f"layers.{index}.values": values}
-        keys[index] = (first, tokens)
+        if name in _FIELDS or not isinstance(name, str) or not isinstance(value, str):
+            raise ValueError(f"metadata must be texts under names other than {', '.join(_FIELDS)}; got {name!r}.")
+    layers: list[tuple[int, Any]] = [*enumerate(text_state.state), *text_state.keys.items()]
+    tensors = {f"layers.{i}.{name}": part for i, layer in layers for name, part in layer._asdict().items()}
     header = {
         "format": FORMAT,
         "format_version": f"{MAJOR}.{MINOR}",
         "written_by": f"hf_recurrent_lengthgen {version_of('hf_recurrent_lengthgen')}",
-        "num_layers": str(len(text_state.state)),
         "position": str(text_state.position),
         "prefix_sha256": text_state.prefix,
-        "attention": text_state.attention,
-        "next_position": str(text_state.position if text_state.attention == "kept" else 0),
-        "key_layers": json.dumps(keys),
+        "origin": json.dumps(asdict(text_state.origin)),
     }
-    if continues is not None:
-        header["continues"] = json.dumps({**continues._asdict(), "layers": continued})
-    header |= _origin_fields(text_state.origin) | dict(text_state.metadata)
-    write_tensors(path, tensors, header)
+    write_tensors(path, tensors, header | dict(text_state.metadata))
 
 
-def _origin_fields(origin: Origin | None) -> dict[str, str]:
-    if origin is None:
-        return {}
-    values = (origin.name, origin.revision, origin.dtype, json.dumps(origin.config), origin.weights, origin.tokenizer)
-    return dict(zip(_ORIGIN, values, strict=True)) | {"model_attends": json.dumps(origin.attends)}
+def load_text_state(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    tokenizer: Any = None,
+    *,
+    position: int | None = None,
+    tokens: Tokens | None = None,
+) -> TextState:
+    """Read a file of `save_text_state`, or a position of a folder of `read_into`.
 
-
-class StateFile:
-    """A file of a text state, read into memory.
+    Args:
+        path: File or folder.
+        model: The model that is to continue the text, on whose device the state is put; None to look at it without a
+            check against a model.
+        tokenizer: Its tokenizer; None not to compare it.
+        position: In a folder, the text state at this position or the nearest one before it; None for the last.
+        tokens: The text, (T,) or (B, T), of which the text state must have read the beginning; None not to compare it.
 
     Raises:
-        ValueError: for files that are cut, no text states, of a newer major version, or damaged.
-
-    Warns:
-        UserWarning: for a file without a checksum, as earlier versions and other programs wrote it.
+        ValueError: if a file is cut, damaged, of another major version, or does not fit the model, its revision, the
+            tokenizer or the tokens; the message names what differs.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.name = os.fspath(path)
-        fields, self._tensors, has_checksum = read_tensors(path)
-        _check_format(self.name, fields)
-        try:
-            self.header = _parsed(fields)
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{path} has a damaged header ({error!r:.200}): write it again.") from error
-        self._check_names()
-        if not has_checksum:
-            warnings.warn(no_checksum(path), stacklevel=5)
-
-    def _check_names(self) -> None:
-        header, names = self.header, {*self._tensors}
-        windowed = "layers.0.window" in names
-        layers = range(min(header.layers, len(names)))  # a damaged number must not allocate memory
-        parts = STATE_PARTS if windowed else STATE_PARTS[:2]
-        expected = {f"layers.{i}.{part}" for i in layers for part in parts}
-        expected |= {f"layers.{i}.{part}" for i in header.keys for part in ("keys", "values")}
-        missing = sorted(expected - names)
-        # A part that a newer minor version adds is no reason to refuse a file; one of a known name is.
-        known = {*STATE_PARTS, "keys", "values"}
-        unexpected = sorted(key for key in names - expected if key.rpartition(".")[2] in known)
-        if not header.layers or missing or unexpected:
-            raise ValueError(
-                f"{self.name} does not hold the parts of {header.layers} layers that its header tells: missing "
-                f"{missing}, unexpected {unexpected}."
-            )
-
-    def tensor(self, layer: int, part: str) -> Tensor:
-        tensor = self._tensors[f"layers.{layer}.{part}"]
-        kinds = (torch.float32, torch.float64) if part in STATE_PARTS else ()
-        if (kinds and tensor.dtype not in kinds) or not tensor.is_floating_point():
-            allowed = "float32 or float64" if kinds else "floating-point numbers"
-            raise ValueError(f"{self.name}: layer {layer} has '{part}' as {tensor.dtype}, but it must be {allowed}.")
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{self.name}: layer {layer}, part '{part}' has NaN or infinite values.")
-        return tensor
-
-    def layer_keys(self, layer: int) -> LayerKeys:
-        """The keys and values of a layer that stand in this file."""
-        first, tokens = self.header.keys[layer]
-        keys, values = (self.tensor(layer, part) for part in ("keys", "values"))
-        for part in (keys, values):
-            if part.ndim != 4 or part.shape[:3] != (keys.shape[0], keys.shape[1], tokens - first):
-                raise ValueError(
-                    f"{self.name}: layer {layer} has keys or values of shape {tuple(part.shape)}, but by its "
-                    f"header they are those of tokens {first} to {tokens}."
-                )
-        return LayerKeys(keys, values, tokens)
-
-    def text_state(self, keys: Mapping[int, LayerKeys]) -> TextState:
-        """The text state, with these keys and values."""
-        header = self.header
-        parts = STATE_PARTS if "layers.0.window" in self._tensors else STATE_PARTS[:2]
-        state = tuple(layer_state(self.tensor(i, part) for part in parts) for i in range(header.layers))
-        rows = {tensor.shape[:1] for layer in state for tensor in layer}
-        rows |= {layer.keys.shape[:1] for layer in keys.values()}
-        if len(rows) > 1:
-            raise ValueError(f"{self.name} has parts with different numbers of rows: {sorted(map(tuple, rows))}.")
-        return TextState(state, header.position, header.prefix, header.origin, header.attention, keys, header.metadata)
+    file = file_at(path, _nearest(path, position)) if os.path.isdir(path) else Path(path)
+    if not file.is_file():
+        raise ValueError(f"{path} does not exist: give a state file, or a folder of lengthgen state read.")
+    text_state = _read(file)
+    if tokens is not None:
+        _check_prefix(text_state, tokens, str(path))
+    return text_state if model is None else _fitted(text_state, model, tokenizer, str(path))
 
 
-def _check_format(name: str, fields: Mapping[str, str]) -> None:
-    kind = fields.get("format")
+def _nearest(folder: str | os.PathLike[str], position: int | None) -> int:
+    positions = positions_in(folder)
+    before = [place for place in positions if position is None or place <= position]
+    if not before:
+        what = f"none up to {position}, only at {positions}" if positions else "none at all"
+        raise ValueError(f"{folder} holds no such text state ({what}): read the text into it first.")
+    return before[-1]
+
+
+def _read(path: Path) -> TextState:
+    fields, tensors, has_checksum = read_tensors(path)
+    _check_format(path, fields)
+    try:
+        position, prefix = int(fields["position"]), fields["prefix_sha256"]
+        origin = Origin(**json.loads(fields["origin"]))
+        parts: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if match := _PART.fullmatch(name):
+                parts.setdefault(int(match[1]), {})[match[2]] = tensor
+        names = WindowedLayerState._fields if "window" in parts[0] else WindowedLayerState._fields[:2]
+        state = tuple(layer_state(parts[layer][name] for name in names) for layer in range(len(parts)))
+        keys = {i: LayerKeys(parts[i]["keys"], parts[i]["values"]) for i in sorted(parts) if "keys" in parts[i]}
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} lacks fields or tensors of a text state ({error!r:.200}): write it again."
+        ) from error
+    if not has_checksum:
+        warnings.warn(no_checksum(path), stacklevel=3)
+    metadata = {name: value for name, value in fields.items() if name not in _FIELDS}
+    text_state = TextState(state, position, prefix, origin, keys, metadata)
+    _check_finite(text_state, str(path))
+    return text_state
+
+
+def _check_finite(text_state: TextState, name: str) -> None:
+    check_finite_state(text_state.state, name)
+    for index, layer in text_state.keys.items():
+        if not all(bool(part.isfinite().all()) for part in layer):
+            raise ValueError(f"{name}: the keys or values of layer {index} are NaN or infinite.")
+
+
+def _check_format(path: Path, fields: Mapping[str, str]) -> None:
+    kind, version = fields.get("format"), fields.get("format_version", "")
     if kind != FORMAT:
         advice = " It is a state alone: load_state reads it." if kind == "recurrent_state" else ""
-        if kind in ("reading", "hybrid_state"):
-            advice = " It was written before files of text states: read the text again (lengthgen state read)."
-        raise ValueError(f"{name} holds no text state: its format is {kind!r}.{advice}")
-    major, _, minor = fields.get("format_version", "").partition(".")
-    if not (major.isdecimal() and minor.isdecimal()) or int(major) > MAJOR:
+        raise ValueError(f"{path} holds no text state: its format is {kind!r}.{advice}")
+    if version.partition(".")[0] != str(MAJOR):
         raise ValueError(
-            f"{name} has version {fields.get('format_version')!r} of the format, this code reads {MAJOR}.x: update "
+            f"{path} has version {version!r} of the format, this code reads {MAJOR}.x: read the text again, or update "
             "hf_recurrent_lengthgen."
         )
 
 
-def _parsed(fields: Mapping[str, str]) -> Header:
-    """The fields of a file; errors of any kind for damaged ones."""
-    position, layers = _number(fields["position"]), _number(fields["num_layers"])
-    keys = {_number(k): (_number(a), _number(b)) for k, (a, b) in json.loads(fields["key_layers"]).items()}
-    attention = fields["attention"]
-    if attention not in ("kept", "none", "omitted") or (keys and attention != "kept"):
-        raise ValueError(f"attention {attention!r} with keys of layers {sorted(keys)}")
-    if any(not first <= tokens == position or layer >= layers for layer, (first, tokens) in keys.items()):
-        raise ValueError(f"position {position}, but keys {keys}")
-    if _number(fields["next_position"]) != (position if attention == "kept" else 0):
-        raise ValueError(f"position {position}, but the next one {fields['next_position']}")
-    continues, continued = None, frozenset[int]()
-    if "continues" in fields:
-        before = json.loads(fields["continues"])
-        continues = Continued(_number(before["position"]), _hash(before["prefix"]))
-        continued = frozenset(_number(layer) for layer in before["layers"])
-        if not continues.position < position or any(keys[layer][0] != continues.position for layer in continued):
-            raise ValueError(f"it continues {before}, but holds the keys {keys}")
-    origin = None
-    if any(key in fields for key in (*_ORIGIN, "model_attends")):  # a lost one is no reason to compare no model
-        name, revision, dtype, config, weights, tokenizer = (fields[key] for key in _ORIGIN)
-        attends = json.loads(fields["model_attends"])
-        origin = Origin(name, revision, dtype, dict(json.loads(config)), _hash(weights), tokenizer, bool(attends))
-    metadata = {name: value for name, value in fields.items() if name not in _KNOWN}
-    prefix = fields["prefix_sha256"] and _hash(fields["prefix_sha256"])
-    return Header(layers, position, prefix, attention, origin, metadata, keys, continues, continued)
+def _check_prefix(text_state: TextState, tokens: Tokens, name: str) -> None:
+    """Raise a `ValueError` if a text state has not read the beginning of the tokens, or does not know what it read."""
+    rows = check_rows(tokens)
+    if not text_state.prefix:
+        raise ValueError(f"{name} does not tell which tokens it has read: leave tokens out, or read the text again.")
+    if rows.shape[1] < text_state.position:
+        raise ValueError(
+            f"{name} has read {text_state.position} tokens, more than the {rows.shape[1]} of the text given: give a "
+            "new file or folder, or use what is there."
+        )
+    if len(rows) != text_state.rows or prefix_hash(rows[:, : text_state.position]) != text_state.prefix:
+        raise ValueError(
+            f"{name} has read {text_state.position} tokens of another text, or of other rows: give that text, or read "
+            "this one into another file or folder."
+        )
 
 
-def _number(value: str | int) -> int:
-    number = -1 if isinstance(value, (bool, float)) else int(value)
-    if not 0 <= number < 2**62:
-        raise ValueError(f"{value!r} is no number of tokens or layers")
-    return number
+def _fitted(text_state: TextState, model: Any, tokenizer: Any, name: str) -> TextState:
+    """The text state on the device of the model; a `ValueError` if the model did not read it."""
+    model = base_of(model)
+    if not hasattr(model, "state_shapes"):
+        raise ValueError(
+            f"{type(model).__name__} takes no states: load it with load_model, or wrap it with stateful(model)."
+        )
+    check_origin(text_state.origin, model, tokenizer, name)
+    state = map_state(lambda part: part.to(model.device), text_state.state)
+    state = check_state(state, model.state_shapes(), text_state.rows, model.device, state_dtype(model.dtype), name)
+    sizes = model._layout.attending if attends(model) else {}
+    if text_state.keys.keys() != sizes.keys():
+        raise ValueError(
+            f"{name} has keys and values of the layers {sorted(text_state.keys)}, but {type(model).__name__} attends "
+            f"in the layers {sorted(sizes)}."
+        )
+    for index, layer in text_state.keys.items():
+        for part, (heads, size) in zip(layer, sizes[index], strict=True):
+            if part.shape != (text_state.rows, heads, layer.keys.shape[2], size) or part.dtype != model.dtype:
+                raise ValueError(
+                    f"{name}: layer {index} has keys or values of shape {tuple(part.shape)} and {part.dtype}, "
+                    f"expected ({text_state.rows}, {heads}, tokens, {size}) and {model.dtype}."
+                )
+    keys = {i: LayerKeys(*(part.to(model.device) for part in layer)) for i, layer in text_state.keys.items()}
+    return replace(text_state, state=state, keys=keys)
 
 
-def _hash(text: str) -> str:
-    if len(bytes.fromhex(text)) != 32:
-        raise ValueError(f"{text!r} is no SHA-256")
-    return text
+def file_at(folder: str | os.PathLike[str], position: int) -> Path:
+    """The file of the text state at a position."""
+    return Path(folder) / f"position-{position:012}.safetensors"
+
+
+def positions_in(folder: str | os.PathLike[str]) -> list[int]:
+    """The positions of the text states in a folder, ascending; [] without any or without a folder."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+
+
+def read_into(
+    folder: str | os.PathLike[str],
+    model: Any,
+    tokens: Tokens,
+    every: int,
+    *,
+    tokenizer: Any = None,
+    chunk_length: int | None = None,
+) -> Iterator[TextState]:
+    """Read a text while saving every so many tokens, and at its end; goes on after the last file in the folder.
+
+    Memory does not grow with the text but for keys and values of attention layers, which each file holds.
+
+    Args:
+        folder: New folder, or one in which the same model has begun to read this text.
+        model, tokens, tokenizer, chunk_length: As in `read_text`.
+        every: Tokens between two files.
+
+    Yields:
+        The last text state in the folder if there is one, and each text state after it has been written.
+
+    Raises:
+        ValueError: as `load_text_state` and `read_text`, and if the folder has read another text.
+    """
+    if every < 1:
+        raise ValueError(f"every must be a number of tokens of at least 1, got {every}.")
+    rows, done, before = check_rows(tokens), 0, None
+    if positions_in(folder):
+        before = load_text_state(folder, model, tokenizer, tokens=rows)
+        done = before.position
+        yield before
+    if done == rows.shape[1]:
+        return
+    stops = [*range((done // every + 1) * every, rows.shape[1], every), rows.shape[1]]
+    options: Any = {"tokenizer": tokenizer, "chunk_length": chunk_length}
+    for text_state in text_states(model, rows[:, done:], [stop - done for stop in stops], before, **options):
+        save_text_state(file_at(folder, text_state.position), text_state)
+        yield text_state

@@ -7,7 +7,7 @@ config by its fields, a tokenizer by its vocabulary and by the ids of a text, an
 import hashlib
 import json
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,6 @@ SAMPLED = 256
 """Values of each tensor in the fingerprint of weights, at even distances."""
 NO_TOKENS = "0" * 64
 """The hash of a text before its first token."""
-OVERRIDES = {
-    "config": "fields of the config",
-    "dtype": "the dtype of the weights",
-    "revision": "the revision of the model on the Hub",
-    "tokenizer": "the tokenizer",
-    "weights": "the weights",
-}
-"""What may differ between a text state and a model if the caller allows it."""
 _NOT_OF_STATES = {
     "_name_or_path",
     "architectures",
@@ -67,7 +59,6 @@ class Origin:
         config: The fields of the config that results depend on.
         weights: `weights_fingerprint`.
         tokenizer: `tokenizer_hash`; empty if unknown.
-        attends: Whether the model has attention layers beside its recurrent ones.
     """
 
     name: str
@@ -76,7 +67,6 @@ class Origin:
     config: Mapping[str, Any]
     weights: str
     tokenizer: str
-    attends: bool
 
 
 def origin_of(model: Any, tokenizer: Any = None) -> Origin:
@@ -89,7 +79,6 @@ def origin_of(model: Any, tokenizer: Any = None) -> Origin:
         config=_fields(model.config),
         weights=weights_fingerprint(model),
         tokenizer="" if tokenizer is None else tokenizer_hash(tokenizer),
-        attends=bool(getattr(model, "attends", False)),
     )
 
 
@@ -145,43 +134,33 @@ def prefix_hash(tokens: Tensor | np.ndarray, before: str = NO_TOKENS) -> str:
     return digest.hex()
 
 
-def check_origin(stored: Origin, model: Any, tokenizer: Any, allow: Collection[str], name: str) -> Origin:
+def check_origin(stored: Origin, model: Any, tokenizer: Any, name: str) -> Origin:
     """The origin of a model, or a `ValueError` that names in what that of a text state differs.
 
     Args:
         stored: The origin of the text state.
         model: The model that is to continue.
         tokenizer: Its tokenizer; None to compare none.
-        allow: Names of `OVERRIDES` that may differ.
         name: Name of the text state in errors.
     """
-    if unknown := sorted(set(allow) - set(OVERRIDES)):
-        raise ValueError(f"allow must hold names among {', '.join(OVERRIDES)}, got {', '.join(map(str, unknown))}.")
     here = origin_of(model, tokenizer)
-    differing = {}
+    differing = []
     if fields := differing_fields(stored.config, base_of(model).config):
-        differing["config"] = f"the config ({', '.join(fields)})"
+        differing.append(f"the config ({', '.join(fields)})")
     if stored.dtype != here.dtype:
-        differing["dtype"] = f"the dtype of the weights ({stored.dtype}, here {here.dtype})"
-        differing["weights"] = "the weights, which cannot be compared then"
+        differing.append(f"the dtype of the weights ({stored.dtype}, here {here.dtype})")
     elif stored.weights != here.weights:
-        differing["weights"] = "the weights"
+        differing.append("the weights")
     if stored.revision and here.revision and stored.revision != here.revision:
-        differing["revision"] = f"the revision ({stored.revision[:12]}, here {here.revision[:12]})"
+        differing.append(f"the revision ({stored.revision[:12]}, here {here.revision[:12]})")
     if stored.tokenizer and here.tokenizer and stored.tokenizer != here.tokenizer:
-        differing["tokenizer"] = "the tokenizer"
-    refused = {key: text for key, text in differing.items() if key not in allow}
-    if not refused:
+        differing.append("the tokenizer")
+    if not differing:
         return here
-    same = [what for what in ("weights", "config") if what not in differing]
-    kept = f" (the same: {' and '.join(same)})" if same else ""
-    given = "the model given, which has the same name" if stored.name == here.name else f"the model given, {here.name}"
-    dtype = f"load it in {stored.dtype} (--dtype {stored.dtype} of commands)" if "dtype" in refused else ""
+    given = "which has the same name" if stored.name == here.name else here.name
     raise ValueError(
-        f"{name} was read with {stored.name}, which differs from {given}, in {' and '.join(refused.values())}{kept}. "
-        f"Give the model that read it{dtype and ', and ' + dtype}, or read the text again. If you know "
-        f"that the difference does no harm, allow it: allow={sorted(refused)} (lengthgen state ask --allow "
-        f"{' '.join(sorted(refused))})."
+        f"{name} was read with {stored.name}, which differs from the model given, {given}, in "
+        f"{' and '.join(differing)}: give the model that read it, or read the text again."
     )
 
 

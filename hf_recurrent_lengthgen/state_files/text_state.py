@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, H heads of keys, D size of a key or value.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,26 +17,14 @@ from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, chunk_borders, reading_plan
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of, evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, check_finite_state, map_state, state_batch_size
-from hf_recurrent_lengthgen.state_files.origin import (
-    NO_TOKENS,
-    Origin,
-    check_origin,
-    origin_of,
-    prefix_hash,
-)
-
-Attention = Literal["kept", "none", "omitted"]
-"""Whether the keys of the attention layers are kept, the model has no such layers, or they are left out: then these
-layers see only new tokens, at positions from 0."""
+from hf_recurrent_lengthgen.state_files.origin import NO_TOKENS, Origin, check_origin, origin_of, prefix_hash
 
 
 class LayerKeys(NamedTuple):
-    """Keys and values of an attention layer, (B, H, n, D) each, and how many tokens it has read; n is less with a
-    sliding window."""
+    """Keys and values of an attention layer, (B, H, n, D) each: of all tokens, or of the last in a window."""
 
     keys: Tensor
     values: Tensor
-    tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,17 +35,15 @@ class TextState:
         state: The state after the text.
         position: Number of tokens read.
         prefix: `prefix_hash` of the tokens; empty if unknown.
-        origin: The model and tokenizer; None if unknown.
-        attention: Whether `keys` are kept, there are none, or they are left out.
-        keys: Keys and values, by layer.
+        origin: The model and tokenizer.
+        keys: Keys and values, by attention layer.
         metadata: Further fields of its file, also those that this version does not know.
     """
 
     state: RecurrentState
     position: int
     prefix: str
-    origin: Origin | None
-    attention: Attention = "none"
+    origin: Origin
     keys: Mapping[int, LayerKeys] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
 
@@ -69,7 +55,7 @@ class TextState:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         tensors = [part for layer in self.state for part in layer]
-        tensors += [part for layer in self.keys.values() for part in layer[:2]]
+        tensors += [part for layer in self.keys.values() for part in layer]
         return sum(part.nbytes for part in tensors)
 
 
@@ -78,13 +64,13 @@ def start_of(model: Any, text_state: TextState) -> dict[str, Any]:
 
     They can be used once by a call, which appends to the cache, and any number of times by `generate`.
     """
-    if text_state.attention == "none":
+    if not text_state.keys:
         return {"initial_state": text_state.state}
     cache = base_of(model).new_attention_cache()
     for index, layer in text_state.keys.items():
         cache.layers[index].update(layer.keys, layer.values)
         if hasattr(cache.layers[index], "cumulative_length"):
-            cache.layers[index].cumulative_length = layer.tokens
+            cache.layers[index].cumulative_length = text_state.position
     return {"initial_state": text_state.state, "attention_cache": cache}
 
 
@@ -98,13 +84,13 @@ def branch(text_state: TextState, rows: int) -> TextState:
     def repeated(part: Tensor) -> Tensor:
         return part.repeat_interleave(rows, dim=0)
 
-    keys = {index: LayerKeys(repeated(k), repeated(v), tokens) for index, (k, v, tokens) in text_state.keys.items()}
+    keys = {index: LayerKeys(*map(repeated, layer)) for index, layer in text_state.keys.items()}
     return replace(text_state, state=map_state(repeated, text_state.state), prefix="", keys=keys)
 
 
-def without_attention(text_state: TextState) -> TextState:
-    """The text state without its keys and values: of one size for all texts; attention layers see new tokens only."""
-    return text_state if text_state.attention == "none" else replace(text_state, attention="omitted", keys={})
+def attends(model: Any) -> bool:
+    """Whether a model has attention layers beside its recurrent ones."""
+    return bool(getattr(model, "attends", False))
 
 
 def read_text(
@@ -159,22 +145,18 @@ def text_states(
     if not hasattr(reader.model, "state_shapes"):
         raise ValueError(reader.refusal("keeping what it has read"))
     rows = check_tokens(rows, reader.vocabulary, shortest=0)
-    attends = bool(getattr(reader.model, "attends", False))
-    if text_state is None or text_state.origin is None:
-        origin = origin_of(model, tokenizer)
-    else:
-        here = check_origin(text_state.origin, model, tokenizer, (), "The text state")
-        origin = here if tokenizer is not None else text_state.origin
     if text_state is None:
-        empty: Attention = "kept" if attends else "none"
-        text_state = TextState(reader.model.first_state(len(rows)), 0, NO_TOKENS, origin, empty)
+        text_state = TextState(reader.model.first_state(len(rows)), 0, NO_TOKENS, origin_of(model, tokenizer))
+    else:
+        here = check_origin(text_state.origin, model, tokenizer, "The text state")
+        text_state = replace(text_state, origin=here if tokenizer is not None else text_state.origin)
     if text_state.rows != len(rows):
         raise ValueError(
             f"The text state has {text_state.rows} rows, the tokens {len(rows)}: use branch, or other tokens."
         )
     start = start_of(model, text_state)
     cache: Any = (start["initial_state"], start.get("attention_cache"))
-    if attends and cache[1] is None:
+    if attends(reader.model) and cache[1] is None:
         cache = (cache[0], reader.model.new_attention_cache())
     _, chunk = reading_plan(reader, len(rows), rows.shape[1], len(rows), chunk_length)
     prefix, begin = text_state.prefix, 0
@@ -187,16 +169,15 @@ def text_states(
                     prefix = prefix_hash(rows[:, first:last], prefix)
                 check_finite_state(cache[0], f"The state after token {text_state.position + last}")
             begin = stop
-            keys = keys_of(cache[1]) if text_state.attention == "kept" else {}
             position = text_state.position + stop
-            yield replace(text_state, state=cache[0], position=position, prefix=prefix, origin=origin, keys=keys)
+            yield replace(text_state, state=cache[0], position=position, prefix=prefix, keys=keys_of(cache[1]))
 
 
 def keys_of(cache: Any) -> dict[int, LayerKeys]:
     """The keys and values in an attention cache, which replaces them when it grows, so that nothing is copied."""
     layers: list[Any] = [] if cache is None else cache.layers
     return {
-        index: LayerKeys(layer.keys, layer.values, int(layer.get_seq_length()))
+        index: LayerKeys(layer.keys, layer.values)
         for index, layer in enumerate(layers)
         if getattr(layer, "keys", None) is not None and layer.keys.numel()
     }
@@ -217,8 +198,6 @@ def ask(model: Any, text_state: TextState, prompts: Tensor, **generation: Any) -
     """
     if prompts.ndim != 2 or prompts.shape[1] == 0:
         raise ValueError(f"prompts must be token ids of shape (B, T) with T at least 1, got {tuple(prompts.shape)}.")
-    if text_state.attention == "omitted":
-        text_state = replace(text_state, attention="kept")  # for the prompt, whose last token sees the rest of it
     if prompts.shape[1] > 1:
         text_state = read_text(model, prompts[:, :-1], replace(text_state, prefix=""))
     answers: Tensor = model.generate(prompts[:, -1:].to(model.device), **start_of(model, text_state), **generation)
