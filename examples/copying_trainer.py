@@ -6,7 +6,7 @@ Mimetic initialization lets it learn in a few minutes; StatePassingTrainer and i
 import argparse
 
 from hf_recurrent_lengthgen.data.tasks import CopyingStrings, StringCollator
-from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length
+from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer
@@ -47,5 +47,6 @@ trainer = ZeroStateTrainer(model, arguments, train_dataset=strings, data_collato
 trainer.train()
 trainer.save_model()
 
-for length, accuracy in accuracy_by_length(model, strings).items():
-    print(f"{length} symbols: {accuracy.character:.2f} of the symbols right, {accuracy.sequence:.2f} of the strings")
+for right in measure_accuracy(model, strings).lengths:
+    symbols, answers = right.symbols.accuracy, right.answers.accuracy
+    print(f"{right.length} symbols: {symbols:.2f} of the symbols right, {answers:.2f} of the strings")

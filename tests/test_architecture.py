@@ -38,9 +38,8 @@ MAY_IMPORT = {
     "surgery": ("models", "hybrids"),
     "data": ("models",),
     "evaluation": ("models", "data"),
-    "evaluation.views": (),
     "evaluation.settings": (),
-    "evaluation.json_schema": ("evaluation.views",),
+    "evaluation.json_schema": (),
     "evaluation.results": ("evaluation.json_schema",),
     "evaluation.words": ("evaluation.results",),
     "plotting": ("evaluation.results",),
@@ -86,20 +85,16 @@ MAY_IMPORT = {
     ),
     "": ("models", "hybrids", "checkpoints.loading", "surgery", "data", "metrics", "plotting", "trainers"),
 }
-METRICS = ("accuracy", "context_harm", "diagnosis", "maps", "retrieval", "states")
+METRICS = ("accuracy", "attention", "context_harm", "diagnosis", "maps", "remembrance", "retrieval", "states")
 RESULTS = tuple(f"metrics.{metric}.result" for metric in METRICS)
 """Read without measuring or drawing."""
 for _metric in METRICS:
     MAY_IMPORT[f"metrics.{_metric}.result"] = ("evaluation.json_schema", "evaluation.results", *RESULTS)
-    MAY_IMPORT[f"metrics.{_metric}.figure"] = ("evaluation.results", "plotting", *RESULTS)
+    MAY_IMPORT[f"metrics.{_metric}.figure"] = ("evaluation.results", "plotting", "metrics.states.figure", *RESULTS)
     if _metric != "diagnosis":  # which makes all parts
         MAY_IMPORT[f"metrics.{_metric}.measure"] = ("models", "data", "evaluation", "metrics")
 MAY_IMPORT["metrics.maps.result"] += ("models.state_on_disk",)
-MAY_IMPORT["metrics.diagnosis.result"] += (
-    "metrics.repeated_token",
-    "metrics.misalignment",
-    "metrics.remembrance.measure",
-)
+MAY_IMPORT["metrics.diagnosis.result"] += ("metrics.repeated_token", "metrics.misalignment")
 for _leaf in LEAVES:
     MAY_IMPORT[_leaf] = ()
 

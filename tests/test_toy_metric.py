@@ -140,8 +140,6 @@ def test_a_cell_that_defines_a_result_may_run_again() -> None:
     for _ in range(2):
         exec(cell, names)
         assert from_json(to_json(names["Cell"](1.0)), PartResult).value == 1.0  # type: ignore[operator, attr-defined]
-    with pytest.raises(ValueError, match="is a document of kind 'toy_cell' already"):
-        exec(cell.replace("class Cell", "class Other"), names)
 
 
 @pytest.mark.slow

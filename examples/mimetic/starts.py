@@ -12,7 +12,8 @@ from transformers import set_seed
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.data.tasks import StringCollator, TaskStrings, string_task
-from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.surgery import initialize_from_teacher_layer, mimetic_initialization
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
@@ -152,8 +153,9 @@ class StringStudy(Stages):
         """Shares of right symbols, each given those before it, by multiple, and the area under their curve."""
         task = string_task(**model.config.task)
         lengths = [multiple * task.longest for multiple in self.settings.multiples]
-        accuracy = accuracy_by_length(model, task, lengths, samples=self.settings.samples)
-        shares = {length // task.longest: round(share.character, 4) for length, share in accuracy.items()}
+        rows = EvaluationSettings(batch_size=64)
+        found = measure_accuracy(model, task, lengths, settings=rows, samples=self.settings.samples)
+        shares = {each.length // task.longest: round(each.symbols.accuracy or 0.0, 4) for each in found.lengths}
         return {f"{multiple}x": share for multiple, share in shares.items()} | {"area": area_under_curve(shares)}
 
     def shown(self, measured: Result) -> str:

@@ -18,7 +18,8 @@ from transformers import BambaConfig, BambaForCausalLM
 from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, AssociativeRecall
-from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
@@ -288,9 +289,10 @@ def without_recall(settings: Settings, pairs: int) -> float:
 def measured(model: Any, settings: Settings) -> Result:
     """Share of right values by the number of pairs, from the zero state; parameters; elements of the state."""
     lengths = list(settings.evaluated_pairs)
-    accuracy = accuracy_by_length(model, recall(settings, 0), lengths, samples=settings.evaluation_rows)
+    rows = EvaluationSettings(batch_size=64)
+    found = measure_accuracy(model, recall(settings, 0), lengths, settings=rows, samples=settings.evaluation_rows)
     return {
-        "accuracy": {str(pairs): round(share.character, 4) for pairs, share in accuracy.items()},
+        "accuracy": {str(each.length): round(each.symbols.accuracy or 0.0, 4) for each in found.lengths},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state": sum(torch.Size(shape.recurrent).numel() for shape in model.state_shapes()),
     }

@@ -15,7 +15,6 @@ from hf_recurrent_lengthgen.cli.measuring import (
     told_of_cache,
 )
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.processes import add_context_parallel, started, together
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
@@ -34,7 +33,6 @@ in windows of T. Results are cached by content: an interrupted command continues
 EXAMPLES = """\
 lengthgen evaluate demo-output/base demo-output/cured --roles base,cured
 lengthgen evaluate my-mamba2 --data book.txt --training-length 2048 --length 65536 --sequences 4
-lengthgen evaluate my-mamba2 --data book.txt --sequences 1 --length 1000000 --context-parallel 8
 lengthgen evaluate state-spaces/mamba2-1.3b-hf --training-length 2048 --dtype bfloat16
 """
 
@@ -42,18 +40,12 @@ lengthgen evaluate state-spaces/mamba2-1.3b-hf --training-length 2048 --dtype bf
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen evaluate", DESCRIPTION, EXAMPLES)
     add_options(parser, EvaluationSettings, output="evaluation", sequences=32)
-    add_context_parallel(parser)
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    if (status := started(options, "evaluate", arguments)) is not None:
-        return status
-    with together(options) as first:
-        comparison, cache = compare(options, arguments)
-    if not first:
-        return 0
+    comparison, cache = compare(options, arguments)
     print(f"\n{summary_table(comparison)}")
     page = write_report(comparison, Path(options.output))
     if options.csv:

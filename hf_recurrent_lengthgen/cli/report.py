@@ -7,8 +7,10 @@ from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.metrics.context_harm.page import PICTURES, comparison_page
+from hf_recurrent_lengthgen.metrics.context_harm.page import PICTURES
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
+from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_page
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
 
@@ -34,7 +36,8 @@ def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None =
     for name, picture in PICTURES.items():
         draw(picture.draw(comparison.models), folder / name)
     loading = None if checkpoint is None else LOADING.format(folder=str(checkpoint))
-    return write_page(folder, comparison_page(comparison, loading))
+    models = tuple(DiagnosedModel(model.role, model.evaluation, {}, {}) for model in comparison.models)
+    return write_page(folder, diagnosis_page(Diagnosis(comparison.title, models), loading))
 
 
 def draw(figure: Figure, path: Path) -> None:

@@ -42,7 +42,7 @@ from hf_recurrent_lengthgen.data.tasks import (
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, retrieval_accuracy_figure, within_figure
+from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, retrieval_accuracy_figure
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
@@ -57,8 +57,7 @@ if greedy decoding gives it. Writes retrieval.json and figures. Tasks:
 ("pass key"), Chen et al., 2024 ("passkey") or Shen et al., 2025 ("infinity-bench")
   niah      a number of 7 digits in running text (NIAH-single-2 of RULER in the wording of Shen et al., 2025); the \
 papers hide it in essays, this command in --data, from its beginning
-  babilong  the questions qa1 to qa10 of bAbI, whose facts are spread through --data, at random places or, with \
---depths, with the first fact that an answer needs there
+  babilong  the questions qa1 to qa10 of bAbI, whose facts are spread through --data, at random places
 
 Prompts share what they begin with in models whose state is a value, so a second sample or depth costs less than a
 second text. Results are cached by content: an interrupted command continues where it was. `lengthgen accuracy`
@@ -68,12 +67,13 @@ EXAMPLES = """\
 lengthgen retrieve demo-output/base demo-output/cured --lengths 1k,2k,4k
 lengthgen retrieve my-mamba2 --task niah --lengths 4k,8k,16k,32k --data essays --split train
 lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --shots 2
-lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --babi-tasks 1 --depths 0,0.5,1
 """
 DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
 DEFAULT_DEPTHS = "10"
 MOST_DEPTHS = 1000
 TASKS = ("passkey", "niah", "babilong")
+OF_TASKS = {"data": ("niah", "babilong"), "depths": ("passkey", "niah"), "shots": ("babilong",)}
+"""Options that do nothing with other tasks."""
 
 
 def command_parser() -> CommandParser:
@@ -97,10 +97,9 @@ def command_parser() -> CommandParser:
         metavar="N | X,...",
         help="number n of depths, 0 (start of the text), 1/n, ..., (n - 1)/n as in Chen et al. (2024), B.1: without "
         "the end, 1, which is the easiest; or the depths themselves "
-        f"(default: {DEFAULT_DEPTHS}; task babilong: random places)",
+        f"(default: {DEFAULT_DEPTHS}) [task passkey or niah]",
     )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
-    add("--shots", type=int, default=0, metavar="N", help="solved examples before a prompt (default: %(default)s)")
     styles, what = tuple(PASSKEY_STYLES), "wording of the prompt (default: %(default)s) [task passkey]"
     add("--task-style", choices=styles, default=styles[0], help=what)
     add(
@@ -111,6 +110,8 @@ def command_parser() -> CommandParser:
     )
     what = "which questions of bAbI (default: %(default)s) [task babilong]"
     add("--babi-tasks", type=counts, default="1,2,3,4,5,6,7,8,9,10", metavar="N,...", help=what)
+    what = "solved examples before a prompt (default: %(default)s) [task babilong]"
+    add("--shots", type=int, default=0, metavar="N", help=what)
     run_options = "--output", "--csv", "--batch-size", "--chunk-length", "--seed"
     add_shared(parser, *MODEL_OPTIONS, *run_options, output="retrieval")
     return parser
@@ -119,8 +120,9 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     parser = command_parser()
     options = parser.parse_args(arguments)
-    if options.task == "passkey" and options.data != parser.get_default("data"):
-        parser.error("--data does nothing with --task passkey, which makes its own text: give --task niah or babilong")
+    for name, tasks in OF_TASKS.items():
+        if options.task not in tasks and getattr(options, name) != parser.get_default(name):
+            parser.error(f"--{name} does nothing with --task {options.task}: give --task {' or '.join(tasks)}")
     if options.task == "babilong" and options.task_files is None:
         parser.error("--task babilong needs --task-files, the folder with the files of bAbI")
     check_given_once(options.models)
@@ -164,11 +166,11 @@ def _depths(text: str) -> list[float]:
 
 
 def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[RetrievalGrid, DataSource]:
-    sizes = {"samples": options.samples, "seed": options.seed, "shots": options.shots}
+    sizes = {"samples": options.samples, "seed": options.seed}
     depths = options.depths or _depths(DEFAULT_DEPTHS)
     if options.task == "passkey":
-        grid = PasskeyGrid(tokenizer, depths, style=options.task_style, **sizes)
-        return grid, DataSource("repeated sentences")
+        passkeys = PasskeyGrid(tokenizer, depths, style=options.task_style, **sizes)
+        return passkeys, DataSource("repeated sentences")
     split = chosen_split(options.data, options.split, "validation")
     texts = load_documents(options.data, split, options.text_column)
     source = data_source(options.data, split)
@@ -180,10 +182,8 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
         return {f"qa{task}": read_babi(path) for task, path in zip(options.babi_tasks, files, strict=True)}
 
     examples = questions("train") if options.shots > 0 else None
-    return (
-        BabilongGrid(tokenizer, questions("test"), texts, examples=examples, depths=options.depths, **sizes),
-        replace(source, name=f"bAbI in {source.name}"),
-    )
+    grid = BabilongGrid(tokenizer, questions("test"), texts, shots=options.shots, examples=examples, **sizes)
+    return grid, replace(source, name=f"bAbI in {source.name}")
 
 
 def _table(results: Sequence[RetrievalResult]) -> str:
@@ -217,7 +217,4 @@ def _write(folder: Path, results: Sequence[RetrievalResult]) -> Path:
     write_result(folder / "retrieval.json", RetrievalComparison(tuple(results)))
     draw(heat_map_figure(results), folder / "heat_map")
     draw(retrieval_accuracy_figure(results), folder / "accuracy")
-    for number, result in enumerate(results, 1):
-        if result.depths is not None and result.task != "babilong":
-            draw(within_figure(result), folder / ("within" if len(results) == 1 else f"within_{number}"))
     return folder / "heat_map.png"

@@ -5,13 +5,13 @@
 
 import glob
 import hashlib
+import json
 import os
 import platform
 import sysconfig
-from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ _SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "te
 _SKIPPED_FILES = ("sitecustomize.py", "usercustomize.py", "_sysconfigdata_*")
 _VALIDATION_ONE_IN = 10
 
-_BUILDER_OF_SUFFIX = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+_BUILDER_OF_SUFFIX = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 
 
 class Document(NamedTuple):
@@ -48,25 +48,19 @@ class Corpus:
     validation: tuple[Document, ...]
     skipped: tuple[str, ...] = ()
 
-    def documents(self, split: str) -> tuple[Document, ...]:
-        """Documents of `split`, "train" or "validation"; anything else is a ValueError."""
-        if split == "train":
-            return self.train
-        if split == "validation":
-            return self.validation
-        raise ValueError(f"split is {split!r}, but a corpus has the splits 'train' and 'validation'")
-
     def texts(self, split: str) -> list[str]:
         """Texts of `split`, "train" or "validation", in the order of the documents' names."""
-        return [document.text for document in self.documents(split)]
+        if split not in ("train", "validation"):
+            raise ValueError(f"split is {split!r}, but a corpus has the splits 'train' and 'validation'")
+        return [document.text for document in getattr(self, split)]
 
     @cached_property
     def sizes(self) -> str:
         """One line: number of files and bytes of each split, and how many files were skipped."""
         parts = []
         for split in ("train", "validation"):
-            size = sum(len(text.encode()) for text in self.texts(split))
-            parts.append(f"{split} {len(self.documents(split))} files, {size} bytes")
+            texts = self.texts(split)
+            parts.append(f"{split} {len(texts)} files, {sum(len(text.encode()) for text in texts)} bytes")
         parts.append(f"{len(self.skipped)} files skipped as unreadable or not UTF-8")
         return "; ".join(parts)
 
@@ -129,20 +123,21 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
     """Texts of a dataset, one per row, read by the `datasets` library.
 
     Args:
-        path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of such files or a pattern such as
-            "texts/*.txt" (of several kinds, too), a folder written by `save_to_disk`, or (if no such file or folder
-            exists) the name of a dataset on the Hub. A .txt file is one text; its line ends are read as "\\n".
-        split: A split, or slices of it such as "train[:90%]" and "train[90%:]", of each kind of file. A single file,
-            the files of a pattern and a single `Dataset` saved to disk are the split "train".
-        text_column: The column that holds the text; "text" for a .txt file, unless there are files of other kinds.
+        path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of files of one kind or a pattern such as
+            "texts/*.txt", a folder written by `save_to_disk`, or (if no such file or folder exists) the name of a
+            dataset on the Hub. A .txt file is one text; its line ends are read as "\\n".
+        split: A split, or slices of it such as "train[:90%]" and "train[90%:]". A single file, the files of a pattern
+            and a single `Dataset` saved to disk are the split "train".
+        text_column: The column that holds the text; "text" for a .txt file.
 
     Raises:
         ValueError: for data that are missing or cannot be read, a column that is not text, a row without text, and
             data without text.
     """
-    read = _reader(path_or_name, split)
+    path = Path(path_or_name).expanduser()
+    files = _files_of_splits(path_or_name)
     try:
-        parts = read()
+        dataset = _read_files(files, split) if files else datasets.load_dataset(str(path), split=split)
     # `datasets` raises StopIteration for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
@@ -150,20 +145,17 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
             f"cannot read split {split!r} of {str(path_or_name)!r}: {type(cause).__name__}: {cause}; "
             "give an existing file or folder that has data in this split, or the name of a Hub dataset"
         ) from error
-    texts: list[str] = []
-    for dataset in parts:
-        column = "text" if len(parts) > 1 and dataset.column_names == ["text"] else text_column
-        if column not in dataset.column_names:
-            remedy = "choose one (text_column, --text-column)"
-            if chats := sorted({"messages", "conversations"} & set(dataset.column_names)):
-                remedy = (
-                    f"chats ({chats[0]}) need a chat template and its special tokens: train on them with "
-                    "combine(StatePassingTrainer, SFTTrainer), docs/with_trl.md"
-                )
-            raise ValueError(
-                f"{str(path_or_name)!r} has no column {column!r}; its columns are {dataset.column_names}; {remedy}"
+    if text_column not in dataset.column_names:
+        remedy = "choose one (text_column, --text-column)"
+        if chats := sorted({"messages", "conversations"} & set(dataset.column_names)):
+            remedy = (
+                f"chats ({chats[0]}) need a chat template and its special tokens: train on them with "
+                "combine(StatePassingTrainer, SFTTrainer), docs/with_trl.md"
             )
-        texts += dataset[column]
+        raise ValueError(
+            f"{str(path_or_name)!r} has no column {text_column!r}; its columns are {dataset.column_names}; {remedy}"
+        )
+    texts: list[str] = list(dataset[text_column])
     wrong = [row for row, text in enumerate(texts) if not isinstance(text, str)]
     if wrong or not any(texts):
         what = f"row {wrong[0]} is {texts[wrong[0]]!r:.40}" if wrong else f"its {len(texts)} rows are empty"
@@ -176,101 +168,57 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
 
 def split_names(path_or_name: str | Path) -> list[str]:
     """The splits of a dataset (see `load_texts`); none if it cannot be read, for which `load_texts` has the reason."""
-    path = Path(path_or_name).expanduser()
-    if path.is_file() or _matching(path):
-        return ["train"]
-    if _is_missing(path_or_name):
-        return []
     try:
-        if _is_saved(path):
-            return list(_saved_splits(path))
-        has_texts = path.is_dir() and any(path.rglob("*.txt"))
-        return list(_files_of_splits(path) if has_texts else datasets.get_dataset_split_names(str(path)))
+        path = Path(path_or_name).expanduser()
+        return list(_files_of_splits(path_or_name) or datasets.get_dataset_split_names(str(path)))
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError):
         return []
 
 
-def _reader(path_or_name: str | Path, split: str) -> Callable[[], list[datasets.Dataset]]:
+def _files_of_splits(path_or_name: str | Path) -> dict[str, list[str]]:
+    """The files of each split that we choose ourselves; none for what `datasets` finds as well.
+
+    Raises:
+        ValueError: for what can only be a file or folder here, and is not there.
+    """
     path = Path(path_or_name).expanduser()
-    if files := [str(path)] if path.is_file() else _matching(path):
-        unknown = [file for file in files if Path(file).suffix not in _BUILDER_OF_SUFFIX]
-        if unknown:
-            raise ValueError(f"{unknown[0]} cannot be read; files may end in {', '.join(_BUILDER_OF_SUFFIX)}")
-        return partial(_read_files, {"train": files}, split)
-    if path.is_dir() and _is_saved(path):
-        return lambda: [_saved_split(path, split)]
-    if path.is_dir() and any(path.rglob("*.txt")):
-        # `datasets` would read only the most common kind, and without `sample_by` single lines of text files.
-        return lambda: _read_files(_files_of_splits(path), split)
-    if _is_missing(path_or_name):
-        raise ValueError(f"there is no file or folder {path}; give an existing one, or the name of a Hub dataset")
-    return lambda: [datasets.load_dataset(str(path), split=split)]
+    is_pattern = glob.has_magic(str(path)) and not path.exists()
+    if path.is_file():
+        return {"train": [str(path)]}
+    if is_pattern and (names := [name for name in glob.glob(str(path), recursive=True) if os.path.isfile(name)]):
+        return {"train": sorted(names)}
+    if not path.is_dir():
+        is_local = is_pattern or path.is_absolute() or str(path_or_name).startswith(".")
+        if is_local or path.suffix in _BUILDER_OF_SUFFIX:
+            raise ValueError(f"there is no file or folder {path}; give an existing one, or the name of a Hub dataset")
+        return {}
+    if (path / "state.json").is_file():  # written by `save_to_disk`
+        return {"train": sorted(map(str, path.glob("*.arrow")))}
+    if (names_of_splits := path / "dataset_dict.json").is_file():
+        splits = json.loads(names_of_splits.read_text(encoding="utf-8"))["splits"]
+        return {split: sorted(map(str, (path / split).glob("*.arrow"))) for split in splits}
+    if not any(path.rglob("*.txt")):
+        return {}
+    # `datasets` would read only the most common kind, and without `sample_by` single lines of text files.
+    patterns = datasets.data_files.get_data_patterns(str(path))
+    by_split = datasets.data_files.DataFilesDict.from_patterns(patterns, base_path=str(path))
+    ours = {
+        str(split): [name for name in names if Path(name).suffix in _BUILDER_OF_SUFFIX]
+        for split, names in by_split.items()
+    }
+    return {split: names for split, names in ours.items() if names}
 
 
-def _matching(pattern: Path) -> list[str]:
-    """The files that match a pattern; none for a path without wildcards."""
-    if not glob.has_magic(str(pattern)):
-        return []
-    return sorted(name for name in glob.glob(str(pattern), recursive=True) if os.path.isfile(name))
-
-
-def _files_of_splits(folder: Path) -> dict[str, list[str]]:
-    """The files of each split of a folder, as `datasets` finds them by their names."""
-    patterns = datasets.data_files.get_data_patterns(str(folder))
-    patterns_by_split = datasets.data_files.DataFilesDict.from_patterns(patterns, base_path=str(folder))
-    return {str(split): list(files) for split, files in patterns_by_split.items()}
-
-
-def _read_files(splits: dict[str, list[str]], split: str) -> list[datasets.Dataset]:
-    """A split, or slices of it, one dataset for each kind of file; the files of each split may be of several kinds."""
-    suffixes = {Path(name).suffix for files in splits.values() for name in files}
-    kinds = {_BUILDER_OF_SUFFIX[suffix] for suffix in suffixes & _BUILDER_OF_SUFFIX.keys()}
-    named = {part.partition("[")[0].strip() for part in split.split("+")}
-    loaded = []
-    for kind in sorted(kinds):
-        own = {
-            each: [glob.escape(name) for name in files if _BUILDER_OF_SUFFIX.get(Path(name).suffix) == kind]
-            for each, files in splits.items()
-        }
-        own = {each: files for each, files in own.items() if files}
-        if len(kinds) > 1 and named & own.keys() and named - own.keys():
-            raise ValueError(f"its {kind} files have no split {min(named - own.keys())!r}, which {split!r} names, too")
-        if named <= own.keys() or len(kinds) == 1:  # `datasets` says what is wrong with the split of a single kind
-            options = {"sample_by": "document"} if kind == "text" else {}
-            loaded.append(datasets.load_dataset(kind, data_files=own, split=split, **options))
-    if not loaded:
-        raise ValueError(f"no kind of file has the split {split!r}; there are {sorted(splits)}")
-    return loaded
-
-
-def _is_missing(path_or_name: str | Path) -> bool:
-    """Whether this can only name a file or folder here, and there is none."""
-    path = Path(path_or_name).expanduser()
-    local = (
-        glob.has_magic(str(path))
-        or path.is_absolute()
-        or str(path_or_name).startswith(".")
-        or path.suffix in _BUILDER_OF_SUFFIX
-    )
-    return local and not path.is_file() and not path.is_dir()
-
-
-def _is_saved(path: Path) -> bool:
-    """Whether `save_to_disk` wrote this folder."""
-    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
-
-
-def _saved_splits(path: Path) -> datasets.DatasetDict:
-    saved = datasets.load_from_disk(path)
-    return saved if isinstance(saved, datasets.DatasetDict) else datasets.DatasetDict(train=saved)
-
-
-def _saved_split(path: Path, split: str) -> datasets.Dataset:
-    splits = _saved_splits(path)
-    # `load_from_disk` takes no slices of splits; this reads them as `load_dataset` does.
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(part) for name, part in splits.items()})
-    selected = []
-    for part in parts:
-        rows = splits[part.splitname]
-        selected.append(rows.select(range(*slice(part.from_, part.to).indices(len(rows)))))
-    return datasets.concatenate_datasets(selected)
+def _read_files(splits: dict[str, list[str]], split: str) -> datasets.Dataset:
+    suffixes = {Path(name).suffix for names in splits.values() for name in names}
+    kinds = {_BUILDER_OF_SUFFIX.get(suffix, "") for suffix in suffixes}
+    if len(kinds) != 1 or "" in kinds:
+        raise ValueError(
+            f"the files end in {', '.join(sorted(suffixes))}; give files of one kind, "
+            f"{', '.join(_BUILDER_OF_SUFFIX)}, "
+            'in a folder or by a pattern such as "texts/*.txt"'
+        )
+    (kind,) = kinds
+    names = {each: [glob.escape(name) for name in files] for each, files in splits.items()}
+    options = {"sample_by": "document"} if kind == "text" else {}
+    return datasets.load_dataset(kind, data_files=names, split=split, **options)

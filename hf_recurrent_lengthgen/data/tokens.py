@@ -59,12 +59,8 @@ def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
 
 def _encode_bytes(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:
     assert isinstance(tokenizer, ByT5Tokenizer)
-    for index, document in enumerate(documents):
-        try:
-            data = document.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"document {index} is no valid Unicode: {error}; remove the character") from error
-        yield np.frombuffer(data, np.uint8).astype(np.int32) + np.int32(tokenizer.offset)
+    for document in documents:
+        yield np.frombuffer(document.encode("utf-8"), np.uint8).astype(np.int32) + np.int32(tokenizer.offset)
 
 
 def _encode(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[np.ndarray]:

@@ -8,13 +8,12 @@ class on `AnyDocument` is written with its own kind and version.
 import json
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import core_schema
-
-from hf_recurrent_lengthgen.evaluation.views import summary, to_frame
 
 Document = TypeVar("Document")
 Scalar = bool | int | float | str | None
@@ -37,22 +36,23 @@ class AnyDocument:
 
 
 def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Document]]:
-    """Give a dataclass a file form, a short `repr`, and `to_frame()`, all its numbers as a table.
+    """Give a dataclass a file form, and a `repr` that names its fields.
 
     A field added later needs a default, so that older files can be read; removing a field would make them unreadable.
     Raise `version` with every field that is added, here or in the dataclasses that it holds.
     """
 
     def register(cls: type[Document]) -> type[Document]:
-        for other in [other for other, (known, _) in _SCHEMAS.items() if known == kind]:
-            if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                raise ValueError(f"{other.__name__} is a document of kind {kind!r} already: choose another kind.")
-            del _SCHEMAS[other]  # a notebook cell may define it again
         _SCHEMAS[cls] = (kind, version)
-        cls.__repr__, cls.to_frame = summary, to_frame  # type: ignore[attr-defined, method-assign]
+        cls.__repr__ = _field_names  # type: ignore[method-assign]
         return cls
 
     return register
+
+
+def _field_names(document: Any) -> str:
+    """Results hold thousands of numbers, which nobody wants to see at once."""
+    return f"{type(document).__name__} with {', '.join(field.name for field in fields(document))}"
 
 
 def to_json(document: Any) -> str:
@@ -70,11 +70,11 @@ def from_json(text: str, kind: type[Document]) -> Document:
     """Read what this version or an earlier one of `to_json` wrote; fields that it lacks take their defaults.
 
     Raises:
-        ValueError: for text that is not JSON, another kind, a newer schema version, and missing, unknown, duplicate,
+        ValueError: for text that is not JSON, another kind, a newer schema version, and missing, unknown,
             wrongly typed or not finite entries, with the path of each.
     """
     try:
-        value: Document = _untagged(json.loads(text, object_pairs_hook=_unique), kind)
+        value: Document = _untagged(json.loads(text), kind)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"The text is not JSON ({error}); the file may be truncated.") from error
     return value
@@ -134,11 +134,3 @@ def _problem(place: tuple[int | str, ...], error: Any) -> str:
     why = error["msg"].removeprefix("Value error, ").replace("Unexpected keyword argument", "There is no such field")
     got = "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r:.80}"
     return f"{path or 'the document'}: {why}{got}"
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"Duplicate entries: {sorted({key for key in keys if keys.count(key) > 1})}.")
-    return entries

@@ -1,15 +1,16 @@
 """One model on checked token ids, which every metric is computed from."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.json_schema import Document, to_json
 from hf_recurrent_lengthgen.evaluation.provenance import model_record, token_digest
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
-from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult, ResultCache
+from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import DataRecord
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.statistics import check_training_length
@@ -60,5 +61,10 @@ class Measurement:
         self.cache.put(key, to_json(result))
         return result
 
-    def partial(self, name: str, **depends_on: Any) -> PartialResult | None:
-        return None if self.cache is None else self.cache.partial({"result": name, **self.key, **depends_on})
+    def arrays(self, name: str, compute: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
+        """Arrays for a result, kept until `drop` so that an interrupted measurement goes on after them."""
+        return compute() if self.cache is None else self.cache.arrays({"arrays": name, **self.key}, compute)
+
+    def drop(self, name: str) -> None:
+        if self.cache is not None:
+            self.cache.drop({"arrays": name, **self.key})

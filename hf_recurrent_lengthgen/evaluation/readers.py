@@ -9,21 +9,15 @@ cache and drop the recurrent state in it.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from hf_recurrent_lengthgen.data.pieces import piece_borders
 from hf_recurrent_lengthgen.evaluation import attention_caches
 from hf_recurrent_lengthgen.evaluation.text_configs import rope_types, text_config, vocabulary_size
 from hf_recurrent_lengthgen.models.configuration_stateful import CACHE_NAME
@@ -104,11 +98,6 @@ class Reader:
         if cache is not None:
             raise ValueError(self.refusal("reading a text in pieces"))
         return self._forward(input_ids, logits_to_keep, **self._without_cache()), None
-
-    def nll(self, ids: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """Read all tokens (B, C + 1) of a piece but the last; NLL (B, C) of the next ones, and the next cache."""
-        logits, cache = self.read(ids[:, :-1], cache)
-        return nll_of(logits, ids[:, 1:]), cache
 
     def fork(self, cache: Any) -> Any:
         """A cache to read from that leaves the given one as it is, without a copy of what it holds."""
@@ -214,86 +203,6 @@ class StateReader(Reader):
         return state
 
 
-class SharedReader(StateReader):
-    """Reads with several processes, each a piece of what all are asked to read; all get the same results.
-
-    Args:
-        model: A model that takes a `sequence_group`, the same on all processes.
-        group: The processes, which call the same methods with the same tokens.
-
-    Raises:
-        ValueError: for a model that processes cannot share, or whose attention layers keep a cache.
-    """
-
-    def __init__(self, model: nn.Module, group: Any) -> None:
-        super().__init__(model)
-        if self._attends or "sequence_group" not in inspect.signature(model.forward).parameters:
-            why = "keeps a cache of keys" if self._attends else "takes no sequence_group"
-            raise ValueError(f"Processes cannot read together with {self.name}, which {why}: read with one process.")
-        self.model.check_shares_rows()
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-
-    def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
-        """As in `Reader`; logits of more than the last piece are computed by each process for itself."""
-        length = input_ids.shape[1]
-        last = length - piece_borders(length, self.size)[-2]  # tokens of the last piece
-        if not self.keeps or length < self.size or not 0 < logits_to_keep <= last:
-            return super().read(input_ids, cache, logits_to_keep)
-        output = self._piece(input_ids, cache, logits_to_keep)
-        logits = output.logits[:, -logits_to_keep:].contiguous()
-        if self.rank < self.size - 1:  # a piece may have fewer
-            logits = logits.new_empty(len(input_ids), logits_to_keep, logits.shape[2])
-        dist.broadcast(logits, dist.get_global_rank(self.group, self.size - 1), self.group)
-        return logits, (output.final_state, None)
-
-    def nll(self, ids: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        length = ids.shape[1] - 1
-        if length < self.size:
-            return super().nll(ids, cache)
-        output = self._piece(ids[:, :-1], cache)
-        borders, longest = piece_borders(length, self.size), -(-length // self.size)
-        own = nll_of(output.logits, ids[:, 1 + borders[self.rank] : 1 + borders[self.rank + 1]])
-        gathered = [own.new_empty(len(own), longest) for _ in range(self.size)]
-        dist.all_gather(gathered, pad(own, (0, longest - own.shape[1])), self.group)
-        pieces = [nll[:, : stop - start] for nll, (start, stop) in zip(gathered, pairwise(borders), strict=True)]
-        return torch.cat(pieces, dim=1), (output.final_state, None)
-
-    def _piece(self, ids: Tensor, cache: Any, logits_to_keep: int = 0) -> Any:
-        state, _ = cache or self.begin()
-        borders = piece_borders(ids.shape[1], self.size)
-        piece = slice(borders[self.rank], borders[self.rank + 1])
-        keep = {"logits_to_keep": min(logits_to_keep, piece.stop - piece.start)} if logits_to_keep else {}
-        return self.model(
-            input_ids=ids[:, piece],
-            initial_state=state,
-            output_final_state=True,
-            sequence_group=self.group,
-            **keep,
-        )
-
-
-_reading_group: ContextVar[Any] = ContextVar("reading_group", default=None)
-
-
-def reads_together() -> bool:
-    """Whether this is within `reading_together`."""
-    return _reading_group.get() is not None
-
-
-@contextmanager
-def reading_together(group: Any) -> Iterator[None]:
-    """Within the `with` block, functions of this package that measure texts read with all processes of a group.
-
-    Each process calls them with the same arguments, and gets the same results: `stream_nll`, `evaluate_model`,
-    `effective_remembrance` and others. They take no cache of results.
-    """
-    token = _reading_group.set(group)
-    try:
-        yield
-    finally:
-        _reading_group.reset(token)
-
-
 class CacheReader(Reader):
     """Reads with a model of Transformers that caches keys and values; carries this cache."""
 
@@ -356,10 +265,7 @@ def reader_of(model: Any) -> Reader:
             getattr(model, "check_has_states", lambda: None)()
         except ValueError as error:
             return Reader(model, str(error))
-        group = _reading_group.get()
-        return StateReader(model) if group is None else SharedReader(model, group)
-    if reads_together():
-        raise ValueError(f"Processes cannot read together with {type(model).__name__}, which carries no state.")
+        return StateReader(model)
     whole = Reader(model, "its forward takes neither initial_state nor a cache")
     with torch.inference_mode(), evaluation_mode(model):
         positions = min(PROBE_LENGTH, getattr(config, "max_position_embeddings", None) or PROBE_LENGTH)

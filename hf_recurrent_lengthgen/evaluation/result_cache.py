@@ -1,4 +1,4 @@
-"""A cache of results, complete or partial, so that nothing is computed twice.
+"""A cache of complete results, so that nothing is computed twice.
 
 A key is a dictionary of plain JSON values with everything that the value depends on: digests of weights, config and
 data, settings, versions. Files are written completely or not at all, with a checksum of their content. A damaged file
@@ -8,26 +8,19 @@ counts as absent, with a warning.
 import hashlib
 import json
 import os
-import time
 import warnings
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors import SafetensorError
 
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import code_digest
-from hf_recurrent_lengthgen.evaluation.readers import reads_together
-from hf_recurrent_lengthgen.models.state_on_disk import read_tensors, replacing, write_tensors
+from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.versions import installed_versions
-
-SECONDS_BETWEEN_SAVES = 30.0
-MOST_TIME_SAVING = 0.02
-"""Maximum share of a run's time that is spent on saving partial results."""
 
 
 def default_cache_folder() -> Path:
@@ -42,7 +35,7 @@ def _going_on(path: Path) -> Iterator[None]:
     """Warn instead of failing if a file cannot be written: the computation is worth more than the file."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         warnings.warn(f"Cannot write {path} ({error}): continuing without it.", stacklevel=4)
 
 
@@ -89,47 +82,28 @@ class ResultCache:
             body = json.dumps({"key": full, "value": value}).encode()
             temporary.write_bytes(_sha256(body) + b"\n" + body)
 
-    def partial(self, key: Mapping[str, Any]) -> "PartialResult":
-        return PartialResult(self._file(key, "partial.safetensors")[0])
+    def arrays(self, key: Mapping[str, Any], compute: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Arrays that a result is made from, from the cache or computed and kept, until `drop`."""
+        path, _ = self._file(key, "npz")
+        try:
+            with path.open("rb") as file, np.load(file) as kept:
+                arrays = dict(kept)
+            self.found += 1
+            return arrays
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            warnings.warn(f"The cached arrays {path} are damaged ({error}): computing them again.", stacklevel=3)
+        arrays = dict(compute())
+        with _going_on(path), replacing(path) as temporary, temporary.open("wb") as target:
+            np.savez(target, **arrays)
+        return arrays
+
+    def drop(self, key: Mapping[str, Any]) -> None:
+        """Remove arrays of which the result is kept."""
+        self._file(key, "npz")[0].unlink(missing_ok=True)
 
     def _file(self, key: Mapping[str, Any], ending: str) -> tuple[Path, dict[str, Any]]:
-        if reads_together():  # those that found a result would leave the others waiting
-            raise ValueError("Processes that read together keep no results: leave the cache out.")
         full = json.loads(json.dumps({**key, **self._code}))
         digest = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{digest[:40]}.{ending}", full
-
-
-class PartialResult:
-    """Arrays that a computation saves from time to time, to resume from after an interrupt."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._last, self._cost = time.monotonic(), 0.0
-
-    def load(self) -> dict[str, np.ndarray] | None:
-        try:
-            _, tensors, has_checksum = read_tensors(self.path)
-            if not has_checksum:
-                raise ValueError("it has no checksum")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError) as error:
-            warnings.warn(f"The partial result {self.path} is damaged ({error}): starting again.", stacklevel=2)
-            return None
-        return {name: tensor.numpy() for name, tensor in tensors.items()}
-
-    def due(self) -> bool:
-        """Whether enough time has passed to save again."""
-        waited = time.monotonic() - self._last
-        return waited >= SECONDS_BETWEEN_SAVES and self._cost <= waited * MOST_TIME_SAVING
-
-    def save(self, arrays: Mapping[str, np.ndarray]) -> None:
-        began = time.monotonic()
-        with _going_on(self.path):
-            write_tensors(self.path, {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}, {})
-        self._last = time.monotonic()
-        self._cost = self._last - began
-
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)

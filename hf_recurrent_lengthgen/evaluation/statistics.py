@@ -31,11 +31,7 @@ def t_interval(values: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
 
     The interval is mean +- t_{(1 + confidence)/2, S - 1} * s / sqrt(S).
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}.")
     count = len(values)
-    if count == 0:
-        raise ValueError("An interval needs at least one sequence, got none.")
     mean = values.mean(0, dtype=np.float64)
     if count < 2:
         return Interval(mean, None, None)
@@ -54,14 +50,6 @@ def position_edges(
     `length` cuts the last bin to less than half of its width, the bin is merged with the previous one, unless it
     starts at the training length.
     """
-    for name, value, least in (
-        ("length", length, 1),
-        ("training_length", training_length, 1),
-        ("exact_until", exact_until, 0),
-        ("bins_per_octave", bins_per_octave, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}.")
     lowest = -math.ceil(bins_per_octave * math.log2(training_length)) - bins_per_octave
     highest = math.ceil(bins_per_octave * max(0.0, math.log2(length / training_length))) + 1
     grid = {round(training_length * 2 ** (k / bins_per_octave)) for k in range(lowest, highest + 1)}

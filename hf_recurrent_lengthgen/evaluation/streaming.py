@@ -17,13 +17,11 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
-from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult
+from hf_recurrent_lengthgen.evaluation.readers import Reader, nll_of, reader_of
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import (
     RecurrentState,
     concatenate_rows,
-    layer_state,
     state_batch_size,
     take_rows,
 )
@@ -140,7 +138,6 @@ def stream_chunks(
     initial_state: RecurrentState | None = None,
     origins: Sequence[tuple[int, int]] | None = None,
     stops: Sequence[int] = (),
-    start: int = 0,
     cache: Any = None,
 ) -> Iterator[Chunk]:
     """Run checked rows (B, L + 1) chunk by chunk, in the current mode of the model, with one chunk's logits in memory.
@@ -152,7 +149,6 @@ def stream_chunks(
         initial_state: State before the first token, with B rows; None for zero.
         origins: The sequence of each row and its start position in it, named in errors.
         stops: Numbers of tokens after which a chunk also ends, so that the state there can be seen.
-        start: Position to continue from, at the end of a chunk; `initial_state` is then the state there.
         cache: The reader's cache after the tokens before the first, in place of a state.
 
     Raises:
@@ -161,10 +157,11 @@ def stream_chunks(
     length = rows.shape[1] - 1
     origins = origins or [(row, 0) for row in range(len(rows))]
     cache = reader.begin(initial_state) if cache is None else cache
-    for begin, stop in chunk_borders(length, chunk_length if reader.carries else length, stops, start):
+    for begin, stop in chunk_borders(length, chunk_length if reader.carries else length, stops):
         # One token more than the model reads: the last target of a chunk is the first input of the next.
         ids = torch.from_numpy(rows[:, begin : stop + 1].astype(np.int64)).to(reader.device)
-        nll, cache = reader.nll(ids, cache)
+        logits, cache = reader.read(ids[:, :-1], cache)
+        nll = nll_of(logits, ids[:, 1:])
         state = reader.state(cache)
         _check_finite(nll, state, begin, stop, origins)
         yield Chunk(begin, nll, state, cache)
@@ -238,19 +235,12 @@ def progress_bar(total: int, description: str, enabled: bool) -> Any:
 
 
 class Observer(Protocol):
-    """Sees the chunks of a stream, which also end after each of `positions` tokens, with their first sequence.
-
-    Its data can be kept as arrays and restored in another process.
-    """
+    """Sees the chunks of a stream, which also end after each of `positions` tokens, with their first sequence."""
 
     @property
     def positions(self) -> Sequence[int]: ...
 
     def see(self, first_sequence: int, chunk: Chunk) -> None: ...
-
-    def arrays(self) -> dict[str, np.ndarray]: ...
-
-    def restore(self, arrays: dict[str, np.ndarray]) -> None: ...
 
 
 def stream_nll(
@@ -261,7 +251,6 @@ def stream_nll(
     batch_size: int | None = None,
     chunk_length: int | None = None,
     observer: Observer | None = None,
-    partial: PartialResult | None = None,
     progress: bool = True,
 ) -> StreamNll:
     """Position-wise NLL of whole streams of any length (Buitrago Ruiz and Gu, 2025, Definition 3.1).
@@ -274,8 +263,6 @@ def stream_nll(
         initial_state: State before the first token, with S rows on the model's device; None for zero.
         batch_size, chunk_length: Sequences, and tokens of each, per forward pass; by default what memory allows.
         observer: Sees each chunk.
-        partial: Where to keep partial results, and to resume from; the caller removes it. A model with attention
-            resumes after the last complete text.
         progress: Show a progress bar.
 
     Raises:
@@ -291,84 +278,19 @@ def stream_nll(
         )
     batch, chunk = reading_plan(reader, sequences, length, batch_size, chunk_length)
     stops = () if observer is None else observer.positions
-    done = _Done(partial, np.empty((sequences, length), np.float32), observer, reader.device)
-    nll = done.nll
+    nll = np.empty((sequences, length), np.float32)
+    final_states: list[RecurrentState] = []
     with evaluation_mode(reader.model), progress_bar(sequences * length, "stream", progress) as bar:
-        bar.update(done.row * length + done.position * min(batch, sequences - done.row))
-        for first in range(done.row, sequences, batch):
+        for first in range(0, sequences, batch):
             rows = slice(first, min(first + batch, sequences))
-            state, start = done.state, done.position
-            if not start:
-                state = None if initial_state is None else take_rows(initial_state, rows)
+            state = None if initial_state is None else take_rows(initial_state, rows)
             origins = [(sequence, 0) for sequence in range(rows.start, rows.stop)]
-            for piece in stream_chunks(reader, array[rows], chunk, state, origins, stops, start):
+            for piece in stream_chunks(reader, array[rows], chunk, state, origins, stops):
                 stop = piece.start + piece.nll.shape[1]
                 nll[rows, piece.start : stop] = piece.nll.cpu().numpy()
                 if observer is not None:
                     observer.see(first, piece)
                 bar.update(piece.nll.numel())
-                if reader.carried_by_row and stop < length:
-                    done.keep(first, stop, piece.state)
-            done.finished(rows.stop, piece.state)
+            final_states.append(piece.state)
     # Joined outside inference mode, so that they are ordinary tensors, from which training can start.
-    return StreamNll(nll, concatenate_rows(done.final_states))
-
-
-class _Done:
-    """What a stream has read so far: all of sequences [0, row), and the batch from `row` up to `position`."""
-
-    def __init__(
-        self, partial: PartialResult | None, nll: np.ndarray, observer: Observer | None, device: torch.device
-    ) -> None:
-        self.partial, self.nll, self.observer = partial, nll, observer
-        self.row, self.position = 0, 0
-        self.state: RecurrentState | None = None
-        self.final_states: list[RecurrentState] = []
-        kept = None if partial is None else partial.load()
-        if kept is None:
-            return
-        self.row, self.position, groups = kept["place"].tolist()
-        nll[:] = kept["nll"]
-        states = [state_from(kept, f"state.{group}.", device) for group in range(groups)]
-        self.final_states = states[:-1] if self.position else states
-        self.state = states[-1] if self.position else None
-        if observer is not None:
-            observer.restore(_without_prefix(kept, "observer."))
-
-    def finished(self, row: int, state: RecurrentState) -> None:
-        self.final_states.append(state)
-        self.keep(row, 0, None)
-        self.position = 0
-
-    def keep(self, row: int, position: int, state: RecurrentState | None) -> None:
-        if self.partial is None or not self.partial.due():
-            return
-        states = [*self.final_states, *([] if state is None else [state])]
-        seen = {} if self.observer is None else self.observer.arrays()
-        arrays = {"place": np.array([row, position, len(states)]), "nll": self.nll}
-        for group, layers in enumerate(states):
-            arrays |= state_arrays(layers, f"state.{group}.")
-        self.partial.save(arrays | {f"observer.{name}": array for name, array in seen.items()})
-
-
-def _without_prefix(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-
-
-def state_arrays(state: RecurrentState, prefix: str) -> dict[str, np.ndarray]:
-    """The parts of a state by name."""
-    return {
-        f"{prefix}{layer}.{part}": tensor.cpu().numpy()
-        for layer, parts in enumerate(state)
-        for part, tensor in enumerate(parts)
-    }
-
-
-def state_from(arrays: dict[str, np.ndarray], prefix: str, device: torch.device) -> RecurrentState:
-    """Inverse of `state_arrays`, among other arrays."""
-    parts = {
-        tuple(map(int, name.split("."))): torch.from_numpy(array).to(device)
-        for name, array in _without_prefix(arrays, prefix).items()
-    }
-    layers = max((layer for layer, _ in parts), default=-1) + 1
-    return tuple(layer_state(parts[key] for key in sorted(parts) if key[0] == layer) for layer in range(layers))
+    return StreamNll(nll, concatenate_rows(final_states))

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-    from hf_recurrent_lengthgen.evaluation.readers import reading_together
     from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
     from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
     from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
-    from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length, measure_accuracy, string_accuracy
+    from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
     from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison, AccuracyResult
+    from hf_recurrent_lengthgen.metrics.attention.measure import attention_apart
     from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
     from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison, EvaluationResult
     from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt
     from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
     from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult
-    from hf_recurrent_lengthgen.metrics.states.attention import attention_apart
     from hf_recurrent_lengthgen.metrics.states.distance import state_drift
     from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states
     from hf_recurrent_lengthgen.metrics.states.patching import patch_heads
@@ -36,12 +35,12 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "evaluation.files": "read_result write_result",
-    "evaluation.readers": "reading_together",
     "evaluation.results": "DataRecord DataSource",
     "evaluation.settings": "EvaluationSettings",
     "evaluation.streaming": "stream_nll",
-    "metrics.accuracy.measure": "accuracy_by_length measure_accuracy string_accuracy",
+    "metrics.accuracy.measure": "measure_accuracy",
     "metrics.accuracy.result": "AccuracyComparison AccuracyResult",
+    "metrics.attention.measure": "attention_apart",
     "metrics.repeated_token": "constant_prompt",
     "metrics.context_harm.measure": "evaluate_model",
     "metrics.context_harm.result": "Comparison EvaluationResult",
@@ -53,7 +52,6 @@ _MODULES = {
     "metrics.remembrance.measure": "effective_remembrance",
     "metrics.retrieval.measure": "retrieval_accuracy",
     "metrics.retrieval.result": "RetrievalComparison RetrievalResult",
-    "metrics.states.attention": "attention_apart",
     "metrics.states.distance": "state_drift",
     "metrics.states.measure": "diagnose_states",
     "metrics.states.patching": "patch_heads",
@@ -74,7 +72,6 @@ __all__ = [
     "RetrievalComparison",
     "RetrievalResult",
     "StateObserver",
-    "accuracy_by_length",
     "attention_apart",
     "attention_maps",
     "constant_prompt",
@@ -87,13 +84,11 @@ __all__ = [
     "read_maps",
     "read_result",
     "read_rows",
-    "reading_together",
     "retrieval_accuracy",
     "rows_of",
     "save_maps",
     "state_drift",
     "stream_nll",
-    "string_accuracy",
     "window_nll",
     "write_csv",
     "write_result",

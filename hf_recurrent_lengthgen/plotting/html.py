@@ -43,11 +43,12 @@ h2{font-size:1.15rem;margin:36px 0 8px}
 .card h3{font-size:1.05rem;margin:2px 0 4px}
 .card p{margin:6px 0 0;font-size:.9rem}
 .card dl{font-size:.9rem;margin-top:10px;border-top:1px solid var(--line);padding-top:8px}
-.figures{display:grid;gap:20px;grid-template-columns:repeat(auto-fit,minmax(min(100%%,340px),1fr));margin-top:28px}
 .pair{display:grid;gap:16px 32px;grid-template-columns:repeat(auto-fit,minmax(min(100%%,440px),1fr));margin-top:12px}
 .pair p{max-width:75ch;margin:0 0 8px;font-size:.95rem}
 .pair h3{font-size:1rem;margin:0 0 2px}
 .pair>div>div{margin-bottom:16px}
+details{margin-top:16px}
+summary{cursor:pointer;color:var(--muted)}
 figure{margin:0;min-width:0}
 figure svg{width:100%%;height:auto;display:block}
 figcaption{font-size:.85rem;color:var(--muted)}

@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     string_task,
 )
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length
+from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
 from hf_recurrent_lengthgen.metrics.tables import read_rows
@@ -94,8 +94,7 @@ def test_every_task_trains_and_is_measured(
     assert (found.task, found.training_length, found.vocabulary) == (task, 4, 8)
     assert found.command == shlex.join(["lengthgen", "accuracy", *arguments])
     data = string_task(task, 4, 8)
-    expected = accuracy_by_length(load_model(str(tmp_path / "out")), data, [2, 4], samples=6)
-    assert {each.length: (each.symbols.accuracy, each.answers.accuracy) for each in found.lengths} == expected
+    assert found.lengths == measure_accuracy(load_model(str(tmp_path / "out")), data, [2, 4], samples=6).lengths
     assert (output / "accuracy.png").stat().st_size > 5000
     assert ("pairs" if task == "recall" else "symbols") in (output / "accuracy.svg").read_text()
 

@@ -107,6 +107,8 @@ MISUSED = [
     ("train --model m --quetzalcoatl 0.5", "--help lists"),
     ("maps m", "--text"),
     ("retrieve m --data x.txt", "--data does nothing with --task passkey"),
+    ("retrieve m --shots 2", "--shots does nothing with --task passkey"),
+    ("retrieve m --task babilong --task-files f --depths 3", "--depths does nothing with --task babilong"),
     ("retrieve m --task babilong", "--task babilong needs --task-files"),
     *((f"retrieve m --depths={depths}", "argument --depths: must be a number") for depths in ("0.5,2", "1,,2", "nan")),
     ("retrieve m --task copying", "invalid choice: 'copying'"),

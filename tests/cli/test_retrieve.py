@@ -57,7 +57,7 @@ def test_models_are_compared_and_finished_cells_kept(
     assert (one.lengths, one.depths, one.training_length, other.training_length) == ((400, 512), (0, 0.5), 8, None)
     assert [[cell.samples for cell in row] for row in one.cells] == [[2, 2], [2, 2]]
     assert one.command.startswith("lengthgen retrieve ")
-    pictures = {"heat_map", "accuracy", "within_1", "within_2"}
+    pictures = {"heat_map", "accuracy"}
     assert {path.name for path in output.iterdir()} == {
         "retrieval.json",
         *(f"{name}.{kind}" for name in pictures for kind in ("png", "svg")),
@@ -94,14 +94,6 @@ def test_babilong_from_local_files(
     shown = capsys.readouterr().out
     assert "babilong (sentences, 1 shots)" in shown
     assert "Cells without samples" in shown
-    assert not (output / "within.png").exists()
-
-    assert main(["retrieve", str(checkpoint), "--task", "babilong", *arguments, "--depths", "0,0.5"]) == 0
-    (result,) = read_result(output / "retrieval.json", RetrievalComparison).models
-    assert result.rows == ("qa1, 0 %", "qa1, 50 %", "qa2, 0 %", "qa2, 50 %")
-    assert result.depths == (0, 0.5, 0, 0.5)
-    assert [row[1].samples for row in result.cells] == [2] * 4
-    assert not (output / "within.png").exists()
 
 
 def test_needles_in_a_text(checkpoint: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,4 +104,3 @@ def test_needles_in_a_text(checkpoint: Path, text_file: Path, tmp_path: Path, mo
     (result,) = read_result(output / "retrieval.json", RetrievalComparison).models
     assert (result.task, result.style, result.rows) == ("niah", "single-2", ("50 %",))
     assert result.data.description == f"{text_file.name}, split train"
-    assert (output / "within.png").exists()

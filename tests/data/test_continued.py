@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import skip_first_batches
-from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+from accelerate.data_loader import prepare_data_loader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 from hf_recurrent_lengthgen.data import (
@@ -233,18 +233,6 @@ def process_loader(
     return prepare_data_loader(loader, num_processes=PROCESSES, process_index=process, put_on_device=False), sampler
 
 
-def test_accelerate_gives_each_process_its_lanes() -> None:
-    _, sampler = process_loader(0)
-    keys = list(sampler)
-    for process in range(PROCESSES):
-        shard = BatchSamplerShard(BatchSampler(sampler, BATCH, drop_last=True), PROCESSES, process)
-        batches = list(shard)
-        assert len(batches) == len(shard) == sampler.steps * MICRO_BATCHES
-        for step, micro_batch in itertools.product(range(sampler.steps), range(MICRO_BATCHES)):
-            first = step * STREAM_ROWS + (micro_batch * PROCESSES + process) * BATCH
-            assert batches[step * MICRO_BATCHES + micro_batch] == keys[first : first + BATCH]
-
-
 @pytest.mark.parametrize("chunks_before_reset", [3, None])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rows_of_a_process_continue_in_every_epoch(workers: int, chunks_before_reset: int | None) -> None:
@@ -276,15 +264,3 @@ def test_skipping_batches_continues_exactly_in_every_epoch(epoch: int, skipped: 
         sampler.set_epoch(epoch)
         rest = [batch["input_ids"].tolist() for batch in skip_first_batches(resumed, skipped)]
         assert rest == whole[skipped:]
-
-
-def test_an_epoch_of_all_processes_has_every_chunk_at_most_once() -> None:
-    firsts = [
-        first
-        for process in range(PROCESSES)
-        for batch in process_loader(process)[0]
-        for first in batch["input_ids"][:, 0].tolist()
-    ]
-    assert len(firsts) == len(set(firsts)) == 10 * STREAM_ROWS
-    _, sampler = process_loader(0)
-    assert len(sampler.dataset) - len(firsts) == 3

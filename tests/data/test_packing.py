@@ -1,14 +1,12 @@
 """Packing: every token of the stream is in exactly one block, and evaluation sequences do not overlap."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import default_data_collator
 
 from hf_recurrent_lengthgen.data import PackedBlocks, evaluation_sequences
 
@@ -42,21 +40,6 @@ def test_no_token_is_lost_or_doubled(size: int, length: int) -> None:
         assert torch.equal(block["labels"], block["input_ids"])
 
 
-def test_full_blocks_are_views_of_the_stream() -> None:
-    stream = torch.arange(100)
-    block = PackedBlocks(stream, length=9)[3]
-    assert block["input_ids"].data_ptr() == stream[30:].data_ptr()
-
-
-def test_index_counts_from_both_ends_and_stops() -> None:
-    blocks = PackedBlocks(torch.arange(8), length=2)
-    assert blocks[-1]["input_ids"].tolist() == [3, 4, 5]
-    assert blocks[-2]["input_ids"].tolist() == [0, 1, 2]
-    for index in (2, -3):
-        with pytest.raises(IndexError):
-            blocks[index]
-
-
 @pytest.mark.parametrize(
     ("stream", "length", "message"),
     [
@@ -83,38 +66,6 @@ def test_loader_and_collator_give_every_block_once(workers: int) -> None:
     assert sorted(ids.tolist()) == stream.tolist()
     batches[0]["input_ids"].fill_(-1)
     assert torch.equal(stream, torch.arange(52))
-
-
-class Bigram(nn.Module):
-    """Predicts each token from the one before, and remembers the blocks that it saw."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(vocab_size, vocab_size)
-        self.seen: list[list[int]] = []
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        self.seen += input_ids.tolist()
-        logits = self.table(input_ids)
-        return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
-
-
-def test_trainer_sees_every_block_once_per_epoch(tmp_path: Path) -> None:
-    stream = torch.arange(100) % 13
-    blocks = PackedBlocks(stream, length=6)
-    model = Bigram(13)
-    arguments = TrainingArguments(
-        str(tmp_path),
-        num_train_epochs=1,
-        per_device_train_batch_size=4,
-        report_to=[],
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        save_strategy="no",
-    )
-    Trainer(model, arguments, train_dataset=blocks).train()
-    assert sorted(model.seen) == sorted(stream[: 14 * 7].view(14, 7).tolist())
 
 
 def test_evaluation_sequences_by_hand() -> None:
@@ -147,8 +98,3 @@ def test_evaluation_longer_than_the_data_says_what_fits() -> None:
 def test_evaluation_of_nothing_is_refused(count: int, length: int) -> None:
     with pytest.raises(ValueError, match="at least 1 sequence of 2 tokens"):
         evaluation_sequences(torch.arange(100), count, length)
-
-
-def test_evaluation_of_a_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="one row of int64"):
-        evaluation_sequences(torch.zeros(2, 50, dtype=torch.int64), 1, 5)

@@ -104,5 +104,3 @@ def test_what_is_no_list_of_texts_is_refused() -> None:
         token_stream("one string")
     with pytest.raises(ValueError, match="document 1 is a NoneType"):
         token_stream(["a", None])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="document 1 is no valid Unicode"):
-        token_stream(["a", "b\ud800"])

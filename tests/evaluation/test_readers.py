@@ -130,19 +130,6 @@ def test_the_whole_evaluation_runs_with_any_model(name: str, tokens: np.ndarray)
         assert found.harm.last.mean == 0
 
 
-def test_rows_of_a_cache_are_copies_in_any_order(tokens: np.ndarray) -> None:
-    torch.manual_seed(0)
-    reader = reader_of(llama().eval())
-    ids = torch.from_numpy(tokens)
-    with torch.no_grad():
-        _, carry = reader.read(ids[:, :20])
-        chosen = reader.take_rows(carry, torch.tensor([2, 0, 2]))
-        assert reader.take_rows(carry, slice(1, 3)).get_seq_length() == 20
-        logits, _ = reader.read(ids[[2, 0, 2], 20:25], chosen)
-        again, _ = reader.read(ids[:, 20:25], carry)
-    torch.testing.assert_close(logits, again[[2, 0, 2]], atol=1e-5, rtol=1e-5)
-
-
 @needs_hybrids
 @pytest.mark.parametrize("model_type", ["bamba", "lfm3"])
 def test_a_fork_of_a_hybrids_cache_leaves_it_as_it_is(model_type: str, tokens: np.ndarray) -> None:
@@ -166,12 +153,6 @@ def test_a_fork_of_a_hybrids_cache_leaves_it_as_it_is(model_type: str, tokens: n
         expected, _ = reader.read(ids[:, 20:40], before)
     torch.testing.assert_close(first, expected)
     torch.testing.assert_close(again, expected)
-
-
-def test_caches_that_reading_changes_cannot_be_forked() -> None:
-    reader = reader_of(llama().eval())
-    with pytest.raises(ValueError, match=r"Llama.*which reading twice from one cache needs"):
-        reader.fork(reader.begin())
 
 
 @needs_hybrids
@@ -315,12 +296,6 @@ class Watcher:
 
     def see(self, first_sequence: int, chunk: Chunk) -> None:
         self.seen.append((first_sequence, chunk.start + chunk.nll.shape[1], chunk.state))
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {"places": np.array([seen[:2] for seen in self.seen])}
-
-    def restore(self, arrays: dict[str, np.ndarray]) -> None:
-        self.seen = [(*place, None) for place in arrays["places"].tolist()]
 
 
 def test_an_observer_sees_every_piece_with_its_state(tokens: np.ndarray) -> None:

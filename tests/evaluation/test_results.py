@@ -98,16 +98,8 @@ def test_the_json_says_what_it_is(comparison: Comparison) -> None:
         (lambda d: d.update(extra=1), r"^extra: There is no such field, got 1"),
         (lambda d: d.pop("seed"), r"^seed: Field required$"),
         (lambda d: d["harm"]["last"].pop("low"), r"harm\.last\.low: Field required"),
-        (lambda d: d["in_window"].update(los=1), r"in_window\.los: There is no such field"),
-        (lambda d: d.update(seed="0"), r"seed: Input should be a valid integer, got '0'"),
         (lambda d: d.update(seed=True), r"seed: Input should be a valid integer, got True"),
-        (lambda d: d.update(seed=1.0), r"seed: Input should be a valid integer, got 1\.0"),
-        (lambda d: d.update(model=None), r"model: Input should be a valid string, got None"),
-        (lambda d: d.update(confidence=None), r"confidence: Input should be a valid number, got None"),
         (lambda d: d.update(confidence=math.nan), r"confidence: Input should be a finite number, got nan"),
-        (lambda d: d.update(confidence=10**400), r"confidence: Input should be a finite number"),
-        (lambda d: d["versions"].update(torch=2), r"versions\.torch: Input should be a valid string"),
-        (lambda d: d["harm"].update(last_range=[1, 2, 3]), r"harm\.last_range: Tuple should have at most 2 items"),
         (
             lambda d: d["harm"]["curves"]["fine"]["mean"].__setitem__(1, math.inf),
             r"harm\.curves\.fine\.mean\[1\]: Input should be a finite number, got inf",
@@ -118,10 +110,8 @@ def test_the_json_says_what_it_is(comparison: Comparison) -> None:
         ),
         (lambda d: d["position_wise"]["fine"].update(edges=[0, 8, 1]), r"position_wise\.fine: .*strictly increasing"),
         (lambda d: d["position_wise"]["fine"].update(low=None), r"position_wise\.fine: .*both bounds"),
-        (lambda d: d.update(data=[]), r"data: Input should be an object, got \[\]"),
         (lambda d: d.update(seed="0", extra=1), r"seed: .*; extra: "),
         (lambda d: d.update(schema_version=True), r"schema version must be .*, got True"),
-        (lambda d: d.pop("schema_version"), r"schema version must be .*, got None"),
         (lambda d: d.update(kind="comparison"), r"kind 'evaluation', got 'comparison'"),
     ],
 )
@@ -183,8 +173,6 @@ def test_text_that_is_not_a_document_is_refused() -> None:
         from_json('{"kind": "evalua', EvaluationResult)
     with pytest.raises(ValueError, match="got 'list'"):
         from_json("[]", EvaluationResult)
-    with pytest.raises(ValueError, match=r"Duplicate entries: \['a'\]"):
-        from_json('{"a": 1, "a": 2}', EvaluationResult)
 
 
 def test_values_that_could_not_be_read_back_are_not_written(result: EvaluationResult) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -163,22 +163,6 @@ def test_states_are_those_after_each_text_alone(reader: Reader, batch_size: int,
         for layer, expected_layer in zip(found[index], expected, strict=True):
             for part, expected_part in zip(layer, expected_layer, strict=True):
                 torch.testing.assert_close(part, expected_part, rtol=1e-9, atol=1e-9)
-
-
-@settings(max_examples=10)
-@given(
-    texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=12), min_size=1, max_size=10),
-    worth=st.integers(1, 9),
-)
-def test_any_texts_are_scored_right(reader: Reader, texts: list[list[int]], worth: int) -> None:
-    starts = [1 + index % (len(text) - 1) for index, text in enumerate(texts)]
-    branches = read_tree(reader, prefix_tree(texts, worth), batch_size=3, chunk_length=5, scored_from=starts)
-    for index, branch in branches:
-        text, start = texts[index], starts[index]
-        with torch.no_grad():
-            logits = reader.model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
-        expected = sum(float(logits[place - 1, text[place]]) for place in range(start, len(text)))
-        assert branch.scores(start)[0].sum() == pytest.approx(expected, abs=1e-9)
 
 
 def test_states_are_kept_for_one_way_down_the_tree_only(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:

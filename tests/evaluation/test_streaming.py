@@ -69,16 +69,6 @@ def test_tokens_of_every_integer_type(counter_model: Any, random_tokens: np.ndar
     np.testing.assert_array_equal(stream_nll(model, torch.from_numpy(array), progress=False).nll, expected)
 
 
-def test_only_modules_in_training_mode_return_to_it(counter_model: Any, random_tokens: np.ndarray) -> None:
-    model = counter_model(slow)
-    frozen = nn.Dropout(0.5).eval()
-    model.frozen = frozen
-    stream_nll(model, random_tokens, progress=False)
-    assert model.training
-    assert model.dropout.training
-    assert not frozen.training
-
-
 def test_a_failing_model_returns_to_training_mode(counter_model: Any, random_tokens: np.ndarray) -> None:
     model = counter_model(lambda count: count * torch.nan)
     with pytest.raises(ValueError, match="NLL is nan at position 0 of sequence 0"):
@@ -175,13 +165,6 @@ def test_nll_in_pieces_is_that_of_all_logits(monkeypatch: pytest.MonkeyPatch) ->
         found = readers.nll_of(logits, targets)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected.float())
-
-
-def test_progress_counts_every_token_once(
-    counter_model: Any, random_tokens: np.ndarray, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stream_nll(counter_model(slow), random_tokens, chunk_length=40)
-    assert "390/390" in capsys.readouterr().err
 
 
 def test_losses_of_a_half_precision_model_are_taken_in_float32(counter_model: Any, expected_nll: NLL) -> None:

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.data.tasks import AssociativeRecall, CopyingStrings, TaskStrings
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure
-from hf_recurrent_lengthgen.metrics.accuracy.measure import accuracy_by_length, string_accuracy
+from hf_recurrent_lengthgen.metrics.accuracy.measure import count_right, measure_accuracy
+from hf_recurrent_lengthgen.metrics.retrieval.result import Share
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
@@ -67,15 +69,15 @@ def test_characters_and_sequences_are_counted(
 ) -> None:
     task = CopyingStrings(4, 5, 3)
     model = Oracle(task, wrong).train()
-    found = string_accuracy(model, task, batch_size)
-    assert found == (pytest.approx(character), pytest.approx(sequence))
+    symbols, answers, _ = count_right(model, task, batch_size)
+    assert (symbols.accuracy, answers.accuracy) == (pytest.approx(character), pytest.approx(sequence))
     assert model.training
     assert max(model.batches) == min(batch_size, 3)
 
 
 def test_recall_counts_values_only() -> None:
     task = AssociativeRecall(2, 6, 4)  # pairs at 0 to 3, delimiter 4, queries at 5 to 8: values at 6 and 8
-    assert string_accuracy(Oracle(task, [(0, 6), (1, 5), (1, 7), (3, 9)]), task) == (7 / 8, 3 / 4)
+    assert count_right(Oracle(task, [(0, 6), (1, 5), (1, 7), (3, 9)]), task)[:2] == (Share(7, 8), Share(3, 4))
 
 
 def test_characters_of_rows_of_several_lengths_count_alike() -> None:
@@ -83,8 +85,8 @@ def test_characters_of_rows_of_several_lengths_count_alike() -> None:
     lengths = [(len(task[row]["input_ids"]) - 2) // 2 for row in range(12)]
     assert len(set(lengths)) > 2
     wrong = [(row, lengths[row] + 1) for row in (2, 3, 7)]  # the first symbol of the answer
-    found = string_accuracy(Oracle(task, wrong), task, batch_size=12)
-    assert found == (pytest.approx(1 - 3 / sum(lengths)), 9 / 12)
+    found = count_right(Oracle(task, wrong), task, batch_size=12)
+    assert found[:2] == (Share(sum(lengths) - 3, sum(lengths)), Share(9, 12))
 
 
 def test_lengths_are_1_2_and_4_times_that_of_training() -> None:
@@ -92,20 +94,19 @@ def test_lengths_are_1_2_and_4_times_that_of_training() -> None:
     torch.manual_seed(0)
     model = StatefulMamba2ForCausalLM(StatefulMamba2Config(vocab_size=7, **sizes))
     task = CopyingStrings((2, 3), 4, 10)
-    found = accuracy_by_length(model, task, samples=20)
-    assert list(found) == [3, 6, 12]
-    for length, accuracy in found.items():
+    found = measure_accuracy(model, task, samples=20).lengths
+    assert [each.length for each in found] == [3, 6, 12]
+    for length, symbols, answers in ((each.length, each.symbols, each.answers) for each in found):
         rows = CopyingStrings(length, 4, 20, seed=2**40).batch(range(20))
         right = model(rows["input_ids"]).logits[:, length:-2].argmax(-1) == rows["input_ids"][:, length + 1 : -1]
-        assert accuracy == (pytest.approx(right.double().mean().item()), pytest.approx(right.all(1).double().mean()))
-    assert 0 < found[12].character < 1
-    assert list(accuracy_by_length(model, task, [5], samples=2)) == [5]
+        assert (symbols, answers) == (Share(int(right.sum()), right.numel()), Share(int(right.all(1).sum()), 20))
+    assert 0 < found[2].symbols.right < 240
     with pytest.raises(ValueError, match="vocab_size 7 is too small: copying with vocabulary 5 has 8 tokens"):
-        string_accuracy(model, CopyingStrings(3, 5))
+        count_right(model, CopyingStrings(3, 5))
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
-        string_accuracy(model, task, 0)
+        count_right(model, task, 0)
     with pytest.raises(ValueError, match="needs at least 12"):
-        accuracy_by_length(model, AssociativeRecall(3, 6, 5))
+        measure_accuracy(model, AssociativeRecall(3, 6, 5))
 
 
 @pytest.mark.parametrize("chunk_length", [1, 7, 1000])
@@ -129,10 +130,11 @@ def test_rows_read_in_pieces_count_the_same(chunk_length: int) -> None:
             return SimpleNamespace(logits=logits, final_state=(state,))
 
     task, model = CopyingStrings((10, 30), 5, 200), Nearly()
-    found = accuracy_by_length(model, task, [12, 30], 100, chunk_length=chunk_length)
+    settings = EvaluationSettings(chunk_length=chunk_length)
+    found = measure_accuracy(model, task, [12, 30], settings=settings, samples=100).lengths
     assert model.longest <= chunk_length
-    assert found == accuracy_by_length(Nearly(), task, [12, 30], 100)
-    assert 0.05 < found[30].character < 0.3
+    assert found == measure_accuracy(Nearly(), task, [12, 30], samples=100).lengths
+    assert 0.05 < found[1].symbols.right / found[1].symbols.samples < 0.3
 
 
 def test_solid_lines_are_symbols_and_dashed_ones_whole_answers() -> None:

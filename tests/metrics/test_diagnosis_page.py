@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from html.parser import HTMLParser
 
 import pytest
 
@@ -17,10 +18,43 @@ from tests.metrics.diagnoses import (
     with_part,
     without_parts,
 )
-from tests.metrics.test_comparison_page import Reader
 
-STATE_FIGURES = {"state_distance", "state_patching", "state_std", "state_retention"}
+VOID = {"meta", "br", "img", "link"}
+STATE_FIGURES = {"state_distance", "state_patching", "state_std", "state_retention", "conv_std"}
+STATE_FIGURES |= {"whole_std", "state_outliers", "state_inputs"}
 EVALUATED = {"context_harm", "position_wise", "in_window"}
+
+
+class Reader(HTMLParser):
+    """Collects tags, attributes and text, and checks that every element is closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.words: list[str] = []
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +109,6 @@ def test_the_first_words_are_the_verdict(page: str) -> None:
         "Numbers",
         "What the words mean",
         "How this was made",
-        "What to do next",
     ]
 
 
@@ -83,9 +116,9 @@ def test_every_section_says_what_was_found(page: str) -> None:
     text = Reader(page).text
     for words in (
         "base At positions 512 to 1,024 the loss is +1.400",
-        "base 3 of 8 heads drift. The furthest, layer 1, head 2,",
+        "base 3 of 8 heads drift: layer 0, heads 1, 3; layer 1, head 2. The furthest, layer 1, head 2,",
         "At 16 tokens, layer 1, head 2 still holds 90%",
-        "heads that drift 97%, all other heads none shown.",
+        "With states of the short context in the 3 drifting heads, 97% of the harm goes away.",
         "base At 64 tokens, the tokens before the last 16 change the prediction by 0.200",
         "sp At 64 tokens, the tokens before the last 16 change the prediction by 0.030",
         "At 32 tokens it exceeds 2 times the highest loss inside",
@@ -173,16 +206,6 @@ def test_models_with_and_without_states_stand_side_by_side(llama: Diagnosis) -> 
     assert text.count("not measured") == 10  # all 6 rows of the bare model, 4 of the hybrid's
 
 
-@pytest.mark.slow
-def test_eight_models_are_told() -> None:
-    base = expected().models[0]
-    others = [without_parts(diagnosed("other", f"model {index}", 0.0)) for index in range(7)]
-    page = diagnosis_page(Diagnosis("t", (base, *others)))
-    text = Reader(page).text
-    assert page.count('class="card"') == 8
-    assert "3 of its 8 heads drift" in text
-
-
 def test_a_hybrid_has_attention_apart_and_other_models_no_empty_rows(page: str) -> None:
     assert "long states" not in Reader(page).text
     assert "attention_harm" not in diagnosis_figures(expected())
@@ -201,8 +224,8 @@ def test_a_hybrid_has_attention_apart_and_other_models_no_empty_rows(page: str) 
 def test_everything_given_is_escaped() -> None:
     evil = '"><script>alert(1)</script>&'
     found = states({(0, 1): 3.0})
-    heads = tuple(dataclasses.replace(head, unit=evil) for head in found.heads)
-    model = diagnosed("base", evil, 1.0, dataclasses.replace(found, left_out=(evil,), heads=heads))
+    layers = tuple(dataclasses.replace(layer, unit=evil) for layer in found.layers)
+    model = diagnosed("base", evil, 1.0, dataclasses.replace(found, left_out=(evil,), layers=layers))
     data = dataclasses.replace(model.evaluation.data, source=DataSource(evil), digest=evil, token_unit=evil)
     model = dataclasses.replace(
         model,
@@ -214,6 +237,17 @@ def test_everything_given_is_escaped() -> None:
     page = diagnosis_page(Diagnosis(evil, (model,)))
     assert "<script" not in page
     assert Reader(page).text.count("alert(1)") >= 20
+
+
+def test_a_page_of_evaluations_alone() -> None:
+    base, cured = (without_parts(diagnosed(role, role, 1.0)) for role in ("base", "cured"))
+    seeded = dataclasses.replace(cured, evaluation=dataclasses.replace(cured.evaluation, seed=7))
+    page = diagnosis_page(Diagnosis("t", (base, seeded)), 'model = load("<cured>")')
+    text = Reader(page).text
+    assert "base: 0; cured: 7" in text
+    assert text.strip().endswith('Load the checkpoint model = load("<cured>")')
+    assert "Not measured" not in text
+    assert drawn(page) == EVALUATED
 
 
 def test_one_sequence_gives_a_page_without_intervals() -> None:

@@ -103,18 +103,6 @@ def test_one_sequence_has_no_intervals_and_nothing_is_called_harmful(counter_mod
     assert from_json(to_json(result), EvaluationResult) == result
 
 
-def test_chunks_and_batches_do_not_change_the_result(counter_model: Any, random_tokens: np.ndarray) -> None:
-    whole = evaluate(counter_model(fading), random_tokens)
-    pieces = evaluate(counter_model(fading), random_tokens, chunk_length=7, batch_size=2)
-    np.testing.assert_allclose(pieces.harm.curves.fine.mean, whole.harm.curves.fine.mean, atol=1e-6)
-    np.testing.assert_allclose(pieces.in_window.curve.mean, whole.in_window.curve.mean, atol=1e-6)
-
-
-def test_a_length_within_the_training_length_is_refused(counter_model: Any, random_tokens: np.ndarray) -> None:
-    with pytest.raises(ValueError, match="132 tokens in each"):
-        evaluate(counter_model(fading), random_tokens, 130)
-
-
 def test_a_training_length_too_short_is_refused_before_any_forward_pass(
     counter_model: Any, random_tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:

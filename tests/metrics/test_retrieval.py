@@ -83,7 +83,7 @@ def grids() -> list[RetrievalGrid]:
     tokenizer, depths = byte_tokenizer(), [0, 0.31, 0.8, 1]
     return [
         PasskeyGrid(tokenizer, depths, 3),
-        PasskeyGrid(tokenizer, depths, 2, seed=1, style="infinity-bench", shots=1),
+        PasskeyGrid(tokenizer, depths, 2, seed=1, style="infinity-bench"),
         PasskeyGrid(tokenizer, depths, 2, style="passkey"),
         NeedleGrid(tokenizer, BACKGROUND, depths, 2),
     ]
@@ -119,8 +119,6 @@ def test_a_model_that_recalls_the_last_bytes_is_right_where_the_needle_is_near(n
                 distances.append(len(text) - needles[-1])
             assert cell.distance == max(distances)
             assert cell.right == sum(distance <= reach for distance in distances)
-    assert all(share.accuracy in (1, None) for share in result.within(reach))
-    assert sum(share.samples for share in result.within(10**6)) == 8 * grid.samples
     assert measured(Recaller(10), grid, [777]).by_length[0].right == 0
 
 
@@ -190,27 +188,8 @@ def test_babilong_by_task_and_length() -> None:
     prompt = bytes((shot.tasks(0, 500)[0].prompt - 3).tolist())
     assert prompt.count(b"Question: Where is Mary?") == 3
     assert len(shot.tasks(0, 500)) == 2
-    with pytest.raises(ValueError, match="shots is 6, but qa1 has only 5 questions"):
+    with pytest.raises(ValueError, match="shots is 6, but must be from 0 to the 5 example questions of qa1"):
         BabilongGrid(byte_tokenizer(), {"qa1": stories}, BACKGROUND, 2, shots=6, examples={"qa1": stories})
-
-
-def test_babilong_by_depth_of_the_fact() -> None:
-    """A model that sees 900 bytes back finds the facts that are near, by depth (Du et al., 2025, Table 7)."""
-    stories = [
-        BabiQuestion((f"Mary is {10000 + number}.", "John went home."), "Where is Mary?", str(10000 + number), (0,))
-        for number in range(5)
-    ]
-    grid = BabilongGrid(byte_tokenizer(), {"qa1": stories}, BACKGROUND, samples=4, depths=[0, 0.25, 0.5, 0.75])
-    result = measured(Recaller(900), grid, [500, 1600])
-    assert result.rows == ("qa1, 0 %", "qa1, 25 %", "qa1, 50 %", "qa1, 75 %")
-    assert result.depths == (0, 0.25, 0.5, 0.75)
-    assert [[cell.right for cell in row] for row in result.cells] == [[4, 0], [4, 0], [4, 4], [4, 4]]
-    answers = [{bytes((task.answer - 3).tolist()) for task in grid.tasks(row, 1600)} for row in range(4)]
-    assert all(found == answers[0] for found in answers)
-    two = BabilongGrid(byte_tokenizer(), {"qa1": stories, "qa2": stories[:1]}, BACKGROUND, 1, depths=[0.2, 0.4])
-    assert two.rows == ("qa1, 20 %", "qa1, 40 %", "qa2, 20 %", "qa2, 40 %")
-    assert two.depths == (0.2, 0.4, 0.2, 0.4)
-    assert bytes((two.tasks(3, 500)[0].answer - 3).tolist()) == b" 10000."
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,9 +247,9 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Token ids must be from 0 to 99"):
         measured(model, grid, [500])
     for arguments, complaint in (
-        (([], 1), "at least 1 depth"),
+        (([], 1), "at least 1 row"),
         (([0.5], 0), "at least 1 sample"),
-        (([0.5], 1, -1), "seed and shots of at least 0"),
+        (([0.5], 1, -1), "seed of at least 0"),
         (([0.5, 0.5], 1), "must be different, got 50 %, 50 %"),
         (([1.5], 1), "depth is 1.5"),
         (([0.5], 1, 0, "key"), "style is 'key'"),
@@ -279,7 +258,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
             PasskeyGrid(byte_tokenizer(), *arguments)
 
 
-def result_of(cells: Sequence[Sequence[tuple[int, int, int | None]]], lengths: Any = (10, 20, 40)) -> RetrievalResult:
+def result_of(cells: Sequence[Sequence[tuple[int, int, int | None]]]) -> RetrievalResult:
     return RetrievalResult(
         model="m",
         weights="w",
@@ -289,7 +268,7 @@ def result_of(cells: Sequence[Sequence[tuple[int, int, int | None]]], lengths: A
         shots=0,
         rows=tuple(str(row) for row in range(len(cells))),
         depths=None,
-        lengths=lengths,
+        lengths=(10, 20, 40),
         cells=tuple(tuple(RetrievalCell(*cell) for cell in row) for row in cells),
         confidence=0.95,
         data=DataRecord(DataSource("text"), "0", "token"),
@@ -301,7 +280,7 @@ def result_of(cells: Sequence[Sequence[tuple[int, int, int | None]]], lengths: A
     )
 
 
-def test_recall_length_and_needles_near_the_end() -> None:
+def test_recall_length() -> None:
     cells = [[(10, 10, 8), (9, 10, 18), (4, 10, 38)], [(10, 10, 2), (10, 10, 3), (10, 10, 4)]]
     result = result_of(cells)
     assert [share.accuracy for share in result.by_length] == [1, 0.95, 0.7]
@@ -309,8 +288,6 @@ def test_recall_length_and_needles_near_the_end() -> None:
     assert result_of([[(0, 1, 1)] * 3]).recall_length() is None
     assert result_of([[(0, 1, 1), (1, 1, 1), (1, 1, 1)]]).recall_length() is None  # right again, but too late
     assert result_of([[(0, 0, None), (1, 1, 1), (0, 1, 1)]]).recall_length() == 20
-    assert [(share.right, share.samples) for share in result.within(8)] == [(20, 20), (10, 10), (10, 10)]
-    assert [(share.right, share.samples) for share in result.within(3)] == [(10, 10), (10, 10), (0, 0)]
 
 
 @pytest.mark.parametrize(("right", "samples"), [(0, 1), (1, 1), (0, 10), (7, 10), (50, 256), (256, 256)])
@@ -333,7 +310,5 @@ def test_files_keep_results(tmp_path: Path) -> None:
         RetrievalComparison((result, replace(result, model="o", data=DataRecord(DataSource("text"), "1", "token"))))
     with pytest.raises(ValueError, match="right answers must be from 0 to 2, got 3"):
         RetrievalCell(3, 2, None)
-    with pytest.raises(ValueError, match="one cell per length, 3"):
+    with pytest.raises(ValueError, match="1 rows of 3 cells"):
         result_of([[(1, 2, 5)]])
-    with pytest.raises(ValueError, match="lengths must be one or more lengths in ascending order"):
-        result_of([[(1, 2, 5)] * 3], lengths=(10, 40, 20))

@@ -4,12 +4,11 @@ import re
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, retrieval_accuracy_figure, within_figure
+from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, retrieval_accuracy_figure
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.plotting.images import inline_svg
 from hf_recurrent_lengthgen.plotting.style import DARK
@@ -71,17 +70,6 @@ def test_accuracy_against_length_has_intervals_and_the_training_length() -> None
     assert len(axes.collections) == 2
     assert "trained on 512" in words(figure)
     assert retrieval_accuracy_figure([BABILONG]).axes[0].get_title("left") == "BABILong: right answers (dots: 95 %)"
-
-
-def test_needles_near_the_end_have_a_line_for_each_distance() -> None:
-    (axes,) = within_figure(RESULT, [30, 500]).axes
-    near, far = [heights(line) for line in axes.lines if line.get_marker() == "o"]
-    assert near == [1, 0.8, 0.1]
-    assert far == [1, 0.8, 0.1]  # the far needle is within 500 at 512 only, where it is found, too
-    assert "r = 30" in words(within_figure(RESULT, [30, 500]))
-    assert "r = 1k" in words(within_figure(RESULT))
-    with pytest.raises(ValueError, match="No needle is within the last 10 tokens at any length"):
-        within_figure(RESULT, [10])
 
 
 def test_figures_follow_a_dark_page() -> None:

@@ -243,36 +243,6 @@ def test_retention_over_long_streams_does_not_underflow() -> None:
     )
 
 
-def test_an_observer_can_go_on_where_another_stopped() -> None:
-    model, tokens = made(MAMBA2), random_tokens(2, LENGTH + 1)
-    whole = StateObserver(model, 2, POSITIONS)
-    parts = [StateObserver(model, 2, POSITIONS) for _ in range(2)]
-
-    class Relay:
-        """Changes observers after 12 tokens, between two positions."""
-
-        positions = (*POSITIONS, 12)
-
-        def see(self, first: int, chunk: Any) -> None:
-            parts[chunk.start >= 12].see(first, chunk)
-            if chunk.start + chunk.nll.shape[1] == 12:
-                parts[1].restore(parts[0].arrays())
-                parts[0].__exit__(None, None, None)
-                parts[1].__enter__()
-
-    with whole:
-        stream_nll(model, tokens, observer=whole, chunk_length=3, progress=False)
-    parts[0].__enter__()
-    relay: Any = Relay()
-    stream_nll(model, tokens, observer=relay, chunk_length=3, progress=False)
-    parts[1].__exit__(None, None, None)
-    for found, expected in zip(parts[1].trajectory().layers, whole.trajectory().layers, strict=True):
-        for one, other in zip(found, expected, strict=True):
-            if isinstance(other, tuple) and isinstance(other[0], np.ndarray):
-                for array, same in zip(one, other, strict=True):
-                    np.testing.assert_allclose(array, same, rtol=1e-12)
-
-
 def test_the_sketch_holds_means_of_neighbours_among_the_sorted_elements() -> None:
     model = made(MAMBA2, "own state size in each layer")  # 8 * 12 elements: all of them are sketched
     tokens = random_tokens(2, 9)
@@ -371,6 +341,8 @@ def test_bad_arguments_are_refused() -> None:
         StateObserver(model, 2, (4, 4))
     with pytest.raises(ValueError, match="positions must increase strictly"):
         StateObserver(model, 2, ())
+    with pytest.raises(ValueError, match="sequences must be at least 1"):
+        StateObserver(model, 0, (4,))
     llama = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=29,

@@ -58,13 +58,6 @@ def test_chunks_inside_windows_do_not_change_results(counter_model: Any, random_
     np.testing.assert_allclose(pieces.in_window, whole.in_window, atol=1e-6)
 
 
-def test_a_model_that_sees_only_its_last_token_has_no_harm(counter_model: Any, random_tokens: np.ndarray) -> None:
-    model = counter_model(torch.ones_like, last_only=True)
-    full = stream_nll(model, random_tokens, progress=False).nll
-    truncated = window_nll(model, random_tokens, 16, progress=False).truncated
-    np.testing.assert_allclose(full[:, 16:] - truncated, 0, atol=1e-6)
-
-
 def test_no_harm_where_the_reach_of_all_layers_fits_into_the_kept_context() -> None:
     """Two layers that each reach 3 taps and 1 token of the window back: 9 tokens, of at least 17 kept."""
     model = build(MAMBA2).eval()

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.models.state_on_disk import (
     digest_of,
     load_state,
@@ -95,18 +93,6 @@ def test_the_digest_is_that_of_content_and_not_of_its_order() -> None:
     )
     others = [{"a": one}, {"a": one.T, "b": two}, {"a": one, "b": two.half()}, {"b": one, "a": two}]
     assert len({digest_of(tensors) for tensors in [{"a": one, "b": two}, *others]}) == 5
-
-
-def test_arrays_of_a_partial_result_are_their_own_and_keep_their_kinds(tmp_path: Path) -> None:
-    partial = ResultCache(tmp_path).partial({"a": 1})
-    arrays = {"a": np.arange(3), "b": np.array([[True], [False]]), "c": np.zeros((0, 2)), "d": np.float32([1.5])}
-    partial.save(arrays)
-    loaded = partial.load()
-    assert loaded is not None
-    partial.path.write_bytes(b"")
-    for name, array in arrays.items():
-        assert loaded[name].dtype == array.dtype
-        np.testing.assert_array_equal(loaded[name], array)
 
 
 def test_a_file_of_no_tensors_has_a_checksum_too(tmp_path: Path) -> None:

@@ -69,37 +69,25 @@ def read_babi(path: str | Path) -> list[BabiQuestion]:
         raise ValueError(f"cannot read {path}: {error}; give a text file in bAbI's format") from error
     questions: list[BabiQuestion] = []
     facts: dict[int, str] = {}  # of this story, by line number in it
-    last = 0
     for line_number, line in enumerate(lines, start=1):
-        place = f"{path}, line {line_number}"
-        matched = re.fullmatch(r"(\d+) (.*\S.*)", line)
-        if matched is None:
-            raise ValueError(f"{place}: expected a number, a space and text, got {line!r}")
-        number, text = int(matched[1]), matched[2]
-        if number == 1:
-            facts = {}
-        elif number != last + 1 or last == 0:
-            raise ValueError(f"{place}: expected number {last + 1}, or 1 for a new story, got {number}")
-        last = number
-        if "\t" in text:
-            questions.append(_question(place, text, facts))
-        else:
-            facts[number] = text.strip()
+        try:
+            number, text = int(line.partition(" ")[0]), line.partition(" ")[2]
+            if number == 1:
+                facts = {}
+            if "\t" in text:
+                question, answer, numbers = (field.strip() for field in text.split("\t"))
+                supporting = tuple([*facts].index(int(number)) for number in numbers.split())
+                questions.append(BabiQuestion(tuple(facts.values()), question, answer, supporting))
+            else:
+                facts[number] = text.strip()
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {line_number}: expected a fact after its number, or question, tab, answer, tab and the "
+                f"numbers of earlier facts, got {line!r}"
+            ) from error
     if not questions:
         raise ValueError(f"{path} has no question; a question has tabs before its answer and its supporting facts")
     return questions
-
-
-def _question(place: str, text: str, facts: dict[int, str]) -> BabiQuestion:
-    fields = [field.strip() for field in text.split("\t")]
-    if len(fields) != 3 or not fields[0] or not fields[1]:
-        raise ValueError(f"{place}: expected question, tab, answer, tab, supporting facts; got {text!r}")
-    question, answer, numbers = fields
-    order = {number: index for index, number in enumerate(facts)}
-    supporting = [int(number) if number.isdecimal() else 0 for number in numbers.split()]
-    if not supporting or not all(number in order for number in supporting):
-        raise ValueError(f"{place}: supporting facts must be numbers of earlier facts of the story, got {numbers!r}")
-    return BabiQuestion(tuple(facts.values()), question, answer, tuple(order[number] for number in supporting))
 
 
 def sentences(texts: Iterable[str]) -> list[str]:
@@ -150,16 +138,12 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         length: Tokens per sample.
         seed: Seed of places and background, at least 0.
         shots: Questions that precede the text with their answers, without background, for evaluation.
-        depth: Share of the background before the first fact that the answer needs, from 0 to 1, at the nearest end of
-            a sentence (Du et al., 2025, arXiv:2506.11769, Table 7, for qa1, which needs one fact). The other facts
-            stand at random places before and after it. None for random places of all facts.
 
     Attributes:
         left_out: Number of questions that do not fit.
 
     Raises:
-        ValueError: if no question fits, the background has no sentence, the seed is negative or the depth outside
-            [0, 1].
+        ValueError: if no question fits, the background has no sentence, or the seed is negative.
     """
 
     def __init__(
@@ -170,13 +154,10 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         length: int,
         seed: int = 0,
         shots: Sequence[BabiQuestion] = (),
-        depth: float | None = None,
     ) -> None:
         if seed < 0:
             raise ValueError(f"seed is {seed}, but must be at least 0")
-        if depth is not None and not 0 <= depth <= 1:
-            raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end)")
-        self.length, self.seed, self.depth = length, seed, depth
+        self.length, self.seed = length, seed
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}  # bAbI has few different sentences
         if not isinstance(background, BackgroundText):
@@ -208,7 +189,7 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         generator = np.random.default_rng([self.seed, index])
         body = self._take(generator, self.length - self._length_without_background(question))
         first = min(question.supporting)
-        places = self._places(generator, body, len(question.facts), first)
+        places = np.sort(generator.integers(0, len(body) + 1, len(question.facts)))
         for fact, place in reversed(list(zip(question.facts, places.tolist(), strict=True))):
             body.insert(place, self._tokens(f" {fact}"))
         pieces = [self._head, *body, self._tokens(_ending(question))]
@@ -217,15 +198,6 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         answer, scored = encode_answer(self._tokenizer, question.answer)
         prompt = torch.tensor([token for piece in pieces for token in piece])
         return Task(prompt, torch.tensor(answer), scored, distance)
-
-    def _places(self, generator: np.random.Generator, body: list[list[int]], facts: int, first: int) -> np.ndarray:
-        """Sentences of the body before each fact, ascending; fact `first` is the first needed."""
-        if self.depth is None:
-            return np.sort(generator.integers(0, len(body) + 1, facts))
-        ends = np.cumsum([0, *map(len, body)])
-        at = int(np.abs(ends - self.depth * ends[-1]).argmin())
-        before = np.sort(generator.integers(0, at + 1, first))
-        return np.concatenate([before, [at], np.sort(generator.integers(at, len(body) + 1, facts - first - 1))])
 
     def _take(self, generator: np.random.Generator, room: int) -> list[list[int]]:
         """Consecutive sentences of `room` tokens in total, from a random one."""

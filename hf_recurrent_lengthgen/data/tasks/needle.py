@@ -6,7 +6,7 @@ from the first on, with single spaces as in RULER. As there, {word} is an adject
 and the needle is between two sentences.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ _ADJECTIVES, _NOUNS = (
         "thunder tower window",
     )
 )
-_SENTENCES_OF_A_SHOT = 4
 
 
 class Haystack:
@@ -43,25 +42,18 @@ class Haystack:
     Attributes:
         tokens: Token ids, int64 (n,).
         ends: End of each sentence, (sentences,).
-        last: Text of the last sentences, for solved examples; prompts do not use them.
-        usable: Number of tokens before the last sentences.
 
     Raises:
-        ValueError: for texts with too few sentences.
+        ValueError: for texts without a sentence.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
         around = sentences(texts)
-        if len(around) <= _SENTENCES_OF_A_SHOT:
-            raise ValueError(
-                f"the text has {len(around)} sentences, but must have more than {_SENTENCES_OF_A_SHOT} to hide a "
-                "needle in; give more text"
-            )
+        if not around:
+            raise ValueError("the texts have no sentence to hide a needle behind; give some text")
         pieces = [encode_next(tokenizer, f"{' ' if number else chr(10)}{text}") for number, text in enumerate(around)]
         self.tokens = torch.tensor([token for piece in pieces for token in piece])
         self.ends = np.cumsum([len(piece) for piece in pieces])
-        self.last = tuple(around[-_SENTENCES_OF_A_SHOT:])
-        self.usable = int(self.ends[-1 - _SENTENCES_OF_A_SHOT])
 
 
 def random_needle(generator: np.random.Generator) -> tuple[str, str]:
@@ -76,28 +68,11 @@ class NeedleTemplate:
     Args:
         haystack: The text, whose first tokens fill each prompt.
         length: Tokens of prompt and answer.
-        shots: Words and numbers of solved examples before the prompt. Each has its needle between the last sentences
-            of the text and is followed by an empty line.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        haystack: Haystack,
-        length: int,
-        shots: Sequence[tuple[str, str]] = (),
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int) -> None:
         self.tokenizer, self.haystack, self.length = tokenizer, haystack, length
         self.head = encode(tokenizer, NEEDLE_HEAD)
-        if shots:
-            solved = "\n\n".join(self._solved(*shot) for shot in shots)
-            self.head = encode(tokenizer, solved) + encode_next(tokenizer, f"\n\n{NEEDLE_HEAD}")
-
-    def _solved(self, word: str, number: str) -> str:
-        half, text = _SENTENCES_OF_A_SHOT // 2, self.haystack.last
-        middle = NEEDLE.format(word=word, number=number)
-        body = " ".join([*text[:half], middle, *text[half:]])
-        return f"{NEEDLE_HEAD}\n{body}\n{NEEDLE_QUESTION.format(word=word)} {number}."
 
     def fill(self, depth: float, word: str, number: str) -> Task:
         """Prompt and answer, of `length` tokens together.
@@ -106,10 +81,8 @@ class NeedleTemplate:
         sentence, or on its own line at depth 0.
 
         Raises:
-            ValueError: for a length or a text that is too short, and a depth outside [0, 1].
+            ValueError: for a length or a text that is too short.
         """
-        if not 0 <= depth <= 1:
-            raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end).")
         question = encode_next(self.tokenizer, f"\n{NEEDLE_QUESTION.format(word=word)}")
         answer, scored = encode_answer(self.tokenizer, number)
         middle = NEEDLE.format(word=word, number=number)
@@ -128,10 +101,10 @@ class NeedleTemplate:
         room = self.length - shortest
         if room < 0:
             raise ValueError(f"length is {self.length}, but a prompt without text has {shortest} tokens")
-        if room > self.haystack.usable:
+        if room > len(self.haystack.tokens):
             raise ValueError(
                 f"length is {self.length}, which needs {room} tokens of text that does not repeat, but the data have "
-                f"{self.haystack.usable}; give more text, or shorter lengths"
+                f"{len(self.haystack.tokens)}; give more text, or shorter lengths"
             )
         return room
 

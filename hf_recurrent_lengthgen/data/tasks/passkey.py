@@ -6,7 +6,6 @@ key of 4 digits, the text says 5; keys have 5 here.) The other prompts are those
 (arXiv:2410.07145), B.1, and of Shen et al., 2025 (arXiv:2509.22630), Table 12, after infinity-bench.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,33 +65,20 @@ class PasskeyTemplate:
     Args:
         length: Tokens of prompt and answer.
         style: One of `PASSKEY_STYLES`.
-        shots: Keys of solved examples before the prompt, each with one line of filler on both sides of the key and an
-            empty line at the end. Their wording is ours: the papers' prompts have no examples.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, length: int, style: str = "pass key", shots: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int, style: str = "pass key") -> None:
         if style not in PASSKEY_STYLES:
             raise ValueError(f"style is {style!r}, but must be one of {sorted(PASSKEY_STYLES)}")
         self.tokenizer, self.length, self.texts = tokenizer, length, PASSKEY_STYLES[style]
-        solved = "\n\n".join(self._solved(key) for key in shots)
         self.head = encode(tokenizer, self.texts.head)
-        if shots:
-            self.head = encode(tokenizer, solved) + encode_next(tokenizer, f"\n\n{self.texts.head}")
         self.question = encode_next(tokenizer, f"\n{self.texts.question}")
         again = encode_next(tokenizer, self.texts.between + _FILLER)
         self.filler = torch.tensor(encode_next(tokenizer, f"\n{_FILLER}") + again * (max(length, 0) // len(again) + 1))
 
-    def _solved(self, key: str) -> str:
-        needle = self.texts.needle.format(key=key)
-        return f"{self.texts.head}\n{_FILLER}\n{needle}\n{_FILLER}\n{self.texts.question} {key}."
-
     def fill(self, depth: float, key: str) -> Task:
         if not 0 <= depth <= 1:
             raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end)")
-        if not (key.isascii() and key.isdigit()):
-            raise ValueError(f"the key is {key!r}, but must be digits")
         needle = encode_next(self.tokenizer, f"\n{self.texts.needle.format(key=key)}")
         answer, scored = encode_answer(self.tokenizer, key)
         shortest = len(self.head) + len(needle) + len(self.question) + len(answer)
@@ -124,7 +110,7 @@ def passkey_prompt(
             2025).
 
     Raises:
-        ValueError: for a length that is too short, and a wrong depth, key or style.
+        ValueError: for a length that is too short, and a wrong depth or style.
     """
     return PasskeyTemplate(tokenizer, length, style).fill(depth, key)
 

@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from torch import nn
@@ -20,22 +19,10 @@ from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyResult, Lengt
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
 
 
-class StringAccuracy(NamedTuple):
-    """Shares from 0 to 1.
-
-    Attributes:
-        character: Right symbols among the scored ones, each given the right symbols before it.
-        sequence: Rows in which all scored symbols are right, which greedy decoding gets right.
-    """
-
-    character: float
-    sequence: float
-
-
-def string_accuracy(
-    model: nn.Module, dataset: TaskStrings, batch_size: int = 64, chunk_length: int | None = None
-) -> StringAccuracy:
-    """The shares of symbols and of whole answers that a causal language model gets right in all rows of `dataset`.
+def count_right(
+    model: nn.Module, dataset: TaskStrings, batch_size: int | None = None, chunk_length: int | None = None
+) -> tuple[Share, Share, list[np.ndarray]]:
+    """Right symbols, right whole answers (which greedy decoding gives), and the token ids of the strings.
 
     The model reads the right answer with the prompt. The end token is not scored, as in the code of Jelassi et al.,
     2024 (arXiv:2402.01032). A forward pass has `batch_size` rows, with `chunk_length` tokens of each.
@@ -43,14 +30,6 @@ def string_accuracy(
     Raises:
         ValueError: for a model whose vocabulary is smaller than that of the task, and as in `greedy_hits`.
     """
-    symbols, answers, _ = _right(model, dataset, batch_size, chunk_length)
-    return StringAccuracy(symbols.right / symbols.samples, answers.right / answers.samples)
-
-
-def _right(
-    model: nn.Module, dataset: TaskStrings, batch_size: int | None, chunk_length: int | None
-) -> tuple[Share, Share, list[np.ndarray]]:
-    """Right symbols, right whole answers, and the token ids of the strings."""
     reader = reader_of(model)
     if reader.vocabulary < dataset.vocab_size:
         raise ValueError(
@@ -71,30 +50,6 @@ def _right(
     return Share(right_symbols, asked_for), Share(right_rows, len(dataset)), texts
 
 
-def accuracy_by_length(
-    model: nn.Module,
-    task: TaskStrings,
-    lengths: Sequence[int] | None = None,
-    samples: int = 256,
-    batch_size: int = 64,
-    seed: int = EVALUATION_SEED,
-    chunk_length: int | None = None,
-) -> dict[int, StringAccuracy]:
-    """`string_accuracy` at several lengths of a task's strings.
-
-    Args:
-        task: Data like those that the model was trained on.
-        lengths: Symbols (pairs for recall) per string; by default 1, 2 and 4 times the longest of `task`.
-        samples, seed: Rows per length, and their seed, which should differ from that of the training data.
-        batch_size, chunk_length: As in `string_accuracy`.
-
-    Raises:
-        ValueError: as in `string_accuracy`, and for a length that is impossible with the task's vocabulary.
-    """
-    data = _strings(task, lengths, samples, seed)
-    return {length: string_accuracy(model, rows, batch_size, chunk_length) for length, rows in data.items()}
-
-
 def measure_accuracy(
     model: nn.Module,
     task: TaskStrings,
@@ -105,21 +60,27 @@ def measure_accuracy(
     *,
     samples: int = 256,
 ) -> AccuracyResult:
-    """`accuracy_by_length` with counts and with a record of what was measured.
+    """The shares of symbols and of whole answers that a causal language model gets right, by length of the strings.
 
     Args:
+        task: Data like those that the model was trained on.
+        lengths: Symbols (pairs for recall) per string; by default 1, 2 and 4 times the longest of `task`.
         label: Name of the model for people.
         training_length: Symbols of the longest string in training, if known.
         settings: Seed (`EVALUATION_SEED` is added), rows and tokens of each per forward pass, and the command that is
             recorded.
+        samples: Rows per length.
 
     Raises:
-        ValueError: as `accuracy_by_length`.
+        ValueError: as `count_right`, and for a length that is impossible with the task's vocabulary.
     """
     began, record = time.perf_counter(), model_record(model)
-    data, digest, accuracies = _strings(task, lengths, samples, EVALUATION_SEED + settings.seed), hashlib.sha256(), []
-    for length in sorted(data):
-        symbols, answers, texts = _right(model, data[length], settings.batch_size, settings.chunk_length)
+    lengths = sorted(lengths or [multiple * task.longest for multiple in (1, 2, 4)])
+    # all are checked before the first is read
+    data = [task.resized(length, samples, EVALUATION_SEED + settings.seed) for length in lengths]
+    digest, accuracies = hashlib.sha256(), []
+    for length, strings in zip(lengths, data, strict=True):
+        symbols, answers, texts = count_right(model, strings, settings.batch_size, settings.chunk_length)
         accuracies.append(LengthAccuracy(length, symbols, answers))
         digest.update(b"".join(text.astype("<i8").tobytes() for text in texts))
     return AccuracyResult(
@@ -135,10 +96,3 @@ def measure_accuracy(
         seed=settings.seed,
         **run_record(model, began),
     )
-
-
-def _strings(task: TaskStrings, lengths: Sequence[int] | None, samples: int, seed: int) -> dict[int, TaskStrings]:
-    """Strings of each length, all of which are checked before the first is read."""
-    if lengths is None:
-        lengths = [multiple * task.longest for multiple in (1, 2, 4)]
-    return {length: task.resized(length, samples, seed) for length in lengths}

@@ -77,7 +77,7 @@ def evaluate_model(
         data: Description of the tokens; the digest is always computed from `tokens`.
         settings: How the model is measured.
         observer: Sees the stream, also if the result is cached; a context manager is entered around the stream.
-        cache: Where results are kept, and partial results after an interrupt.
+        cache: Where results are kept; after an interrupt, also the NLLs of the stream or the windows.
 
     Raises:
         ValueError: as in `stream_nll` and `window_nll`.
@@ -97,25 +97,20 @@ def evaluated(task: Measurement, observer: Observer | None = None) -> Evaluation
 def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
     settings, began = task.settings, time.perf_counter()
     depends_on = {"harm": settings.harm_threshold, "verdict": settings.tolerance}
-    watched = None if observer is None else list(observer.positions)
-    partials = {
-        part: task.partial("evaluation", part=part, watched=watched, **depends_on) for part in StreamAndWindows._fields
-    }
 
-    def read_stream() -> np.ndarray:
+    def read_stream() -> dict[str, np.ndarray]:
         # an observer records the stream only, not the windows
         with observer if isinstance(observer, AbstractContextManager) else nullcontext():
-            return stream_nll(
-                task.model, task.tokens, observer=observer, partial=partials["stream"], **settings.reading
-            ).nll
+            return {"nll": stream_nll(task.model, task.tokens, observer=observer, **settings.reading).nll}
+
+    def read_windows() -> dict[str, np.ndarray]:
+        return window_nll(task.model, task.tokens, task.training_length, **settings.reading)._asdict()
 
     seen = None if observer is None else read_stream()
 
     def compute() -> EvaluationResult:
-        stream = read_stream() if seen is None else seen
-        windows = window_nll(
-            task.model, task.tokens, task.training_length, partial=partials["windows"], **settings.reading
-        )
+        stream = (seen or task.arrays("stream", read_stream))["nll"]
+        windows = WindowNll(**task.arrays("windows", read_windows))
         return EvaluationResult(
             model=task.label,
             weights=task.key["model"]["weights"],
@@ -132,9 +127,8 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
         )
 
     kept = task.kept("evaluation", EvaluationResult, compute, **depends_on)
-    for partial in partials.values():
-        if partial is not None:
-            partial.remove()
+    for name in StreamAndWindows._fields:
+        task.drop(name)
     command, seed = settings.recorded_command, settings.seed
     return dataclasses.replace(kept, model=task.label, data=task.data, command=command, seed=seed)
 

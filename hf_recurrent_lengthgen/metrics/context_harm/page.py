@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a comparison: the findings, figures, numbers, and how they were made."""
+"""What pages show of evaluations: figures, cards, numbers, and how they were made."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -13,8 +13,8 @@ from hf_recurrent_lengthgen.metrics.context_harm.figure import (
     position_wise_figure,
 )
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
-from hf_recurrent_lengthgen.metrics.context_harm.words import Finding, findings, summary
-from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, Shown, entry_list, html_page, picture, table
+from hf_recurrent_lengthgen.metrics.context_harm.words import Finding
+from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, Shown, entry_list
 from hf_recurrent_lengthgen.plotting.style import role_colors
 
 STATUS_MARKS = {"breaks": "✕", "holds": "✓", "unclear": "?"}
@@ -43,54 +43,6 @@ PICTURES = {
     ),
 }
 """Name of a figure -> the figure."""
-
-
-def comparison_page(comparison: Comparison, loading: str | None = None) -> str:
-    """The HTML text of a self-contained page, in light and dark, for desktop and phone.
-
-    `loading` is code that loads the checkpoint, shown as it is.
-    """
-    models, colors = comparison.models, page_colors(comparison)
-    evaluations = [model.evaluation for model in models]
-    words = summary(comparison)
-    bands = bands_text(evaluations[0])
-    pictures = "".join(
-        picture(draw(models), name, caption + bands, f"{caption} {words}")
-        for name, (draw, caption) in PICTURES.items()
-    )
-    cards = "".join(
-        card(finding, color, f"<p>{escape(finding.detail)}</p>")
-        for finding, color in zip(findings(comparison), colors, strict=True)
-    )
-    rows = [Row("Training", "method, steps, time, mean loss", _training), *evaluation_rows(models)]
-    sections = [
-        f"<h1>{escape(comparison.title)}</h1>",
-        f'<p class="lead">{escape(words)}</p>',
-        f'<div class="cards">{cards}</div>',
-        f'<div class="figures">{pictures}</div>',
-        "<h2>Numbers</h2>",
-        table(models, colors, rows),
-        f'<p class="note">{escape(definitions(evaluations[0]))}</p>',
-        "<h2>How this was made</h2>",
-        provenance(evaluations),
-    ]
-    if loading is not None:
-        sections += ["<h2>Load the checkpoint</h2>", f"<pre>{escape(loading)}</pre>"]
-    return html_page(comparison.title, sections)
-
-
-def _training(model: ComparedModel) -> str:
-    training = model.training
-    if training is None:
-        return "not recorded"
-    words = " with ".join(training.methods)
-    if training.state_drop_probability is not None:
-        words += f", zero state with probability {training.state_drop_probability:g}"
-    if training.learning_rate is not None:
-        words += f", learning rate {training.learning_rate:g}"
-    return (
-        f"{escape(words)}<small>{training.steps:,} steps, {training.seconds:,.0f} s, loss {training.loss:.3f}</small>"
-    )
 
 
 def page_colors(comparison: Comparison) -> list[str]:

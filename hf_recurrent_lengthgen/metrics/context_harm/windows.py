@@ -18,7 +18,6 @@ import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
-from hf_recurrent_lengthgen.evaluation.result_cache import PartialResult
 from hf_recurrent_lengthgen.evaluation.statistics import check_training_length
 from hf_recurrent_lengthgen.evaluation.streaming import (
     Tokens,
@@ -48,7 +47,6 @@ def window_nll(
     *,
     batch_size: int | None = None,
     chunk_length: int | None = None,
-    partial: PartialResult | None = None,
     progress: bool = True,
 ) -> WindowNll:
     """Run all windows of the module's definition; about two forward passes per token.
@@ -57,7 +55,6 @@ def window_nll(
         model, tokens, progress: As in `stream_nll`, with L > T.
         training_length: T in tokens.
         batch_size, chunk_length: Windows, and tokens of each, per forward pass; by default what memory limits allow.
-        partial: Where to keep partial results, and to resume from; the caller removes it.
 
     Raises:
         ValueError: as in `stream_nll`, and for L <= training_length or training_length < 4.
@@ -83,19 +80,12 @@ def window_nll(
 
         # Whole windows, so that no state is carried inside one, as long as their tokens fit into a forward pass.
         batch, _ = reading_plan(reader, len(windows), training_length, batch_size, chunk_length, training_length)
-        begin = 0
-        if kept := None if partial is None else partial.load():
-            truncated, in_window, begin = kept["truncated"], kept["in_window"], int(kept["windows"][0])
-            bar.update(begin * training_length)
-        for first in range(begin, len(windows), batch):
+        for first in range(0, len(windows), batch):
             origins = windows[first : first + batch]
             for (sequence, start), nll in zip(origins, run(origins, training_length), strict=True):
                 in_window[sequence] += nll
                 if start:
                     truncated[sequence, start - half : start] = nll[training_length - half :]
-            if partial is not None and partial.due():
-                done = np.array([min(first + batch, len(windows))])
-                partial.save({"truncated": truncated, "in_window": in_window, "windows": done})
         for first in tail_rows[::batch]:
             rows = tail_rows[first : first + batch]
             nll = run([(sequence, tail) for sequence in rows], length - tail)

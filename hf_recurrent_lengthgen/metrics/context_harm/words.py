@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_recurrent_lengthgen.evaluation.words import interval_text, number_text, range_text, sentence
+from hf_recurrent_lengthgen.evaluation.words import interval_text, number_text, range_text
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
 
 Status = Literal["breaks", "holds", "unclear"]
@@ -41,10 +41,6 @@ def findings(comparison: Comparison) -> list[Finding]:
     """One finding per model; cured and control models are judged against the first base, if there is one."""
     base = next((model for model in comparison.models if model.role == "base"), None)
     return [_finding(model, None if model is base else base) for model in comparison.models]
-
-
-def summary(comparison: Comparison) -> str:
-    return " ".join(sentence(finding.headline) for finding in findings(comparison))
 
 
 def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a diagnosis: how far models hold and why, then figures, numbers and definitions."""
+"""One self-contained HTML page: how far models hold and why, then figures, numbers and definitions."""
 
 from collections.abc import Sequence
 from html import escape
@@ -17,7 +17,6 @@ from hf_recurrent_lengthgen.metrics.context_harm.page import (
     provenance,
 )
 from hf_recurrent_lengthgen.metrics.context_harm.words import Status, findings
-from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.part import INSIDE, Fact, Part, PartRow
 from hf_recurrent_lengthgen.metrics.parts import PARTS
@@ -77,10 +76,8 @@ def reasons(diagnosis: Diagnosis) -> list[str]:
 
 def not_measured(diagnosis: Diagnosis) -> list[str]:
     asked = {name for model in diagnosis.models for name in (*model.parts, *model.refused)}
-    return [
-        *reasons(diagnosis),
-        *(f"{part.title}: not requested." for name, part in PARTS.items() if name not in asked),
-    ]
+    left_out = [f"{part.title}: not requested." for name, part in PARTS.items() if name not in asked]
+    return [*reasons(diagnosis), *(left_out if asked else [])]
 
 
 def diagnosis_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
@@ -98,13 +95,13 @@ def diagnosis_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
     return drawn
 
 
-def diagnosis_page(diagnosis: Diagnosis) -> str:
+def diagnosis_page(diagnosis: Diagnosis, loading: str | None = None) -> str:
     """The HTML text of a self-contained page, in light and dark, for desktop and phone.
 
-    Models given as paths are named by the last part; the section "How this was made" has the full paths.
+    Models given as paths are named by the last part; the section "How this was made" has the full paths. `loading` is
+    code that loads a checkpoint, shown as it is.
     """
     given = [model.evaluation.model for model in diagnosis.models]
-    steps = next_steps(diagnosis)
     diagnosis = with_names(diagnosis, short_names(given))
     models, colors = diagnosis.models, page_colors(diagnosis.comparison)
     lead = "".join(
@@ -131,11 +128,8 @@ def diagnosis_page(diagnosis: Diagnosis) -> str:
         "<h2>How this was made</h2>",
         provenance(evaluations, given),
     ]
-    if steps:
-        sections.append("<h2>What to do next</h2>")
-    for step in steps:
-        commands = "\n".join(step.commands)
-        sections.append(f"<p>{escape(sentence(step.why))}</p><pre>{escape(commands)}</pre>")
+    if loading is not None:
+        sections += ["<h2>Load the checkpoint</h2>", f"<pre>{escape(loading)}</pre>"]
     return html_page(diagnosis.title, sections)
 
 
@@ -150,18 +144,22 @@ def _results(diagnosis: Diagnosis, part: Part[Any]) -> list[Any]:
 def _sections(diagnosis: Diagnosis) -> list[str]:
     """The sections of the evaluation and of the parts; the section inside the training length comes last."""
     bands, summary = bands_text(diagnosis.models[0].evaluation), diagnosis_summary(diagnosis)
-    pictures: dict[str, tuple[str, str, bool]] = {
-        name: (section, PICTURES[name].caption, True) for name, section in SECTIONS.items()
+    pictures: dict[str, tuple[str, str, bool, bool]] = {
+        name: (section, PICTURES[name].caption, True, False) for name, section in SECTIONS.items()
     }
     for part in PARTS.values():
-        pictures |= {name: (part.section, p.caption, p.bands) for name, p in part.pictures.items()}
+        pictures |= {name: (part.section, p.caption, p.bands, p.further) for name, p in part.pictures.items()}
     shown: dict[str, list[str]] = {}
+    further: dict[str, list[str]] = {}
     for name, figure in diagnosis_figures(diagnosis).items():
-        section, caption, banded = pictures[name]
+        section, caption, banded, on_demand = pictures[name]
         drawn = picture(figure, name, caption + (bands if banded else ""), f"{caption} {summary}")
-        shown.setdefault(section, []).append(drawn)
+        (further if on_demand else shown).setdefault(section, []).append(drawn)
     titles = [HOLDS, *(title for part in PARTS.values() if (title := part.section) not in (HOLDS, INSIDE)), INSIDE]
-    return [_section(title, shown.get(title, []), _said(diagnosis, title)) for title in dict.fromkeys(titles)]
+    return [
+        _section(title, shown.get(title, []), _said(diagnosis, title), further.get(title, []))
+        for title in dict.fromkeys(titles)
+    ]
 
 
 def _said(diagnosis: Diagnosis, title: str) -> list[str]:
@@ -181,13 +179,17 @@ def _said(diagnosis: Diagnosis, title: str) -> list[str]:
     return said
 
 
-def _section(title: str, figures: list[str], said: list[str]) -> str:
+def _section(title: str, figures: list[str], said: list[str], more: list[str]) -> str:
     """A heading, figures, and the sentences about each model; empty without figures and sentences."""
     if not figures and not said:
         return ""
     if len(figures) % 2:  # the text fills the free place
         figures, said = [*figures, f"<div>{''.join(said)}</div>"], []
-    return f"<section><h2>{escape(title)}</h2>{_pairs(figures)}{_pairs(said)}</section>"
+    return (
+        f"<section><h2>{escape(title)}</h2>{_pairs(figures)}{_pairs(said)}"
+        + (f"<details><summary>More pictures</summary>{_pairs(more)}</details>" if more else "")
+        + "</section>"
+    )
 
 
 def _pairs(parts: Sequence[str]) -> str:

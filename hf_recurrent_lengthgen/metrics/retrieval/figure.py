@@ -1,4 +1,4 @@
-"""Figures of retrieval from long texts: by depth and length, by length, and near the end."""
+"""Figures of retrieval from long texts: by depth and length, and by length."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -29,7 +29,6 @@ WIDTH = 4.8
 _ROW = 0.235  # height of a row of cells in inches
 _ON_DARK, _ON_LIGHT = "#ffffff", "#101418"  # numbers in cells, which look the same on a dark page
 _COLORS_OF_ACCURACY = colormaps["cividis"]  # from dark blue to yellow, also for color-blind readers
-_DASHES = ("solid", (0, (6, 2)), (0, (3, 1.5)), (0, (1, 1.2)))
 _TITLES = {"passkey": "Passkeys", "niah": "Needles in running text", "babilong": "BABILong"}
 
 
@@ -107,39 +106,6 @@ def _row_names(result: RetrievalResult) -> Sequence[str]:
 def retrieval_accuracy_figure(models: Sequence[RetrievalResult]) -> Figure:
     """Share of right answers by length for several models, with intervals and training lengths."""
     figure, axes = new_axes(f"{_TITLES[models[0].task]}: right answers (dots: 95 %)")
-    _accuracy_axes(axes, models)
-    ends = []
-    for result, color in zip(models, cycle(LINE_COLORS), strict=False):
-        ends += _line(axes, result, result.by_length, result.model, color, "solid", band=True)
-    label_ends(axes, ends)
-    return figure
-
-
-def within_figure(result: RetrievalResult, distances: Sequence[int] | None = None) -> Figure:
-    """Share of right answers of one model by length, for needles within the last r tokens.
-
-    There is one line per r of `distances`, by default the first four lengths (Chen et al., 2024, Figures 13 and 14).
-
-    Raises:
-        ValueError: if no needle is within the last r tokens for any r.
-    """
-    distances = sorted(set(distances or result.lengths[:4]))
-    figure, axes = new_axes(f"Right answers, needle in the last r {result.data.token_unit}s")
-    _accuracy_axes(axes, [result])
-    ends = []
-    for distance, color, dashes in zip(distances, cycle(LINE_COLORS), cycle(_DASHES), strict=False):
-        shares, label = result.within(distance), f"r = {short_number(distance)}"
-        ends += _line(axes, result, shares, label, color, dashes, band=False)
-    if not ends:
-        raise ValueError(
-            f"No needle is within the last {distances[-1]} tokens at any length: give larger distances, or measure "
-            "depths nearer to 1."
-        )
-    label_ends(axes, ends)
-    return figure
-
-
-def _accuracy_axes(axes: Axes, models: Sequence[RetrievalResult]) -> None:
     trained = [result.training_length for result in models if result.training_length is not None]
     axes.set_ylim(-0.03, 1.13)  # room for the mark above the lines
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
@@ -147,20 +113,17 @@ def _accuracy_axes(axes: Axes, models: Sequence[RetrievalResult]) -> None:
     length_axis(axes, sorted({*models[0].lengths, *trained}), f"{models[0].data.token_unit}s")
     if trained:
         mark_training_lengths(axes, trained)
-
-
-def _line(
-    axes: Axes, result: RetrievalResult, shares: Sequence[Share], label: str, color: str, dashes: object, band: bool
-) -> list[tuple[float, str, str]]:
-    """Draw the shares that have samples; returns height, text and color of the label."""
-    there = [(length, share) for length, share in zip(result.lengths, shares, strict=True) if share.samples]
-    if not there:
-        return []
-    lengths = [length for length, _ in there]
-    heights = [share.right / share.samples for _, share in there]
-    axes.plot(lengths, heights, color=color, linestyle=dashes, linewidth=1.8, marker="o", markersize=3.5)
-    if band:
-        bounds = [share.interval(result.confidence) for _, share in there]
-        low, high = [low for low, _ in bounds], [high for _, high in bounds]
-        axes.fill_between(lengths, low, high, color=color, alpha=0.18, linewidth=0)
-    return [(heights[-1], label, color)]
+    ends = []
+    for result, color in zip(models, cycle(LINE_COLORS), strict=False):
+        there = [
+            (length, share) for length, share in zip(result.lengths, result.by_length, strict=True) if share.samples
+        ]
+        if there:
+            lengths, shares = zip(*there, strict=True)
+            heights = [share.right / share.samples for share in shares]
+            axes.plot(lengths, heights, color=color, linewidth=1.8, marker="o", markersize=3.5)
+            low, high = zip(*(share.interval(result.confidence) for share in shares), strict=True)
+            axes.fill_between(lengths, low, high, color=color, alpha=0.18, linewidth=0)
+            ends.append((heights[-1], result.model, color))
+    label_ends(axes, ends)
+    return figure

@@ -1,6 +1,5 @@
 """How often models retrieve what was far back in a text, by depth and length, as typed values."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scipy.stats import binomtest
@@ -89,33 +88,16 @@ class RetrievalResult:
     forgetting: ForgettingRule = NO_FORGETTING
 
     def __post_init__(self) -> None:
-        if not self.rows or len(self.cells) != len(self.rows):
-            raise ValueError(
-                f"A retrieval result needs one row of cells per row, got {len(self.cells)} for {len(self.rows)} rows."
-            )
-        if self.depths is not None and len(self.depths) != len(self.rows):
-            raise ValueError(f"A retrieval result needs one depth per row, {len(self.rows)}, got {len(self.depths)}.")
-        if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
-            raise ValueError(f"lengths must be one or more lengths in ascending order, got {self.lengths}.")
-        if any(len(row) != len(self.lengths) for row in self.cells):
-            raise ValueError(f"Each row needs one cell per length, {len(self.lengths)}.")
+        if [*map(len, self.cells)] != [len(self.lengths)] * len(self.rows):
+            raise ValueError(f"A retrieval result needs {len(self.rows)} rows of {len(self.lengths)} cells.")
 
     @property
     def by_length(self) -> tuple[Share, ...]:
         """All rows together, per length."""
-        return tuple(map(_together, zip(*self.cells, strict=True)))
-
-    def within(self, distance: int) -> tuple[Share, ...]:
-        """For each length, the cells whose needles are all within the last `distance` tokens of the prompt.
-
-        As in Chen et al., 2024, Figures 13 and 14. The distance counts the tokens after the needle's last one, with
-        those of the question and without those of the answer.
-        """
-        near = [
-            [cell for cell in column if cell.distance is not None and cell.distance <= distance]
-            for column in zip(*self.cells, strict=True)
-        ]
-        return tuple(map(_together, near))
+        return tuple(
+            Share(sum(cell.right for cell in cells), sum(cell.samples for cell in cells))
+            for cells in zip(*self.cells, strict=True)
+        )
 
     def recall_length(self, accuracy: float = RECALL_ACCURACY) -> int | None:
         """T_recall: the longest length up to which the accuracy over all rows is at least `accuracy`.
@@ -141,7 +123,3 @@ class RetrievalComparison:
 
     def __post_init__(self) -> None:
         check_comparison(self.models, "task", "style", "shots", "rows", "lengths", "data")
-
-
-def _together(cells: Sequence[RetrievalCell]) -> Share:
-    return Share(sum(cell.right for cell in cells), sum(cell.samples for cell in cells))

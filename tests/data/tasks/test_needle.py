@@ -1,6 +1,5 @@
 """Needles in running text: the paper's words, between sentences, in text that does not repeat."""
 
-import math
 import re
 
 import numpy as np
@@ -32,10 +31,10 @@ def text_of(ids: Tensor) -> str:
     return bytes((ids - 3).tolist()).decode()
 
 
-def template(length: int, **options: object) -> NeedleTemplate:
+def template(length: int) -> NeedleTemplate:
     tokenizer = byte_tokenizer()
     texts = [" ".join(TEXTS)]  # a sentence reaches over two of TEXTS
-    return NeedleTemplate(tokenizer, Haystack(tokenizer, texts), length, **options)  # type: ignore[arg-type]
+    return NeedleTemplate(tokenizer, Haystack(tokenizer, texts), length)
 
 
 @pytest.mark.parametrize(
@@ -77,37 +76,15 @@ def test_pieces_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBa
     assert task.distance == len(task.prompt) - len(after)
 
 
-def test_solved_examples_stand_first_and_use_text_from_the_end() -> None:
-    shot = (
-        f"{HEAD}\nFive. Six. One of the special magic numbers for calm-river is: 1234567. Seven. Eight.\n"
-        f"{QUESTION} {PREFIX} 1234567.\n\n"
-    )
-    task = template(len(shot) + BARE, shots=[("calm-river", "1234567")]).fill(0.5, "calm-river", "1234567")
-    assert text_of(task.prompt) == f"{shot}{HEAD}\n{NEEDLE}\n{QUESTION} {PREFIX}"
-    passkey = PasskeyTemplate(byte_tokenizer(), 1500, "passkey", shots=["11111", "22222"]).fill(0, "33333")
-    assert text_of(passkey.prompt).startswith(
-        "There is important info hidden inside a lot of irrelevant text. Find it and memorize it.\n"
-        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
-        "The passkey is 11111. Remember it. 11111 is the passkey.\n"
-        "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
-        "What is the passkey? The passkey is 11111.\n\nThere is important info"
-    )
-    assert text_of(passkey.prompt).count("What is the passkey?") == 3
-    assert len(passkey.prompt) + len(passkey.answer) == 1500
-
-
 def test_what_cannot_be_filled_is_refused() -> None:
     with pytest.raises(ValueError, match=f"length is {BARE - 1}, but a prompt without text has {BARE} tokens"):
         template(BARE - 1).fill(0, "calm-river", "1234567")
-    usable = len("\n" + HAYSTACK.removesuffix(" Five. Six. Seven. Eight."))
+    usable = len("\n" + HAYSTACK)
     template(BARE + usable).fill(1, "calm-river", "1234567")
     with pytest.raises(ValueError, match=f"{usable + 1} tokens of text that does not repeat, but the data have"):
         template(BARE + usable + 1).fill(0, "calm-river", "1234567")
-    for depth in (1.5, -0.5, math.nan):
-        with pytest.raises(ValueError, match=f"depth is {depth}"):
-            template(BARE).fill(depth, "calm-river", "1234567")
-    with pytest.raises(ValueError, match="the text has 2 sentences"):
-        Haystack(byte_tokenizer(), ["One. Two."])
+    with pytest.raises(ValueError, match="have no sentence"):
+        Haystack(byte_tokenizer(), [" "])
 
 
 def test_random_needles() -> None:

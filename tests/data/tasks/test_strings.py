@@ -193,24 +193,13 @@ def test_padding_is_on_the_right_without_labels() -> None:
     [
         (lambda: CopyingStrings(0, 3), "length of copying is 0"),
         (lambda: CopyingStrings((5, 4), 3), r"length of copying is \(5, 4\)"),
-        (lambda: CopyingStrings((0, 4), 3), r"length of copying is \(0, 4\)"),
-        (lambda: CopyingStrings([1, 2, 3], 3), r"length of copying is \[1, 2, 3\]"),
         (lambda: CopyingStrings(3, 0), "vocabulary must be from 1 to 2147483648, got 0"),
         (lambda: CopyingStrings(3, 3, 0), "samples must be at least 1"),
         (lambda: CopyingStrings(3, 3, 1, -1), "seed from 0"),
         (lambda: SortingStrings(10, 9), "sorting 10 different symbols needs at least 10"),
         (lambda: SortingStrings(5, 9).resized(10, 1, 0), "needs at least 10"),
         (lambda: AssociativeRecall(4, 7), "recalling 4 pairs needs at least 8"),
-        (lambda: AssociativeRecall((0, 2), 7), "length of recall"),
-        (lambda: CopyingStrings([]), r"length of copying is \[\]"),
         (lambda: CopyingStrings(5.5), "length must be a whole number, got 5.5"),  # type: ignore[arg-type]
-        (lambda: CopyingStrings((1, 2.5)), "length must be a whole number, got 2.5"),  # type: ignore[arg-type]
-        (lambda: CopyingStrings("50"), "length must be a whole number, got 5"),  # type: ignore[arg-type]
-        (lambda: CopyingStrings(True), "length must be a whole number, got True"),
-        (lambda: CopyingStrings(3, 2.5), "vocabulary must be a whole number, got 2.5"),  # type: ignore[arg-type]
-        (lambda: CopyingStrings(3, 3, 2.5), "samples must be a whole number, got 2.5"),  # type: ignore[arg-type]
-        (lambda: CopyingStrings(3, 3, 1, 1.5), "seed must be a whole number, got 1.5"),  # type: ignore[arg-type]
-        (lambda: CopyingStrings(3, 2**31 + 1), "vocabulary must be from 1 to 2147483648"),
     ],
 )
 def test_what_is_not_possible_is_refused(make: Any, complaint: str) -> None:

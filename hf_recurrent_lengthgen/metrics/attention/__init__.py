@@ -1,0 +1,1 @@
+"""The harm of long states and of long attention of a hybrid, apart."""
