@@ -6,8 +6,6 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.trainers.run.resumed_settings import remember_settings
-
 logger = logging.get_logger(__name__)
 
 
@@ -31,15 +29,16 @@ class RunCallback(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        remember_settings(self._trainer.optimizer, new_run=not state.global_step)
-        changes = self._trainer.run_record.changes(self._trainer)
+        record = self._trainer.run_record
+        if not state.global_step:
+            record.note_settings(self._trainer)
         if not state.is_world_process_zero:
             return
         if is_finished(state):
             logger.warning(f"Nothing is left to train: the run has completed all of its {state.max_steps} steps.")
-        elif changes:
-            told = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in changes.items())
-            logger.warning(f"From step {state.global_step} on, these settings differ from before: {told}.")
+        elif record.changes:
+            changes = "; ".join(f"{name} {before} -> {now}" for name, (before, now) in record.changes.items())
+            logger.warning(f"From step {state.global_step} on, these settings differ from before: {changes}.")
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._trainer.begin_epoch(int(state.epoch or 0))

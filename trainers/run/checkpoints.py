@@ -3,7 +3,7 @@
 A process killed during a save leaves a folder from which Trainer would then try to resume. Here each process writes
 its file of initial states atomically after all its other files, and `trainer_state.json` is removed before a save and
 written when all processes are done. So a folder with a parsable `trainer_state.json` and the file of every process is
-complete. The file of digests, written last, tells whether the other files still have the content that was written.
+complete.
 """
 
 import copy
@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,29 +22,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
 
-from hf_recurrent_lengthgen.checkpoints.records import file_digest
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
 
-logger = logging.get_logger(__name__)
-
 TRAINER_STATE_FILE = "trainer_state.json"
-DIGESTS_FILE = "digests.sha256"  # as `sha256sum --check` reads it
-EDITED = {".json", ".md", ".py", ".txt"}
-"""Text files, which people and cards may edit; only `trainer_state.json` among them has a digest."""
 FORMAT, FORMAT_VERSION = "initial_states", 1
-NOT_IN_OLD_CHECKPOINTS = {
-    *(
-        "arguments",
-        "start",
-        "train_dataset.record",
-        "alignment_divergence",
-        "alignment_second_state",
-        "context_parallel_size",
-    ),
-}
-"""Entries that files of the first versions lack; a missing one is not compared."""
 
 
 def initial_states_file(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
@@ -83,15 +65,13 @@ def load_initial_states(path: Path, run: dict[str, Any]) -> dict[str, Tensor]:
             f"version {FORMAT_VERSION}."
         )
     saved = json.loads(header.get("run", "{}"))
-    known = {key: value for key, value in run.items() if key in saved or key not in NOT_IN_OLD_CHECKPOINTS}
-    changed = {key: (saved.get(key), value) for key, value in known.items() if saved.get(key) != value}
-    changed.pop("arguments", None)
-    before, now = saved.get("arguments", saved), run.get("arguments", {})  # each of its own version of Transformers
-    changed |= {key: (before[key], now[key]) for key in now if key in before and before[key] != now[key]}
+    changed = {key: (saved.get(key), run[key]) for key in run.keys() - {"arguments"} if saved.get(key) != run[key]}
+    before, now = saved.get("arguments", {}), run.get("arguments", {})  # each of its own version of Transformers
+    changed |= {key: (before[key], now[key]) for key in now.keys() & before.keys() if before[key] != now[key]}
     if changed:
-        told = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in changed.items())
+        pairs = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in sorted(changed.items()))
         raise ValueError(
-            f"Cannot resume exactly from {path.parent}: {told}. Restore the old value, or load the weights with "
+            f"Cannot resume exactly from {path.parent}: {pairs}. Restore the old value, or load the weights with "
             "from_pretrained and start a new run."
         )
     return tensors
@@ -107,37 +87,9 @@ def saved_run(path: Path) -> dict[str, Any]:
 def begin_save(checkpoint: str | os.PathLike[str]) -> None:
     """Mark a folder as incomplete before a save, and remove the leftovers of an interrupted one."""
     folder = Path(checkpoint)
-    for name in (TRAINER_STATE_FILE, DIGESTS_FILE):
-        (folder / name).unlink(missing_ok=True)
-    for leftover in [*folder.glob(".initial_states_*.tmp"), *folder.glob(f".{DIGESTS_FILE}.*.tmp")]:
+    (folder / TRAINER_STATE_FILE).unlink(missing_ok=True)
+    for leftover in folder.glob(".initial_states_*.tmp"):
         leftover.unlink()
-
-
-def save_digests(checkpoint: str | os.PathLike[str]) -> None:
-    """Write the SHA-256 of every file, of all processes, that resuming from a complete checkpoint reads."""
-    folder = Path(checkpoint)
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != DIGESTS_FILE]
-    kept = [path for path in files if path.suffix not in EDITED or path.name == TRAINER_STATE_FILE]
-    lines = [f"{file_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in kept]
-    with replacing(folder / DIGESTS_FILE) as temporary:
-        temporary.write_text("".join(lines))
-
-
-def what_has_changed(checkpoint: str | os.PathLike[str]) -> str | None:
-    """Which files of a checkpoint differ from what was written, in words, or None; reads all of them.
-
-    Checkpoints of earlier versions have no digests: that is logged, and they count as unchanged.
-    """
-    folder = Path(checkpoint)
-    path = folder / DIGESTS_FILE
-    if not path.is_file():
-        logger.warning(f"{folder} has no {DIGESTS_FILE}, so the content of its files is not checked.")
-        return None
-    digests = [line.partition("  ") for line in path.read_text(errors="replace").splitlines()]
-    changed = [
-        name for digest, _, name in digests if not (folder / name).is_file() or file_digest(folder / name) != digest
-    ]
-    return f"not as they were written: {', '.join(changed)}" if changed else None
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -174,8 +126,7 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
             "loaded with from_pretrained to start a new run"
         )
     try:
-        with safe_open(os.fspath(first), framework="pt") as file:
-            processes = json.loads((file.metadata() or {}).get("run", "{}")).get("num_processes", 1)
+        processes = saved_run(first).get("num_processes", 1)
     except SafetensorError as error:
         return f"{first.name} is damaged ({error})"
     names = [initial_states_file(folder, index).name for index in range(processes)]
@@ -190,41 +141,30 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     return f"damaged or cut off: {', '.join(sorted(damaged))}" if damaged else None
 
 
-def complete_checkpoints(output_dir: str | os.PathLike[str]) -> Iterator[Path]:
-    """The complete checkpoint folders (see `what_is_missing`), highest step first."""
+def newest_complete_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
+    """The complete checkpoint folder (see `what_is_missing`) of the highest step."""
     prefix = f"{PREFIX_CHECKPOINT_DIR}-"
     folders = [path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
-    for folder in sorted(folders, key=lambda path: int(path.name.removeprefix(prefix)), reverse=True):
-        if what_is_missing(folder) is None:
-            yield folder
-
-
-def newest_complete_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
-    """The first of `complete_checkpoints`."""
-    return next(complete_checkpoints(output_dir), None)
+    by_step = sorted(folders, key=lambda path: int(path.name.removeprefix(prefix)), reverse=True)
+    return next((folder for folder in by_step if what_is_missing(folder) is None), None)
 
 
 def checkpoint_to_resume(asked: str | os.PathLike[str] | Literal[True], output_dir: str | os.PathLike[str]) -> str:
-    """The checkpoint folder `asked` for, or with True the newest one that is complete and unchanged.
+    """The checkpoint folder `asked` for, or with True the newest one that is complete.
 
     Raises:
-        ValueError: if there is none, or if the one asked for is incomplete or changed.
+        ValueError: if there is none, or if the one asked for is incomplete.
     """
+    newest = newest_complete_checkpoint(output_dir)
     if asked is not True:
-        wrong = what_is_missing(asked) or what_has_changed(asked)
-        if wrong:
+        if wrong := what_is_missing(asked):
             raise ValueError(
-                f"Cannot resume from {asked}: {wrong}. "
-                f"The newest complete checkpoint in {output_dir} is {newest_complete_checkpoint(output_dir)}."
+                f"Cannot resume from {asked}: {wrong}. The newest complete checkpoint in {output_dir} is {newest}."
             )
         return os.fspath(asked)
-    for folder in complete_checkpoints(output_dir):
-        changed = what_has_changed(folder)
-        if changed is None:
-            logger.info(f"Resuming from {folder}.")
-            return os.fspath(folder)
-        logger.warning(f"{folder} is skipped: its files are {changed}.")
-    raise ValueError(f"There is no complete checkpoint in {output_dir}: train without resume_from_checkpoint.")
+    if newest is None:
+        raise ValueError(f"There is no complete checkpoint in {output_dir}: train without resume_from_checkpoint.")
+    return os.fspath(newest)
 
 
 def load_converted_weights(model: nn.Module, checkpoint: str | os.PathLike[str]) -> bool:

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,15 +24,14 @@ from hf_recurrent_lengthgen.checkpoints.records import Hardware, InitialWeights,
 from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, from_plain, to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.run.resumed_settings import as_json, made_with
 
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 
 logger = logging.get_logger(__name__)
 
-RATES = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
-"""The settings that determine the learning rates of a run."""
+_MAY_CHANGE = ("learning_rate", "max_steps", "warmup_steps", "max_grad_norm", "precision", "neftune_noise_alpha")
+"""What a resume may change (`APPLIED`)."""
 _NO_EFFECT = ("assume_shuffled", "nonfinite_states", "max_state_rms")
 """Settings that only control what is refused, so they do not change the result."""
 
@@ -149,59 +148,54 @@ class RunRecord:
 
     Attributes:
         given: Number of sequences of this process that started from a nonzero state.
-        groups: Settings that the optimizer's groups started with in the previous part; empty if not recorded.
         seconds_before: Seconds of training in the previous parts.
+        changes: The settings that differ from the previous part, by name: old and new value.
     """
 
     def __init__(self) -> None:
         self.given: float | Tensor = 0.0
-        self.groups: list[dict[str, Any]] = []
         self.seconds_before = 0.0
+        self.changes: dict[str, tuple[Any, Any]] = {}
         self._began = time.monotonic()
         self._tokens = 0
         self._before: tuple[Settings, ...] = ()
+        self._now: tuple[Settings, ...] = ()
         self._start = 0
 
     def begin(self, trainer: Trainer, saved: dict[str, Any] | None = None, step: int = 0) -> None:
         """Begin a new run of a trainer, or continue at `step` the run whose record is `saved`."""
         saved = saved or {}
-        try:
-            self._tokens = int(saved.get("tokens", 0)) - _tokens_read(trainer)  # a trainer counts over all its runs
-            self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
-            self.groups = list(saved.get("groups", []))
-            self.given, self._start = float(saved.get("given", 0.0)), step
-            self._before = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
-        except (AttributeError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"The run record in the checkpoint is damaged or from a newer version of the package ({error}): "
-                "resume from another checkpoint or with that version."
-            ) from error
+        self._tokens = int(saved.get("tokens", 0)) - _tokens_read(trainer)  # a trainer counts over all its runs
+        self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
+        self.given, self._start = float(saved.get("given", 0.0)), step
+        self._before = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
+        self._now, self.changes = (), {}
+
+    def note_settings(self, trainer: Trainer) -> None:
+        """Note the settings of this part, when optimizer and schedule are made and nothing is loaded into them."""
+        now = replace(settings(trainer), from_step=self._start)
+        if self._before:
+            last = self._before[-1]
+            pairs = {item.name: (getattr(last, item.name), getattr(now, item.name)) for item in fields(Settings)}
+            self.changes = {name: pair for name, pair in pairs.items() if name in _MAY_CHANGE and pair[0] != pair[1]}
+            now = replace(last, from_step=self._start, **{name: pair[1] for name, pair in self.changes.items()})
+        self._now = (now,)
 
     def saved(self, trainer: Trainer) -> dict[str, Any]:
         """The record as `begin` takes it."""
-        groups = as_json([] if trainer.optimizer is None else made_with(trainer.optimizer))
         seconds = self.seconds_before + time.monotonic() - self._began
         done = {"given": float(self.given), "tokens": self.tokens(trainer), "seconds": seconds}
-        return done | {"settings": [to_plain(part) for part in self.settings(trainer)], "groups": groups}
+        return done | {"settings": [to_plain(part) for part in self.settings(trainer)]}
 
     def tokens(self, trainer: Trainer) -> int:
         """Real tokens of all steps if the trainer counts them, else 0."""
         return self._tokens + _tokens_read(trainer)
 
-    def changes(self, trainer: Trainer) -> dict[str, tuple[Any, Any]]:
-        """The settings that differ from the previous part, by name: old and new value."""
-        if not self._before:
-            return {}
-        old, new = ({**asdict(one), **one.method, **one.others} for one in (self._before[-1], settings(trainer)))
-        pairs = {name: (old.get(name), new.get(name)) for name in {**old, **new}}
-        kept = pairs.keys() - {"from_step", "method", "others"}
-        return {name: pair for name, pair in pairs.items() if name in kept and pair[0] != pair[1]}
-
     def settings(self, trainer: Trainer) -> tuple[Settings, ...]:
         """The settings of the run, with a new entry wherever they changed."""
-        if self._before and (trainer.state.global_step <= self._start or not self.changes(trainer)):
+        if self._before and (trainer.state.global_step <= self._start or not self.changes):
             return self._before
-        return (*self._before, replace(settings(trainer), from_step=self._start))
+        return (*self._before, *self._now)
 
 
 def _tokens_read(trainer: Trainer) -> int:
@@ -251,7 +245,7 @@ def _hardware(args: TrainingArguments) -> Hardware:
 def settings(trainer: Trainer) -> Settings:
     """The settings that a repetition of the training needs."""
     args = trainer.args
-    groups = [] if trainer.optimizer is None else made_with(trainer.optimizer)
+    groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
     rate = groups[0].get("initial_lr", args.learning_rate) if groups else args.learning_rate
     own_scheduler = getattr(trainer, "given_scheduler", None)
     return Settings(

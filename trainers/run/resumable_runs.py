@@ -37,21 +37,14 @@ from hf_recurrent_lengthgen.trainers.run.checkpoints import (
     load_converted_weights,
     load_initial_states,
     newest_complete_checkpoint,
-    save_digests,
     save_initial_states,
     saved_run,
 )
 from hf_recurrent_lengthgen.trainers.run.data_place import DataPlace
 from hf_recurrent_lengthgen.trainers.run.folder_lock import locked
 from hf_recurrent_lengthgen.trainers.run.interrupts import InterruptCallback
-from hf_recurrent_lengthgen.trainers.run.records import RATES, RunFacts, RunRecord, record_lineage
-from hf_recurrent_lengthgen.trainers.run.resumed_settings import (
-    apply_changes,
-    check_same_kind,
-    fixed_arguments,
-    made_before,
-    remember_settings,
-)
+from hf_recurrent_lengthgen.trainers.run.records import RunFacts, RunRecord, record_lineage
+from hf_recurrent_lengthgen.trainers.run.resumed_settings import apply_rates, fixed_arguments, initial_rates
 from hf_recurrent_lengthgen.trainers.run.same_rows import SameRowsTrainer
 
 logger = logging.get_logger(__name__)
@@ -88,13 +81,13 @@ class ResumableTrainer(SameRowsTrainer):
     # --- running ---
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train; `resume_from_checkpoint=True` resumes from the newest checkpoint that is complete and unchanged.
+        """Train; `resume_from_checkpoint=True` resumes from the newest checkpoint that is complete.
 
         For a run that has all its steps, only the weights are loaded.
 
         Raises:
-            ValueError: if there is no such checkpoint, or the given folder is incomplete or changed; while another
-                run trains in the output folder; and for data that make no step.
+            ValueError: if there is no such checkpoint, or the given folder is incomplete; while another run
+                trains in the output folder; and for data that make no step.
             KeyboardInterrupt: after SIGINT, when the current step is done and a checkpoint is written.
             SystemExit: after SIGTERM, likewise.
         """
@@ -210,8 +203,6 @@ class ResumableTrainer(SameRowsTrainer):
             begin_save(folder)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
-        if self.args.should_save and not self.args.save_only_model:
-            save_digests(folder)
 
     # The last file that Trainer writes for a process is its random state; the initial states follow. The folder is
     # marked as complete, and older ones are deleted, only after every process has written its files.
@@ -278,15 +269,12 @@ class ResumableTrainer(SameRowsTrainer):
         return not sharded and load_converted_weights(self.model, checkpoint)  # type: ignore[arg-type]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
+        self.run_record.note_settings(self)
+        if checkpoint is None:  # not in every version of Trainer
             return
-        remember_settings(self.optimizer, new_run=False)
-        check_same_kind(checkpoint, self.optimizer, self.lr_scheduler, self.args)
+        rates = initial_rates(self.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)
-        before = made_before(self.optimizer, self.run_record.groups)
-        changed = self.run_record.changes(self).keys()
-        apply_changes(self.optimizer, self.lr_scheduler, before, not changed.isdisjoint(RATES))
+        apply_rates(self.optimizer, self.lr_scheduler, rates, "learning_rate" in self.run_record.changes)
         tensors = load_initial_states(self._own_file(checkpoint), self._run_description())
         self.initial_states.load_state_dict(tensors, self.args.device)
 
