@@ -297,7 +297,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         if final_state is None:
             say_lost(self, "the model returned no final_state", "the output_final_state of the inputs")
         state = micro_batch.layout.gather(final_state)
-        sizes = StateSizes.of(state, self.args.max_state_rms)
+        sizes = StateSizes.of(state)
         broken, resets = sizes.broken_rows(), self.args.nonfinite_states == "reset"
         self._checks.ask_final_state(sizes, broken, micro_batch.where, resets, self._logs)
         if resets:

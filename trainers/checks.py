@@ -56,44 +56,17 @@ def check_trainer(trainer: Any) -> None:
     check_trainable(model, trainer.learns_state)
     check_no_forgetting(model)
     check_arguments(args)
-    check_state_limits(model, args)
     keep_states_in_full_precision(trainer.accelerator.state)
     if args.context_parallel_size > 1:
-        check_shares_rows(model)
+        base_of(model).check_shares_rows()
         if trainer.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func gets labels of whole rows, which processes that share rows do not have: leave it "
                 "or context_parallel_size out."
             )
-    if getattr(args, "predict_with_generate", False):
-        check_pads(model, trainer.processing_class)
     if args.bptt_chunk_length is not None:
         check_chunkable(innermost_model(model))
-    for name in ("train_dataset", "eval_dataset"):
-        check_not_empty(name, getattr(trainer, name))
     check_evaluation_data(trainer.eval_dataset)
-
-
-def check_shares_rows(model: nn.Module) -> None:
-    """Raise a `ValueError` for a model whose rows processes cannot share."""
-    base = base_of(model)
-    if "sequence_group" not in inspect.signature(base.forward).parameters:
-        raise ValueError(
-            f"{type(base).__name__} takes no sequence_group, so processes cannot share its rows: leave "
-            "context_parallel_size out, or give a causal language model of this package or stateful(model)."
-        )
-    base.check_shares_rows()
-
-
-def check_pads(model: nn.Module, tokenizer: Any) -> None:
-    """Raise a `ValueError` if generated rows, of several lengths, could not be padded; Trainer would find out late."""
-    config: Any = base_of(model).config
-    names = ("pad_token_id", "eos_token_id") if hasattr(tokenizer, "pad_token_id") else ("pad_token_id",)
-    if all(getattr(config if len(names) == 1 else tokenizer, name, None) is None for name in names):
-        raise ValueError(
-            "predict_with_generate pads what is generated, but there is no pad token: give a tokenizer that has one "
-            "as processing_class, or set model.config.pad_token_id."
-        )
 
 
 def check_train_data(trainer: Any, alignment: "AlignmentSettings | None") -> None:
@@ -105,25 +78,6 @@ def check_train_data(trainer: Any, alignment: "AlignmentSettings | None") -> Non
     if trainer.needs_shuffled_data:
         sampler = None if continued else trainer._get_train_sampler
         check_shuffled(type(trainer).__name__, dataset, trainer.args, sampler)
-
-
-def check_state_limits(model: nn.Module, args: Any) -> None:
-    """Raise a `ValueError` for `nonfinite_states` or `max_state_rms` with a model that has no such states."""
-    given = (args.nonfinite_states, args.max_state_rms) != ("stop", None)
-    if given and not takes_states(model):
-        raise ValueError(
-            f"{type(model).__name__} has no states, so nonfinite_states and max_state_rms do nothing: leave them out."
-        )
-    if args.max_state_rms is not None and not _has_recurrent_part(base_of(model)):
-        raise ValueError(
-            f"max_state_rms limits the recurrent part of states, but {type(base_of(model)).__name__} has only short "
-            "convolutions: leave it out."
-        )
-
-
-def _has_recurrent_part(base: Any) -> bool:
-    """Whether some layer has a recurrent part; assumed of models without `zero_state`."""
-    return not hasattr(base, "zero_state") or bool(recurrent_layers(base.zero_state(1)))
 
 
 def check_shuffled(trainer: str, dataset: Any, args: Any, make_sampler: Callable[[], Any] | None) -> None:
@@ -145,13 +99,6 @@ def check_shuffled(trainer: str, dataset: Any, args: Any, make_sampler: Callable
             f"{trainer} passes states between different sequences, so the data must be shuffled: use Trainer's "
             "default random sampler, or set assume_shuffled=True if the data are shuffled already."
         )
-
-
-def check_not_empty(name: str, dataset: Any) -> None:
-    """Raise a `ValueError` for data without rows; streams are not checked."""
-    for each in dataset.values() if isinstance(dataset, dict) else [dataset]:
-        if each is not None and has_length(each) and not len(each):
-            raise ValueError(f"{name} has no rows: give more text, or cut it into shorter rows.")
 
 
 def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignored: int | None = None) -> None:
@@ -325,7 +272,7 @@ def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:
         )
     base = base_of(trainer.model)
     reason = getattr(base, "no_noise", None)
-    if not _has_recurrent_part(base):
+    if not recurrent_layers(base.zero_state(1)):
         reason = "its only states are those of short convolutions, which get no noise"
     if reason is not None:
         raise ValueError(f"{type(base).__name__} cannot start from noise: {reason}. Use passed or learned states.")

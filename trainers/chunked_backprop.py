@@ -61,10 +61,8 @@ def chunked_forward(
         `loss` and `final_state`. There are no logits, because (B, S, V) would not fit into memory.
 
     Raises:
-        ValueError: for a chunk length or window below 1, missing labels, other inputs, and padding inside a row
-            that cannot be scored in chunks.
+        ValueError: for other inputs, and padding inside a row that cannot be scored in chunks.
     """
-    check_chunks(chunk_length, window)
     _check_inputs(inputs)
     input_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     targets = _targets(inputs) if mask is None else _scored(_targets(inputs), mask, chunk_length)
@@ -122,10 +120,9 @@ def forward_in_chunks(model: nn.Module, chunk_length: int, window: int | None = 
         window: As in `chunked_forward`.
 
     Raises:
-        ValueError: for a chunk length or window below 1, a model without the state contract or in another wrapper, a
-            model with attention layers, and one that is compiled as a whole (its layers may be compiled).
+        ValueError: for a model without the state contract or in another wrapper, a model with attention layers, and
+            one that is compiled as a whole (its layers may be compiled).
     """
-    check_chunks(chunk_length, window)
     inner: Any = innermost_model(model)
     check_chunkable(inner)
     forward = inner.forward  # the method of the class, or one set on the object, such as accelerate's autocast
@@ -142,14 +139,6 @@ def forward_in_chunks(model: nn.Module, chunk_length: int, window: int | None = 
             inner.forward = forward
         else:
             del inner.forward
-
-
-def check_chunks(chunk_length: int, window: int | None) -> None:
-    """Raise a `ValueError` for a chunk length or window that is not an integer of at least 1."""
-    for name, value in (("chunk_length", chunk_length), ("window", window)):
-        if not (isinstance(value, int) and value >= 1) and not (name == "window" and value is None):
-            allowed = "a number of tokens" if name == "chunk_length" else "None for no limit, or a number of chunks"
-            raise ValueError(f"{name} must be {allowed}, at least 1; got {value!r}.")
 
 
 def innermost_model(model: nn.Module) -> nn.Module:
@@ -195,31 +184,15 @@ def check_chunkable(model: nn.Module) -> None:
 
 
 def _check_inputs(inputs: Mapping[str, Any]) -> None:
-    given = [name for name, value in inputs.items() if isinstance(value, Tensor) or value not in (None, False, 0)]
-    if inputs.get("input_ids") is None or inputs.get("inputs_embeds") is not None:
+    given = {name for name, value in inputs.items() if isinstance(value, Tensor) or value not in (None, False, 0)}
+    if other := sorted(given - set(TAKEN)):
         raise ValueError(
-            "Chunks are cut from input_ids: give input_ids, and no inputs_embeds, which would take memory for the "
-            "whole sequence."
+            f"A forward pass in chunks does not take {other}: leave it out. Allowed inputs are {', '.join(TAKEN)}."
         )
     if inputs.get("labels") is None and inputs.get("shift_labels") is None:
         raise ValueError(
             "A forward pass in chunks returns a loss and no logits, so it needs labels: give labels or shift_labels."
         )
-    other = sorted(set(given) - set(TAKEN))
-    if other or inputs.get("return_dict") is False:
-        raise ValueError(
-            f"A forward pass in chunks does not take {other or 'return_dict=False'}: leave it out. Allowed inputs are "
-            f"{', '.join(TAKEN)}."
-        )
-    if inputs.get("seq_idx") is not None and inputs.get("attention_mask") is not None:
-        raise ValueError("A forward pass in chunks takes no attention_mask beside seq_idx: give rows without padding.")
-    shape = tuple(inputs["input_ids"].shape)
-    if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"input_ids must be (B, S) with at least one row and one token, got shape {shape}.")
-    for name in ("labels", "shift_labels", "attention_mask", "seq_idx"):
-        value = inputs.get(name)
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(f"{name} must have the shape of input_ids, {shape}, got {tuple(value.shape)}.")
 
 
 def _targets(inputs: Mapping[str, Any]) -> Tensor:

@@ -10,10 +10,10 @@ applies.
 
 import copyreg
 import inspect
-import re
+import sys
 from dataclasses import dataclass, fields
-from functools import cache, reduce
-from typing import Any, ForwardRef, get_args
+from functools import cache
+from typing import Any
 
 import transformers
 from torch import nn
@@ -31,7 +31,7 @@ def combine(
     Args:
         first: The trainer of a method, such as `StatePassingTrainer`, or another subclass of `Trainer`.
         second: The other of the two; the order does not matter.
-        config: Config class of the other trainer; None for the annotation of its `args`.
+        config: Config class of the other trainer; None for the one named as it is (`SFTConfig` for `SFTTrainer`).
 
     Raises:
         ValueError: unless exactly one is the trainer of a method; for a TRL trainer that does not train on single
@@ -71,34 +71,15 @@ def _combined(method: Any, other: Any, config: Any) -> tuple[type[Any], type[Any
     return type(name, bases, {"config_class": made_config, "__doc__": doc, "__module__": __name__}), made_config
 
 
-def _config_of(trainer: type[Trainer]) -> type[TrainingArguments]:
-    """The config class of a trainer: of the annotation of its `args`, or named as the trainer in Transformers."""
+def _config_of(trainer: type[Trainer]) -> Any:
+    """The config class beside the first class that has one in its module, named as Transformers and TRL do."""
     for base in trainer.__mro__:
-        init = vars(base).get("__init__")
-        args = inspect.signature(init).parameters.get("args") if init else None
-        named = getattr(transformers, base.__name__.removesuffix("Trainer") + "TrainingArguments", None)
-        found = [named] if named else []
-        if args is not None and args.kind is not args.VAR_POSITIONAL:
-            found += _classes_in(args.annotation, inspect.unwrap(init).__globals__)  # type: ignore[arg-type]
-        configs = [one for one in found if issubclass(one, TrainingArguments)]
-        if configs:
-            return max(configs, key=lambda one: len(one.__mro__))
-    raise ValueError(f"The args of {trainer.__name__} have no annotation with a config class: give config.")
-
-
-def _classes_in(annotation: Any, names: dict[str, Any]) -> list[type]:
-    """The classes in an annotation; of text, which may name what only type checkers import, those that are known."""
-    if isinstance(annotation, ForwardRef):
-        annotation = annotation.__forward_arg__
-    if isinstance(annotation, str):
-        found = []
-        for name in re.findall(r"[\w.]+", annotation):
-            first, *rest = name.split(".")
-            known = names.get(first, getattr(transformers, first, None))
-            found.append(reduce(lambda one, part: getattr(one, part, None), rest, known))
-        return [one for one in found if inspect.isclass(one)]
-    inner = [one for part in get_args(annotation) for one in _classes_in(part, names)]
-    return [annotation, *inner] if inspect.isclass(annotation) else inner
+        for ending in ("Config", "TrainingArguments"):
+            name = base.__name__.removesuffix("Trainer") + ending
+            config = getattr(sys.modules[base.__module__], name, getattr(transformers, name, None))
+            if inspect.isclass(config) and issubclass(config, TrainingArguments):
+                return config
+    raise AssertionError("TrainingArguments are beside Trainer")
 
 
 @cache
@@ -131,8 +112,6 @@ class _OnTexts(InitialStateTrainer):
     _total_train_tokens: int
 
     def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keyword: Any) -> None:
-        if getattr(args, "bptt_chunk_length", None) is not None:
-            raise ValueError("bptt_chunk_length gives no losses per token, which SFTTrainer needs: leave it out.")
         if getattr(args, "context_parallel_size", 1) > 1:
             raise ValueError(
                 "SFTTrainer computes its loss and metrics from the labels of whole rows, so processes cannot share "

@@ -14,42 +14,37 @@ from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.models.state_value import LayerState, LayerStatistics, RecurrentState
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of
-from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
-from hf_recurrent_lengthgen.trainers.random_noise import NoiseConfig, NoiseSource, ZeroState, standard_normal
+from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
+from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
+from hf_recurrent_lengthgen.trainers.random_noise import ZeroState, standard_normal
 
 
-class FittedNoise(NoiseSource):
+class FittedNoise(InitialStateSource):
     """Noise with the moving mean and variance of final states, per layer and head (section 4.3, Eq. 5 and 6).
 
         mean     <- (1 - beta) Mean(h_T)     + beta mean
         variance <- (1 - beta) Variance(h_T) + beta variance
 
     Mean and (population) variance are taken over the sequences of a step, in all micro-batches and processes, over the
-    head dim and over the state dim. The first step starts from zero, and its states initialize the statistics.
+    head dim and over the state dim. Mamba-1 has no heads: its channels take their place. The first step starts from
+    zero, and its states initialize the statistics.
 
     Args:
         zero_state: Makes the zero state of the model.
         beta: Weight of the past, 0.1 in the paper.
-        groups: Groups of heads that share statistics, a divisor of their number; by default each head has its own.
-            Mamba-1 has no heads: its channels take their place.
-        at_evaluation: Also start evaluation from noise.
     """
 
-    def __init__(
-        self, zero_state: ZeroState, beta: float = 0.1, groups: int | None = None, at_evaluation: bool = False
-    ) -> None:
+    def __init__(self, zero_state: ZeroState, beta: float = 0.1) -> None:
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"fitted_noise_beta must be at least 0 and below 1, got {beta}.")
-        if groups is not None and groups < 1:
-            raise ValueError(f"fitted_noise_groups must be at least 1, got {groups}.")
-        super().__init__(zero_state, at_evaluation)
-        self.beta, self.groups = beta, groups
+        self.beta = beta
+        self._zero_state = zero_state
         self._statistics: tuple[LayerStatistics, ...] | None = None
         self._sums: list[Tensor] | None = None
 
     @property
     def statistics(self) -> tuple[LayerStatistics, ...] | None:
-        """Mean and variance of every layer, (groups,) each in float32; None before the end of the first step.
+        """Mean and variance of every layer, (heads,) each in float32; None before the end of the first step.
 
         (0,) for layers without a recurrent part.
         """
@@ -62,14 +57,14 @@ class FittedNoise(NoiseSource):
         state = []
         noise = standard_normal(place, self._zero_state(place.rows))
         for layer, (mean, variance) in zip(noise, self._statistics, strict=True):
-            grouped = _by_group(layer.recurrent, self.groups)
-            fitted = mean[:, None] + variance.sqrt()[:, None] * grouped
-            state.append(LayerState(fitted.to(grouped).reshape_as(layer.recurrent), layer.conv))
+            by_head = _by_head(layer.recurrent)
+            fitted = mean[:, None] + variance.sqrt()[:, None] * by_head
+            state.append(LayerState(fitted.to(by_head).reshape_as(layer.recurrent), layer.conv))
         return tuple(state)
 
     def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
         """Add the states to the sums of the step, except for broken rows."""
-        sums = [_sums(layer.recurrent, self.groups, broken) for layer in final_state]
+        sums = [_sums(layer.recurrent, broken) for layer in final_state]
         if self._sums is not None:
             sums = [old + new for old, new in zip(self._sums, sums, strict=True)]
         self._sums = sums
@@ -100,7 +95,7 @@ class FittedNoise(NoiseSource):
         self._statistics, self._sums = None, None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Statistics as `layers.{layer}.mean` and `layers.{layer}.variance`, (groups,) each."""
+        """Statistics as `layers.{layer}.mean` and `layers.{layer}.variance`, (heads,) each."""
         return {
             f"layers.{index}.{name}": value.cpu()
             for index, layer in enumerate(self._statistics or ())
@@ -131,20 +126,14 @@ class FittedNoise(NoiseSource):
         return dict(zip(("fitted_mean_rms", "fitted_std", "fitted_std_max"), values, strict=True))
 
 
-def _by_group(recurrent: Tensor, groups: int | None) -> Tensor:
-    """The elements of each group of heads, (B, groups, n); (B, 0, 1) for a layer without a recurrent part."""
-    heads = recurrent.shape[1]
-    if not heads:
-        return recurrent[..., None]
-    groups = heads if groups is None else groups
-    if heads % groups:
-        raise ValueError(f"fitted_noise_groups must divide the {heads} heads (channels in Mamba-1), got {groups}.")
-    return recurrent.reshape(len(recurrent), groups, recurrent.shape[1:].numel() // groups)
+def _by_head(recurrent: Tensor) -> Tensor:
+    """The elements of each head, (B, heads, n); (B, 0, 1) for a layer without a recurrent part."""
+    return recurrent.reshape(*recurrent.shape[:2], -1) if recurrent.shape[1] else recurrent[..., None]
 
 
-def _sums(recurrent: Tensor, groups: int | None, broken: Tensor | None) -> Tensor:
-    """Count, sum and sum of squares of each group of heads, (groups, 3) in float64, without broken (zero) rows."""
-    values, double = _by_group(recurrent, groups), torch.float64
+def _sums(recurrent: Tensor, broken: Tensor | None) -> Tensor:
+    """Count, sum and sum of squares of each head, (heads, 3) in float64, without broken (zero) rows."""
+    values, double = _by_head(recurrent), torch.float64
     rows = values.new_full((), len(values), dtype=double) if broken is None else (~broken).sum(dtype=double)
     squares = torch.linalg.vector_norm(values, dim=2, dtype=double).square()
     counts = (rows * values.shape[2]).expand(values.shape[1])
@@ -158,19 +147,12 @@ def _moments(sums: Tensor) -> LayerStatistics:
 
 
 @dataclass
-class FittedNoiseConfig(NoiseConfig):
+class FittedNoiseConfig(InitialStateConfig):
     """`TrainingArguments` and the settings of fitted noise (Buitrago Ruiz and Gu, 2025, section 4.3)."""
 
     fitted_noise_beta: float = field(
         default=0.1,
         metadata={"help": "Weight of the past in the moving statistics, beta of Eq. 5 and 6. Default 0.1."},
-    )
-    fitted_noise_groups: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of groups of heads in a layer that share statistics (of channels in Mamba-1). Default: "
-            "each head has its own."
-        },
     )
 
 
@@ -196,6 +178,4 @@ class FittedNoiseTrainer(InitialStateTrainer):
 
     @staticmethod
     def initial_state_source(args: FittedNoiseConfig, trainer: Any) -> FittedNoise:
-        return FittedNoise(
-            zero_state_of(trainer), args.fitted_noise_beta, args.fitted_noise_groups, args.noise_at_evaluation
-        )
+        return FittedNoise(zero_state_of(trainer), args.fitted_noise_beta)

@@ -88,22 +88,14 @@ class InitialStateConfig(TrainingArguments):
     nonfinite_states: Literal["stop", "reset"] = field(
         default="stop",
         metadata={
-            "help": "What to do when final states hold NaN or infinite values, or exceed max_state_rms: stop the run, "
-            "or reset the rows to zero and warn. A loss that is not finite always stops the run. Default: stop."
-        },
-    )
-    max_state_rms: float | None = field(
-        default=None,
-        metadata={
-            "help": "Root mean square of a layer's recurrent state in a row above which the state counts as exploded. "
-            "Default: no limit."
+            "help": "What to do when final states hold NaN or infinite values: stop the run, or reset the rows to "
+            "zero and warn. A loss that is not finite always stops the run. Default: stop."
         },
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
         self.check()
-        self.greater_is_better_given = self.greater_is_better is not None  # else TrainingArguments decides by the name
         super().__post_init__()
 
     def check(self) -> None:
@@ -121,29 +113,17 @@ class InitialStateConfig(TrainingArguments):
         ]
         if not self.alignment_alpha and unused:
             raise ValueError(f"{unused} have no effect without alignment_alpha: set it above 0, for instance to 0.1.")
-        if self.alignment_max_extra is not None and self.alignment_max_extra < self.alignment_min_extra:
-            raise ValueError(
-                f"alignment_max_extra must be at least alignment_min_extra, {self.alignment_min_extra}, got "
-                f"{self.alignment_max_extra}."
-            )
         if self.bptt_window is not None and self.bptt_chunk_length is None:
             raise ValueError("bptt_window counts chunks, so it needs bptt_chunk_length: set it, too.")
         if self.bptt_chunk_length is not None and self.alignment_alpha:
             raise ValueError("bptt_chunk_length keeps no logits, which alignment_alpha needs: set only one of them.")
         if self.context_parallel_size > 1:
-            beside = {
-                "alignment_alpha": bool(self.alignment_alpha),
-                "bptt_chunk_length": self.bptt_chunk_length is not None,
-                "torch_compile": self.torch_compile,
-                "eval_use_gather_object": self.eval_use_gather_object,
-            }
-            if wrong := [name for name, given in beside.items() if given]:
+            beside = ("alignment_alpha", "bptt_chunk_length", "torch_compile", "eval_use_gather_object")
+            if wrong := [name for name in beside if getattr(self, name)]:
                 raise ValueError(
                     f"context_parallel_size does not work with {wrong}: the crops of the alignment loss, chunks, "
                     "compiled graphs and gathered objects are those of whole rows. Set only one of them."
                 )
-        if self.bptt_chunk_length is not None and self.torch_compile:
-            raise ValueError("bptt_chunk_length does not work with torch_compile: set only one of them.")
 
     @property
     def row_processes(self) -> int:

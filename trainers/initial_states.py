@@ -144,7 +144,7 @@ class InitialStateSource(ABC):
         Args:
             place: The micro-batch.
             final_state: Its final states; those of broken rows are zero.
-            broken: Rows whose states were not finite or exploded, (rows,) bool; None if such rows stop the run.
+            broken: Rows whose states were not finite, (rows,) bool; None if such rows stop the run.
         """
 
     def end_step(self) -> None:  # noqa: B027

@@ -125,16 +125,13 @@ class MetricCallback(AttachedCallback):
         for metric in self.metrics:
             named = f"{self.prefix}{metric.name}"
             ours = re.fullmatch(rf"{re.escape(named)}(_.*)?", best if best.startswith("eval_") else f"eval_{best}")
-            if ours is None or metric.greater_is_better in (None, args.greater_is_better):
-                continue
-            if getattr(args, "greater_is_better_given", True):
+            if ours is not None and metric.greater_is_better not in (None, args.greater_is_better):
                 raise ValueError(
                     f"greater_is_better is {args.greater_is_better}, but the best value of metric_for_best_model="
                     f"{best!r} is the {'highest' if metric.greater_is_better else 'lowest'} (without a value, "
                     "Transformers takes True for every metric but a loss): set "
                     f"greater_is_better={metric.greater_is_better}."
                 )
-            args.greater_is_better = metric.greater_is_better
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._measured_at, self._training = None, True
@@ -169,7 +166,6 @@ class MetricCallback(AttachedCallback):
         if not self._training or self._measured_at != state.global_step:
             self._measure(state, control)
         metrics.update(self._found)  # `evaluate` returns this mapping
-        self._show_in_notebook(state)
 
     def _measure(self, state: TrainerState, control: TrainerControl) -> None:
         assert self._trainer is not None
@@ -190,22 +186,6 @@ class MetricCallback(AttachedCallback):
         model.training = training
         control.should_log = should_log
         self._measured_at = state.global_step
-        if self._training:
-            self._show_in_notebook(state)
-
-    def _show_in_notebook(self, state: TrainerState) -> None:
-        """Add the values to the line of this step in the table of a notebook, which shows no others than losses."""
-        assert self._trainer is not None
-        for callback in self._trainer.callback_handler.callbacks:
-            if (table := getattr(callback, "training_tracker", None)) is not None:
-                first = callback.first_column
-                line: dict[str, Any] = {first: int(state.epoch or 0) if first == "Epoch" else state.global_step}
-                columns, *rows = table.inner_table
-                if not rows or rows[-1][0] != line[first]:
-                    line = dict.fromkeys(columns, "No log") | line  # as it writes where there is no loss
-                for name, value in self._found.items():
-                    line[name.removeprefix(self.prefix).replace("_", " ").title()] = value
-                table.write_line(line)
 
     def _values(self, model: nn.Module, step: int) -> dict[str, float] | Exception:
         """The values to log, or the error of the first metric that fails."""
@@ -213,17 +193,15 @@ class MetricCallback(AttachedCallback):
         for name, function, _ in self.metrics:
             try:
                 with undisturbed(model):
-                    found = numbers_of(f"{self.prefix}{name}", function(model))
-                if not found or found.keys() & values.keys():
-                    raise ValueError(
-                        "it returned no number" if not found else f"another metric has the names {sorted(found)}, too"
-                    )
+                    numbers = numbers_of(f"{self.prefix}{name}", function(model))
+                if not numbers:
+                    raise ValueError("it returned no number")
             except Exception as error:
                 kind = ValueError if isinstance(error, ValueError) else RuntimeError
                 failure = kind(f"The metric {name!r} failed at step {step}: {type(error).__name__}: {error}")
                 failure.__cause__ = error
                 return failure
-            values |= found
+            values |= numbers
         return values
 
 
@@ -253,7 +231,7 @@ def numbers_of(name: str, value: Any) -> dict[str, float]:
     """The numbers in a metric's value, by name.
 
     An `Estimate` gives its mean under the name itself, and its bounds with "_low" and "_high" appended. Entries of a
-    mapping and fields of a dataclass or named tuple are appended by name after an underscore. Fields of a typed result
+    mapping and fields of a dataclass are appended by name after an underscore. Fields of a typed result
     that are not numbers (curves, text, None) are left out.
 
     Raises:
@@ -268,14 +246,11 @@ def numbers_of(name: str, value: Any) -> dict[str, float]:
         return {name: value.mean} | {key: bound for key, bound in bounds.items() if bound is not None}
     if isinstance(value, Mapping):
         return {key: x for part, item in value.items() for key, x in numbers_of(f"{name}_{part}", item).items()}
-    if is_dataclass(value):
-        parts = {field.name: getattr(value, field.name) for field in fields(value)}
-    elif hasattr(value, "_asdict"):
-        parts = value._asdict()
-    else:
+    if not is_dataclass(value):
         raise ValueError(
             f"a metric must return a number, a mapping from names to numbers or a result, got {type(value).__name__}"
         )
+    parts = {field.name: getattr(value, field.name) for field in fields(value)}
     kept = {part: item for part, item in parts.items() if isinstance(item, Real | Estimate) or is_dataclass(item)}
     return numbers_of(name, kept)
 

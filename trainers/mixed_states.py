@@ -26,8 +26,6 @@ from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateCon
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 
 SHARE = "share"
-_OF_THE_MIXTURE = {"state_drop_probability": "give zero a share", "noise_at_evaluation": "leave it out"}
-"""Settings of single methods that a mixture does not take, and what to do instead."""
 
 
 class MixedStates(InitialStateSource):
@@ -39,12 +37,6 @@ class MixedStates(InitialStateSource):
     """
 
     def __init__(self, sources: Mapping[str, InitialStateSource], probabilities: Mapping[str, float]) -> None:
-        check_probabilities(probabilities)
-        if set(sources) != set(probabilities):
-            raise ValueError(
-                "Sources and probabilities must have the same names, got "
-                f"{sorted(sources)} and {sorted(probabilities)}."
-            )
         self.probabilities = {name: float(probabilities[name]) for name in sorted(probabilities)}
         self._sources = {name: sources[name] for name in sorted(sources)}
 
@@ -194,14 +186,12 @@ class MixedStatesConfig(InitialStateConfig):
             config = mixable()[name].config_class
             own = config.method_fields() - InitialStateConfig.method_fields()
             settings = {key: value for key, value in given.items() if key != SHARE} if isinstance(given, dict) else {}
-            for key in settings:
-                if key not in own or key in _OF_THE_MIXTURE:
-                    allowed = sorted(own - _OF_THE_MIXTURE.keys()) or "none"
-                    hint = f": {_OF_THE_MIXTURE[key]}" if key in own else ""
-                    raise ValueError(
-                        f"{key} is not a setting of {name} in a mixture{hint}. Allowed settings: {allowed}."
-                    )
-            if "state_drop_probability" in own:
+            own -= {"state_drop_probability"}  # zero has a share
+            if unknown := sorted(set(settings) - own):
+                raise ValueError(
+                    f"{unknown[0]} is not a setting of {name} in a mixture. Allowed settings: {sorted(own) or 'none'}."
+                )
+            if "state_drop_probability" in config.method_fields():
                 settings["state_drop_probability"] = 0.0
             made[name] = config.alone(**settings)
         return made

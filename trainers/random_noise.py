@@ -38,37 +38,17 @@ def standard_normal(place: BatchPlace, zero: RecurrentState) -> RecurrentState:
     )
 
 
-class NoiseSource(InitialStateSource):
-    """What both kinds of noise share.
-
-    Args:
-        zero_state: Makes the zero state of the model.
-        at_evaluation: Also start evaluation from noise. In the paper this ablation hurts the first tokens.
-    """
-
-    def __init__(self, zero_state: ZeroState, at_evaluation: bool) -> None:
-        self.at_evaluation = at_evaluation
-        self._zero_state = zero_state
-
-    def evaluation_state(self, place: BatchPlace) -> RecurrentState | None:
-        """Noise if `at_evaluation`, else the zero state."""
-        return self.initial_state(place) if self.at_evaluation else None
-
-
-class RandomNoise(NoiseSource):
+class RandomNoise(InitialStateSource):
     """Every element of the recurrent state is drawn from N(0, sigma^2) (section 4.2).
 
     Args:
         sigma: Standard deviation, above 0. The paper sweeps it for each model, so it has no default.
         zero_state: Makes the zero state of the model.
-        at_evaluation: Also start evaluation from noise.
     """
 
-    def __init__(self, sigma: float, zero_state: ZeroState, at_evaluation: bool = False) -> None:
-        if not 0.0 < sigma < float("inf"):
-            raise ValueError(f"noise_sigma must be a finite number above 0, got {sigma}.")
-        super().__init__(zero_state, at_evaluation)
+    def __init__(self, sigma: float, zero_state: ZeroState) -> None:
         self.sigma = sigma
+        self._zero_state = zero_state
 
     def initial_state(self, place: BatchPlace) -> RecurrentState:
         """Fresh noise for every row."""
@@ -77,20 +57,7 @@ class RandomNoise(NoiseSource):
 
 
 @dataclass
-class NoiseConfig(InitialStateConfig):
-    """What both kinds of noise share."""
-
-    noise_at_evaluation: bool = field(
-        default=False,
-        metadata={
-            "help": "Also start evaluation from noise. An ablation that hurts the first tokens (Buitrago Ruiz and Gu, "
-            "2025, section 4.2). Default: false."
-        },
-    )
-
-
-@dataclass
-class RandomNoiseConfig(NoiseConfig):
+class RandomNoiseConfig(InitialStateConfig):
     """`TrainingArguments` and the settings of random noise (Buitrago Ruiz and Gu, 2025, section 4.2)."""
 
     noise_sigma: float | None = field(
@@ -128,4 +95,4 @@ class RandomNoiseTrainer(InitialStateTrainer):
                 "noise_sigma is missing: give the standard deviation of the initial states. Every training logs the "
                 "root mean square of the model's states as state_rms: try values around it."
             )
-        return RandomNoise(args.noise_sigma, zero_state_of(trainer), args.noise_at_evaluation)
+        return RandomNoise(args.noise_sigma, zero_state_of(trainer))

@@ -20,12 +20,12 @@ AT_LEAST_ONE = (
         "expand_num_heads",
         "expand_state_size",
     ),
-    *("fitted_noise_groups", "gradient_accumulation_steps", "lora_alpha", "lora_r", "per_device_eval_batch_size"),
+    *("gradient_accumulation_steps", "lora_alpha", "lora_r", "per_device_eval_batch_size"),
     *("per_device_train_batch_size", "task_vocabulary"),
 )
 MAY_BE_NONE = ("max_grad_norm",)  # Trainer takes None, although the annotation does not say so
 PROBABILITIES = ("state_drop_probability",)
-ABOVE_ZERO = ("expand_factor", "max_state_rms", "mimetic_c", "new_weights_lr_multiplier", "noise_sigma")
+ABOVE_ZERO = ("expand_factor", "mimetic_c", "new_weights_lr_multiplier", "noise_sigma")
 
 
 def check_settings(settings: Any) -> None:

@@ -46,8 +46,6 @@ class PassedStates(InitialStateSource):
     """
 
     def __init__(self, drop_probability: float = 0.1, carry_conv_state: bool = True) -> None:
-        if not 0.0 <= drop_probability <= 1.0:
-            raise ValueError(f"drop_probability must be between 0 and 1, got {drop_probability}.")
         self.drop_probability = drop_probability
         self.carry_conv_state = carry_conv_state
         self._carried: dict[int, RecurrentState] = {}

@@ -157,15 +157,6 @@ def flattened(rows: int, accumulation: int, shared: bool = False) -> tuple[dict[
         return toys.weights(trainer.model), trainer.evaluate(toys.sequences(rows))["eval_loss"]
 
 
-def classified(problem: str, rows: int) -> tuple[float, Tensor]:
-    """The loss of an evaluation of a classification head, and the predictions."""
-    model, data = toys.classifier(problem, rows)
-    with tempfile.TemporaryDirectory() as folder:
-        args = InitialStateConfig(folder, per_device_eval_batch_size=BATCH // processes(), **toys.QUIET)
-        trainer = ZeroStateTrainer(model, args, train_dataset=data)
-        return trainer.evaluate(data)["eval_loss"], torch.as_tensor(trainer.predict(data).predictions)
-
-
 def in_float64(**fields: Any) -> Any:
     """In float32, Adam makes 2e-4 of sums in another order."""
     return in_float32(**fields).double()

@@ -254,25 +254,16 @@ def test_wrapped_stock_models_go_in_chunks_unless_they_attend(padding: int) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chunk_length": 0}, "chunk_length must be a number of tokens, at least 1; got 0"),
-        ({"chunk_length": 2.5}, "chunk_length must be a number of tokens, at least 1; got 2.5"),
-        ({"window": 0}, "window must be None for no limit, or a number of chunks, at least 1; got 0"),
         ({"labels": None}, "give labels or shift_labels"),
-        ({"input_ids": None}, "Chunks are cut from input_ids"),
-        ({"inputs_embeds": torch.ones(2, LENGTH, 16)}, "Chunks are cut from input_ids"),
+        ({"inputs_embeds": torch.ones(2, LENGTH, 16)}, r"does not take \['inputs_embeds'\]: leave it out"),
         ({"use_cache": True}, r"does not take \['use_cache'\]: leave it out"),
-        ({"logits_to_keep": torch.tensor([0])}, r"does not take \['logits_to_keep'\]"),
-        ({"return_dict": False}, "does not take return_dict=False"),
-        ({"labels": torch.ones(2, 4)}, r"labels must have the shape of input_ids, \(2, 23\), got \(2, 4\)"),
-        ({"input_ids": torch.ones(2, 0)}, r"at least one row and one token, got shape \(2, 0\)"),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
 )
 def test_what_cannot_go_in_chunks_is_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
-    model, arguments = build(MAMBA2), {"chunk_length": CHUNK_LENGTH, "window": None}
-    arguments |= {name: changes.pop(name) for name in list(changes) if name in arguments}
+    model = build(MAMBA2)
     inputs = {**text(), "use_cache": False, "output_hidden_states": None, **changes}
-    with pytest.raises(ValueError, match=message), forward_in_chunks(model, **arguments):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message), forward_in_chunks(model, CHUNK_LENGTH):
         model(**inputs)
 
 

@@ -326,7 +326,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"bptt_chunk_length": 4}, "bptt_chunk_length gives no losses per token"),
         ({"alignment_alpha": 0.1, "loss_type": "dft"}, "loss_type='dft'"),
         ({"alignment_alpha": 0.1, "alignment_length": 8}, "padding"),
     ],

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,43 +59,26 @@ def test_generation_at_evaluation_goes_with_a_method(toys: ModuleType, tmp_path:
     expected = trainer.model.generate(torch.stack([row["input_ids"] for row in rows[:3]]), max_length=14)
     found = trainer.predict(rows[:3]).predictions[:, : expected.shape[1]]
     assert found.tolist() == expected.tolist()
-    trainer.model.config.pad_token_id = None
-    with pytest.raises(ValueError, match="predict_with_generate pads what is generated, but there is no pad token"):
-        trainer_class(trainer.model, arguments, train_dataset=rows)
 
 
-class TextAnnotation(trl.SFTTrainer):  # type: ignore[misc]
-    def __init__(
-        self,
-        model: "OnlyForTypeCheckers | None" = None,  # type: ignore[name-defined] # noqa: F821
-        args: "trl.SFTConfig | OnlyForTypeCheckers | None" = None,  # type: ignore[name-defined] # noqa: F821
-        *further: Any,
-        **named: Any,
-    ) -> None:
-        super().__init__(model, args, *further, **named)
-
-
-class NoAnnotation(trl.SFTTrainer):  # type: ignore[misc]
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
-
-
-class NoConstructor(TextAnnotation):
+class OnOwnTexts(trl.SFTTrainer):  # type: ignore[misc]
     pass
 
 
-class OfOnesOwn(Trainer):
-    def __init__(self, model: Any, args: "Unknown", **named: Any) -> None:  # type: ignore[name-defined] # noqa: F821
-        super().__init__(model, args, **named)
+class WeighingTrainer(Trainer):
+    pass
+
+
+@dataclass
+class WeighingConfig(TrainingArguments):
+    own: int = 3
 
 
 @pytest.mark.parametrize(
     ("other", "config"),
     [
-        (TextAnnotation, trl.SFTConfig),
-        (NoAnnotation, trl.SFTConfig),
-        (NoConstructor, trl.SFTConfig),
-        (OfOnesOwn, TrainingArguments),
+        (OnOwnTexts, trl.SFTConfig),
+        (WeighingTrainer, WeighingConfig),
         (Seq2SeqTrainer, Seq2SeqTrainingArguments),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import Trainer
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
@@ -120,16 +120,6 @@ def test_what_a_learner_leaves_in_a_model_is_named(toys: ModuleType, settings: S
         ZeroStateTrainer(model, settings(InitialStateConfig), train_dataset=data)
 
 
-@pytest.mark.parametrize("changes", [{"max_state_rms": 1.0}, {"nonfinite_states": "reset"}])
-def test_a_model_without_states_has_none_that_break(settings: Settings, changes: dict[str, Any]) -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=17, **sizes))
-    with pytest.raises(
-        ValueError, match="LlamaForCausalLM has no states, so nonfinite_states and max_state_rms do nothing"
-    ):
-        AlignmentTrainer(model, settings(AlignmentConfig, **changes))
-
-
 @pytest.mark.slow
 def test_nonfinite_rows_do_not_count_in_fitted_statistics(toys: ModuleType, settings: Settings) -> None:
     results = []
@@ -153,15 +143,6 @@ def test_nonfinite_rows_do_not_count_in_fitted_statistics(toys: ModuleType, sett
     for index, moment in enumerate((torch.mean, lambda values: torch.var(values, correction=0))):
         expected = 0.9 * moment(second) + 0.1 * moment(first)
         torch.testing.assert_close(statistics[0][index], expected.reshape(1), rtol=1e-5, atol=1e-5)
-
-
-def test_a_step_of_nonfinite_rows_leaves_the_statistics(toys: ModuleType, settings: Settings) -> None:
-    config = settings(FittedNoiseConfig, nonfinite_states="reset", max_state_rms=1e-9)
-    trainer = FittedNoiseTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
-    trainer.train()
-    assert trainer.initial_states.statistics is None
-    assert logged(trainer, "reset_states") == [1.0] * 3
-    assert logged(trainer, "state_rms") == []
 
 
 def test_a_trial_of_a_search_changes_alpha(

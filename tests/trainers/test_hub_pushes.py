@@ -89,22 +89,6 @@ def test_checkpoints_that_are_pushed_to_be_resumed_hold_no_arguments(
     assert not [name for name in files if name.endswith("training_args.bin")]
 
 
-def test_a_push_in_the_background_that_fails_is_told(
-    hub: Endpoint, toys: ModuleType, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = StatePassingTrainer(toys.tiny_model(), make_config(**PUSHING), train_dataset=toys.sequences(8))
-    hub.fail("POST", "/commit/", status=403, message="no room", times=1)
-    trainer.train()
-    trainer._finish_current_push()
-    [told] = [record.getMessage() for record in caplog.records if "during training failed" in record.getMessage()]
-    assert "A push to user/run during training failed" in told
-    assert "no room" in told
-    caplog.clear()
-    trainer.push_to_hub()
-    assert "model.safetensors" in pushes(hub)["End of training"]
-    assert "during training failed" not in caplog.text
-
-
 def test_adapters_are_pushed_without_code(hub: Endpoint, toys: ModuleType, make_config: MakeConfig) -> None:
     model = get_peft_model(toys.tiny_model(), LoraConfig(target_modules=["in_proj"]))
     trainer = StatePassingTrainer(model, make_config(**PUSHING), train_dataset=toys.sequences(8))

@@ -81,12 +81,6 @@ def test_probabilities_zero_and_one_are_exact(probability: float, expected: list
     assert all(starts(source, place(step)) == expected for step in range(1, 50))
 
 
-@pytest.mark.parametrize("probability", [-0.1, 1.1, float("nan")])
-def test_a_probability_outside_zero_to_one_is_refused(probability: float) -> None:
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        PassedStates(probability)
-
-
 def test_the_convolution_part_can_be_left_behind() -> None:
     source = PassedStates(drop_probability=0.0, carry_conv_state=False)
     source.observe(place(), state(1.0, 2.0))

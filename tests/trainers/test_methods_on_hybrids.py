@@ -6,7 +6,6 @@ ends with the same weights and log.
 
 import copy
 import math
-import re
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -156,12 +155,6 @@ def test_adapters_on_a_model_with_other_names_in_its_file_resume(toys: ModuleTyp
         trained.append({name: value for name, value in model.named_parameters() if "lora_" in name})
     torch.testing.assert_close(*trained, rtol=0, atol=0)
     assert any(bool(value.any()) for name, value in trained[0].items() if "lora_B" in name)
-
-
-def test_a_limit_on_recurrent_parts_that_no_layer_has_is_refused(toys: ModuleType, tmp_path: Path) -> None:
-    config = StatePassingConfig(str(tmp_path), **toys.QUIET, max_state_rms=3.0)
-    with pytest.raises(ValueError, match=re.escape("Lfm2ForCausalLM has only short convolutions: leave it out")):
-        StatePassingTrainer(copy.deepcopy(wrapped("lfm2")), config, train_dataset=toys.sequences(8))
 
 
 def test_the_types_are_those_that_are_supported() -> None:

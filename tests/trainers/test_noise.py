@@ -2,8 +2,7 @@
 
 import statistics
 from collections.abc import Callable
-from functools import partial
-from math import inf, nan
+from math import nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,30 +74,15 @@ def test_statistics_are_those_computed_by_hand_over_two_steps(micro_batches: int
     assert variance == pytest.approx([0.9 * 3 + 0.1 * 5, 1.0])
 
 
-def test_groups_of_heads_share_statistics() -> None:
-    source = FittedNoise(zeros(2, 1, 2), groups=1)
-    source.observe(place(), final(*FIRST))
-    source.end_step()
-    assert source.statistics is not None
-    # 1, 3, 5, 7, 0, 0, 2, 2: mean 20 / 8, mean of squares 92 / 8.
-    assert [values.tolist() for values in source.statistics[0]] == [[2.5], [11.5 - 6.25]]
-    given = source.initial_state(place(1, rows=3))
-    assert given is not None
-    assert given[0].recurrent.shape == (3, 2, 1, 2)
-    with pytest.raises(ValueError, match=r"must divide the 2 heads .* got 3"):
-        FittedNoise(zeros(2, 1, 2), groups=3).observe(place(), final(*FIRST))
-
-
-@pytest.mark.parametrize("groups", [None, 1])
-def test_layers_without_a_recurrent_part_have_neither_statistics_nor_noise(groups: int | None) -> None:
+def test_layers_without_a_recurrent_part_have_neither_statistics_nor_noise() -> None:
     """Of three layers the second, attention say, is left out; the others are as they are without it."""
 
     def beside_nothing(state: RecurrentState) -> RecurrentState:
         rows = len(state[0].recurrent)
         return state[0], LayerState(torch.zeros(rows, 0), torch.zeros(rows, 0)), state[1]
 
-    plain = FittedNoise(zeros(2, 1, 2), groups=groups)
-    source = FittedNoise(lambda rows: beside_nothing(zeros(2, 1, 2)(rows)), groups=groups)
+    plain = FittedNoise(zeros(2, 1, 2))
+    source = FittedNoise(lambda rows: beside_nothing(zeros(2, 1, 2)(rows)))
     for step, rows in enumerate((FIRST, SECOND)):
         for each, given in ((plain, final(*rows)), (source, beside_nothing(final(*rows)))):
             each.observe(place(step), given)
@@ -113,7 +97,7 @@ def test_layers_without_a_recurrent_part_have_neither_statistics_nor_noise(group
     assert expected is not None
     torch.testing.assert_close((noise[0], noise[2]), expected, rtol=0, atol=0)
     assert [part.shape for part in noise[1]] == [(2, 0), (2, 0)]
-    again = FittedNoise(source._zero_state, groups=groups)
+    again = FittedNoise(source._zero_state)
     again.load_state_dict(source.state_dict(), CPU)
     torch.testing.assert_close(again.statistics, source.statistics, rtol=0, atol=0)
 
@@ -287,42 +271,10 @@ def test_fitted_noise_starts_from_the_statistics_of_the_steps_before(toys: Modul
     )
 
 
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("kind", ["random", "fitted"])
-@pytest.mark.parametrize("at_evaluation", [False, True])
-def test_evaluation_starts_from_zero_unless_noise_is_asked_for(
-    toys: ModuleType, tmp_path: Path, kind: str, at_evaluation: bool
-) -> None:
-    trainer = trained(toys, tmp_path, kind, noise_at_evaluation=at_evaluation, per_device_eval_batch_size=2)
-    before = trainer.initial_states.state_dict()
-    results = []
-    for _ in range(2):
-        trainer.model.seen.clear()
-        trainer.evaluate()
-        results.append([start for _, _, recurrent, _ in trainer.model.seen for start in recurrent])
-    assert results[0] == results[1]
-    assert len(set(results[0])) == (3 if at_evaluation else 1)
-    assert (0.0 in results[0]) != at_evaluation
-    torch.testing.assert_close(trainer.initial_states.state_dict(), before, rtol=0, atol=0)
-
-
-ZERO = zeros(1)
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        *(
-            (partial(RandomNoise, x, ZERO), "noise_sigma must be a finite number above 0")
-            for x in (0.0, -1.0, nan, inf)
-        ),
-        *((partial(FittedNoise, ZERO, x), "fitted_noise_beta must be at least 0 and below") for x in (-0.1, 1.0, nan)),
-        (partial(FittedNoise, ZERO, groups=0), "fitted_noise_groups must be at least 1, got 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(make: Callable[[], Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        make()
+@pytest.mark.parametrize("beta", [-0.1, 1.0, nan])
+def test_a_weight_of_the_past_out_of_range_is_refused(beta: float) -> None:
+    with pytest.raises(ValueError, match="fitted_noise_beta must be at least 0 and below"):
+        FittedNoise(zeros(1), beta)
 
 
 def test_a_model_without_a_zero_state_is_refused(toys: ModuleType, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ EVALUATED: list[tuple[Any, ...]] = [
     *(("evaluated", *job) for job in product(ROWS, [False, True])),
     *(("evaluated", rows, False, True) for rows in ROWS),
 ]
-CLASSIFIED: list[tuple[Any, ...]] = [("classified", *job) for job in product(["number", "any"], [29, 30, 31])]
 PADDED: list[tuple[Any, ...]] = [("with_padding", 31, 2), ("flattened", 31, 2), ("flattened", 31, 2, True)]
 REFUSED: list[tuple[Any, ...]] = [("refused", "input_ids"), ("refused", "labels")]
 FEW: list[tuple[Any, ...]] = [
@@ -47,9 +46,7 @@ def results_of(jobs: list[tuple[Any, ...]], file: Path) -> Results:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of(
-        [*SEEN, *EVALUATED, *CLASSIFIED, *PADDED, *REFUSED, *FEW], tmp_path_factory.mktemp("processes") / "results"
-    )
+    return results_of([*SEEN, *EVALUATED, *PADDED, *REFUSED, *FEW], tmp_path_factory.mktemp("processes") / "results")
 
 
 @pytest.mark.slow
@@ -85,9 +82,9 @@ def test_processes_that_share_rows_must_have_read_the_same(job: tuple[Any, ...],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", EVALUATED + CLASSIFIED, ids=str)
+@pytest.mark.parametrize("job", EVALUATED, ids=str)
 def test_an_evaluation_scores_every_row_once(job: tuple[Any, ...], found: Results) -> None:
-    rows = job[2] if job in CLASSIFIED else job[1]
+    rows = job[1]
     ((loss, predictions),) = found[job][1]
     assert len(predictions) == rows
     for several in (found[job][2], found[job][3]):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
-from hf_recurrent_lengthgen.trainers.checks import check_shares_rows, check_trainer
+from hf_recurrent_lengthgen.trainers.checks import check_trainer
 from hf_recurrent_lengthgen.trainers.run.same_rows import refuse_stream
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
 
@@ -145,8 +145,3 @@ def test_a_loss_function_of_whole_rows_is_refused(toys: ModuleType, tmp_path: Pa
     trainer.args.context_parallel_size, trainer.compute_loss_func = 2, lambda *_, **__: None
     with pytest.raises(ValueError, match="compute_loss_func gets labels of whole rows"):
         check_trainer(trainer)
-
-
-def test_a_model_that_takes_no_sequence_group_is_refused(toys: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="SumModel takes no sequence_group"):
-        check_shares_rows(toys.SumModel())

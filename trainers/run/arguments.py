@@ -47,16 +47,6 @@ def check_arguments(args: TrainingArguments) -> None:
             "ignore_data_skip would let a resumed run read the rows of its epoch from the first one again: leave it "
             "out."
         )
-    if not getattr(args, "dataloader_in_order", True) and args.dataloader_num_workers > 1:
-        raise ValueError(
-            "dataloader_in_order=False gives batches in the order in which workers finish them, which no resumed run "
-            "could repeat: leave it out."
-        )
-    if getattr(args.accelerator_config, "split_batches", False):
-        raise ValueError(
-            "split_batches in accelerator_config is not supported, because rows would move between processes: leave "
-            "it out and set per_device_train_batch_size."
-        )
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started > args.world_size:
         raise ValueError(
@@ -74,13 +64,6 @@ def _check_same_on_processes(args: TrainingArguments) -> None:
             "average_tokens_across_devices=False would make the weight of a token depend on the other tokens of its "
             "process: leave it out."
         )
-    config = args.accelerator_config
-    for name, other in (("even_batches", False), ("use_seedable_sampler", False), ("dispatch_batches", False)):
-        if getattr(config, name, None) is other:
-            raise ValueError(
-                f"{name}=False in accelerator_config would give {args.world_size} processes other rows than a single "
-                "process: leave it out."
-            )
     strategy = args.train_sampling_strategy
     if str(getattr(strategy, "value", strategy)) not in ("random", "sequential"):
         raise ValueError(

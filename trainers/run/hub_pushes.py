@@ -45,25 +45,7 @@ class PushingTrainer(Trainer):
             leave_out_pickles(self.output_dir)
             for folder in (self.output_dir, checkpoint_folder):
                 check_texts(folder, self.args.hub_token)
-            self._warn_of_failed_pushes()
         super()._push_from_checkpoint(checkpoint_folder)
-
-    def _finish_current_push(self) -> None:
-        super()._finish_current_push()
-        self._warn_of_failed_pushes()
-
-    def _warn_of_failed_pushes(self) -> None:
-        """Trainer never looks at how its pushes in the background ended."""
-        current = getattr(self, "push_in_progress", None)
-        if current is None or not current.is_done():
-            return
-        for job in current.jobs:
-            if not job.cancelled() and (error := job.exception()):
-                logger.warning(
-                    f"A push to {self.hub_model_id} during training failed: {error} The files are in "
-                    f"{self.output_dir}; trainer.push_to_hub() uploads them again."
-                )
-        current.jobs = []
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Trainer's, without the pickle of its arguments, which may hold a token."""

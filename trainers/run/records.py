@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 
 _MAY_CHANGE = ("learning_rate", "max_steps", "warmup_steps", "max_grad_norm", "precision", "neftune_noise_alpha")
 """What a resume may change (`APPLIED`)."""
-_NO_EFFECT = ("assume_shuffled", "nonfinite_states", "max_state_rms")
+_NO_EFFECT = ("assume_shuffled", "nonfinite_states")
 """Settings that only control what is refused, so they do not change the result."""
 
 

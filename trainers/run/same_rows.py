@@ -156,36 +156,27 @@ class SameRowsTrainer(PushingTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Trainer's; on several processes, with the mean loss over the targets of all processes."""
-        inputs = self._scored(dict(inputs))
-        if self.args.world_size == 1:
+        """Trainer's; on several processes, with the mean loss over the tokens that are targets on all of them."""
+        inputs, base = self._scored(dict(inputs)), base_of(self.model)
+        if self.args.world_size == 1 or not token_labels(base, inputs):
             return super().prediction_step(model, inputs, *args, **kwargs)
-        base, rows = base_of(self.model), token_shape_of(inputs)[0]
-        present = present_rows(self.accelerator, rows, self.args.row_process_index)
-        inputs, scored = without_repeated_rows(base, inputs, present, self.accelerator.device)
+        present = present_rows(self.accelerator, token_shape_of(inputs)[0], self.args.row_process_index)
+        inputs, scored = without_repeated_rows(base, inputs, present)
         loss_only = args[0] if args else kwargs.get("prediction_loss_only")
-        if (
-            self._shared.group is not None and loss_only and token_labels(base, inputs)
-        ):  # predictions are of whole rows
-            refuse_other_rows(bool(self._shared.differ(inputs)))
-            inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
-            scored = inputs["shift_labels"].ne(IGNORED_LABEL).sum().to(self.accelerator.device)
-            inputs["sequence_group"] = self._shared.group
-            given, self.label_names = self.label_names, ["shift_labels"]
-            try:
-                loss, _, _ = super().prediction_step(model, inputs, *args, **kwargs)
-            finally:
-                self.label_names = given
-            assert loss is not None  # there are targets
-            return mean_over_processes(self.accelerator, loss, scored), None, None
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-        if loss is not None and scored is not None:
-            if is_filled_up(self.accelerator) and not token_labels(base, inputs):
-                # every process runs the model, which may be sharded
-                loss = super().prediction_step(model, first_rows(inputs, max(present, 1)), True)[0]
-                assert loss is not None
-            loss = mean_over_processes(self.accelerator, loss, scored)
-        return loss, logits, labels
+        if self._shared.group is None or not loss_only:  # predictions are of whole rows
+            loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+            return None if loss is None else mean_over_processes(self.accelerator, loss, scored), logits, labels
+        refuse_other_rows(bool(self._shared.differ(inputs)))
+        inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
+        scored = inputs["shift_labels"].ne(IGNORED_LABEL).sum()
+        inputs["sequence_group"] = self._shared.group
+        given, self.label_names = self.label_names, ["shift_labels"]
+        try:
+            loss, _, _ = super().prediction_step(model, inputs, *args, **kwargs)
+        finally:
+            self.label_names = given
+        assert loss is not None  # there are labels
+        return mean_over_processes(self.accelerator, loss, scored), None, None
 
 
 def check_batches(trainer: Any, batches: int) -> None:
@@ -243,60 +234,34 @@ def refuse_stream(stream: Any) -> NoReturn:
     )
 
 
-def is_filled_up(accelerator: Any) -> bool:
-    """Whether the batch at hand has repeated rows on some process."""
-    state = accelerator.gradient_state
-    return bool(state.end_of_dataloader and state.remainder > 0)
-
-
 def present_rows(accelerator: Any, rows: int, index: int) -> int:
     """How many of the `rows` of this process, the `index`-th that reads rows, are not repeated; these come first."""
-    if not is_filled_up(accelerator):
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder <= 0:
         return rows
-    left = accelerator.gradient_state.remainder - index * rows  # counted over all processes
+    left = state.remainder - index * rows  # counted over all processes
     return min(max(left, 0), rows)
 
 
-def without_repeated_rows(
-    model: nn.Module, inputs: dict[str, Any], present: int, device: torch.device
-) -> tuple[dict[str, Any], Tensor | None]:
-    """A batch without targets in repeated rows, and how many targets are left; None without labels.
-
-    Labels that are not tokens stay as they are; then rows are counted.
+def without_repeated_rows(model: nn.Module, inputs: dict[str, Any], present: int) -> tuple[dict[str, Any], Tensor]:
+    """A batch without targets in repeated rows, and how many targets are left.
 
     Args:
         model: The model without wrappers.
-        inputs: The batch of this process.
+        inputs: The batch of this process, with labels that are tokens.
         present: See `present_rows`.
-        device: Device of the count.
     """
-    if all(inputs.get(name) is None for name in ("labels", "shift_labels")):
-        return inputs, None
-    given = token_labels(model, inputs)
-    if not given:
-        return inputs, torch.tensor(present, device=device)
     kept = {
         name: torch.cat([inputs[name][:present], torch.full_like(inputs[name][present:], IGNORED_LABEL)])
-        for name in given
+        for name in token_labels(model, inputs)
     }
     targets = kept["shift_labels"] if "shift_labels" in kept else kept["labels"][..., 1:]
-    return {**inputs, **kept}, targets.ne(IGNORED_LABEL).sum().to(device)
-
-
-def first_rows(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-    """The first rows of a batch, also of its `initial_state`."""
-    rows = token_shape_of(inputs)[0]
-    first = {
-        name: value[:count] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
-        for name, value in inputs.items()
-    }
-    if first.get("initial_state") is not None:
-        first["initial_state"] = tuple(tuple(part[:count] for part in layer) for layer in first["initial_state"])
-    return first
+    return {**inputs, **kept}, targets.ne(IGNORED_LABEL).sum()
 
 
 def mean_over_processes(accelerator: Any, loss: Tensor, scored: Tensor) -> Tensor:
-    """The mean over the targets of all processes, from the mean over `scored` targets (or rows) of this one."""
+    """The mean over the targets of all processes, from the mean over `scored` targets of this one."""
+    scored = scored.to(accelerator.device)
     total = torch.where(scored > 0, loss.double() * scored, 0.0)
     summed, count = accelerator.reduce(torch.stack([total, scored.double()]), "sum")
     return (summed / count).to(loss)

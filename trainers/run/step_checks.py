@@ -23,41 +23,26 @@ class StateSizes(NamedTuple):
 
     Attributes:
         norms: `part_norms`.
-        layers: `recurrent_layers`.
         rms: `recurrent_rms`.
-        max_rms: Root mean square of a layer's recurrent state above which it counts as exploded; None for no limit.
     """
 
     norms: Tensor
-    layers: list[int]
     rms: Tensor
-    max_rms: float | None
 
     @classmethod
-    def of(cls, state: RecurrentState, max_rms: float | None) -> "StateSizes":
+    def of(cls, state: RecurrentState) -> "StateSizes":
         norms = part_norms(state)
-        return cls(norms, recurrent_layers(state), recurrent_rms(state, norms), max_rms)
+        return cls(norms, recurrent_rms(state, norms))
 
     def broken_rows(self) -> Tensor:
-        """Rows with a value that is not finite or a layer above `max_rms`, (B,)."""
-        broken = ~self.norms.isfinite().all(0).all(0)
-        return broken if self.max_rms is None else broken | (self.rms > self.max_rms).any(0)
+        """Rows with a value that is not finite, (B,)."""
+        return ~self.norms.isfinite().all(0).all(0)
 
     def describe_broken(self) -> str:
-        """The first broken layer, its defect and the rows, in words."""
-        rms = dict(zip(self.layers, self.rms, strict=True))
-        for index in range(len(self.norms)):
-            for part, name in enumerate(LayerState._fields):
-                rows = (~self.norms[index, part].isfinite()).nonzero().flatten().tolist()
-                if rows:
-                    return f"layer {index}, part '{name}' has NaN or infinite values in rows {rows}"
-            if self.max_rms is not None and index in rms and bool((rms[index] > self.max_rms).any()):
-                rows = (rms[index] > self.max_rms).nonzero().flatten().tolist()
-                return (
-                    f"layer {index} has exploded in rows {rows}: the root mean square of its recurrent state is "
-                    f"{float(rms[index].max()):.3g}, above max_state_rms {self.max_rms:g}"
-                )
-        raise AssertionError("no broken state to describe")
+        """The first broken layer and part, and its rows, in words."""
+        layer, part = (~self.norms.isfinite()).any(-1).nonzero()[0].tolist()
+        rows = (~self.norms[layer, part].isfinite()).nonzero().flatten().tolist()
+        return f"layer {layer}, part '{LayerState._fields[part]}' has NaN or infinite values in rows {rows}"
 
     def logs(self, broken: Tensor | None) -> dict[str, Tensor]:
         """Values to log; `broken` are rows to leave out, None for none."""
