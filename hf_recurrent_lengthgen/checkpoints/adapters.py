@@ -18,7 +18,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from torch import nn
 
-from hf_recurrent_lengthgen.checkpoints.records import Adapter, carded, verified_files
+from hf_recurrent_lengthgen.checkpoints.records import Adapter, carded, read_json_object, verified_files
 from hf_recurrent_lengthgen.checkpoints.tensor_files import stored_tensors
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.json_schema import document
@@ -91,11 +91,8 @@ def base_of_adapter(folder: str | os.PathLike[str]) -> str:
             does not exist.
     """
     path = Path(folder)
-    try:
-        config = json.loads((path / CONFIG_FILE).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path / CONFIG_FILE} is damaged ({error}): copy or save it again.") from error
-    kind = config.get("peft_type") if isinstance(config, dict) else None
+    config = read_json_object(path / CONFIG_FILE)
+    kind = config.get("peft_type")
     if kind != "LORA" or config.get("alora_invocation_tokens"):
         sort = "of LoRA that tokens switch on (alora_invocation_tokens)" if kind == "LORA" else f"of the kind {kind!r}"
         raise ValueError(
@@ -257,8 +254,6 @@ def _why_apart(model: Any) -> str | None:
         base = layer.get_base_layer()
         if any(owners[id(weight)] > 1 for weight in base.parameters(recurse=False)):
             return f"{name} shares its weight with another layer, which has another update or none"
-        if getattr(base, "bias", None) is None and any(getattr(layer, "lora_bias", {}).values()):
-            return f"lora_bias gives {name} a bias, for which its layer has no place"
     return None
 
 

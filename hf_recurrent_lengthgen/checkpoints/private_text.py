@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
-from detect_secrets.core.scan import scan_file, scan_line
+from detect_secrets.core.scan import scan_line
 from detect_secrets.settings import transient_settings
 
 HIDDEN = "HIDDEN"
-_SHOWN = 3
-"""Number of findings of one kind and file in a message."""
 
 _NOT_USED = {"ArtifactoryDetector", "Base64HighEntropyString", "HexHighEntropyString", "IPPublicDetector"}
 """Plugins of detect-secrets for which words in capitals, digests of files, commits and versions are secrets."""
@@ -51,17 +49,14 @@ def private_in(path: Path, token: str | None = None, here: Iterable[Path] = ()) 
     weights = path.suffix == ".safetensors"
     with open(path, "rb") as file:
         content = file.read(min(int.from_bytes(file.read(8), "little"), 100_000_000) if weights else -1)
-    text = content.decode("utf-8", errors="replace").replace("\0", "")  # of UTF-16, the letters remain
+    text = content.decode("utf-8", errors="replace")
     secrets = [("your Hub token", _line(text, text.index(token)))] if token and token in text else []
     if any(path.match(pattern) for pattern in _VOCABULARIES):
         return _told(secrets, ": take it out"), []
     secrets += [("a Hub token", _line(text, match.start())) for match in _HUB_TOKEN.finditer(text)]
     with _plugins():
-        if content == text.encode():
-            secrets += [(secret.type, secret.line_number) for secret in scan_file(str(path))]
-        else:  # which scan_file would leave out
-            lines = enumerate(text.splitlines(), 1)
-            secrets += [(secret.type, number) for number, line in lines for secret in scan_line(line)]
+        lines = enumerate(text.splitlines(), 1)
+        secrets += [(secret.type, number) for number, line in lines for secret in scan_line(line)]
     return _told(secrets, ": take it out"), paths_in(text, here)
 
 
@@ -83,15 +78,11 @@ def _line(text: str, place: int) -> int:
 
 
 def _told(places: Iterable[tuple[str, int]], advice: str = "") -> list[str]:
-    """ "line 3, 7: KIND" of each kind."""
-    lines: dict[str, list[int]] = {}
+    """ "line 3: KIND" for the first place of each kind."""
+    first: dict[str, int] = {}
     for kind, line in places:
-        lines.setdefault(kind, []).append(line)
-    told = []
-    for kind, numbers in lines.items():
-        more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
-        told.append(f"line {', '.join(map(str, numbers[:_SHOWN]))}{more}: {kind}{advice}")
-    return told
+        first.setdefault(kind, line)
+    return [f"line {line}: {kind}{advice}" for kind, line in first.items()]
 
 
 def hide_secrets(text: str) -> str:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import hf_hub_download, metadata_load, snapshot_download
-from huggingface_hub.errors import DryRunError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.checkpoints.adapters import base_of_part, holds_adapter, holds_learned_state
@@ -57,11 +56,7 @@ class Source:
 def license_of(folder: Path) -> str | None:
     """The license in the card of a checkpoint folder; None without a card or license."""
     card = folder / "README.md"
-    try:
-        told = (metadata_load(card) or {}) if card.is_file() else {}
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"The metadata of {card} cannot be read ({error}): repair or remove the file.") from error
-    license = told.get("license")
+    license = (metadata_load(card) or {}).get("license") if card.is_file() else None
     return license if isinstance(license, str) else None
 
 
@@ -90,19 +85,10 @@ def locate(name: str, revision: str | None = None, weights: bool = True) -> Sour
     check_name(repo_id)
     try:
         folder, commit = _downloaded(repo_id, revision, file, weights)
-    except LocalEntryNotFoundError as error:
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(
-            f"{name} is not here, and the Hub cannot be reached ({type(error.__cause__ or error).__name__}), nor is "
-            "it in the cache: give a local folder or file, or connect to the network."
-        ) from error
-    except ValueError:
-        raise
-    except Exception as error:
-        if not isinstance(error, OSError) and not _is_broken_connection(error):
-            raise
-        told = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise ValueError(
-            f"{name} is no local checkpoint, and cannot be downloaded from the Hub ({told}). Downloaded files are "
+            f"{name} is no local checkpoint, and cannot be downloaded from the Hub ({reason}). Downloaded files are "
             "kept."
         ) from error
     return Source(folder if file is None else folder / file, repo_id, True, commit)
@@ -132,27 +118,13 @@ def _downloaded(repo_id: str, revision: str | None, file: str | None, weights: b
         _snapshot(repo_id, commit, patterns)
         if any((folder / name).is_file() for name in WEIGHT_FILES):
             return folder, commit
-    # Several .pth files can be many times as large as one model, so they are counted first.
-    try:
-        found = snapshot_download(repo_id, revision=commit, allow_patterns=["*.pth"], dry_run=True)
-        single = sorted(info.filename for info in found)
-    except DryRunError:  # no network
-        single = sorted(path.name for path in folder.glob("*.pth"))
-    if not single:
-        raise ValueError(f"{repo_id} holds no weights: there is none of {', '.join(WEIGHT_FILES)}, *.pth.")
-    if len(single) > 1:
-        raise ValueError(f"{repo_id} holds several .pth files: give one of {', '.join(single)} as {repo_id}/FILE.")
-    _snapshot(repo_id, commit, single)
-    return folder, commit
+    raise ValueError(
+        f"{repo_id} holds none of {', '.join(WEIGHT_FILES)}: if it holds .pth files, give one, as {repo_id}/FILE.pth."
+    )
 
 
 def _snapshot(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
     return Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns)))
-
-
-def _is_broken_connection(error: Exception) -> bool:
-    """Whether it is an error of httpx or httpx2, whichever the Hub's client uses."""
-    return type(error).__module__.startswith("httpx")
 
 
 def lineage_of(model: str) -> Lineage:

@@ -46,6 +46,6 @@ def run(arguments: Sequence[str]) -> int:
         print(f"\nNothing was written to {output}. Run the same command again.")
         raise
     print(f"Exported to {output}, for {layout.title}: {', '.join(sorted(path.name for path in output.iterdir()))}.")
-    if note := code_note(layout, output):
+    if note := code_note(layout):
         print(note)
     return 0

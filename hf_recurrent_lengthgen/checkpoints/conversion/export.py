@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new,
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import named_format
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import write_safetensors, write_torch
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import copy_tokenizer
-from hf_recurrent_lengthgen.checkpoints.records import Lineage, read_lineage, read_settings_file, write_settings_file
+from hf_recurrent_lengthgen.checkpoints.records import write_settings_file
 from hf_recurrent_lengthgen.checkpoints.sources import locate
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.models import FAMILIES
@@ -64,8 +64,8 @@ def export_checkpoint(
         shared[layout.tied_head] = next(x.their_names[0] for x in renames if x.our_names == (tied[1],))
     metas = {entry.name: Meta(entry.shape, entry.dtype) for entry in entries}
     settings = exported_config(layout, config, metas | {name: metas[other] for name, other in shared.items()})
-    if settings is not None and "auto_map" in settings:
-        settings = _with_code_on_hub(settings, read_lineage(found.folder))
+    if settings is not None:
+        settings.pop("auto_map", None)  # of code that does not come along
     with new_folder(output) as folder:
         if layout.container == "safetensors":
             write_safetensors(folder, entries, max_shard_size)
@@ -79,31 +79,8 @@ def export_checkpoint(
     return output
 
 
-def _with_code_on_hub(settings: Settings, lineage: Lineage | None) -> Settings:
-    """Let auto_map refer to the code in the source repository, since code is not exported.
-
-    There is no auto_map without such a repository, or if the repository names several classes or none.
-    """
-    source = None if lineage is None else lineage.source
-    kept = {name: value for name, value in settings.items() if name != "auto_map"}
-    named = settings["auto_map"]
-    if not isinstance(named, dict):
-        return kept
-    repository = f"{source.name}--" if source is not None and source.on_hub else ""
-    classes = {
-        name: entry if "--" in entry else repository + entry
-        for name, entry in named.items()
-        if isinstance(entry, str) and ("--" in entry or repository)
-    }
-    return kept | ({"auto_map": classes} if classes else {})
-
-
-def code_note(layout: Format, folder: Path) -> str:
+def code_note(layout: Format) -> str:
     """A note on the Python files that an exported checkpoint needs; empty if it needs none."""
-    settings = read_settings_file(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if classes := settings.get("auto_map"):
-        repositories = sorted({entry.partition("--")[0] for entry in classes.values()})
-        return f"It loads with trust_remote_code=True, with the code of {', '.join(repositories)} on the Hub."
     if not layout.code:
         return ""
     return (

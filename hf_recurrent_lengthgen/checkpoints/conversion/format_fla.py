@@ -161,17 +161,9 @@ def _field_names(kind: str) -> set[str]:
 
 
 def _renamed(given: Settings, kind: str) -> Settings:
-    """The settings under the names of fla 0.6. Raises a `ValueError` if one has two names and two values."""
+    """The settings under the names of fla 0.6."""
     aliases = {"rms_norm_eps": "norm_eps", **KINDS[kind].aliases}
-    renamed: Settings = {}
-    for name, value in given.items():
-        now = aliases.get(name, name)
-        if now in renamed and renamed[now] != value:
-            raise ValueError(
-                f"{WHERE} has {now} twice, as {renamed[now]!r} and as {name} {value!r}: leave one of them."
-            )
-        renamed[now] = value
-    return renamed
+    return {aliases.get(name, name): value for name, value in given.items()}
 
 
 def _our_fields(given: Settings, kind: str) -> Settings:

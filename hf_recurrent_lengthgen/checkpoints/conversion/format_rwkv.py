@@ -28,8 +28,6 @@ from hf_recurrent_lengthgen.checkpoints.conversion.rwkv_maps import (
     RWKV5,
     RWKV6,
     RWKV7,
-    in_layer,
-    pth_map,
     pth_renames,
     repository_renames,
 )
@@ -39,11 +37,8 @@ from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Conf
 NORM_EPSILON = 1e-5  # of all layer norms
 DIVISOR = 8  # head_size_divisor of their training: an epsilon of 1e-5 * 8**2 in the norm of the heads
 WORLD_VOCABULARY = 65536
-# within a layer, of all generations
-VECTORS = re.compile(r"(att|ffn)\.(time_(maa|mix)_[xwkvrg]|time_decay|x_[rwkvag]|[wav]0|k_[ka])")
 RWKV7_HEAD_EPSILON = 64e-5  # whatever the size of its heads
 UNUSED = tuple(f"blocks.0.att.v{number}" for number in range(3))  # of RWKV-7, which some files hold
-NOTHING = Meta((), torch.float32)
 FFN_KEY = ("feed_forward.key.weight", "ffn.key.linear.weight")
 REPOSITORY_TITLE = "the RWKV authors' repositories for Transformers"
 REPOSITORY_DEFAULTS: Settings = {
@@ -78,11 +73,6 @@ def _recognizes_pth(settings: Settings | None, metas: Mapping[str, Meta]) -> boo
 def _generation(metas: Mapping[str, Meta], where: str) -> str:
     """Our model type for a .pth file."""
     names = {name.removeprefix("blocks.0.") for name in metas if name.startswith("blocks.0.")}
-    if "att.time_state" in names:
-        raise ValueError(
-            f"{where} holds blocks.N.att.time_state, initial states from state tuning, which would be lost: give "
-            "the file of the model without them."
-        )
     if {"att.time_maa_x", "att.time_maa_w1"} <= names:
         return RWKV6
     if {"att.r_k", "att.x_r", "att.w1"} <= names and "ffn.s_emb.weight" not in names:
@@ -90,18 +80,10 @@ def _generation(metas: Mapping[str, Meta], where: str) -> str:
     decay = metas.get("blocks.0.att.time_decay", Meta((), torch.float32)).shape
     if {"att.time_mix_g", "att.gate.weight"} & names and (not decay or decay[1:] > (1,)):
         return RWKV5
-    marks = {
-        "ffn.s_emb.weight": "RWKV-7 with deep embeddings",
-        "att.x_r": "a variant of RWKV-7 (not x070)",
-        "att.r_k": "a variant of RWKV-7 (not x070)",
-        "att.time_maa_x": "a variant of RWKV-6 (not x060)",
-        "att.gate.weight": "RWKV-5.1",
-        "att.ln_x.weight": "RWKV-5.0",
-        "att.time_mix_k": "RWKV-4",
-    }
-    mark, found = next(((mark, name) for mark, name in marks.items() if mark in names), ("", "no RWKV known here"))
-    told = f" (it holds blocks.0.{mark})" if mark else f" (it holds {', '.join(sorted(metas)[:5])})"
-    raise ValueError(f"{where} is {found}{told}; RWKV-7 (x070), RWKV-6 (x060) and RWKV-5.2 (x052) can be converted.")
+    raise ValueError(
+        f"{where} is of another generation (it holds {', '.join(sorted(metas)[:5])}); RWKV-7 (x070), RWKV-6 (x060) "
+        "and RWKV-5.2 (x052) can be converted."
+    )
 
 
 def _shape(metas: Mapping[str, Meta], name: str, ndim: int) -> tuple[int, ...]:
@@ -136,10 +118,7 @@ def _pth_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrai
         config = StatefulRWKV5Config(**fields)
     else:
         config = StatefulRWKV6Config(**fields, **_rwkv6_sizes(metas, "blocks.0.att.", inner / hidden_size, heads))
-    names = {in_layer(name) for rename in pth_map(config) for name in rename.their_names}
-    first = {name: "blocks.1." if name == "att.v0" else "blocks.0." for name in names if VECTORS.fullmatch(name)}
-    flat = [name for name in sorted(first) if len(metas.get(first[name] + name, NOTHING).shape) == 1]
-    setattr(config, SOURCE_CONFIG, {"format": "rwkv", "flat": flat})
+    setattr(config, SOURCE_CONFIG, {"format": "rwkv"})
     return config
 
 

@@ -99,10 +99,6 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
         "norm_bias": given.get("norm_bias", True),
         "group_norm_eps": None if head_eps in (None, head_size * norm_eps) else head_eps,
     }
-    told = {"head_dim": given.get("head_dim", given.get("head_size")), **{name: given.get(name) for name in SIZES}}
-    for name, value in told.items():
-        if value is not None and name in fields and value != fields[name]:
-            raise ValueError(f"{WHERE} has {name} {value}, but its weights have {fields[name]}: correct config.json.")
     kept = {name: given[name] for name in given if name in GENERIC_SETTINGS - {"architectures", "auto_map"}}
     config: PreTrainedConfig = StatefulRWKV7Config.from_dict(kept | fields | {"model_type": "stateful_rwkv7"})
     setattr(config, SOURCE_CONFIG, {"format": "rwkv7-hf", "config": settings, "names": list(names)})

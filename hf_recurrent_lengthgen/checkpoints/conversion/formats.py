@@ -47,8 +47,8 @@ def config_errors(where: str = "config.json") -> Iterator[None]:
     try:
         yield
     except (StrictDataclassError, TypeError, ArithmeticError, AttributeError, LookupError, RuntimeError) as error:
-        told = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{where} holds a value that no model can have ({told[-1].strip()}): correct it.") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(f"{where} holds a value that no model can have ({lines[-1].strip()}): correct it.") from error
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,7 @@ class Format:
     def config_of(self, settings: Settings | None, metas: Mapping[str, Meta]) -> Any:
         """Our config from theirs; a `ValueError` for what we cannot represent."""
         with config_errors():
-            config = self.to_config(settings, metas)
-            layers: Any = getattr(config, "num_hidden_layers", None)
-            if metas and layers > len(metas):
-                raise ValueError(
-                    f"config.json has {layers} layers, but the weights have only {len(metas)} tensors: "
-                    "correct it, or give the weights that belong to it."
-                )
-        return config
+            return self.to_config(settings, metas)
 
     def renames_of(self, config: Any, metas: Mapping[str, Meta]) -> Sequence[Rename]:
         """The map for a checkpoint with these tensors; "{layer}" stands for each layer."""
@@ -190,6 +183,6 @@ def check_settings(settings: Settings | None, known: Iterable[str], where: str) 
     if settings is None:
         raise ValueError(f"{where} needs a config.json beside the weights.")
     if unknown := sorted(settings.keys() - set(known)):
-        told = ", ".join(f"{name} ({settings[name]!r})" for name in unknown)
-        raise ValueError(f"{where} has the settings {told}, which this version cannot convert.")
+        values = ", ".join(f"{name} ({settings[name]!r})" for name in unknown)
+        raise ValueError(f"{where} has the settings {values}, which this version cannot convert.")
     return settings

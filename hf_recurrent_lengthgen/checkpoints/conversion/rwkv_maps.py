@@ -3,7 +3,6 @@
 Shapes: D hidden size, A width of time mixing, R rank of the token shifts.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.checkpoints.conversion.formats import SOURCE_CONFIG, is_tied, same_names
+from hf_recurrent_lengthgen.checkpoints.conversion.formats import is_tied, same_names
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import SAME, Rename, Transform
 from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config, StatefulRWKV7Config
 
@@ -22,26 +21,27 @@ LAYER = "blocks.{layer}."
 TO_OURS, TO_THEIRS = [3, 0, 1, 2, 4], [1, 2, 3, 0, 4]
 
 
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _flat(vector: Tensor) -> Tensor:
-    """(1, 1, n) to (n,)."""
-    return vector.reshape(vector.shape[2])
+    """(1, 1, n), or (n,) as some files have it, to (n,)."""
+    return vector.reshape(-1)
 
 
 def _wide(vector: Tensor) -> Tensor:
-    """(n,) to (1, 1, n)."""
-    return vector[None, None]
+    """(n,) or (1, 1, n) to (1, 1, n)."""
+    return vector.reshape(1, 1, -1)
 
 
-def _five(flat: Sequence[bool]) -> Transform:
-    """Five vectors, each (1, 1, D) or (D,), to (5, D)."""
+def _five_to_ours(*vectors: Tensor) -> Tensor:
+    """Five vectors of D to (5, D)."""
+    return torch.stack([_flat(vector) for vector in vectors])
 
-    def to_ours(*vectors: Tensor) -> Tensor:
-        return torch.stack([v if as_is else _flat(v) for v, as_is in zip(vectors, flat, strict=True)])
 
-    def to_theirs(rows: Tensor) -> list[Tensor]:
-        return [row if as_is else _wide(row) for row, as_is in zip(rows, flat, strict=True)]
-
-    return Transform(to_ours, to_theirs)
+def _five_to_theirs(rows: Tensor) -> list[Tensor]:
+    return [_wide(row) for row in rows]
 
 
 def _transposed(matrix: Tensor) -> Tensor:
@@ -66,8 +66,8 @@ def _shift_up_to_theirs(matrix: Tensor) -> Tensor:
 
 
 VECTOR = Transform(_flat, _wide)
-WIDENED = Transform(_wide, _flat)
-FIVE_VECTORS = _five([False] * 5)
+WIDE_VECTOR = Transform(_wide, _same)
+FIVE_VECTORS = Transform(_five_to_ours, _five_to_theirs)
 TRANSPOSED = Transform(_transposed, _transposed)
 SHIFT_DOWN = Transform(_shift_down_to_ours, _shift_down_to_theirs)
 SHIFT_UP = Transform(_shift_up_to_ours, _shift_up_to_theirs)
@@ -101,7 +101,7 @@ RWKV6_LAYER: tuple[tuple[str | tuple[str, ...], str, Transform], ...] = (
 LOW_RANK = (("0", "2.bias", VECTOR), ("1", "0.weight", TRANSPOSED), ("2", "2.weight", TRANSPOSED))
 RWKV7_LAYER: tuple[tuple[str, str, Transform], ...] = (
     *RWKV6_LAYER[:4],  # type: ignore[arg-type]
-    *((f"att.x_{part}", f"attn.x_{part}", SAME) for part in "rwkvag"),
+    *((f"att.x_{part}", f"attn.x_{part}", WIDE_VECTOR) for part in "rwkvag"),
     *((f"att.{kind}{part}", f"attn.{kind}_lora.lora.{ours}", how) for kind in "wa" for part, ours, how in LOW_RANK),
     *((f"att.g{part}", f"attn.g_lora.lora.{ours}", how) for part, ours, how in LOW_RANK[1:]),
     ("att.k_k", "attn.k_k", VECTOR),
@@ -178,35 +178,14 @@ def rwkv5_map() -> list[Rename]:
     """From .pth files to our RWKV-5."""
     names = list(RWKV6_OTHERS)
     names[3:3] = [LAYER + name for name in RWKV5_LAYER]
-    return [Rename(name, in_repository(name)) for name in names]
-
-
-def pth_map(config: Any) -> list[Rename]:
-    """The map of .pth files whose vectors are (1, 1, n)."""
-    if config.model_type == RWKV7:
-        return rwkv7_map(config)
-    return rwkv5_map() if config.model_type == RWKV5 else rwkv6_map()
-
-
-def in_layer(name: str) -> str:
-    """The name of a tensor within its layer."""
-    return re.sub(r"^blocks\.(\{layer\}|\d+)\.", "", name)
+    return [Rename(name, in_repository(name), WIDE_VECTOR if "time_mix" in name else SAME) for name in names]
 
 
 def pth_renames(config: Any) -> list[Rename]:
-    """The map of .pth files; vectors are (n,) if they were in the file that the checkpoint was converted from."""
-    kept = getattr(config, SOURCE_CONFIG, None) or {}
-    flat = set(kept.get("flat", ())) if kept.get("format") == "rwkv" else set()
-
-    def shaped(rename: Rename) -> Rename:
-        as_is = [in_layer(name) in flat for name in rename.their_names]
-        if not any(as_is):
-            return rename
-        if len(as_is) > 1:
-            return replace(rename, transform=_five(as_is))
-        return replace(rename, transform=SAME if rename.transform is VECTOR else WIDENED)
-
-    return [shaped(rename) for rename in pth_map(config)]
+    """The map of .pth files."""
+    if config.model_type == RWKV7:
+        return rwkv7_map(config)
+    return rwkv5_map() if config.model_type == RWKV5 else rwkv6_map()
 
 
 def repository_renames(config: Any) -> list[Rename]:

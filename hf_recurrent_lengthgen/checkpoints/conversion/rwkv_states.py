@@ -6,7 +6,6 @@ inputs of token shifts, which start from zero.
 """
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,11 @@ def read_time_state(model: Any, file: str | os.PathLike[str]) -> RecurrentState:
     _check_rwkv(model)
     files, shapes = TensorFiles(file), model.state_shapes()
     names = [NAME.format(layer=layer) for layer in range(len(shapes))]
-    found = {
-        name: meta.shape for name, meta in files.metas.items() if re.fullmatch(r"blocks\.\d+\.att\.time_state", name)
-    }
-    if found != {name: shape.recurrent for name, shape in zip(names, shapes, strict=True)}:
-        held = (
-            ", ".join(f"{name} {list(shape)}" for name, shape in found.items()) or f"none, but {list(files.metas)[:3]}"
-        )
+    held = {name: meta.shape for name, meta in files.metas.items() if name.endswith(".att.time_state")}
+    if held != {name: shape.recurrent for name, shape in zip(names, shapes, strict=True)}:
         raise ValueError(
             f"{file} must hold the states {names[0]} to {names[-1]} of the shape {list(shapes[0].recurrent)}, and "
-            f"holds {held}: give the file of a model of these sizes."
+            f"holds {held or list(files.metas)[:3]}: give the file of a model of these sizes."
         )
     zero = zero_state(shapes, 1, device=model.device, dtype=state_dtype(model.dtype))
     values = [files.tensor(name)[None].to(part.recurrent, copy=True) for name, part in zip(names, zero, strict=True)]

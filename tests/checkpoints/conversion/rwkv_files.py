@@ -116,10 +116,6 @@ def assert_same(one: Weights, other: Weights) -> None:
         assert torch.equal(value, other[name]), name
 
 
-def _has(name: str, parts: str | tuple[str, ...]) -> bool:
-    return any(part in name for part in ((parts,) if isinstance(parts, str) else parts))
-
-
 class Shapes:
     """Tensors without values."""
 

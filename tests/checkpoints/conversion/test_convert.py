@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.checkpoints.conversion import convert, tensor_writing
+from hf_recurrent_lengthgen.checkpoints.conversion import tensor_writing
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
@@ -72,12 +72,6 @@ def test_the_lineage_tells_source_licence_digests_and_command(source: Path, tmp_
     assert (step.kind, step.command) == ("convert", "lengthgen convert theirs --output ours")
 
 
-def test_a_card_that_cannot_be_read_is_named(source: Path, tmp_path: Path) -> None:
-    (source / "README.md").write_text("---\nlicense: [\n---\n")
-    with pytest.raises(ValueError, match=r"README\.md cannot be read"):
-        convert_checkpoint(str(source), tmp_path / "ours")
-
-
 def test_a_snapshot_of_the_hub_tells_its_name_commit_and_training_length(source: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--state-spaces--mamba2-130m" / "snapshots" / COMMIT
     shutil.copytree(source, snapshot)
@@ -110,7 +104,7 @@ def test_without_a_network_a_name_on_the_hub_is_taken_from_the_cache(
     assert lineage is not None
     assert lineage.source is not None
     assert (lineage.source.name, lineage.source.revision) == ("user/name", COMMIT)
-    with pytest.raises(ValueError, match="user/other is not here, and the Hub cannot be reached"):
+    with pytest.raises(ValueError, match="user/other is no local checkpoint, and cannot be downloaded from the Hub"):
         convert_checkpoint("user/other", tmp_path / "other")
 
 
@@ -145,22 +139,6 @@ def test_the_code_of_a_tokenizer_comes_along_and_does_not_run(source: Path, tmp_
     names = {path.name for path in (tmp_path / "ours").iterdir()}
     assert {"hf_tokenizer.py", "parts.py", "rwkv_vocab_v20230424.txt", "tokenizer_config.json"} <= names
     assert "modeling_other.py" not in names
-
-
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [("missing", "needs the code missing.py"), ("../escape", "needs the code .*py"), ("a/b", "needs the code b.py")],
-)
-def test_tokenizer_code_that_is_not_in_the_folder_is_refused(
-    module: str, message: str, source: Path, tmp_path: Path
-) -> None:
-    (source / "tokenizer_config.json").write_text(
-        json.dumps({"auto_map": {"AutoTokenizer": [f"{module}.Slow", None]}})
-    )
-    (source / "a").mkdir()
-    (source / "a" / "b.py").write_text("")
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(str(source), tmp_path / "ours")
 
 
 def test_tokenizer_code_may_not_replace_ours(source: Path, tmp_path: Path) -> None:
@@ -231,60 +209,34 @@ def break_after(monkeypatch: pytest.MonkeyPatch, tensors: int, error: BaseExcept
     monkeypatch.setattr(tensor_writing, "_tensor", failing)
 
 
-ERRORS = [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")]
-
-
-@pytest.mark.thinned(5)
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("there", [False, True], ids=["new", "empty folder"])
 @pytest.mark.parametrize("direction", ["convert", "mamba-ssm", "transformers"])
 def test_what_breaks_in_the_middle_leaves_nothing(
-    direction: str, there: bool, error: BaseException, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    direction: str, there: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert_checkpoint(str(source), tmp_path / "ours")
     before = sorted(tmp_path.iterdir())
     if there:
         (tmp_path / "new").mkdir()
-    break_after(monkeypatch, 5, error)
-    run = {
+    break_after(monkeypatch, 5, OSError(errno.ENOSPC, "No space left on device"))
+    write = {
         "convert": lambda: convert_checkpoint(str(source), tmp_path / "new"),
         "export": lambda: export_checkpoint(str(tmp_path / "ours"), tmp_path / "new", direction),
     }["convert" if direction == "convert" else "export"]
-    with pytest.raises(type(error)):
-        run()
+    with pytest.raises(OSError, match="No space left"):
+        write()
     assert sorted(path for path in tmp_path.iterdir() if path.name != "new") == before
     assert (list((tmp_path / "new").iterdir()) == []) if there else not (tmp_path / "new").exists()
 
 
-def test_what_breaks_after_the_weights_leaves_nothing(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*arguments: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(convert, "write_lineage", failing)
-    with pytest.raises(KeyboardInterrupt):
-        convert_checkpoint(str(source), tmp_path / "ours")
-    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize(
-    ("format", "family"),
-    [
-        ("mamba-ssm", "mamba"),
-        ("mamba-ssm", "mamba2"),
-        *[("transformers", name) for name in ("mamba", "mamba2", "falcon_mamba")],
-    ],
-)
-def test_stand_ins_are_random_and_repeatable(format: str, family: str, tmp_path: Path) -> None:
+def test_stand_ins_are_random_and_repeatable(tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 0), ("three", 1)):
-        write_tiny_random_model(format, family, tmp_path / name, seed=seed, vocab_size=32, layers=1)
-    one, two, three = (TensorFiles(tmp_path / name) for name in ("one", "two", "three"))
-    embeddings = next(name for name in one.keys() if "embedding" in name)
-    assert torch.equal(one.tensor(embeddings), two.tensor(embeddings))
-    assert not torch.equal(one.tensor(embeddings), three.tensor(embeddings))
-    convert_checkpoint(str(tmp_path / "one"), tmp_path / "ours")
+        write_tiny_random_model("transformers", "falcon_mamba", tmp_path / name, seed=seed, vocab_size=32, layers=1)
+    one, two, three = (
+        TensorFiles(tmp_path / name).tensor("backbone.embeddings.weight") for name in ("one", "two", "three")
+    )
+    assert torch.equal(one, two)
+    assert not torch.equal(one, three)
 
 
 def test_stand_ins_of_what_a_format_cannot_hold_are_refused(tmp_path: Path) -> None:

@@ -1,15 +1,12 @@
 """What is told from the shapes of RWKV's files, and which files are refused."""
 
 import json
-import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
@@ -48,22 +45,10 @@ def test_a_pth_with_names_of_its_own_is_told_by_them() -> None:
         detect(None, {"e.weight": Meta((12, 32), torch.float32)}, "mine.pth")
 
 
-@pytest.mark.parametrize(
-    ("mark", "value", "told"),
-    [
-        ("att.r_k", torch.zeros(2, 4), r"variant of RWKV-7 \(not x070\) \(it holds blocks.0.att.r_k\)"),
-        ("ffn.s_emb.weight", torch.zeros(8, 4), "RWKV-7 with deep embeddings"),
-        ("att.time_mix_k", torch.zeros(1, 1, 8), "RWKV-4"),
-        ("att.ln_x.weight", torch.zeros(8), r"RWKV-5\.0"),
-        ("att.gate.weight", torch.zeros(8, 8), r"RWKV-5\.1"),
-        ("att.time_maa_x", torch.zeros(8), "variant of RWKV-6"),
-        ("att.time_state", torch.zeros(2, 4, 4), "time_state"),
-        ("att.c_attn.weight", torch.zeros(2, 4, 4), "no RWKV known here"),
-    ],
-)
-def test_other_generations_are_refused_by_name(mark: str, value: Tensor, told: str, tmp_path: Path) -> None:
-    weights = {"emb.weight": torch.zeros(29, 8), f"blocks.0.{mark}": value, "blocks.0.att.time_decay": torch.zeros(8)}
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize("mark", ["ffn.s_emb.weight", "att.time_mix_k", "att.ln_x.weight", "att.c_attn.weight"])
+def test_other_generations_are_refused(mark: str, tmp_path: Path) -> None:
+    weights = {"emb.weight": torch.zeros(29, 8), f"blocks.0.{mark}": torch.zeros(1, 1, 8)}
+    with pytest.raises(ValueError, match="is of another generation"):
         convert_checkpoint(str(write_pth(weights, tmp_path / "theirs.pth")), tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
@@ -88,10 +73,8 @@ def test_all_wrong_tensors_are_listed(tmp_path: Path) -> None:
         (lambda w: w.pop("blocks.0.att.time_faaaa"), "lack blocks.0.att.time_faaaa"),
         (lambda w: w.update({"emb.weight": torch.zeros(3)}), r"emb.weight has the shape \[3\]"),
         (lambda w: [w.pop(name) for name in list(w) if name.startswith("blocks.1.")], r"missing: blocks\.1\."),
-        (lambda w: w.update({"blocks.999999.att.time_maa_x": torch.zeros(1)}), "must be at most 65536"),
-        (lambda w: w.update({"_version": "0.7"}), "'_version' is a str"),
     ],
-    ids=["size", "rank", "layer", "number", "text"],
+    ids=["size", "rank", "layer"],
 )
 def test_files_whose_sizes_cannot_be_told_are_refused(
     edit: Callable[[dict[str, Any]], Any], told: str, tmp_path: Path
@@ -101,37 +84,6 @@ def test_files_whose_sizes_cannot_be_told_are_refused(
     torch.save(weights, tmp_path / "theirs.pth")
     with pytest.raises(ValueError, match=told):
         convert_checkpoint(str(tmp_path / "theirs.pth"), tmp_path / "ours")
-
-
-class Malicious:
-    def __reduce__(self) -> Any:
-        return os.system, ("echo run > run.txt",)
-
-
-def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"emb.weight": torch.zeros(2, 2), "blocks.0.att.key.weight": Malicious()}, "zip.pth")
-    Path("plain.pth").write_bytes(pickle.dumps(Malicious(), protocol=2))
-    for name in ("zip.pth", "plain.pth"):
-        with pytest.raises(ValueError, match="would run code"):
-            convert_checkpoint(name, tmp_path / "ours")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.pth", "zip.pth"]
-
-
-@pytest.mark.parametrize("length", [0, 3, 1000, -10])
-def test_truncated_files_are_refused(length: int, tmp_path: Path) -> None:
-    path = write_pth(draw(rwkv6_shapes(SMALL)), tmp_path / "theirs.pth")
-    data = path.read_bytes()
-    path.write_bytes(data[:length])
-    with pytest.raises(ValueError, match="damaged"):
-        convert_checkpoint(str(path), tmp_path / "ours")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["theirs.pth"]
-
-
-def test_files_with_another_ending_are_refused(tmp_path: Path) -> None:
-    write_pth(draw(rwkv6_shapes(SMALL)), tmp_path / "theirs.txt")
-    with pytest.raises(ValueError, match=r"\.pth"):
-        convert_checkpoint(str(tmp_path / "theirs.txt"), tmp_path / "ours")
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,6 @@ def test_what_a_file_or_model_cannot_hold_is_refused(tmp_path: Path) -> None:
     tensors = time_state(model)
     torch.save({"blocks.0.att.time_state": tensors["blocks.0.att.time_state"]}, tmp_path / "short.pth")
     torch.save({"emb.weight": torch.zeros(2)}, tmp_path / "weights.pth")
-    for name, told in (("short", r"holds blocks.0.att.time_state \[2, 8, 8\]"), ("weights", "holds none")):
+    for name, told in (("short", r"holds .*blocks.0.att.time_state.: \(2, 8, 8\)"), ("weights", "holds .*emb.weight")):
         with pytest.raises(ValueError, match=told):
             read_time_state(model, tmp_path / f"{name}.pth")
