@@ -13,7 +13,7 @@ import torch
 
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.export import our_config
-from hf_recurrent_lengthgen.checkpoints.conversion.formats import SOURCE_CONFIG, told_settings
+from hf_recurrent_lengthgen.checkpoints.conversion.formats import told_settings
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
@@ -76,21 +76,17 @@ def _setting(text: str) -> tuple[str, Any]:
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     output = Path(options.output)
-    try:
-        convert_checkpoint(
-            options.source,
-            output,
-            revision=options.revision,
-            format=options.format,
-            dtype=options.dtype,
-            tokenizer=load_tokenizer("bytes") if options.tokenizer == "bytes" else options.tokenizer,
-            training_length=options.training_length,
-            told=dict(options.told),
-            command=portable_command(["lengthgen", "convert", *arguments]),
-        )
-    except KeyboardInterrupt:
-        print(f"\nNothing was written to {output}. Run the same command again: finished downloads are kept.")
-        raise
+    convert_checkpoint(
+        options.source,
+        output,
+        revision=options.revision,
+        format=options.format,
+        dtype=options.dtype,
+        tokenizer=load_tokenizer("bytes") if options.tokenizer == "bytes" else options.tokenizer,
+        training_length=options.training_length,
+        told=dict(options.told),
+        command=portable_command(["lengthgen", "convert", *arguments]),
+    )
     print(_summary(options.source, output))
     return 0
 
@@ -122,21 +118,10 @@ def _summary(name: str, output: Path) -> str:
     if settings.get("training_length") is None:
         lines.append(
             f"The training length of {source.name} is not known, which evaluation needs: give --training-length here, "
-            f"or to each evaluation.{_suggested_length([source.name, *source.files], config)}"
+            "or to each evaluation."
         )
     lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', str(output)])}")
     return "\n".join(lines)
-
-
-def _suggested_length(names: Sequence[str], config: Any) -> str:
-    """What the names of the source or its config say of training; empty if they say nothing."""
-    if named := next((match for name in names if (match := re.search(r"ctx(\d+)", name))), None):
-        return f" Its name says {named[0]}: --training-length {named[1]}."
-    kept = (getattr(config, SOURCE_CONFIG, None) or {}).get("config") or {}
-    for name in ("context_length", "max_position_embeddings"):
-        if isinstance(kept.get(name), int):
-            return f" Its config says {name} {kept[name]}: --training-length {kept[name]}."
-    return ""
 
 
 def _rounded(files: TensorFiles, dtype: str) -> str:

@@ -10,7 +10,6 @@ from hf_recurrent_lengthgen.cli.measuring import (
     announce,
     load_inputs,
     on_device,
-    resumable,
     settings_of,
     told_of_cache,
 )
@@ -54,12 +53,11 @@ def run(arguments: Sequence[str]) -> int:
     inputs = load_inputs(options)
     settings = dataclasses.replace(settings, repeated_token=newline_token(inputs.tokenizer))
     diagnosed = []
-    with resumable(inputs.cache):
-        for subject in inputs.subjects:
-            announce(subject, inputs, "Diagnosing")
-            model, given = on_device(subject.model, options.device), (inputs.tokens, inputs.training_length)
-            about: Any = {"label": subject.label, "role": subject.role, "data": inputs.data}
-            diagnosed.append(diagnose_model(model, *given, settings=settings, cache=inputs.cache, **about))
+    for subject in inputs.subjects:
+        announce(subject, inputs, "Diagnosing")
+        model, given = on_device(subject.model, options.device), (inputs.tokens, inputs.training_length)
+        about: Any = {"label": subject.label, "role": subject.role, "data": inputs.data}
+        diagnosed.append(diagnose_model(model, *given, settings=settings, cache=inputs.cache, **about))
     diagnosis = Diagnosis("Length generalization, and why", tuple(diagnosed))
     folder = Path(options.output)
     write_result(folder / "result.json", diagnosis)

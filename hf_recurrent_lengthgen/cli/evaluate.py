@@ -10,7 +10,6 @@ from hf_recurrent_lengthgen.cli.measuring import (
     announce,
     load_inputs,
     on_device,
-    resumable,
     settings_of,
     told_of_cache,
 )
@@ -59,10 +58,9 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Comp
     settings = settings_of(EvaluationSettings, options, ["lengthgen", "evaluate", *arguments])
     inputs = load_inputs(options)
     compared = []
-    with resumable(inputs.cache):
-        for name, subject in zip(options.models, inputs.subjects, strict=True):
-            announce(subject, inputs, "Evaluating")
-            model, about = on_device(subject.model, options.device), (subject.label, inputs.data)
-            result = evaluate_model(model, inputs.tokens, inputs.training_length, *about, settings, cache=inputs.cache)
-            compared.append(ComparedModel(subject.role, result, last_training(read_lineage(name))))
+    for name, subject in zip(options.models, inputs.subjects, strict=True):
+        announce(subject, inputs, "Evaluating")
+        model, about = on_device(subject.model, options.device), (subject.label, inputs.data)
+        result = evaluate_model(model, inputs.tokens, inputs.training_length, *about, settings, cache=inputs.cache)
+        compared.append(ComparedModel(subject.role, result, last_training(read_lineage(name))))
     return Comparison("Beyond the training length", tuple(compared)), inputs.cache

@@ -12,7 +12,6 @@ from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
-from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 
 DESCRIPTION = """\
@@ -74,11 +73,6 @@ def run(arguments: Sequence[str]) -> int:
     output = Path(options.output)
     check_new(output)
     _, config = read_config(options.model, options.trust_remote_code)
-    if (rule := Forgetting.of(config)) != Forgetting():
-        raise ValueError(
-            f"{options.model} forgets ({in_words(rule)}), so it cannot be trained after an expansion: give the "
-            "checkpoint that it was made from, and run lengthgen forget after the training."
-        )
     report = expansion_report(config, **expansion)
     model = load_model(options.model, options.trust_remote_code)
     expanded = expand_state(model, **expansion, initialization=options.initialization, seed=options.seed)

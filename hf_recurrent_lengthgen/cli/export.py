@@ -40,11 +40,7 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     layout, output = FORMATS[options.format], Path(options.output)
-    try:
-        export_checkpoint(options.checkpoint, output, options.format, revision=options.revision)
-    except KeyboardInterrupt:
-        print(f"\nNothing was written to {output}. Run the same command again.")
-        raise
+    export_checkpoint(options.checkpoint, output, options.format, revision=options.revision)
     print(f"Exported to {output}, for {layout.title}: {', '.join(sorted(path.name for path in output.iterdir()))}.")
     if note := code_note(layout):
         print(note)

@@ -68,18 +68,13 @@ def run(arguments: Sequence[str]) -> int:
     finally:
         sys.argv = own
     config = getattr(options, "config", None)
-    try:
-        settings = EvaluatorConfig.load_yaml_config(config) if config else {}
-    except TypeError as error:  # the file holds no mapping
-        raise ValueError(str(error)) from error
+    settings = EvaluatorConfig.load_yaml_config(config) if config else {}
     if arguments[0] == "run" and options.model is None:
         options.model = settings.get("model", "lengthgen")
     if arguments[0] == "run" and options.device is None:  # lm_eval would assume a GPU
         options.device = settings.get("device", "cuda:0" if torch.cuda.is_available() else "cpu")
     theirs = getattr(options, "include_path", None) or settings.get("include_path") or []
     paths = theirs if isinstance(theirs, list) else [theirs]
-    if not all(isinstance(path, str) for path in paths):
-        raise ValueError(f"include_path in {config} must be a folder or a list of folders, got {theirs!r}.")
     options.include_path = [str(TASKS), *paths]
     cli.execute(options)
     return 0

@@ -44,16 +44,12 @@ def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
 
 
 @contextmanager
-def missing_kernels_told_once() -> Iterator[None]:
-    """Let Transformers say once that a kernel is missing, and never without a GPU, where kernels do not run."""
-    messages: list[str] = [] if torch.cuda.is_available() else ["nothing to install"]
+def no_word_of_missing_kernels() -> Iterator[None]:
+    """Let Transformers not say that kernels are missing where there is no GPU, which they need."""
 
     def is_shown(record: Any) -> bool:
-        text = record.getMessage()
-        if not any(words in text.lower() for words in ("falling back to", "fast path is not available")):
-            return True
-        messages.append(text)
-        return text == messages[0]  # which each handler asks
+        text = record.getMessage().lower()
+        return torch.cuda.is_available() or not ("falling back to" in text or "fast path is not available" in text)
 
     handlers = logging.get_logger("transformers").handlers
     for handler in handlers:

@@ -42,8 +42,8 @@ PURPOSES = {
 }
 COMMANDS = {name: what for commands in PURPOSES.values() for name, what in commands.items()}
 """Modules beside this one, which take long to import, so that only the one that runs is imported."""
-CONTINUED = ("push", "state")
-"""Commands that keep what they have done when they are interrupted, and do not say so themselves."""
+CONTINUED = ("convert", "evaluate", "diagnose", "push", "retrieve", "state")
+"""Commands that keep what they have done when they are interrupted."""
 HELPS = Path(__file__).with_name("help.txt")
 """The helps of commands, each below its `HELP_HEADING`; their parsers take seconds to import (`tests.cli.helps`)."""
 HELP_HEADING = "==== {} ====\n"
@@ -74,12 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(shown, end="")
         return 0
     try:
-        from hf_recurrent_lengthgen.cli.inputs import missing_kernels_told_once, quiet_libraries
+        from hf_recurrent_lengthgen.cli.inputs import no_word_of_missing_kernels, quiet_libraries
 
         command = import_module(f"hf_recurrent_lengthgen.cli.{name}")
         # Progress bars would fill a log.
         bars = contextlib.nullcontext() if sys.stderr.isatty() else quiet_libraries("bars")
-        with bars, missing_kernels_told_once():
+        with bars, no_word_of_missing_kernels():
             return int(command.run(arguments[own + 1 :]))
     except (ValueError, OSError, SafetensorError) as error:  # safetensors raises the last one on a full disk
         if parsed.debug:
@@ -88,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lengthgen {name}: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        hint = ": the same command continues with what is left" if name in CONTINUED else ""
+        kept = name in CONTINUED and "--no-cache" not in arguments
+        hint = ": the same command continues with what is left" if kept else ""
         print(f"lengthgen {name}: interrupted{hint}", file=sys.stderr)
         return 130
 

@@ -64,8 +64,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def _tokens(options: argparse.Namespace) -> tuple[list[int], list[str]]:
     if options.token_ids is not None:
-        if options.tokenizer:
-            raise ValueError("--tokenizer does nothing beside --token-ids: leave it out.")
         return options.token_ids, [str(token) for token in options.token_ids]
     tokenizer = load_tokenizer(options.tokenizer or options.model, options.trust_remote_code)
     ids = tokenizer(options.text, add_special_tokens=False)["input_ids"]

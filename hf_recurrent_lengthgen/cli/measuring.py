@@ -3,8 +3,7 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -128,24 +127,9 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
 
 
-@contextmanager
-def resumable(cache: ResultCache | None) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        if cache is not None:
-            print(
-                f"\nResults so far are kept in {cache.folder}: the same command continues from there.", file=sys.stderr
-            )
-        raise
-
-
 def announce(subject: Subject, inputs: Inputs, what: str) -> None:
     sequences, length = inputs.tokens.shape
-    reader = reader_of(subject.model)
-    memory = ", with a cache of keys and values" if reader.carries else ", each in one forward pass"
-    texts = f"{sequences} texts of {length - 1:,} {inputs.data.token_unit}s"
-    print(f"{what} {subject.label} on {texts}{'' if reader.carried_by_row else memory}")
+    print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.data.token_unit}s")
 
 
 def told_of_cache(cache: ResultCache | None) -> str:
@@ -155,15 +139,7 @@ def told_of_cache(cache: ResultCache | None) -> str:
 
 
 def open_cache(options: argparse.Namespace) -> ResultCache | None:
-    if options.no_cache:
-        return None
-    folder = options.cache or default_cache_folder()
-    try:
-        return ResultCache(folder)
-    except OSError as error:
-        raise ValueError(
-            f"The cache {folder} cannot be written ({error}): give another --cache, or --no-cache."
-        ) from error
+    return None if options.no_cache else ResultCache(options.cache or default_cache_folder())
 
 
 def _roles(options: argparse.Namespace) -> list[Any]:
@@ -226,8 +202,6 @@ def shared_tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
 def on_device(model: Any, device: str) -> Any:
     """Move the model to a device, or raise a `ValueError`."""
     try:
-        if (place := torch.device(device)).type == "meta":
-            raise ValueError("Cannot use the device 'meta', which holds no values: give cpu or an accelerator.")
-        return model.to(place)
+        return model.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
         raise ValueError(f"Cannot use the device {device!r}: {error}") from error

@@ -91,11 +91,6 @@ def continues(training: InitialStateConfig) -> bool:
     return isinstance(training, TbttConfig) or any(mixable()[name].needs_continued_data for name in shares)
 
 
-def evaluates(training: InitialStateConfig) -> bool:
-    """Whether eval_loss is measured."""
-    return training.eval_strategy != "no"
-
-
 def read_options(
     arguments: Sequence[str], config_file: str | None = None
 ) -> tuple[RunArguments, InitialStateConfig, type[InitialStateTrainer]]:

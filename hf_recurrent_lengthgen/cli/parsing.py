@@ -83,13 +83,8 @@ def _in_column(line: str, width: int) -> str:
 
 
 def examples_text(examples: str) -> str:
-    """The end of a help: commands, one a line, which continue before an option where they are long."""
-    lines = []
-    for line in examples.splitlines():
-        words = re.sub(r" (?!--)", "\0", line)
-        parts = textwrap.wrap(words, 74, break_long_words=False, break_on_hyphens=False)
-        lines.append("  " + " \\\n    ".join(parts).replace("\0", " "))
-    return "\n".join(["examples:", *lines]) if lines else ""
+    """The end of a help: commands, one a line."""
+    return "examples:\n" + textwrap.indent(examples, "  ") if examples else ""
 
 
 def add_headings(parser: argparse.ArgumentParser, *headings: str) -> list[Any]:

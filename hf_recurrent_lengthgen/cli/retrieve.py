@@ -23,7 +23,6 @@ from hf_recurrent_lengthgen.cli.measuring import (
     model_label,
     on_device,
     open_cache,
-    resumable,
     shared_tokenizer,
 )
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
@@ -137,12 +136,11 @@ def run(arguments: Sequence[str]) -> int:
     names = dict(zip(options.models, short_names(options.models), strict=True))
     models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in options.models]
     results = []
-    with resumable(cache):
-        for name, model in zip(options.models, models, strict=True):
-            print(f"{grid.task}, {len(grid.rows)} rows of {len(lengths)} lengths, {grid.samples} samples: {name}")
-            placed, label = on_device(model, options.device), model_label(names[name], model.config)
-            trained = options.training_length or getattr(model.config, "training_length", None)
-            results.append(retrieval_accuracy(placed, grid, lengths, label, data, trained, settings, cache=cache))
+    for name, model in zip(options.models, models, strict=True):
+        print(f"{grid.task}, {len(grid.rows)} rows of {len(lengths)} lengths, {grid.samples} samples: {name}")
+        placed, label = on_device(model, options.device), model_label(names[name], model.config)
+        trained = options.training_length or getattr(model.config, "training_length", None)
+        results.append(retrieval_accuracy(placed, grid, lengths, label, data, trained, settings, cache=cache))
     print(f"\n{_table(results)}")
     picture = _write(output, results)
     if options.csv:

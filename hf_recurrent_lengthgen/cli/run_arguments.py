@@ -1,7 +1,5 @@
 """The options of `lengthgen train` that no trainer config has: the model, the data, the intervention."""
 
-# ruff: noqa: RUF009  (_option makes a field)
-
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
@@ -72,12 +70,6 @@ class RunArguments:
     lora_alpha: int | None = _option(
         "model", "scale of the adapter: its weights count alpha / rank (default: twice the rank)", lora_r=ANY
     )
-    lora_target_modules: list[str] | None = _option(
-        "model",
-        "names of the linear layers that the adapter changes (default: those of the mixers; in hybrids those of all "
-        "layers that PEFT takes)",
-        lora_r=ANY,
-    )
     mimetic: bool = _option(
         "model", "start Mamba or GLA from mimetic initialization (Trockman et al., 2024), with a config.json", False
     )
@@ -113,10 +105,11 @@ class RunArguments:
         metavar="FOLDER",
         task=("babilong",),
     )
-    task_style: str | None = _option(
+    task_style: str = _option(
         "data",
-        'wording of the prompt: "pass key" (default; Buitrago Ruiz & Gu, 2025), "passkey" (Chen et al., 2024) or '
+        'wording of the prompt: "pass key" (Buitrago Ruiz & Gu, 2025), "passkey" (Chen et al., 2024) or '
         '"infinity-bench" (Shen et al., 2025)',
+        "pass key",
         task=("passkey",),
     )
     eval_data: str | None = _option(
@@ -149,12 +142,8 @@ class RunArguments:
             raise ValueError(
                 f"intervention must be one of {', '.join(sorted(INTERVENTIONS))}, got {self.intervention!r}."
             )
-        if empty := [item.name for item in fields(self) if getattr(self, item.name) == ""]:
-            raise ValueError(f"{empty[0]} is empty: give a value, or leave it out.")
         if self.task == "babilong" and self.task_files is None:
             raise ValueError("task babilong needs task_files, the folder with the files of bAbI.")
-        if self.text_column != "text" and not {self.data, self.eval_data} - {STANDARD_LIBRARY, None}:
-            raise ValueError(f"text_column does nothing here: {STANDARD_LIBRARY} has no columns.")
         if self.lora_r is not None and self.from_scratch:
             raise ValueError(
                 "lora_r trains an adapter for given weights: give a checkpoint as model, not a config.json."

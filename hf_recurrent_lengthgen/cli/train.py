@@ -15,13 +15,12 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenize
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
-from hf_recurrent_lengthgen.cli.options import command_parser, evaluates, read_options
+from hf_recurrent_lengthgen.cli.options import command_parser, read_options
 from hf_recurrent_lengthgen.cli.processes import ending_processes
 from hf_recurrent_lengthgen.cli.run_arguments import USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, training_rows
 from hf_recurrent_lengthgen.data import split_names
 from hf_recurrent_lengthgen.data.tasks import (
-    PASSKEY_STYLES,
     StringCollator,
     TaskStrings,
 )
@@ -79,7 +78,7 @@ def train(
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.length
-    eval_rows = evaluation_rows(settings, training, tokenizer) if evaluates(training) else None
+    eval_rows = evaluation_rows(settings, training, tokenizer) if training.eval_strategy != "no" else None
     rows = training_rows(settings, training, tokenizer)
     model.config.training_length = settings.length
     if isinstance(rows, TaskStrings):
@@ -159,7 +158,7 @@ def _with_adapter(model: PreTrainedModel, settings: RunArguments) -> Any:
     if Path(name).is_dir():
         model.name_or_path = model.config.name_or_path = str(Path(name).resolve())
     alpha = 2 * settings.lora_r if settings.lora_alpha is None else settings.lora_alpha  # type: ignore[operator]
-    return add_adapter(model, settings.lora_r, alpha, settings.lora_target_modules)  # type: ignore[arg-type]
+    return add_adapter(model, settings.lora_r, alpha)  # type: ignore[arg-type]
 
 
 def _method(settings: RunArguments, training: InitialStateConfig) -> str:
@@ -184,7 +183,7 @@ def _data(settings: RunArguments) -> DataSource:
     if settings.of_symbols:
         return DataSource(f"{settings.task} of {settings.task_length} random symbols")
     if settings.task == "passkey":
-        return DataSource("passkey prompts", selection=f"style {settings.task_style or next(iter(PASSKEY_STYLES))}")
+        return DataSource("passkey prompts", selection=f"style {settings.task_style}")
     source = data_source(settings.data, settings.chosen_split)
     if settings.task == "babilong":
         return replace(source, name=f"questions of bAbI in {source.name}")
@@ -286,6 +285,5 @@ In Python, load_model({output!r}) loads it with its base, {settings.model}."""
     if settings.task != "passkey":
         return saved
     retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * settings.length)]
-    if settings.task_style is not None:
-        retrieve += ["--task-style", settings.task_style]
+    retrieve += ["--task-style", settings.task_style]
     return f"{saved} for losses on text, and for passkeys {shlex.join(retrieve)}"

@@ -82,8 +82,7 @@ def _text_column(settings: RunArguments, data: str) -> str:
 
 
 def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -> PasskeyPrompts:
-    style = {} if settings.task_style is None else {"style": settings.task_style}
-    return PasskeyPrompts(tokenizer, settings.length, samples, seed, **style)
+    return PasskeyPrompts(tokenizer, settings.length, samples, seed, style=settings.task_style)
 
 
 def _symbols(settings: RunArguments, samples: int, seed: int) -> TaskStrings:

@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_model
 from hf_recurrent_lengthgen.checkpoints.records import Adapter, read_lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli import merge
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
@@ -120,8 +119,7 @@ def test_a_merged_checkpoint_has_weights_code_tokenizer_and_the_whole_lineage(
 ) -> None:
     out = tmp_path / "merged"
     assert run("merge", adapter, "--output", out) == 0
-    assert "unchanged to" in (shown := capsys.readouterr().out)
-    assert f"lengthgen verify {out}" in shown
+    assert f"lengthgen verify {out}" in capsys.readouterr().out
     model = load_model(str(out))
     assert type(model) is StatefulMamba2ForCausalLM
     torch.testing.assert_close(logits(model).double(), logits(merged_by_hand(checkpoint, adapter)), rtol=0, atol=1e-5)
@@ -263,15 +261,6 @@ def test_a_base_that_was_moved_is_given(copied: Path, checkpoint: Path, tmp_path
         load_model(str(checkpoint), base=str(checkpoint))
 
 
-def test_nothing_is_written_if_merging_changes_the_logits(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(merge, "difference", lambda *_: 0.1)
-    assert run("merge", adapter, "--output", tmp_path / "new" / "merged") == 1
-    assert "they differ by 0.1, allowed is 1e-05" in capsys.readouterr().err
-    assert list((tmp_path / "new").iterdir()) == []
-
-
 def test_whole_models_are_not_merged_and_folders_not_overwritten(
     adapter: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,8 +281,6 @@ def test_commands_for_whole_models_say_to_merge_first(
 
 
 REFUSED = {
-    "targets": (("--lora-r", 2, "--lora-target-modules", "nothing"), r"\['nothing'\] are no linear layers.*in_proj"),
-    "some targets": (("--lora-r", 2, "--lora-target-modules", "in_proj", "conv1d"), r"\['conv1d'\] are no linear"),
     "rank": (("--lora-r", 0), "lora_r must be at least 1, got 0"),
     "statex": (("--lora-r", 2, "--intervention", "statex"), "run lengthgen expand first"),
     "learned": (("--lora-r", 2, "--intervention", "learned"), "trains only the state"),

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_recurrent_lengthgen.checkpoints.conversion import tensor_writing
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli.main import main
@@ -97,30 +96,15 @@ def test_mistakes_are_one_line(
     assert [path.name for path in Path().iterdir()] == ["theirs"]
 
 
-def test_an_interrupt_says_that_nothing_was_written(
-    source: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt(entry: tensor_writing.Entry) -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    assert main(["convert", source, "--output", "ours"]) == 0
-    monkeypatch.setattr(tensor_writing, "_tensor", interrupt)
-    for arguments in (["convert", source], ["export", "ours", "--format", "transformers"]):
-        assert main([*arguments, "--output", "new"]) == 130
-        assert "Nothing was written to new. Run the same command again" in capsys.readouterr().out
-    assert sorted(path.name for path in Path().iterdir()) == ["ours", "theirs"]
-
-
 def test_what_a_file_does_not_say_is_told_and_can_be_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The epsilon of the heads; and its length is suggested by its name, no tokenizer of another vocabulary."""
+    """The epsilon of the heads."""
     monkeypatch.chdir(tmp_path)
     torch.save(draw(rwkv5_shapes(Sizes(16, 2, 8, 1, 0, 0, 32, 256))), "rwkv-5-ctx4096.pth")
     assert main(["convert", "rwkv-5-ctx4096.pth", "--output", "ours"]) == 0
     said = capsys.readouterr().out
     assert "assumed head_size_divisor 8. If that is wrong, give --set head_size_divisor=VALUE." in said
-    assert "Its name says ctx4096: --training-length 4096." in said
     assert "holds no tokenizer" in said
     assert "rwkv-6-world" not in said
     assert main(["convert", "rwkv-5-ctx4096.pth", "--output", "told", "--set", "head_size_divisor=1"]) == 0

@@ -136,5 +136,5 @@ def test_an_interrupt_says_how_to_go_on(
 
     monkeypatch.setattr("hf_recurrent_lengthgen.metrics.remembrance.words.effective_remembrance", interrupt)
     assert diagnose(checkpoint, "--cache", tmp_path / "kept") == 130
-    assert f"are kept in {tmp_path / 'kept'}: the same command continues" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
     assert list((tmp_path / "kept").glob("*.json"))  # the states and the evaluation

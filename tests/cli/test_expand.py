@@ -83,12 +83,3 @@ def test_a_hybrid_needs_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture
     assert 'give layers="all"' in capsys.readouterr().err
     assert expand(tmp_path / "bamba", "--output", tmp_path / "out", "--layers", "all") == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["mamba_d_state"] == 24
-
-
-def test_a_checkpoint_that_forgets_is_refused_since_training_would_be(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["forget", str(checkpoint), "--output", str(tmp_path / "forgets"), "--window", "4"]) == 0
-    assert expand(tmp_path / "forgets", "--output", tmp_path / "out") == 1
-    assert "forgets (window 4), so it cannot be trained after an expansion: give" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["forgets"]

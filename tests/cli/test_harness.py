@@ -43,37 +43,11 @@ def test_a_config_file_is_followed(run: list[EvaluatorConfig], tmp_path: Path) -
     assert (run[0].model, run[0].include_path, run[0].device) == ("dummy", [str(TASKS), "mine"], "meta")
 
 
-@pytest.mark.parametrize(("given", "theirs"), [("[mine, yours]", ["mine", "yours"]), ("[]", []), ("", [])])
-def test_a_config_file_may_name_several_folders(
-    run: list[EvaluatorConfig], tmp_path: Path, given: str, theirs: list[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text(f"tasks: piqa\ninclude_path: {given}\n")
-    assert main(["harness", "--config", str(tmp_path / "run.yaml")]) == 0
-    assert run[0].include_path == [str(TASKS), *theirs]
-
-
-def test_folders_that_are_none_are_refused(
-    run: list[EvaluatorConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run.yaml").write_text("tasks: piqa\ninclude_path: [mine, 3]\n")
-    assert main(["harness", "--config", str(tmp_path / "run.yaml")]) == 1
-    assert "must be a folder or a list of folders, got ['mine', 3]" in capsys.readouterr().err
-
-
 def test_a_wrong_file_ends_the_command(
     run: list[EvaluatorConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["harness", "--config", str(tmp_path / "none.yaml")]) == 1
     assert "Config file not found" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["- piqa\n", "piqa\n", ""])
-def test_a_file_without_settings_ends_the_command(
-    run: list[EvaluatorConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
-    (tmp_path / "run.yaml").write_text(text)
-    assert main(["harness", "--config", str(tmp_path / "run.yaml")]) == 1
-    assert "run.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])

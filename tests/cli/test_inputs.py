@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from logging import Handler, LogRecord
+from logging import Handler
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from hf_recurrent_lengthgen.cli.inputs import (
     load_documents,
     load_stream,
     make_output_folder,
-    missing_kernels_told_once,
+    no_word_of_missing_kernels,
     quiet_libraries,
     token_unit,
 )
@@ -305,23 +305,19 @@ def test_what_stands_for_a_folder_is_not_looked_for_on_the_hub(
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_missing_kernels_are_told_once_and_never_without_a_gpu(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kernels_are_named_with_a_gpu_only(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     shown: list[str] = []
-
-    class Kept(Handler):
-        def emit(self, record: LogRecord) -> None:
-            shown.append(record.getMessage())
-
-    handler, logger = Kept(), logging.get_logger("transformers.integrations.hub_kernels")
+    handler, logger = Handler(), logging.get_logger("transformers.integrations.hub_kernels")
+    handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
     logging.add_handler(handler)
-    told = ["`f` is falling back to its reference", "The fast path is not available because", "something else"]
+    messages = ["`f` is falling back to its reference", "The fast path is not available because", "something else"]
     try:
-        with missing_kernels_told_once():
-            for text in told:
+        with no_word_of_missing_kernels():
+            for text in messages:
                 logger.warning(text)
-        assert shown == told[:1] * gpu + told[2:]
-        logger.warning(told[1])
-        assert shown[-1] == told[1]
+        assert shown == messages[:2] * gpu + messages[2:]
+        logger.warning(messages[1])
+        assert shown[-1] == messages[1]
     finally:
         logging.remove_handler(handler)

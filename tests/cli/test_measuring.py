@@ -107,8 +107,6 @@ def test_remote_code_evaluates_if_it_may_run(
     assert evaluate(folder) == 1
     assert "trust_remote_code" in capsys.readouterr().err
     assert evaluate(folder, "--trust-remote-code", "--tokenizer", "bytes") == 0
-    shown = capsys.readouterr().out
-    assert "3 texts of 64 bytes, each in one forward pass" in shown
     nll = -table[torch.from_numpy(tokens[:, :-1]).long()].cumsum(1).log_softmax(-1)
     expected = nll.gather(-1, torch.from_numpy(tokens[:, 1:, None]).long()).mean(0)[:8, 0]
     [model] = found(tmp_path).models
@@ -162,7 +160,7 @@ def test_an_interrupted_command_goes_on(
         patched.setattr("hf_recurrent_lengthgen.evaluation.result_cache.MOST_TIME_SAVING", float("inf"))
         patched.setattr("hf_recurrent_lengthgen.metrics.context_harm.measure.window_nll", interrupt)
         assert evaluate(checkpoint, "--cache", tmp_path / "kept") == 130
-    assert f"are kept in {tmp_path / 'kept'}: the same command continues" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
     seen = []
     chunks = streaming.stream_chunks
     for module in (streaming, context_harm):

@@ -16,7 +16,6 @@ ROLES = "--roles must name one of base, cured, control, other for each of the 2"
 
 REFUSED = [
     (f"{EVALUATE} --device abacus", "Cannot use the device 'abacus'"),
-    (f"{EVALUATE} --device meta", "Cannot use the device 'meta', which holds no values"),
     (f"{EVALUATE} --data stdlib --text-column x", "the text column 'x' does nothing"),
     (f"{EVALUATE} --length 8", "--length is 8, but must be above the training length, 8"),
     (f"{EVALUATE} --length 100000", "3 sequences of 100001 tokens need 300003"),
@@ -24,7 +23,6 @@ REFUSED = [
     (f"{EVALUATE} --data nowhere.txt", "no file or folder nowhere.txt"),
     (f"{EVALUATE} --text-column body", "no column 'body'"),
     (f"{EVALUATE} --output {{file}}", "is a file, or inside one: give the name of a folder"),
-    (f"{EVALUATE} --cache {{file}}", "give another --cache, or --no-cache"),
     (f"evaluate {{stock}} {TEXTS} --tokenizer bytes", "names no training length: give --training-length"),
     *((f"evaluate {{ours}} {same} {TEXTS}", "can be given once") for same in ("{ours}/", "{ours}/../checkpoint")),
     *(
@@ -43,7 +41,6 @@ REFUSED = [
     (f"{MAPS} --token-ids 3 400", "Token ids must be from 0 to 383, got 3 to 400"),
     (f"{MAPS} --text {'a' * 1025}", "The text has 1025 tokens"),
     (f"{MAPS} --text a --layers 7", "layers must be some of 0 to"),
-    (f"{MAPS} --token-ids 3 --tokenizer bytes", "--tokenizer does nothing beside --token-ids"),
     (f"{PASSKEY} --lengths 100", "length is 100, but a passkey prompt without filler has 2"),
     (f"{PASSKEY} --depths 0.5,0.5", "the rows of passkey must be different"),
     (f"{PASSKEY} --output {{file}}", "is a file, or inside one: give the name of a folder"),

@@ -261,7 +261,6 @@ def test_an_option_that_would_do_nothing_is_refused(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("--text-column x --data stdlib", "text_column does nothing here: stdlib has no columns"),
         (
             """--chunks-before-reset 12 --intervention mixed --mixture {"zero":1.0}""",
             "chunks_before_reset does nothing here: it goes with tbtt",

@@ -8,7 +8,6 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from hf_recurrent_lengthgen.cli.options import RunArguments
 from hf_recurrent_lengthgen.trainers import (
     INTERVENTIONS,
     InitialStateConfig,
@@ -114,12 +113,6 @@ def test_a_config_can_be_made_again_from_its_own_values(config: Any, tmp_path: P
     """Trainer's own parsing turns names into enumerations and mappings into objects, which are taken back."""
     first = make(config, tmp_path, accelerator_config={"even_batches": True}, eval_strategy="steps", eval_steps=2)
     assert dataclasses.replace(first, learning_rate=1).eval_strategy == first.eval_strategy
-
-
-@pytest.mark.parametrize("name", ["tokenizer", "data", "eval_split", "text_column", "task_files"])
-def test_an_empty_text_is_no_value_of_a_run(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is empty: give a value, or leave it out"):
-        RunArguments(**{"model": "folder", name: ""})
 
 
 def test_any_dataclass_can_be_checked() -> None:
