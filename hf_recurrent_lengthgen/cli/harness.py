@@ -19,9 +19,6 @@ of this package are known. Their groups, which the page on the harness of the do
   lengthgen_common_sense  multiple choice: PIQA, HellaSwag, WinoGrande, ARC, SIQA
   lengthgen_ruler         the 13 tasks of RULER, by length
   lengthgen_longbench_e   the 13 tasks of LongBench-E
-  lengthgen_longbench2    the 20 tasks of LongBench v2
-  lengthgen_graphwalks    walks through graphs that fill the context
-  lengthgen_longproc      long answers by a procedure
   lengthgen_pg19          perplexity of books
 """
 EXAMPLES = """\

@@ -1,7 +1,6 @@
 """Perplexity of long texts from a folder of text files, one book per file, as for PG-19 (Rae et al., 2019).
 
-The first tokens of each book are one stream; further streams follow without gaps (`streams_per_book`). Shorter books
-are left out.
+The first tokens of each book are one stream. Shorter books are left out.
 """
 
 import logging
@@ -17,13 +16,12 @@ from hf_recurrent_lengthgen.harness.local_files import Splits, folder_of, metada
 logger = logging.getLogger(__name__)
 
 
-def rows(length: int, data_dir: str | None = None, streams_per_book: int = 1, **metadata: Any) -> Splits:
+def rows(length: int, data_dir: str | None = None, **metadata: Any) -> Splits:
     """Texts of `length` tokens with their number of tokens, which can differ if a cut changes the tokens beside it.
 
     Args:
         length: Tokens per text.
         data_dir: Folder of .txt files; required.
-        streams_per_book: Maximum number of texts per book.
         metadata: Other metadata, with the tokenizer.
 
     Raises:
@@ -33,27 +31,22 @@ def rows(length: int, data_dir: str | None = None, streams_per_book: int = 1, **
         raise ValueError(
             "The books are read from local files: give --metadata data_dir=FOLDER, a folder of .txt files."
         )
-    if streams_per_book < 1:
-        raise ValueError(f"streams_per_book must be at least 1, got {streams_per_book}.")
     folder = folder_of(data_dir)
     tokenizer = metadata_tokenizer(metadata, "cutting books to a number of tokens")
-    texts, short, longest = [], 0, 0
+    texts, lengths = [], []
     for path in sorted(folder.glob("*.txt")):
-        try:
-            book = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text: {error}.") from error
-        tokens = tokenizer.encode(book, add_special_tokens=False, verbose=False)
-        longest = max(longest, len(tokens))
-        short += len(tokens) < length
-        for start in range(0, min(len(tokens) // length, streams_per_book) * length, length):
-            text = tokenizer.decode(tokens[start : start + length])
+        tokens = tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)
+        lengths.append(len(tokens))
+        if len(tokens) >= length:
+            text = tokenizer.decode(tokens[:length])
             count = len(tokenizer.encode(text, add_special_tokens=False, verbose=False))
             texts.append({"text": text, "tokens": count, "book": path.name})
     if not texts:
-        raise ValueError(f"{folder} has no .txt file of {length} tokens or more; the longest has {longest}.")
-    if short:
-        logger.warning("%d books have fewer than %d tokens and are left out.", short, length)
+        raise ValueError(
+            f"{folder} has no .txt file of {length} tokens or more; the longest has {max(lengths, default=0)}."
+        )
+    if len(texts) < len(lengths):
+        logger.warning("%d books have fewer than %d tokens and are left out.", len(lengths) - len(texts), length)
     return {"test": datasets.Dataset.from_list(texts)}
 
 

@@ -70,17 +70,6 @@ def longbench_rows(config_source: str, data_dir: str | None = None, **metadata: 
     return {"test": datasets.Dataset.from_list(lines)}
 
 
-def graphwalks_rows(config_source: str, data_file: str, data_dir: str | None = None, **metadata: Any) -> Splits:
-    """The rows of a task of Graphwalks; `data_file` is its file on the Hub.
-
-    Raises:
-        ValueError: as in `rows`.
-    """
-    if data_dir is not None:
-        return rows(config_source, data_dir)
-    return {"train": datasets.load_dataset("openai/graphwalks", data_files=data_file, split="train")}
-
-
 def folder_of(data_dir: str) -> Path:
     folder = Path(data_dir).expanduser()
     if not folder.is_dir():
@@ -91,15 +80,11 @@ def folder_of(data_dir: str) -> Path:
 def json_lines(path: Path) -> list[dict[str, Any]]:
     objects = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        for line in path.read_text(encoding="utf-8").split("\n"):
             if line.strip():
-                objects.append(json.loads(line))
-                if not isinstance(objects[-1], dict):
-                    raise ValueError(f"{path}, line {number}: expected an object, got {type(objects[-1]).__name__}.")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not valid JSON ({error}).") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}.") from error
+                objects.append(dict(json.loads(line)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} must hold JSON objects, one a line; row {len(objects)}: {error}.") from error
     if not objects:
         raise ValueError(f"{path} has no rows.")
     return objects

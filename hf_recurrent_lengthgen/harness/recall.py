@@ -56,10 +56,6 @@ def rows(
     Raises:
         ValueError: for rows that lack an entry of their layout, and as in `local_files.rows`.
     """
-    if times < 1:
-        raise ValueError(f"times must be at least 1, got {times}.")
-    if context_length is not None and context_length <= ROOM_FOR_THE_ANSWER:
-        raise ValueError(f"context_length must be None or above {ROOM_FOR_THE_ANSWER}, got {context_length}.")
     source = local_files.rows(config_source, data_dir, **metadata)["validation"]
     prompts, without_answer = [], 0
     for number, row in enumerate(source):
