@@ -1,7 +1,6 @@
 """Which layers a state expansion enlarges, their new sizes, and the config of the expanded model."""
 
 import copy
-import math
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -45,8 +44,6 @@ def spread_layers(total: int, count: int = DEFAULT_LAYERS) -> list[int]:
 
     If `count` does not divide `total`, the last layers are the remainder.
     """
-    if count < 1:
-        raise ValueError(f"At least one layer must be expanded, got {count}.")
     return list(range(total)) if total <= count else [index * (total // count) for index in range(count)]
 
 
@@ -141,11 +138,7 @@ def growth_of(model: PreTrainedModel) -> Growth:
 def _chosen(
     config: Any, growth: Growth, recurrent: tuple[int, ...], layers: Layers, count: int | None
 ) -> tuple[int, ...]:
-    if layers is not None and layers != "all":
-        given = layers
-        layers = list(given) if isinstance(given, Iterable) else None
-        if layers is None or any(type(layer) is not int for layer in layers):
-            raise ValueError(f'layers must be "all" or integers from 0, got {given!r}.')
+    layers = layers if layers is None or layers == "all" else sorted(set(layers))
     if not growth.per_layer and layers != "all" and set(layers or ()) != set(recurrent):
         if config.model_type in ONE_SIZE:
             raise ValueError(
@@ -162,11 +155,10 @@ def _chosen(
     if layers == "all":
         return recurrent
     if layers is None:
-        return tuple(recurrent[i] for i in spread_layers(len(recurrent), DEFAULT_LAYERS if count is None else count))
-    wanted = sorted(set(layers))
-    if not wanted or any(layer not in recurrent for layer in wanted):
-        raise ValueError(f"layers must be some of the recurrent layers, {_listed(recurrent)}, got {wanted}.")
-    return tuple(wanted)
+        layers = [recurrent[i] for i in spread_layers(len(recurrent), DEFAULT_LAYERS if count is None else count)]
+    if not layers or any(layer not in recurrent for layer in layers):
+        raise ValueError(f"layers must be some of the recurrent layers, {_listed(recurrent)}, got {layers}.")
+    return tuple(layers)
 
 
 def size_of(model: PreTrainedModel, growth: Growth, layer: int) -> int:
@@ -177,8 +169,6 @@ def size_of(model: PreTrainedModel, growth: Growth, layer: int) -> int:
 
 
 def _new_size(size: str, layer: int, old: int, factor: float | None, given: int | None) -> int:
-    if factor is not None and not 0 < factor < math.inf:
-        raise ValueError(f"factor must be a finite number above 1, got {factor:g}.")
     if size == "state_size":
         new = old * (DEFAULT_FACTOR if factor is None else factor) if given is None else given
         if new <= old or new % 1 != 0:

@@ -9,22 +9,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Fields that change what a layer computes but not the shapes of its parameters.
 SAME_FIELDS = (
     *("clamp_min", "feature_map", "gate_logit_normalizer", "group_norm_eps", "head_dim", "head_size"),
     *("head_size_divisor", "hidden_act", "layer_norm_epsilon", "mixer_rms_eps", "n_groups", "norm_eps"),
-    *("norm_feature_map", "norm_k", "norm_q", "num_heads", "time_step_limit"),
+    *("layer_num_heads", "layer_state_sizes", "norm_feature_map", "norm_k", "norm_q", "num_heads", "time_step_limit"),
 )
 # RWKV's norm of the embeddings, which is in the first block
 EMBEDDING_NORMS = ("pre_norm.", "pre_ln.")
 
 
 @torch.no_grad()
-def initialize_from_teacher_layer(
-    student: nn.Module, teacher: nn.Module, layer: int, layers: Iterable[int] | None = None
-) -> None:
+def initialize_from_teacher_layer(student: Any, teacher: Any, layer: int, layers: Iterable[int] | None = None) -> None:
     """Overwrite layers of `student`, in place, with the weights of one layer of `teacher`.
 
     A layer is a whole block: norms, mixer and channel mixing. Weights outside of the blocks are kept: embeddings (in
@@ -38,41 +36,10 @@ def initialize_from_teacher_layer(
         layers: The layers of the student to overwrite; None for all.
 
     Raises:
-        ValueError: for a model without such blocks, a layer that does not exist, and layers that differ in a parameter
-            or setting, which is named. The student is then unchanged.
+        ValueError: for layers that differ in a parameter or setting, which is named. The student is then unchanged.
     """
     students, teachers = _blocks(student), _blocks(teacher)
-    chosen = list(range(len(students)) if layers is None else layers)
-    if not chosen:
-        raise ValueError(f"layers must be some of 0 to {len(students) - 1}, got none; None takes all.")
-    for model, blocks, index in [(teacher, teachers, layer), *((student, students, index) for index in chosen)]:
-        if index not in range(len(blocks)):
-            raise ValueError(f"{type(model).__name__} has the layers 0 to {len(blocks) - 1}, got {index}.")
-    _check_settings(student, teacher)
-    source = _weights(teachers[layer])
-    targets = [_weights(students[index]) for index in chosen]
-    for index, target in zip(chosen, targets, strict=True):
-        _check_same_weights(index, target, layer, source)
-        mixers = [getattr(block, "scan_mixer", None) for block in (students[index], teachers[layer])]
-        shapes = [getattr(mixer, "state_shape", None) for mixer in mixers]
-        if None not in shapes and shapes[0] != shapes[1]:
-            raise ValueError(
-                f"Layer {index} of the student has a state of {shapes[0]}, layer {layer} of the teacher one of "
-                f"{shapes[1]}: they must be the same."
-            )
-    for target in targets:
-        for name, tensor in target.items():
-            tensor.copy_(source[name])
-
-
-def _blocks(model: nn.Module) -> Any:
-    blocks = getattr(getattr(model, "base_model", model), "layers", None)
-    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
-        raise ValueError(f"{type(model).__name__} has no list of blocks named layers in its backbone.")
-    return blocks
-
-
-def _check_settings(student: Any, teacher: Any) -> None:
+    chosen = range(len(students)) if layers is None else layers
     for name in SAME_FIELDS:
         values = [_setting(model.config, name) for model in (student, teacher)]
         if values[0] != values[1]:
@@ -80,6 +47,22 @@ def _check_settings(student: Any, teacher: Any) -> None:
                 f"{name} is {values[0]} in the student's config and {values[1]} in the teacher's, so the same weights "
                 "would give another layer: make the student with the teacher's value."
             )
+    source = _weights(teachers[layer])
+    targets = [_weights(students[index]) for index in chosen]
+    shapes = {name: tuple(tensor.shape) for name, tensor in source.items()}
+    for index, target in zip(chosen, targets, strict=True):
+        differing = sorted({*shapes.items()} ^ {(name, tuple(tensor.shape)) for name, tensor in target.items()})
+        if differing:
+            raise ValueError(
+                f"Layer {index} of the student and layer {layer} of the teacher differ in the parameters {differing}."
+            )
+    for target in targets:
+        for name, tensor in target.items():
+            tensor.copy_(source[name])
+
+
+def _blocks(model: Any) -> Any:
+    return getattr(model, "base_model", model).layers
 
 
 def _setting(config: Any, name: str) -> Any:
@@ -94,16 +77,3 @@ def _setting(config: Any, name: str) -> Any:
 def _weights(block: Any) -> dict[str, Tensor]:
     weights = block.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in weights.items() if not name.startswith(EMBEDDING_NORMS)}
-
-
-def _check_same_weights(index: int, target: dict[str, Tensor], layer: int, source: dict[str, Tensor]) -> None:
-    places = f"layer {index} of the student and layer {layer} of the teacher"
-    for name in [*target, *source]:
-        if name not in target or name not in source:
-            having, lacking = ("student", "teacher") if name in target else ("teacher", "student")
-            raise ValueError(f"The {having} has the parameter {name} and the {lacking} lacks it, in {places}.")
-        if target[name].shape != source[name].shape:
-            raise ValueError(
-                f"{name} has shape {tuple(target[name].shape)} and {tuple(source[name].shape)} in {places}: they must "
-                "be the same."
-            )

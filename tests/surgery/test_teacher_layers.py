@@ -99,28 +99,22 @@ def test_a_stock_model_can_teach_ours(stock: Any, config: Any, family: str) -> N
         (
             ("Mamba2", {}),
             ("Mamba2", {"state_size": 8}),
-            r"mixer.in_proj.weight has shape \(76, 16\) and \(84, 16\) in layer 0 of the student and layer 1 of the",
+            r"differ in the parameters .*'mixer.in_proj.weight', \(76, 16",
         ),
-        (
-            ("Mamba", {"use_bias": True}),
-            ("Mamba", {}),
-            "The student has the parameter mixer.in_proj.bias and the teacher lacks it",
-        ),
+        (("Mamba", {"use_bias": True}), ("Mamba", {}), r"differ in the parameters \[\('mixer.in_proj.bias', \(64,\)"),
         (
             ("Mamba", {}),
             ("Mamba2", {"num_heads": 4}),
             "head_dim is None in the student's config and 8 in the teacher's",
         ),
-        (("Mamba", {"mixer_rms_eps": 1e-6}), ("Mamba", {}), "mixer_rms_eps is 1e-06 in the student's .* and None"),
         (("RWKV6", {}), ("RWKV6", {"group_norm_eps": 6.4e-4}), "group_norm_eps is 1e-05 .* and 0.00064"),
-        (("GLA", {}), ("GLA", {"gate_logit_normalizer": 4}), "gate_logit_normalizer is 16 .* and 4"),
         (
             ("GLA", {"elementwise_affine": False}),
             ("GLA", {"elementwise_affine": False, "layer_num_heads": [2, 1]}),
-            r"has a state of LayerShape\(recurrent=\(2, 8, 4\).* one of LayerShape\(recurrent=\(1, 16, 8\)",
+            r"layer_num_heads is None .* and \[2, 1\]",
         ),
     ],
-    ids=["shape", "bias", "family", "norms", "head norms", "gates", "heads"],
+    ids=["shape", "bias", "family", "head norms", "heads"],
 )
 def test_layers_that_differ_are_refused_and_nothing_changed(
     student: tuple[str, dict[str, Any]], teacher: tuple[str, dict[str, Any]], complaint: str
@@ -136,31 +130,3 @@ def test_settings_that_mean_the_same_are_no_difference() -> None:
     student = model_of("RWKV6", 1, 0, group_norm_eps=1e-5)  # None stands for norm_eps, which is 1e-5
     initialize_from_teacher_layer(student, model_of("RWKV6", 1, 1), 0)
     initialize_from_teacher_layer(model_of("Mamba", 1, 0, hidden_act="swish"), model_of("Mamba", 1, 1), 0)
-
-
-def test_a_stock_teacher_with_another_activation_is_refused() -> None:
-    teacher = MambaForCausalLM(MambaConfig(**SIZES, **FAMILIES["Mamba"], num_hidden_layers=1, hidden_act="gelu"))
-    with pytest.raises(ValueError, match="hidden_act is silu in the student's config and gelu"):
-        initialize_from_teacher_layer(model_of("Mamba", 1, 0), teacher, 0)
-
-
-@pytest.mark.parametrize(
-    ("layer", "layers", "complaint"),
-    [
-        (2, None, "StatefulMambaForCausalLM has the layers 0 to 1, got 2"),
-        (-1, None, "has the layers 0 to 1, got -1"),
-        (0, [3], "has the layers 0 to 2, got 3"),
-        (0, [], "layers must be some of 0 to 2, got none"),
-    ],
-)
-def test_layers_that_are_not_there_are_refused(layer: int, layers: list[int] | None, complaint: str) -> None:
-    student = model_of("Mamba", 3, 0)
-    before = parameters(student)
-    with pytest.raises(ValueError, match=complaint):
-        initialize_from_teacher_layer(student, model_of("Mamba", 2, 1), layer, layers)
-    assert_unchanged(student, before)
-
-
-def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="Linear has no list of blocks"):
-        initialize_from_teacher_layer(nn.Linear(2, 2), model_of("Mamba", 1, 0), 0)
