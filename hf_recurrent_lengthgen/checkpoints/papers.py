@@ -18,12 +18,14 @@ class Paper:
         authors: In the form of BibTeX: "Last, First and Last, First".
         year: Of its first version.
         title: In the form of BibTeX, where braces keep capitals.
+        published: Where and when it was published after that.
     """
 
     arxiv: str
     authors: str
     year: int
     title: str
+    published: tuple[str, int] | None = None
 
     @property
     def name(self) -> str:
@@ -41,12 +43,15 @@ class Paper:
         """Its BibTeX entry."""
         letters = re.sub(r"[^a-z ]", "", f"{self.authors.partition(',')[0].replace(' ', '')} {self.title}".lower())
         name, word, *_ = letters.split()
+        kind, where, year = "article", f"  journal = {{arXiv preprint arXiv:{self.arxiv}}},\n", self.year
+        if self.published is not None:
+            book, year = self.published
+            kind, where = "inproceedings", f"  booktitle = {{{book}}},\n  note = {{arXiv:{self.arxiv}}},\n"
         return (
-            f"@article{{{name}{self.year}{word},\n"
+            f"@{kind}{{{name}{self.year}{word},\n"
             f"  title = {{{self.title}}},\n"
             f"  author = {{{self.authors}}},\n"
-            f"  journal = {{arXiv preprint arXiv:{self.arxiv}}},\n"
-            f"  year = {{{self.year}}}\n}}"
+            f"{where}  year = {{{year}}}\n}}"
         )
 
 
@@ -85,6 +90,7 @@ STATEX = Paper(
     "Shen, Xingyu and Chen, Yingfa and Thai, Zhen Leng and Han, Xu and Liu, Zhiyuan and Sun, Maosong",
     2025,
     "{StateX}: Enhancing {RNN} Recall via Post-training State Expansion",
+    ("Findings of the Association for Computational Linguistics: ACL 2026", 2026),
 )
 
 PAPERS = {

@@ -4,6 +4,8 @@ import json
 import re
 import shlex
 import textwrap
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,6 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 import hf_recurrent_lengthgen.models  # noqa: F401  (registers the model types)
-from hf_recurrent_lengthgen.cli import retrieve
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes import RECIPES, copy_recipes, load_recipe, recipe_names
@@ -57,6 +58,16 @@ SIZES = {
     "gla-120m": (6, 768, 4, 192),
     "gla-360m": (20, 1024, 4, 256),
     "rwkv6-70m": (6, 512, 4, 128),
+    # arXiv:2410.11135: Figures 9, 2 and 3; N of Mamba-1 is 32, see section 5
+    "symbols-mamba2-14m": (2, 1024, 32, 64),
+    "symbols-mamba2-53m": (8, 1024, 32, 64),
+    "symbols-mamba2-159m": (24, 1024, 32, 64),
+    "symbols-mamba-163m": (24, 1024, None, 32),
+    # arXiv:2509.22630, C.5: 24 layers; one head of 512 keys, four of 128, and so on
+    "gla-1-head-340m": (24, 1024, 1, 1024),
+    "gla-4-heads-340m": (24, 1024, 4, 256),
+    "gla-8-heads-340m": (24, 1024, 8, 128),
+    "gla-16-heads-340m": (24, 1024, 16, 64),
 }
 # arXiv:2410.07145, Table 2: elements of the state
 STATE_SIZES = {
@@ -89,6 +100,7 @@ TOKENS = {
     "statex-gla-1.3b-trained": 10,
     "vanilla-mamba2-1.3b": 10,
     "vanilla-gla-1.3b": 10,
+    **dict.fromkeys(("gla-1-head-340m", "gla-4-heads-340m", "gla-8-heads-340m", "gla-16-heads-340m"), 20),
 }
 
 
@@ -118,7 +130,8 @@ def test_models_have_the_sizes_and_the_parameters_of_their_names(path: Path) -> 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     # official names are rough: "350m" are 370m
     assert abs(parameters / named - 1) < (0.07 if "350m" in path.stem else 0.035), parameters
-    assert model.config.vocab_size >= 50277  # tokens of EleutherAI/gpt-neox-20b
+    least = 515 if path.stem.startswith("symbols") else 32_000 if "head" in path.stem else 50_277  # gpt-neox-20b
+    assert model.config.vocab_size >= least
     known = set(type(config)().to_dict()) | set(vars(config))
     assert json.loads(path.read_text()).keys() <= known
 
@@ -143,10 +156,14 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
     rows = values_of(arguments)
     per_step = 2 * int(rows["per_device_train_batch_size"]) * int(rows["gradient_accumulation_steps"])
     assert per_step * int(rows["training_length"]) == TOKENS_PER_STEP
-    [measuring] = re.findall(r"lengthgen retrieve (output/.*)\n", text)
-    words = shlex.split(measuring)
-    options = vars(retrieve.command_parser().parse_args(words))
-    assert options["models"][0].removeprefix("output/") in RUNS
+    measuring = re.findall(r"\nlengthgen (retrieve|accuracy|evaluate|diagnose|harness) (.*)\n", text)
+    assert len(measuring) > 6
+    for name, arguments in measuring:
+        words = shlex.split(arguments)
+        parser = import_module(f"hf_recurrent_lengthgen.cli.{name}").command_parser
+        options = vars(parser(*[words] * len(signature(parser).parameters)).parse_args(words))
+        made = [model.removesuffix("/checkpoint-*") for model in options.get("models", ())]
+        assert {model.removeprefix("output/") for model in made if model.startswith("output/")} <= RUNS.keys()
 
 
 def values_of(arguments: str) -> dict[str, Any]:
@@ -185,8 +202,10 @@ def test_every_run_is_accepted_as_it_is_written(arguments: str, monkeypatch: pyt
         read = getattr(read, "value", read)  # of an enumeration
         if isinstance(value, dict):
             assert read == {key: float(item) if is_number(item) else item for key, item in value.items()}
+        elif isinstance(read, list):
+            assert [str(item) for item in read] == value.split(), name
         elif isinstance(value, str) and is_number(value):
-            assert read == float(value), name
+            assert float(read) == float(value), name
         else:
             assert str(read).lower() == str(value).lower(), name
 
@@ -215,15 +234,22 @@ def paper_name(model: str) -> str:
 @pytest.mark.parametrize("run", RUNS)
 def test_batches_learning_rates_and_lengths_are_the_papers(run: str) -> None:
     values = RUNS[run]
-    rows = int(values["per_device_train_batch_size"]) * int(values["gradient_accumulation_steps"])
+    rows = int(values["per_device_train_batch_size"]) * int(values.get("gradient_accumulation_steps", 1))
     name, rate = paper_name(values["model"]), float(values["learning_rate"])
     if run.startswith("alignment"):
         assert rows == 64
         return
+    if "task_length" in values:
+        if "symbols" in values["model"]:  # arXiv:2410.11135, section 5 and reproducibility statement
+            assert (values["max_steps"], values["task_length"], values["mimetic_c"]) == ("5000", "50", "8")
+            assert rate in (1e-3, 5e-4, 1e-4)
+        else:  # arXiv:2507.02782, Table 1
+            assert (rows * int(values["max_steps"]), values["task_length"], rate) == (1_000_000, "50-100", 1e-3)
+        return
     assert rows * int(values["training_length"]) == TOKENS_PER_STEP
     if run in TOKENS:
         assert int(values["max_steps"]) == round(TOKENS[run] * 1e9 / TOKENS_PER_STEP)
-    if "statex" in run or "vanilla" in run:
+    if "statex" in run or "vanilla" in run or "head" in run:
         assert (rate, values["lr_scheduler_type"], values["warmup_steps"]) == (3e-4, "cosine", "0.05")
     elif run.startswith("stuffed"):
         assert rate in (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3)
@@ -239,7 +265,7 @@ def test_batches_learning_rates_and_lengths_are_the_papers(run: str) -> None:
         )
         assert (values["adam_beta1"], values["adam_beta2"], values["max_grad_norm"]) == ("0.9", "0.95", "1.0")
     contexts = {"gla-70m": "512", "gla-120m": "512", "gla-360m": "512", "rwkv6-70m": "256"}
-    if not re.search("1024|warmup|statex|vanilla", run):
+    if not re.search("1024|512|warmup|statex|vanilla|head", run):
         assert values["training_length"] == contexts.get(name, "2048")
 
 
