@@ -126,6 +126,7 @@ PAPERS = {
         Paper("2410.05355", "Zuo, Jingwei and others", 2024, "Falcon Mamba"),
         Paper("2411.12537", "Grazzi, Riccardo and others", 2024, "State-Tracking Through Negative Eigenvalues"),
         Paper("2412.06464", "Yang, Songlin and Kautz, Jan and Hatamizadeh, Ali", 2024, "Gated Delta Networks"),
+        Paper("2502.13685", "Du, Jusen and others", 2025, "{MoM}: Linear Sequence Modeling with Mixture-of-Memories"),
         Paper("2503.14456", "Peng, Bo and others", 2025, '{RWKV-7} "Goose" with Expressive Dynamic State Evolution'),
         Paper("2510.26692", "{Kimi Team} and others", 2025, "Kimi Linear"),
         Paper("2603.15569", "Lahoti, Aakash and others", 2026, "Mamba-3"),

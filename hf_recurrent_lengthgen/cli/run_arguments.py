@@ -1,5 +1,7 @@
 """The options of `lengthgen train` that no trainer config has: the model, the data, the intervention."""
 
+# ruff: noqa: RUF009  (_option makes a field)
+
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
@@ -8,6 +10,7 @@ from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, chosen_split
 from hf_recurrent_lengthgen.cli.shared_options import HOW, help_of
 from hf_recurrent_lengthgen.data import split_names
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
+from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 from hf_recurrent_lengthgen.trainers.settings import check_settings
 
@@ -73,6 +76,13 @@ class RunArguments:
     mimetic: bool = _option(
         "model", "start Mamba or GLA from mimetic initialization (Trockman et al., 2024), with a config.json", False
     )
+    mimetic_switches: list[str] | None = _option(
+        "model",
+        "its parts: a (decays near 1), delta (steps of 1), bc (correlated B and C), conv (identity) (default: all; in "
+        "Mamba-1 all but conv)",
+        mimetic=ANY,
+    )
+    mimetic_layers: list[int] | None = _option("model", "its layers, from 0 (default: all)", mimetic=ANY)
     mimetic_c: float = _option("model", "its c in A_n = -n^-c; the paper uses 2, 4 and 8", 8.0, mimetic=ANY)
     mimetic_offset: int = _option(
         "model", "its n counts from 1 + offset; a head, state or key at n = 1 decays", 0, mimetic=ANY
@@ -150,11 +160,20 @@ class RunArguments:
             )
         if self.mimetic and not self.from_scratch:
             raise ValueError("mimetic overwrites trained weights: give a config.json as model, not a checkpoint.")
+        if unknown := sorted(set(self.mimetic_switches or ()) - set(SWITCHES)):
+            raise ValueError(f"mimetic_switches must be some of {' '.join(SWITCHES)}, got {' '.join(unknown)}.")
 
     @property
     def from_scratch(self) -> bool:
         """Whether the model is made from a config.json, with random weights."""
         return self.model.endswith(".json")
+
+    @property
+    def mimetic_start(self) -> dict[str, Any]:
+        """The options of mimetic initialization, as they are recorded."""
+        lists = {"switches": self.mimetic_switches, "layers": self.mimetic_layers}
+        given = {name: tuple(values) for name, values in lists.items() if values is not None}
+        return {"c": self.mimetic_c, "offset": self.mimetic_offset} | given
 
     @property
     def length(self) -> int:

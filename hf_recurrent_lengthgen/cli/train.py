@@ -27,6 +27,7 @@ from hf_recurrent_lengthgen.data.tasks import (
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
+from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
 from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
@@ -139,7 +140,10 @@ def _model(settings: RunArguments) -> Any:
         return model if settings.lora_r is None else _with_adapter(model, settings)
     model = _new_model(settings.model, settings.trust_remote_code)
     if settings.mimetic:
-        mimetic_initialization(model, c=settings.mimetic_c, offset=settings.mimetic_offset)
+        switches = settings.mimetic_switches
+        options: dict[str, Any] = {} if switches is None else {name: name in switches for name in SWITCHES}
+        options |= {"c": settings.mimetic_c, "offset": settings.mimetic_offset, "layers": settings.mimetic_layers}
+        mimetic_initialization(model, **options)
     return model
 
 
@@ -195,7 +199,7 @@ def _initial_weights(settings: RunArguments) -> InitialWeights:
     """The record of random initial weights, with the options of mimetic initialization."""
     if not settings.mimetic:
         return InitialWeights()
-    return InitialWeights({"c": settings.mimetic_c, "offset": settings.mimetic_offset})
+    return InitialWeights(settings.mimetic_start)
 
 
 def _state_alone(training: InitialStateConfig) -> bool:

@@ -60,6 +60,24 @@ def test_training_from_scratch_with_mimetic_initialization(train: Train, config_
     assert not trained_config(tmp_path / "out")["interventions"]
 
 
+@pytest.mark.slow
+def test_mimetic_switches_and_layers(
+    train: Train, config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = {"model": config_file, "lr_scheduler_type": "constant", "learning_rate": 0, "intervention": "none"}
+    assert train(**common) == 0
+    plain = load_file(tmp_path / "out" / "model.safetensors")
+    chosen = ("--mimetic-switches", "a", "conv", "--mimetic-layers", "0")
+    assert train(*chosen, **common, mimetic=True, output_dir=tmp_path / "mimetic") == 0
+    mimetic = load_file(tmp_path / "mimetic" / "model.safetensors")
+    changed = {name for name in plain if not torch.equal(plain[name], mimetic[name])}
+    assert changed - {"backbone.layers.0.mixer.conv1d.bias"} == {
+        f"backbone.layers.0.mixer.{name}" for name in ("A_log", "conv1d.weight")
+    }
+    assert train("--mimetic-switches", "a", "b", **common, mimetic=True, output_dir=tmp_path / "other") == 1
+    assert "mimetic_switches must be some of a delta bc conv, got b." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("model_type", ["mamba2", "mamba"])
 def test_a_stock_config_from_scratch_becomes_a_model_of_ours(train: Train, tmp_path: Path, model_type: str) -> None:
     sizes = {"vocab_size": 384, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2}

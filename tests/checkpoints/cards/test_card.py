@@ -274,6 +274,13 @@ def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> 
         build_card(work.cured, [own])
 
 
+def test_states_that_no_training_can_use_are_said(work: Work, tmp_path: Path) -> None:
+    larger = tmp_path / "larger"
+    how = ("--layers", "0", "--factor", "2", "--initialization", "inherit-zero", "--output", str(larger))
+    assert main(["expand", str(work.cured), *how]) == 0
+    assert '"inherit-zero") get no gradient' in str(build_card(larger))
+
+
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
