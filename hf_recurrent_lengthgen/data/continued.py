@@ -74,7 +74,7 @@ class ContinuedChunks(Dataset[Item]):
         lookahead: int = 0,
     ) -> None:
         _check_stream(stream)
-        _check_layout(length, chunks_before_reset, lookahead)
+        _check_layout(length, chunks_before_reset)
         if reset_at_document and (separator_id is None or not bool(stream.eq(separator_id).any())):
             raise ValueError(
                 f"separator_id is {separator_id}, which does not occur in the stream, so reset_at_document would "
@@ -149,8 +149,6 @@ class StreamRowSampler(Sampler[ChunkKey]):
     """
 
     def __init__(self, dataset: ContinuedChunks, stream_rows: int, seed: int) -> None:
-        if stream_rows < 1:
-            raise ValueError(f"stream_rows is {stream_rows}, but must be at least 1")
         if len(dataset) < stream_rows:
             spare = len(dataset.stream) - dataset.lookahead - 1
             shorter = f", a length of {spare // stream_rows}" if spare >= stream_rows else ""
@@ -227,11 +225,7 @@ class ContinuedStream(IterableDataset[Item]):
         lookahead: int = 0,
         process: tuple[int, int] = (0, 1),
     ) -> None:
-        _check_layout(length, chunks_before_reset, lookahead)
-        if rows < 1:
-            raise ValueError(f"rows is {rows}, but must be at least 1")
-        if not 0 <= process[0] < process[1]:
-            raise ValueError(f"process is {process[0]} of {process[1]}, but must be 0 to {process[1] - 1}")
+        _check_layout(length, chunks_before_reset)
         if iter(documents) is documents:
             raise ValueError(
                 f"documents is a {type(documents).__name__}, which can be read only once, but every epoch reads "
@@ -283,12 +277,12 @@ class ContinuedStream(IterableDataset[Item]):
         for epoch in count():
             if named and hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
-            found = False
+            has_tokens = False
             for number, row in enumerate(source):
                 ids = _token_ids(row.get("input_ids") if named else row, number)
-                found = found or len(ids) > 0
+                has_tokens = has_tokens or len(ids) > 0
                 yield torch.cat([ids, separator])
-            if not found:
+            if not has_tokens:
                 raise ValueError("the documents hold no token; give documents with text")
 
 
@@ -348,13 +342,11 @@ def _item(tokens: Tensor, document_starts: Tensor | None, begins: bool) -> Item:
     return {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": targets, "state_resets": resets}
 
 
-def _check_layout(length: int, chunks_before_reset: int | None, lookahead: int) -> None:
+def _check_layout(length: int, chunks_before_reset: int | None) -> None:
     if length < 1:
         raise ValueError(f"length is {length}, but a chunk needs at least 1 token")
     if chunks_before_reset is not None and chunks_before_reset < 1:
         raise ValueError(f"chunks_before_reset is {chunks_before_reset}, but must be at least 1, or None for no reset")
-    if lookahead < 0:
-        raise ValueError(f"lookahead is {lookahead}, but must be at least 0")
 
 
 def _token_ids(document: Any, number: int) -> Tensor:

@@ -118,8 +118,8 @@ def _untagged(plain: Any, kind: type) -> Any:
         newer = ": update hf_recurrent_lengthgen if a newer one wrote it" if kind not in _SCHEMAS else ""
         raise ValueError(f"Expected a document of kind {' or '.join(map(repr, known))}, got {name!r}{newer}.")
     (cls, reads), version = known[name], plain.get("schema_version")
-    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise ValueError(f"The schema version must be an integer of at least 1, got {version!r}.")
+    if not isinstance(version, int):
+        raise ValueError(f"The schema version must be an integer, got {version!r}.")
     if version > reads:
         raise ValueError(
             f"The document has schema version {version}, but this version of the package reads up to {reads}: update "

@@ -126,7 +126,6 @@ def test_the_key_says_whether_a_chunk_begins_a_sequence() -> None:
         ({"length": 0}, "length is 0"),
         ({"length": 9}, "has 9 tokens, but one chunk of length 9 with lookahead 0 .* needs 10"),
         ({"lookahead": 7}, "needs 10"),
-        ({"lookahead": -1}, "lookahead is -1"),
         ({"chunks_before_reset": 0}, "chunks_before_reset is 0, but must be at least 1, or None"),
         ({"reset_at_document": True}, "separator_id is None, which does not occur in the stream"),
         ({"reset_at_document": True, "separator_id": 77}, "separator_id is 77, which does not occur in the stream"),
@@ -208,8 +207,6 @@ def test_too_little_data_says_what_would_fit() -> None:
     assert StreamRowSampler(dataset, 4, 0).steps == 1
     with pytest.raises(ValueError, match=r"30 stream rows .* need one each: 4 stream rows or more data"):
         StreamRowSampler(dataset, 30, 0)
-    with pytest.raises(ValueError, match="stream_rows is 0"):
-        StreamRowSampler(dataset, 0, 0)
 
 
 PROCESSES, BATCH, MICRO_BATCHES = 2, 3, 2

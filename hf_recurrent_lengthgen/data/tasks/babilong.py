@@ -9,6 +9,7 @@ intervention, and also evaluate with examples in the prompt (few-shot). The word
     Answer: bathroom.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -106,15 +107,19 @@ class NoQuestionFitsError(ValueError):
 
 
 class BackgroundText:
-    """The sentences of texts as token ids, each after a space, encoded once for many prompts.
+    """The sentences of texts as token ids, encoded once for many prompts.
+
+    Args:
+        first: What stands before the first sentence, a space or a line break; before the others stands a space.
 
     Attributes:
         tokens: Token ids of all sentences, int64 (n,).
         ends: End of each sentence, (sentences,).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
-        pieces = [encode_next(tokenizer, f" {sentence}") for sentence in sentences(texts)]
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], first: str = " ") -> None:
+        marks = itertools.chain([first], itertools.repeat(" "))
+        pieces = [encode_next(tokenizer, mark + text) for mark, text in zip(marks, sentences(texts), strict=False)]
         if not pieces:
             raise ValueError("the background texts have no sentence; give some text")
         self.tokens = torch.tensor([token for piece in pieces for token in piece])
@@ -143,7 +148,7 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         left_out: Number of questions that do not fit.
 
     Raises:
-        ValueError: if no question fits, the background has no sentence, or the seed is negative.
+        ValueError: if no question fits, and for a background without a sentence.
     """
 
     def __init__(
@@ -155,8 +160,6 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         seed: int = 0,
         shots: Sequence[BabiQuestion] = (),
     ) -> None:
-        if seed < 0:
-            raise ValueError(f"seed is {seed}, but must be at least 0")
         self.length, self.seed = length, seed
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}  # bAbI has few different sentences

@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.data.tasks.babilong import (
     BackgroundText,
     NoQuestionFitsError,
 )
-from hf_recurrent_lengthgen.data.tasks.needle import Haystack, NeedleTemplate, random_needle
+from hf_recurrent_lengthgen.data.tasks.needle import needle_prompt, random_needle
 from hf_recurrent_lengthgen.data.tasks.passkey import PasskeyTemplate, random_key
 
 
@@ -40,11 +40,8 @@ class RetrievalGrid(ABC):
     shots = 0
 
     def __init__(self, rows: Sequence[str], samples: int, seed: int) -> None:
-        if not rows or samples < 1 or seed < 0:
-            raise ValueError(
-                f"{self.task} needs at least 1 row, at least 1 sample and a seed of at least 0, got {len(rows)}, "
-                f"{samples} and {seed}"
-            )
+        if not rows or samples < 1:
+            raise ValueError(f"{self.task} needs at least 1 row and at least 1 sample, got {len(rows)} and {samples}")
         if len(set(rows)) < len(rows):
             raise ValueError(f"the rows of {self.task} must be different, got {', '.join(rows)}")
         self.rows, self.samples, self.seed = tuple(rows), samples, seed
@@ -96,7 +93,7 @@ class PasskeyGrid(DepthGrid):
 
 
 class NeedleGrid(DepthGrid):
-    """Prompts of `NeedleTemplate`; see `RetrievalGrid` for the other arguments.
+    """`needle_prompt`s; see `RetrievalGrid` for the other arguments.
 
     Args:
         texts: Texts in which needles are hidden, in this order, each once.
@@ -114,12 +111,12 @@ class NeedleGrid(DepthGrid):
         seed: int = 0,
     ) -> None:
         super().__init__(depths, samples, seed)
-        self._tokenizer, self._haystack = tokenizer, Haystack(tokenizer, texts)
+        self._tokenizer, self._haystack = tokenizer, BackgroundText(tokenizer, texts, first="\n")
 
     def tasks(self, row: int, length: int) -> list[Task]:
-        template = NeedleTemplate(self._tokenizer, self._haystack, length)
         needles = [random_needle(self._generator(row, sample)) for sample in range(self.samples)]
-        return [template.fill(self.depths[row], *needle) for needle in needles]
+        text = self._tokenizer, self._haystack
+        return [needle_prompt(*text, length, self.depths[row], *needle) for needle in needles]
 
 
 class BabilongGrid(RetrievalGrid):

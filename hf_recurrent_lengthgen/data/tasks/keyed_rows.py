@@ -34,16 +34,6 @@ class Rows(NamedTuple):
     sizes: Array
 
 
-def whole_number(name: str, value: Any) -> int:
-    """An integer, also of numpy; a `ValueError` for anything else, including booleans."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ValueError(f"{name} must be a whole number, got {value}.")
-
-
 class KeyedRows(Dataset[dict[str, Tensor]], ABC):
     """Rows of random strings; row i depends only on the seed and i.
 
@@ -62,19 +52,20 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
 
     Raises:
         ValueError: for an impossible length, number of samples or seed.
+        TypeError: for numbers that are not whole.
     """
 
     name: str
 
     def __init__(self, length: Lengths, samples: int, seed: int) -> None:
-        bounds = [whole_number("length", bound) for bound in np.array(length, dtype=object, ndmin=1)]
+        bounds = [operator.index(bound) for bound in np.array(length, dtype=object, ndmin=1)]
         if len(bounds) not in (1, 2) or not 1 <= bounds[0] <= bounds[-1]:
             raise ValueError(
                 f"The length of {self.name} is {length!r}, but must be a number of at least 1, or a minimum and a "
                 "maximum."
             )
         self.shortest, self.longest = bounds[0], bounds[-1]
-        self.samples, self.seed = whole_number("samples", samples), whole_number("seed", seed)
+        self.samples, self.seed = operator.index(samples), operator.index(seed)
         if self.samples < 1 or not 0 <= self.seed < 2**63:
             raise ValueError(f"samples must be at least 1 and seed from 0 to 2**63 - 1, got {samples} and {seed}.")
         self._check()
@@ -110,11 +101,11 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
         Rows of different lengths also have an "attention_mask" (B, T), 1 at real tokens.
         """
         tokens, labels, sizes = self._asked(indices)
-        found = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        batch = {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         if sizes.min() < sizes.max():
             mask = (np.arange(tokens.shape[1]) < sizes[:, None]).astype(np.int64)
-            found["attention_mask"] = torch.from_numpy(mask)
-        return found
+            batch["attention_mask"] = torch.from_numpy(mask)
+        return batch
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """The items of several rows, made together."""

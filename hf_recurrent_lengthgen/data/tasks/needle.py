@@ -6,14 +6,12 @@ from the first on, with single spaces as in RULER. As there, {word} is an adject
 and the needle is between two sentences.
 """
 
-from collections.abc import Iterable
-
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next
-from hf_recurrent_lengthgen.data.tasks.babilong import sentences
+from hf_recurrent_lengthgen.data.tasks.babilong import BackgroundText
 
 NEEDLE_HEAD = (
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
@@ -36,83 +34,51 @@ _ADJECTIVES, _NOUNS = (
 )
 
 
-class Haystack:
-    """Text as the token ids of its sentences; the first one follows a line break, the others a space.
-
-    Attributes:
-        tokens: Token ids, int64 (n,).
-        ends: End of each sentence, (sentences,).
-
-    Raises:
-        ValueError: for texts without a sentence.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
-        around = sentences(texts)
-        if not around:
-            raise ValueError("the texts have no sentence to hide a needle behind; give some text")
-        pieces = [encode_next(tokenizer, f"{' ' if number else chr(10)}{text}") for number, text in enumerate(around)]
-        self.tokens = torch.tensor([token for piece in pieces for token in piece])
-        self.ends = np.cumsum([len(piece) for piece in pieces])
-
-
 def random_needle(generator: np.random.Generator) -> tuple[str, str]:
     """A word and its number of seven digits, which does not start with 0."""
     word = f"{_ADJECTIVES[generator.integers(len(_ADJECTIVES))]}-{_NOUNS[generator.integers(len(_NOUNS))]}"
     return word, str(generator.integers(1_000_000, 10_000_000))
 
 
-class NeedleTemplate:
-    """The prompts of one length.
+def needle_prompt(
+    tokenizer: PreTrainedTokenizerBase, haystack: BackgroundText, length: int, depth: float, word: str, number: str
+) -> Task:
+    """Prompt and answer, of `length` tokens together.
 
     Args:
-        haystack: The text, whose first tokens fill each prompt.
-        length: Tokens of prompt and answer.
+        haystack: The text, which begins on its own line; its first tokens fill the prompt.
+        depth: Share of the text before the needle, from 0 to 1. The needle is placed at the nearest end of a sentence,
+            or on its own line at depth 0.
+
+    Raises:
+        ValueError: for a length or a text that is too short.
     """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, haystack: Haystack, length: int) -> None:
-        self.tokenizer, self.haystack, self.length = tokenizer, haystack, length
-        self.head = encode(tokenizer, NEEDLE_HEAD)
-
-    def fill(self, depth: float, word: str, number: str) -> Task:
-        """Prompt and answer, of `length` tokens together.
-
-        `depth` is the share of the text before the needle, from 0 to 1. The needle is placed at the nearest end of a
-        sentence, or on its own line at depth 0.
-
-        Raises:
-            ValueError: for a length or a text that is too short.
-        """
-        question = encode_next(self.tokenizer, f"\n{NEEDLE_QUESTION.format(word=word)}")
-        answer, scored = encode_answer(self.tokenizer, number)
-        middle = NEEDLE.format(word=word, number=number)
-        # the text before decides between a space and a line break, whose numbers of tokens may differ
-        for mark in (" ", "\n"):
-            needle = encode_next(self.tokenizer, mark + middle)
-            room = self._room(len(self.head) + len(needle) + len(question) + len(answer))
-            before = self._nearest_end(depth * room, room)
-            if (before == 0) == (mark == "\n"):
-                break
-        start, text, end = torch.tensor(self.head), self.haystack.tokens, torch.tensor(question)
-        prompt = torch.cat([start, text[:before], torch.tensor(needle), text[before:room], end])
-        return Task(prompt, torch.tensor(answer), scored, room - before + len(question))
-
-    def _room(self, shortest: int) -> int:
-        room = self.length - shortest
+    head, question = encode(tokenizer, NEEDLE_HEAD), encode_next(tokenizer, f"\n{NEEDLE_QUESTION.format(word=word)}")
+    answer, scored = encode_answer(tokenizer, number)
+    # the text before decides between a space and a line break, whose numbers of tokens may differ
+    for mark in (" ", "\n"):
+        needle = encode_next(tokenizer, mark + NEEDLE.format(word=word, number=number))
+        shortest = len(head) + len(needle) + len(question) + len(answer)
+        room, available = length - shortest, len(haystack.tokens)
         if room < 0:
-            raise ValueError(f"length is {self.length}, but a prompt without text has {shortest} tokens")
-        if room > len(self.haystack.tokens):
+            raise ValueError(f"length is {length}, but a prompt without text has {shortest} tokens")
+        if room > available:
             raise ValueError(
-                f"length is {self.length}, which needs {room} tokens of text that does not repeat, but the data have "
-                f"{len(self.haystack.tokens)}; give more text, or shorter lengths"
+                f"length is {length}, which needs {room} tokens of text that does not repeat, but the data have "
+                f"{available}; give more text, or shorter lengths"
             )
-        return room
+        before = _nearest_end(haystack.ends, depth * room, room)
+        if (before == 0) == (mark == "\n"):
+            break
+    text = haystack.tokens
+    pieces = [torch.tensor(head), text[:before], torch.tensor(needle), text[before:room], torch.tensor(question)]
+    return Task(torch.cat(pieces), torch.tensor(answer), scored, room - before + len(question))
 
-    def _nearest_end(self, place: float, room: int) -> int:
-        """The end of a sentence within `room` tokens that is nearest to a place; 0 counts as an end."""
-        ends = self.haystack.ends
-        after = int(np.searchsorted(ends, place))
-        around = [0] if after == 0 else [int(ends[after - 1])]
-        if after < len(ends) and ends[after] <= room:
-            around.append(int(ends[after]))
-        return min(around, key=lambda end: abs(end - place))
+
+def _nearest_end(ends: np.ndarray, place: float, room: int) -> int:
+    """The end of a sentence within `room` tokens that is nearest to a place; 0 counts as an end."""
+    after = int(np.searchsorted(ends, place))
+    around = [0] if after == 0 else [int(ends[after - 1])]
+    if after < len(ends) and ends[after] <= room:
+        around.append(int(ends[after]))
+    return min(around, key=lambda end: abs(end - place))

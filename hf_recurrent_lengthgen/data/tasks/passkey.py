@@ -131,8 +131,8 @@ class PasskeyPrompts(Dataset[dict[str, Tensor]]):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, length: int, samples: int, seed: int = 0, style: str = "pass key"
     ) -> None:
-        if samples < 1 or seed < 0:
-            raise ValueError(f"samples must be at least 1 and seed at least 0, got {samples} and {seed}")
+        if samples < 1:
+            raise ValueError(f"samples must be at least 1, got {samples}")
         self.samples, self.seed = samples, seed
         self._template = PasskeyTemplate(tokenizer, length, style)
         self.task(0)  # refuses a length that is too short at once

@@ -7,6 +7,7 @@ string.
 Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vocabulary` + 3 ids.
 """
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,7 @@ import numpy as np
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers, random_orders
-from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows, whole_number
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows
 
 DELIMITER_ID, END_ID, FIRST_SYMBOL_ID = 1, 2, 3
 MOST_SYMBOLS = 2**31  # of `random_integers`
@@ -59,7 +60,7 @@ class TaskStrings(KeyedRows):
     end_is_asked = True
 
     def __init__(self, length: Lengths, vocabulary: int, samples: int, seed: int = 0) -> None:
-        self.vocabulary = whole_number("vocabulary", vocabulary)
+        self.vocabulary = operator.index(vocabulary)
         if not 1 <= self.vocabulary <= MOST_SYMBOLS:
             raise ValueError(f"vocabulary must be from 1 to {MOST_SYMBOLS}, got {vocabulary}.")
         super().__init__(length, samples, seed)

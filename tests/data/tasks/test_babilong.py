@@ -158,7 +158,5 @@ def test_questions_that_do_not_fit_are_counted(questions: list[BabiQuestion]) ->
 def test_wrong_use_is_refused(questions: list[BabiQuestion]) -> None:
     with pytest.raises(ValueError, match="have no sentence"):
         BabilongPrompts(byte_tokenizer(), questions, [" "], 300)
-    with pytest.raises(ValueError, match="seed is -1"):
-        BabilongPrompts(byte_tokenizer(), questions, BACKGROUND, 300, seed=-1)
     with pytest.raises(ValueError, match="none of 0 questions"):
         BabilongPrompts(byte_tokenizer(), [], BACKGROUND, 300)

@@ -1,6 +1,7 @@
 """Needles in running text: the paper's words, between sentences, in text that does not repeat."""
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.data.tasks import PasskeyGrid
-from hf_recurrent_lengthgen.data.tasks.needle import Haystack, NeedleTemplate, random_needle
+from hf_recurrent_lengthgen.data.tasks import PasskeyGrid, Task
+from hf_recurrent_lengthgen.data.tasks.babilong import BackgroundText
+from hf_recurrent_lengthgen.data.tasks.needle import needle_prompt, random_needle
 from hf_recurrent_lengthgen.data.tasks.passkey import PasskeyTemplate
 
 TEXTS = ["One dog barked. Two cats\n slept! Three", "birds sang. Four.", "Five. Six. Seven. Eight."]
@@ -31,10 +33,10 @@ def text_of(ids: Tensor) -> str:
     return bytes((ids - 3).tolist()).decode()
 
 
-def template(length: int) -> NeedleTemplate:
-    tokenizer = byte_tokenizer()
+def filled(length: int, depth: float, tokenizer: Any = None) -> Task:
+    tokenizer = tokenizer or byte_tokenizer()
     texts = [" ".join(TEXTS)]  # a sentence reaches over two of TEXTS
-    return NeedleTemplate(tokenizer, Haystack(tokenizer, texts), length)
+    return needle_prompt(tokenizer, BackgroundText(tokenizer, texts, "\n"), length, depth, "calm-river", "1234567")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def template(length: int) -> NeedleTemplate:
 )
 def test_the_prompt_of_table_12(depth: float, body: str) -> None:
     room = len("\nOne dog barked. Two cats slept! Thr")
-    task = template(BARE + room).fill(depth, "calm-river", "1234567")
+    task = filled(BARE + room, depth)
     assert text_of(task.prompt) == f"{HEAD}{body}\n{QUESTION} {PREFIX}"
     assert text_of(task.answer) == " 1234567."
     assert text_of(task.answer[: task.scored]) == " 1234567"
@@ -68,9 +70,7 @@ def test_infinity_bench_is_that_of_table_12() -> None:
 def test_pieces_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBase) -> None:
     whole = f"{HEAD}\nOne dog barked. Two cats slept! {NEEDLE} Three birds sang.\n{QUESTION} {PREFIX} 1234567."
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
-    task = NeedleTemplate(tokenizer, Haystack(tokenizer, [" ".join(TEXTS)]), len(ids)).fill(
-        0.7, "calm-river", "1234567"
-    )
+    task = filled(len(ids), 0.7, tokenizer)
     assert torch.cat([task.prompt, task.answer]).tolist() == ids
     after = tokenizer(f"{whole.partition(NEEDLE)[0]}{NEEDLE}", add_special_tokens=False)["input_ids"]
     assert task.distance == len(task.prompt) - len(after)
@@ -78,13 +78,11 @@ def test_pieces_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBa
 
 def test_what_cannot_be_filled_is_refused() -> None:
     with pytest.raises(ValueError, match=f"length is {BARE - 1}, but a prompt without text has {BARE} tokens"):
-        template(BARE - 1).fill(0, "calm-river", "1234567")
+        filled(BARE - 1, 0)
     usable = len("\n" + HAYSTACK)
-    template(BARE + usable).fill(1, "calm-river", "1234567")
+    filled(BARE + usable, 1)
     with pytest.raises(ValueError, match=f"{usable + 1} tokens of text that does not repeat, but the data have"):
-        template(BARE + usable + 1).fill(0, "calm-river", "1234567")
-    with pytest.raises(ValueError, match="have no sentence"):
-        Haystack(byte_tokenizer(), [" "])
+        filled(BARE + usable + 1, 0)
 
 
 def test_random_needles() -> None:

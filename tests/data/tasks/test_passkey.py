@@ -104,7 +104,5 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
         PasskeyPrompts(tokenizer, 400, 1, style="other")
     with pytest.raises(ValueError, match="samples must be at least 1"):
         PasskeyPrompts(tokenizer, 400, 0)
-    with pytest.raises(ValueError, match="seed at least 0"):
-        PasskeyPrompts(tokenizer, 400, 1, seed=-1)
     with pytest.raises(ValueError, match="merges"):
         passkey_prompt(merging_tokenizer, 400, 0, "12345")

@@ -199,7 +199,6 @@ def test_padding_is_on_the_right_without_labels() -> None:
         (lambda: SortingStrings(10, 9), "sorting 10 different symbols needs at least 10"),
         (lambda: SortingStrings(5, 9).resized(10, 1, 0), "needs at least 10"),
         (lambda: AssociativeRecall(4, 7), "recalling 4 pairs needs at least 8"),
-        (lambda: CopyingStrings(5.5), "length must be a whole number, got 5.5"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_not_possible_is_refused(make: Any, complaint: str) -> None:
