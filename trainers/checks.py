@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import has_length
 
-from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL, sampled_digest
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
@@ -72,7 +72,7 @@ def check_trainer(trainer: Any) -> None:
 def check_train_data(trainer: Any, alignment: "AlignmentSettings | None") -> None:
     """Raise a `ValueError` for training data whose rows do not suit the method."""
     dataset = trainer.train_dataset
-    continued = isinstance(dataset, ContinuedChunks | ContinuedStream)
+    continued = isinstance(dataset, ContinuedChunks)
     if trainer.needs_continued_data or continued:
         check_continued_data(trainer, dataset, alignment)
     if trainer.needs_shuffled_data:
@@ -181,7 +181,7 @@ def check_no_forgetting(model: nn.Module | None) -> None:
 def check_evaluation_data(dataset: Any) -> None:
     """Raise a `ValueError` for rows that continue one another, because each row is evaluated by itself."""
     for each in dataset.values() if isinstance(dataset, dict) else [dataset]:
-        if isinstance(each, ContinuedChunks | ContinuedStream):
+        if isinstance(each, ContinuedChunks):
             raise ValueError(
                 f"Evaluation starts every row from a new state, but the rows of {type(each).__name__} continue one "
                 "another: give PackedBlocks as eval_dataset."
@@ -191,27 +191,15 @@ def check_evaluation_data(dataset: Any) -> None:
 def check_continued_data(trainer: Any, dataset: Any, alignment: "AlignmentSettings | None") -> None:
     """Raise a `ValueError` unless rows continue those of the previous step, stay in place and can be reset."""
     args = trainer.args
-    if not isinstance(dataset, ContinuedChunks | ContinuedStream):
+    if not isinstance(dataset, ContinuedChunks):
         raise ValueError(
-            f"{type(trainer).__name__} needs rows that continue those of the previous step: give ContinuedChunks or "
-            f"ContinuedStream from hf_recurrent_lengthgen.data as train_dataset, got {type(dataset).__name__}."
+            f"{type(trainer).__name__} needs rows that continue those of the previous step: give ContinuedChunks "
+            f"from hf_recurrent_lengthgen.data as train_dataset, got {type(dataset).__name__}."
         )
     strategy = args.train_sampling_strategy
     if str(getattr(strategy, "value", strategy)) != "random":
         raise ValueError(
             f"train_sampling_strategy {strategy!r} would separate rows that continue one another: leave it out."
-        )
-    if isinstance(dataset, ContinuedStream):
-        rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        wanted = {"rows": rows, "process_index": args.row_process_index, "num_processes": args.row_processes}
-        wrong = {name: value for name, value in wanted.items() if getattr(dataset, name) != value}
-        if wrong:
-            given = {name: getattr(dataset, name) for name in wrong}
-            raise ValueError(f"The ContinuedStream has {given}, but this run needs {wrong}.")
-    if isinstance(dataset, ContinuedStream) and args.dataloader_num_workers > 1:
-        raise ValueError(
-            "A ContinuedStream is read in order, by at most one data worker: dataloader_num_workers must be 0 or 1, "
-            f"got {args.dataloader_num_workers}."
         )
     if dataset.reset_at_document:
         if not trainer.needs_continued_data:
@@ -246,16 +234,13 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: "AlignmentSettin
 def layout_of(dataset: Any) -> dict[str, Any]:
     """What the data of a resumed run must share: the number of rows, the `resume_record` if there is one, and for rows
     that continue one another their text and their layout."""
-    if not isinstance(dataset, ContinuedChunks | ContinuedStream):
+    if not isinstance(dataset, ContinuedChunks):
         rows = {"train_dataset.rows": len(dataset)} if has_length(dataset) else {}
         return {**rows, "train_dataset.record": getattr(dataset, "resume_record", None)}
     names = ("length", "chunks_before_reset", "reset_at_document", "lookahead")
     layout = {f"train_dataset.{name}": getattr(dataset, name) for name in names}
-    if isinstance(dataset, ContinuedStream) and dataset.num_processes > 1:
-        layout["train_dataset.documents"] = "dealt to rows"  # once to processes
-    if isinstance(dataset, ContinuedChunks):
-        layout["train_dataset.tokens"] = len(dataset.stream)
-        layout["train_dataset.digest"] = sampled_digest(dataset.stream)
+    layout["train_dataset.tokens"] = len(dataset.stream)
+    layout["train_dataset.digest"] = sampled_digest(dataset.stream)
     return layout
 
 

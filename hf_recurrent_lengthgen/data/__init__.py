@@ -1,6 +1,6 @@
 """Training and evaluation data from text: corpora or files -> one token stream -> blocks, chunks or sequences."""
 
-from .continued import ChunkKey, ContinuedChunks, ContinuedStream, StreamRowSampler, keep_long_documents
+from .continued import ChunkKey, ContinuedChunks, StreamRowSampler, keep_long_documents
 from .corpora import Corpus, Document, load_texts, split_names, standard_library_corpus
 from .packing import IGNORED_LABEL, PackedBlocks, evaluation_sequences
 from .pieces import piece_of_rows
@@ -10,7 +10,6 @@ __all__ = [
     "IGNORED_LABEL",
     "ChunkKey",
     "ContinuedChunks",
-    "ContinuedStream",
     "Corpus",
     "Document",
     "PackedBlocks",

@@ -1,9 +1,8 @@
 """Data for truncated backpropagation through time: row i of a step continues row i of the previous step.
 
 A stream row is one row of the global batch over time, including the micro-batches of gradient accumulation.
-`ContinuedChunks` cuts one token stream into chunks, and `StreamRowSampler` orders them by stream row.
-`ContinuedStream` gives the same items from documents that are read sequentially. An item with T = length and
-l = lookahead is
+`ContinuedChunks` cuts one token stream into chunks, and `StreamRowSampler` orders them by stream row. An item with
+T = length and l = lookahead is
 
     input_ids     (T + l,) int64
     labels        (T + l,) int64, the input_ids
@@ -16,16 +15,13 @@ Through Time"), the state is by default carried over 12 chunks, also across docu
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
-from itertools import count
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import datasets
 import torch
-from datasets.distributed import split_dataset_by_node
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, Sampler
 
 from .packing import IGNORED_LABEL, _check_stream
 
@@ -50,7 +46,8 @@ class ContinuedChunks(Dataset[Item]):
     ChunkKey(i, begins) is the same chunk, with a zero state if `begins`. Tensors may be views of the stream.
 
     Args:
-        stream: (n,) int64 with `separator_id` after each document, as `token_stream` makes it.
+        stream: (n,) int64 with `separator_id` after each document, as `token_stream` makes it; one that does not fit
+            into memory may lie in a file (`torch.from_file("tokens.bin", size=n, dtype=torch.int64)`).
         length: T, at least 1.
         chunks_before_reset: Number of chunks over which the state is carried. None to reset only at the first chunk
             of each stream row.
@@ -183,127 +180,6 @@ class StreamRowSampler(Sampler[ChunkKey]):
                 yield ChunkKey(index, step == 0 or index % size == 0)
 
 
-class ContinuedStream(IterableDataset[Item]):
-    """The items of `ContinuedChunks` from documents that are read sequentially, without end.
-
-    A stream row that needs tokens takes the next document, followed by a separator. The stream rows of all processes
-    take turns: those of micro-batch 0 in process 0, 1, ..., then those of micro-batch 1. Each process reads all
-    documents and gives the items of its own stream rows, so several processes see the rows that one would. Items are
-    ordered by step, then by stream row. All stream rows reset in the same steps.
-
-    After the last document the documents are read again as the next epoch, so Trainer needs `max_steps` and sees one
-    epoch. Every iteration begins at the first document, so skipping batches continues exactly. Accelerate must not
-    distribute the items again; our trainers prevent that.
-
-    Args:
-        documents: A `datasets.Dataset` or `datasets.IterableDataset` with the column "input_ids", not yet split by
-            process (and shuffled with a fixed seed, if at all); or any object that can be iterated repeatedly and
-            gives one document at a time as a list of ids or an (n,) int64 tensor.
-        length: T, at least 1.
-        rows: Stream rows of this process: batch size x micro-batches of gradient accumulation.
-        separator_id: The token to put after each document. An empty document gives only its separator.
-        chunks_before_reset: Steps between resets; None to reset only at the first step.
-        reset_at_document: As in `ContinuedChunks`.
-        lookahead: As in `ContinuedChunks`.
-        process: Index of this process, from 0, and number of processes.
-
-    Raises:
-        ValueError: at construction, for numbers that are too small and documents that can be read only once; while
-            reading, for documents that are not ids or hold no token, and for more than one data worker, because every
-            worker would read all documents.
-    """
-
-    def __init__(
-        self,
-        documents: datasets.Dataset | datasets.IterableDataset | Iterable[Tensor | Sequence[int]],
-        length: int,
-        rows: int,
-        *,
-        separator_id: int,
-        chunks_before_reset: int | None = 12,
-        reset_at_document: bool = False,
-        lookahead: int = 0,
-        process: tuple[int, int] = (0, 1),
-    ) -> None:
-        _check_layout(length, chunks_before_reset)
-        if iter(documents) is documents:
-            raise ValueError(
-                f"documents is a {type(documents).__name__}, which can be read only once, but every epoch reads "
-                "the documents again; give a list or datasets.IterableDataset.from_generator"
-            )
-        self.documents = documents
-        self.length = length
-        self.rows = rows
-        self.separator_id = separator_id
-        self.chunks_before_reset = chunks_before_reset
-        self.reset_at_document = reset_at_document
-        self.lookahead = lookahead
-        self.process_index, self.num_processes = process
-        self.micro_batches = 1
-
-    def in_micro_batches(self, micro_batches: int) -> "ContinuedStream":
-        """The same stream for a number of micro-batches of gradient accumulation, which share the rows."""
-        other = copy(self)
-        other.micro_batches = micro_batches
-        return other
-
-    def __iter__(self) -> Iterator[Item]:
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            raise ValueError(
-                f"{worker.num_workers} data workers would each read all documents; "
-                "use dataloader_num_workers 0 or 1 (num_workers of DataLoader)"
-            )
-        documents = self._endless_documents()
-        size = self.length + self.lookahead + 1
-        stream_rows = [_StreamRow() for _ in range(self.rows * self.num_processes)]
-        batch = self.rows // self.micro_batches
-        for step in count():
-            begins = step == 0 if self.chunks_before_reset is None else step % self.chunks_before_reset == 0
-            for number, stream_row in enumerate(stream_rows):
-                stream_row.read(documents, size)
-                if number // batch % self.num_processes == self.process_index:
-                    starts = stream_row.starts[:size] if self.reset_at_document else None
-                    yield _item(stream_row.tokens[:size], starts, begins)
-                stream_row.drop(self.length)
-
-    def _endless_documents(self) -> Iterator[Tensor]:
-        """(n + 1,) int64: each document with its separator, epoch after epoch."""
-        separator = torch.tensor([self.separator_id])
-        named = isinstance(self.documents, _FROM_DATASETS)
-        source: Any = self.documents
-        if named:  # an unsplit copy, because its epoch is set below
-            source = split_dataset_by_node(source, 0, 1)
-        for epoch in count():
-            if named and hasattr(source, "set_epoch"):
-                source.set_epoch(epoch)
-            has_tokens = False
-            for number, row in enumerate(source):
-                ids = _token_ids(row.get("input_ids") if named else row, number)
-                has_tokens = has_tokens or len(ids) > 0
-                yield torch.cat([ids, separator])
-            if not has_tokens:
-                raise ValueError("the documents hold no token; give documents with text")
-
-
-class _StreamRow:
-    """Tokens that a stream row has read and not yet given out, (n,) int64, and where documents start, (n,) bool."""
-
-    def __init__(self) -> None:
-        self.tokens = torch.empty(0, dtype=torch.int64)
-        self.starts = torch.empty(0, dtype=torch.bool)
-
-    def read(self, documents: Iterator[Tensor], size: int) -> None:
-        """Take documents until there are `size` tokens."""
-        while len(self.tokens) < size:
-            document = next(documents)
-            self.tokens = torch.cat([self.tokens, document])
-            self.starts = torch.cat([self.starts, torch.arange(len(document)) == 0])
-
-    def drop(self, size: int) -> None:
-        self.tokens, self.starts = self.tokens[size:], self.starts[size:]
-
-
 def keep_long_documents(stream: Tensor, separator_id: int, minimum_tokens: int) -> Tensor:
     """The stream without short documents and their separators (below 4K tokens in Chen et al., 2024).
 
@@ -347,19 +223,3 @@ def _check_layout(length: int, chunks_before_reset: int | None) -> None:
         raise ValueError(f"length is {length}, but a chunk needs at least 1 token")
     if chunks_before_reset is not None and chunks_before_reset < 1:
         raise ValueError(f"chunks_before_reset is {chunks_before_reset}, but must be at least 1, or None for no reset")
-
-
-def _token_ids(document: Any, number: int) -> Tensor:
-    """One document's ids as (n,) int64."""
-    try:
-        ids = torch.as_tensor(document)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"document {number} is a {type(document).__name__}, but must be one row of ids ({error}); give lists of "
-            "ids or int64 tensors, in `datasets` objects as the column 'input_ids'"
-        ) from error
-    if ids.shape == (0,):
-        return ids.long()  # an empty list has no dtype of its own
-    if ids.ndim != 1 or ids.dtype != torch.int64:
-        raise ValueError(f"document {number} is {tuple(ids.shape)} {ids.dtype}, but must be one row of int64 ids")
-    return ids

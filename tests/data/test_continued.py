@@ -1,6 +1,7 @@
 """Continued chunks: nothing is lost or read twice between chunks, rows continue, and resets are where they belong."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hf_recurrent_lengthgen.data import (
     ChunkKey,
     ContinuedChunks,
     StreamRowSampler,
+    keep_long_documents,
 )
 
 EOS = 1
@@ -261,3 +263,29 @@ def test_skipping_batches_continues_exactly_in_every_epoch(epoch: int, skipped: 
         sampler.set_epoch(epoch)
         rest = [batch["input_ids"].tolist() for batch in skip_first_batches(resumed, skipped)]
         assert rest == whole[skipped:]
+
+
+def test_long_documents_are_kept() -> None:
+    short, empty, longer, last = [3, 4], [], [5, 6, 7, 8], [9, 3, 4]
+
+    def stream(*documents: list[int]) -> Tensor:
+        return torch.tensor([token for document in documents for token in [*document, EOS]])
+
+    whole = stream(short, empty, longer, last)
+    assert keep_long_documents(whole, EOS, 3).tolist() == stream(longer, last).tolist()
+    assert keep_long_documents(whole, EOS, 1).tolist() == stream(short, longer, last).tolist()
+    assert keep_long_documents(whole, EOS, 0).tolist() == whole.tolist()
+    # the last document may have no separator
+    assert keep_long_documents(torch.tensor([5, EOS, 6, 7]), EOS, 2).tolist() == [6, 7]
+    assert keep_long_documents(torch.tensor([5, 8, EOS, 6]), EOS, 2).tolist() == [5, 8, EOS]
+    with pytest.raises(ValueError, match="has 5 tokens, the longest has 4"):
+        keep_long_documents(whole, EOS, 5)
+    with pytest.raises(ValueError, match="one row of int64"):
+        keep_long_documents(whole.float(), EOS, 1)
+
+
+def test_a_stream_may_lie_in_a_file(tmp_path: Path) -> None:
+    torch.arange(9).numpy().tofile(tmp_path / "tokens.bin")
+    stream = torch.from_file(str(tmp_path / "tokens.bin"), size=9, dtype=torch.int64)
+    chunks, expected = ContinuedChunks(stream, 2, 2), ContinuedChunks(torch.arange(9), 2, 2)
+    assert [lists(chunks[i]) for i in range(4)] == [lists(expected[i]) for i in range(4)]

@@ -54,7 +54,7 @@ def test_packed_sequences_become_padded_rows() -> None:
 
 def test_padding_stays_padding_in_the_row_of_its_sequence() -> None:
     ids = torch.arange(1, 7)[None]
-    batch = {"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 0, 2, 0]])}
-    found = unpacked(batch, read_rows(batch))
+    real, starts = torch.tensor([[0, 1, 1, 0, 1, 0]]).bool(), torch.tensor([[0, 0, 0, 0, 1, 0]]).bool()
+    found = unpacked({"input_ids": ids}, Rows((1, 6), real=real, starts=starts))
     assert found["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
     assert found["attention_mask"].tolist() == [[0, 1, 1, 0], [1, 0, 0, 0]]

@@ -73,8 +73,6 @@ def trained(method: str, rows: int, accumulation: int, stream: bool = False) -> 
         batch = BATCH // processes()
         if stream:
             changes |= {"max_steps": 2 * (rows // BATCH // accumulation), "assume_shuffled": True}
-        if method == "tbtt on a stream":
-            toys.METHODS[method] = toys.METHODS[method]._replace(data=lambda _: toys.stream(batch * accumulation))
         trainer: InitialStateTrainer = toys.resumable_trainer(folder, batch, method, rows=rows, **changes)
         if stream:
             trainer.train_dataset = Stream(toys.sequences(rows))

@@ -30,7 +30,6 @@ METHODS = [
     "state passing",
     "tbtt",
     "tbtt by document",
-    "tbtt on a stream",
     "learned state",
     "learned state and model",
     "mixture",
@@ -52,8 +51,8 @@ def jobs_of(method: str, root: Path) -> dict[str, dict[str, Any]]:
     for a few methods only: test_methods_on_hybrids.py resumes all in one."""
     jobs: dict[str, dict[str, Any]] = {}
     for processes in (1, 2):
-        rows = 2 if method == "tbtt on a stream" else 4 // processes  # a stream is made for rows of two
-        run = {"method": method, "rows": ROWS, "batch_size": rows, "processes": processes, "save_steps": STEPS}
+        run = {"method": method, "rows": ROWS, "batch_size": 4 // processes, "processes": processes}
+        run["save_steps"] = STEPS
         run["double"] = True  # AdamW makes a step of what is left where a gradient cancels, however little
         killed = run | {"output_dir": str(root / f"killed {processes}")}
         died = {"save_steps": 4, "die_at_step": random.choice([4, 5]), "die_in_process": random.randrange(processes)}

@@ -76,8 +76,7 @@ def make(toys: ModuleType, folder: Path, model_type: str, method: str) -> Any:
     if method.startswith("statex"):
         settings["expand_layers"] = "all"
     args = chosen.config(str(folder), **toys.QUIET | settings | chosen.settings | {"max_steps": 3})
-    rows = toys.stream(2) if method == "tbtt on a stream" else chosen.data(6)
-    return chosen.trainer(copy.deepcopy(wrapped(model_type)), args, train_dataset=rows)
+    return chosen.trainer(copy.deepcopy(wrapped(model_type)), args, train_dataset=chosen.data(6))
 
 
 def losses(trainer: Any) -> list[dict[str, float]]:

@@ -151,7 +151,6 @@ def test_the_newest_checkpoint_is_taken_and_none_is_an_error(
         pytest.param(3, 3, "state passing", id="within an epoch"),
         pytest.param(4, 4, "state passing", id="at the end of an epoch"),
         pytest.param(3, 2, "state passing", id="beyond max_steps"),
-        pytest.param(2, 2, "tbtt on a stream", id="stream"),
     ],
 )
 def test_a_finished_run_returns_its_weights_and_is_not_trained_further(

@@ -27,7 +27,7 @@ FEW: list[tuple[Any, ...]] = [
     ("trained", "state passing", 31, 2),
     ("trained", "state passing", 31, 2, True),
     ("trained", "mixture", 29, 3),
-    ("trained", "tbtt on a stream", 31, 2),
+    ("trained", "tbtt", 31, 2),
 ]
 # a seventh of all: each method meets two or three numbers of rows and of micro-batches
 ALL: list[tuple[Any, ...]] = [("trained", *job) for job in product(METHODS, ROWS, ACCUMULATIONS)][::7]

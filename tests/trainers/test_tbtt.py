@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import ByT5Tokenizer
 
 from hf_recurrent_lengthgen.data import PackedBlocks
-from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import clone_state, detach_state
 from hf_recurrent_lengthgen.trainers import (
@@ -178,21 +178,6 @@ def test_reset_at_document_trains_on_every_document_alone(
     toys.assert_same_weights(toys.weights(model), toys.weights(expected), atol=1e-6 if hybrid is None else 1e-4)
 
 
-def test_a_stream_continues_its_rows(toys: ModuleType, tbtt: Callable[..., TbttTrainer]) -> None:
-    documents = [list(range(100 * i, 100 * i + 7 + i)) for i in range(1, 6)]
-    stream = ContinuedStream(documents, 4, 2, separator_id=SEPARATOR, chunks_before_reset=3)
-    trainer = tbtt(toys.SumModel(), stream, max_steps=7, learning_rate=0.0)
-    trainer.train()
-    for row in range(2):
-        total = 0.0
-        for step, (_, rows, recurrent, conv) in enumerate(trainer.model.seen):
-            total = 0.0 if step % 3 == 0 else total
-            assert (recurrent[row], conv[row]) == (total, 4 * (step % 3))
-            total += sum(rows[row])
-    logged = [entry["zero_states"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == [float(step % 3 == 0) for step in range(7)]
-
-
 @pytest.mark.slow
 def test_a_tokenizer_and_data_workers_change_nothing(toys: ModuleType, tmp_path: Path) -> None:
     results = []
@@ -274,21 +259,6 @@ def test_settings_that_part_rows_are_refused(
 def test_a_lookahead_that_nothing_reads_is_refused(toys: ModuleType, tbtt: Callable[..., TbttTrainer]) -> None:
     with pytest.raises(ValueError, match="lookahead=3, but this run needs 0: only the alignment loss reads ahead"):
         tbtt(toys.tiny_model(), toys.chunks(8, lookahead=3))
-
-
-@pytest.mark.parametrize(
-    ("rows", "fields", "told"),
-    [
-        (3, {"max_steps": 2}, r"has \{'rows': 3\}, but this run needs \{'rows': 2\}"),
-        (2, {"max_steps": 2, "gradient_accumulation_steps": 2}, r"needs \{'rows': 4\}"),
-        (2, {}, "max_steps has to be specified"),
-    ],
-)
-def test_a_stream_made_for_another_run_is_refused(
-    toys: ModuleType, tbtt: Callable[..., TbttTrainer], rows: int, fields: dict[str, Any], told: str
-) -> None:
-    with pytest.raises(ValueError, match=told):
-        tbtt(toys.tiny_model(), toys.stream(rows), **fields)
 
 
 def test_resets_inside_rows_are_refused_with_the_alignment_loss(

@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainingArguments, trainer_callback
 from transformers.utils import logging
 
 import hf_recurrent_lengthgen.trainers.run.checkpoints as checkpoints
-from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
@@ -210,13 +210,6 @@ def token_stream(count: int, seed: int = 0) -> Tensor:
     return ids.masked_fill(torch.rand(count, generator=generator) < 0.1, SEPARATOR)
 
 
-def stream(rows: int) -> ContinuedStream:
-    """The same without end, for this process and `rows` stream rows."""
-    documents = list(token_stream(300).tensor_split(30))
-    process = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    return ContinuedStream(documents, 9, rows, separator_id=SEPARATOR, chunks_before_reset=4, process=process)
-
-
 class Method(NamedTuple):
     """A training method: its trainer, what it needs beside the defaults, and data of a number of rows or chunks."""
 
@@ -236,7 +229,6 @@ METHODS = {
     "tbtt by document": Method(
         TbttTrainer, TbttConfig, {}, lambda count: chunks(count, reset_at_document=True, separator_id=SEPARATOR)
     ),
-    "tbtt on a stream": Method(TbttTrainer, TbttConfig, {"max_steps": 6}, lambda _: stream(4)),
     "learned state": Method(LearnedStateTrainer, LearnedStateConfig, {}, sequences),
     "learned state and model": Method(LearnedStateTrainer, LearnedStateConfig, {"train_model": True}, sequences),
     "mixture": Method(MixedStatesTrainer, MixedStatesConfig, {"mixture": MIXTURE}, sequences),

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.data.continued import ContinuedChunks, ContinuedStream, StreamRowSampler
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks, StreamRowSampler
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
@@ -196,12 +196,9 @@ def check_batches(trainer: Any, batches: int) -> None:
 
 
 def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
-    """Batches of a stream: one process reads the batch of all processes and distributes it. A `ContinuedStream` gives
-    only the rows of its own process already."""
+    """Batches of a stream: one process reads the batch of all processes and distributes it."""
     processes = trainer.args.row_processes
-    if isinstance(stream, ContinuedStream):
-        stream, processes = stream.in_micro_batches(trainer.args.gradient_accumulation_steps), 1
-    elif processes < trainer.args.world_size:
+    if processes < trainer.args.world_size:
         refuse_stream(stream)
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="Training")
     loader = DataLoader(
@@ -229,8 +226,8 @@ def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
 def refuse_stream(stream: Any) -> NoReturn:
     """Raise a `ValueError`: accelerate would read a stream in one process, and deal other rows to each."""
     raise ValueError(
-        "Processes that share rows (context_parallel_size) read them from data with a length, or train on a "
-        f"ContinuedStream, got {type(stream).__name__}: give one of those."
+        "Processes that share rows (context_parallel_size) read them from data with a length, got "
+        f"{type(stream).__name__}: give such data."
     )
 
 
