@@ -85,16 +85,20 @@ MAY_IMPORT = {
     ),
     "": ("models", "hybrids", "checkpoints.loading", "surgery", "data", "metrics", "plotting", "trainers"),
 }
-METRICS = ("accuracy", "attention", "context_harm", "diagnosis", "maps", "remembrance", "retrieval", "states")
+METRICS = ("accuracy", "context_harm", "diagnosis", "maps", "retrieval", "states")
 RESULTS = tuple(f"metrics.{metric}.result" for metric in METRICS)
 """Read without measuring or drawing."""
 for _metric in METRICS:
     MAY_IMPORT[f"metrics.{_metric}.result"] = ("evaluation.json_schema", "evaluation.results", *RESULTS)
-    MAY_IMPORT[f"metrics.{_metric}.figure"] = ("evaluation.results", "plotting", "metrics.states.figure", *RESULTS)
+    MAY_IMPORT[f"metrics.{_metric}.figure"] = ("evaluation.results", "plotting", *RESULTS)
     if _metric != "diagnosis":  # which makes all parts
         MAY_IMPORT[f"metrics.{_metric}.measure"] = ("models", "data", "evaluation", "metrics")
 MAY_IMPORT["metrics.maps.result"] += ("models.state_on_disk",)
-MAY_IMPORT["metrics.diagnosis.result"] += ("metrics.repeated_token", "metrics.misalignment")
+MAY_IMPORT["metrics.diagnosis.result"] += (
+    "metrics.repeated_token",
+    "metrics.misalignment",
+    "metrics.remembrance.measure",
+)
 for _leaf in LEAVES:
     MAY_IMPORT[_leaf] = ()
 

@@ -49,10 +49,9 @@ def test_the_planted_head_is_named_and_its_short_state_removes_the_harm(
         for name, model in (("planted", planted), ("sound", sound))
     )
     place, states = (example["LAYER"], example["HEAD"]), states_of(broken)
-    worst_layer, worst_head = states.ranking[0]
-    assert (worst_layer.layer, worst_head.head) == place
+    worst_head = states.ranking[0]
+    assert (worst_head.layer, worst_head.head) == place
     assert worst_head.drifts
-    assert worst_head.leaves_at == worst_layer.leaves_at
     assert states.patching is not None
     assert states.patching.harmful
     (alone,) = (group for group in states.patching.groups[2:] if group.heads == (place,))
@@ -71,7 +70,7 @@ def test_the_planted_head_is_named_and_its_short_state_removes_the_harm(
     assert f"left training at {worst_head.leaves_at}" in told.reason
     assert f"layer {place[0]}, head {place[1]}" in told.reason
     assert "% of the harm" in told.reason
-    assert place not in {(layer.layer, head.head) for layer, head in states_of(whole).drifting}
+    assert place not in {(head.layer, head.head) for head in states_of(whole).drifting}
     assert f"layer {place[0]}, head {place[1]}" not in silent.reason
     assert "breaks" not in silent.headline
 

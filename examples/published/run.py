@@ -121,10 +121,8 @@ class Reversal(Stages):
             "stream": [round(share, 4) for share in shares],
             "after the first": round(sum(after) / len(after), 4),
             "worst alone": min(alone.values()),
-            "drifting": [[layer.layer, head.head] for layer, head in states.drifting],
-            "distances": {
-                f"{layer.layer}.{head.head}": round(head.late_distance, 3) for layer, head in states.ranking
-            },
+            "drifting": [[head.layer, head.head] for head in states.drifting],
+            "distances": {f"{head.layer}.{head.head}": round(head.late_distance, 3) for head in states.ranking},
         }
 
     def shown(self, measured: Result) -> str:

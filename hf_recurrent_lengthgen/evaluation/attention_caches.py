@@ -35,15 +35,6 @@ def cached_elements(cache: Any) -> int:
     return sum(part.numel() for layer in _filled(cache) for part in (layer.keys, layer.values))
 
 
-def cached_bytes(cache: Any) -> dict[int, int]:
-    """Bytes of the keys and values of a row, by layer."""
-    return {
-        index: layer.keys[0].nbytes + layer.values[0].nbytes
-        for index, layer in enumerate(cache.layers)
-        if getattr(layer, "keys", None) is not None
-    }
-
-
 def forked(cache: Any) -> Any:
     """A copy that shares the tensors; reading on with it leaves `cache` as it is."""
     copied = copy.copy(cache)

@@ -64,7 +64,7 @@ class DiagnosisSettings(EvaluationSettings):
 
     Attributes:
         parts: Names of the parts to measure in addition to the evaluation; None for all.
-        patched_heads: Number of heads that are exchanged one by one, see `with_patching`; 0 for no patching.
+        patched_heads: Number of heads that are exchanged one by one, see `patch_heads`; 0 for no patching.
         repeated_token: The token of the constant prompt, such as a line break; None for no such prompt.
     """
 

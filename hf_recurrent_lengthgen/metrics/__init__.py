@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
     from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
     from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison, AccuracyResult
-    from hf_recurrent_lengthgen.metrics.attention.measure import attention_apart
     from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
     from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison, EvaluationResult
     from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt
     from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
     from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult
+    from hf_recurrent_lengthgen.metrics.states.attention import attention_apart
     from hf_recurrent_lengthgen.metrics.states.distance import state_drift
     from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states
     from hf_recurrent_lengthgen.metrics.states.patching import patch_heads
@@ -40,7 +40,6 @@ _MODULES = {
     "evaluation.streaming": "stream_nll",
     "metrics.accuracy.measure": "measure_accuracy",
     "metrics.accuracy.result": "AccuracyComparison AccuracyResult",
-    "metrics.attention.measure": "attention_apart",
     "metrics.repeated_token": "constant_prompt",
     "metrics.context_harm.measure": "evaluate_model",
     "metrics.context_harm.result": "Comparison EvaluationResult",
@@ -52,6 +51,7 @@ _MODULES = {
     "metrics.remembrance.measure": "effective_remembrance",
     "metrics.retrieval.measure": "retrieval_accuracy",
     "metrics.retrieval.result": "RetrievalComparison RetrievalResult",
+    "metrics.states.attention": "attention_apart",
     "metrics.states.distance": "state_drift",
     "metrics.states.measure": "diagnose_states",
     "metrics.states.patching": "patch_heads",

@@ -25,14 +25,12 @@ class Picture(Generic[Result]):
         draw: Draws it from results by model name (at least one), the roles of the models, and the name of a token.
         shows: Whether a result has something to draw.
         bands: Whether it has bands for the intervals over sequences.
-        further: Whether a page shows it only on demand.
     """
 
     draw: Callable[[Mapping[str, Result], Sequence[Role], str], "Figure"]
     caption: str
     shows: Callable[[Result], bool] = lambda _: True
     bands: bool = False
-    further: bool = False
 
 
 class PartRow(NamedTuple):

@@ -47,8 +47,6 @@ h2{font-size:1.15rem;margin:36px 0 8px}
 .pair p{max-width:75ch;margin:0 0 8px;font-size:.95rem}
 .pair h3{font-size:1rem;margin:0 0 2px}
 .pair>div>div{margin-bottom:16px}
-details{margin-top:16px}
-summary{cursor:pointer;color:var(--muted)}
 figure{margin:0;min-width:0}
 figure svg{width:100%%;height:auto;display:block}
 figcaption{font-size:.85rem;color:var(--muted)}

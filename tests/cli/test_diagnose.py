@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
-from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 

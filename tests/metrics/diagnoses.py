@@ -4,19 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate, PartResult, Role
-from hf_recurrent_lengthgen.metrics.attention.result import AttentionHarm
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
-from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
 from hf_recurrent_lengthgen.metrics.states.result import (
-    ConvStates,
-    Extremes,
+    AttentionHarm,
     HeadPatching,
     HeadStates,
-    LayerStates,
     PatchedHeads,
-    RecurrenceInputs,
     StateDiagnosis,
 )
 from tests.metrics.conftest import compared
@@ -31,17 +27,16 @@ def near(mean: float) -> Estimate:
     return Estimate(mean, mean - 0.01, mean + 0.01)
 
 
-def head(number: int, distance: float, growth: float = 0.0, known: bool = True) -> HeadStates:
+def head(
+    layer: int, number: int, distance: float = STEADY, growth: float = 0.0, unit: str = "head", known: bool = True
+) -> HeadStates:
     """Drifts if it is further than 1; holds 0.9 of the first token after 16 tokens if it drifts, else 0.1."""
     drifts = distance > 1
     curve = tuple(distance if position > 16 else 0.1 for position in POSITIONS)
     std = tuple(2.0 * max(1.0, position / 16) ** growth for position in POSITIONS)
     retention = tuple((-0.10536 if drifts else -2.30259) * position / 16 for position in POSITIONS)
-    zeros = (0.0,) * len(POSITIONS)
-    inputs = RecurrenceInputs(retention, retention, std, std, std) if known else None
     leaves_at = 32 if drifts else None
-    extremes = Extremes(std, (0,) * len(POSITIONS))
-    return HeadStates(number, std, curve, distance, 0.2, drifts, leaves_at, growth, zeros, extremes, inputs)
+    return HeadStates(layer, unit, number, std, curve, distance, drifts, leaves_at, retention if known else None)
 
 
 def states(
@@ -53,48 +48,32 @@ def states(
     layers: int = 2,
     heads: int = 4,
     unit: str = "head",
-    growth: float = 0.5,
     known: bool = True,
 ) -> StateDiagnosis:
     """States of `layers` x `heads` heads, those of `drifting` at the distance given; shares of the harm as given."""
-    zeros = (0.0,) * len(POSITIONS)
-    conv = (ConvStates("x", zeros, (2.0,) * len(POSITIONS), Extremes(zeros, (0,) * len(POSITIONS))),)
-    found = tuple(
-        LayerStates(
-            layer,
-            unit,
-            (8, 8),
-            (1.0,) * len(POSITIONS),
-            tuple(
-                head(
-                    number, drifting.get((layer, number), STEADY), growth if (layer, number) in drifting else 0, known
-                )
-                for number in range(heads)
-            ),
-            conv,
-        )
-        for layer in range(layers)
-    )
-    every = {(layer, number) for layer in range(layers) for number in range(heads)}
+    every = [(layer, number) for layer in range(layers) for number in range(heads)]
     groups = []
     if drifting:
         groups.append(PatchedHeads("those that drift", tuple(drifting), near(restored * harm), near(harm)))
-    if rest := tuple(sorted(every - set(drifting))):
+    if rest := tuple(place for place in every if place not in drifting):
         groups.append(PatchedHeads("all others", rest, near(others * harm), near(0.0)))
     for place, share in (broken or {}).items():
         groups.append(PatchedHeads("alone", (place,), near(0.0), near(share * harm)))
-    patching = HeadPatching(1016, 8, 8, near(2 + harm), near(2.0), near(harm), tuple(groups))
-    return StateDiagnosis(16, POSITIONS, 32, 0.95, 1.0, (1.0,) * len(POSITIONS), found, patching)
+    made = tuple(
+        head(*place, drifting.get(place, STEADY), 0.5 if place in drifting else 0.0, unit, known) for place in every
+    )
+    patching = HeadPatching(1016, 8, 8, near(harm), tuple(groups))
+    return StateDiagnosis(16, POSITIONS, 32, 0.95, (1.0,) * len(POSITIONS), made, patching)
 
 
 def hybrid() -> StateDiagnosis:
-    """Head 2 of layer 1 drifts and does most of the harm, attention in layers 1 and 4 little."""
+    """Head 2 of layer 1 drifts and does most of the harm, attention little."""
     found = states({(1, 2): 47.3})
     assert found.patching is not None
-    keys = PatchedHeads("attention", (), near(0.1), near(0.1), attention=True)
+    keys = PatchedHeads("attention", (), near(0.1), near(0.1))
     borders = (16, 64, 512)
     recurrent, attention = (tuple(map(near, values)) for values in ((0.0, 0.5, 1.2), (0.3, 0.0, 0.02)))
-    apart = AttentionHarm(borders, tuple(map(near, (0.1, 0.6, 1.3))), recurrent, attention, (1, 4), 3 * 2**19)
+    apart = AttentionHarm(borders, tuple(map(near, (0.1, 0.6, 1.3))), recurrent, attention)
     patching = replace(found.patching, groups=(*found.patching.groups, keys))
     return replace(found, patching=patching, attention=apart)
 
@@ -103,7 +82,7 @@ def remembrance(beyond: float, length: int = 64) -> Remembrance:
     """Values that differ, so that only the one for the training length is `beyond`."""
     starts = (0, length - 16, length - 8) if length > 16 else (0, length - 8)
     values = tuple(near(value) for value in ((0.99, beyond, beyond + 0.1) if length > 16 else (beyond, beyond + 0.1)))
-    return Remembrance(16, length, 32, 0.95, starts, values, values, values)
+    return Remembrance(16, length, 32, 0.95, starts, values)
 
 
 def constant_prompt(inside: float, beyond: float) -> ConstantPrompt:

@@ -1,8 +1,6 @@
 """Harm of recurrent states and of attention apart, against plain calls and against the functions for both together."""
 
 import copy
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,24 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics import (
     EvaluationSettings,
     attention_apart,
-    read_result,
     stream_nll,
     window_nll,
-    write_result,
 )
-from hf_recurrent_lengthgen.metrics.attention.figure import CASES, attention_harm_figure
-from hf_recurrent_lengthgen.metrics.attention.measure import attention_harm
-from hf_recurrent_lengthgen.metrics.attention.result import AttentionHarm
-from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
-from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.metrics.states.attention import attention_harm
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
-from tests.metrics.diagnoses import hybrid as made_up
-from tests.metrics.diagnoses import states
 from tests.models.families import MAMBA2, build, random_tokens
 from tests.versions import needs_hybrids
 
@@ -91,7 +80,7 @@ def test_texts_of_two_training_lengths_have_one_border() -> None:
     assert attention_apart(hybrid("bamba"), text(2 * T), T, progress=False).borders == (T,)
 
 
-def test_harm_by_length_is_that_of_plain_differences_and_the_cache_is_told() -> None:
+def test_harm_by_length_is_that_of_plain_differences() -> None:
     model, tokens = hybrid("bamba"), text(8 * T, rows=5)
     found = attention_harm(model, tokens, T, EvaluationSettings(progress=False, confidence=0.8))
     assert found.borders == (8, 11, 16, 23, 32, 45, 56)  # two per doubling, and the last that leaves T tokens
@@ -101,16 +90,6 @@ def test_harm_by_length_is_that_of_plain_differences_and_the_cache_is_told() -> 
         half = scipy.stats.t.ppf(0.9, 4) * harm.std(0, ddof=1) / 5**0.5
         for estimate, mean, width in zip(getattr(found, name), harm.mean(0), half, strict=True):
             assert (estimate.mean, estimate.low) == pytest.approx((mean, mean - width), abs=1e-9)
-    # 56 keys and values of 2 heads of 8 float32 numbers, in layer 1
-    assert (found.layers, found.cache_bytes) == ((1,), 56 * 2 * 2 * 8 * 4)
-
-
-def test_results_by_length_are_read_as_written_and_checked(tmp_path: Path) -> None:
-    found = attention_harm(hybrid("bamba"), text(3 * T), T, EvaluationSettings(progress=False))
-    write_result(tmp_path / "harm.json", found)
-    assert read_result(tmp_path / "harm.json", AttentionHarm) == found
-    with pytest.raises(ValueError, match="'recurrent' must have one value per border, at least one, got 1 for 3"):
-        replace(found, recurrent=found.recurrent[:1])
 
 
 @pytest.mark.parametrize("borders", [[0], [24], [], [5, 40]])
@@ -132,26 +111,3 @@ def test_weights_that_give_nan_are_told() -> None:
         model.lm_head.weight[:] = torch.nan
     with pytest.raises(ValueError, match="The NLL is NaN or infinite within 8 tokens after a border"):
         attention_apart(model, text(31), T, progress=False)
-
-
-def without_intervals(found: StateDiagnosis) -> StateDiagnosis:
-    """Only the last border, of a single text."""
-    assert found.attention is not None
-    last = {name: (Estimate(getattr(found.attention, name)[-1].mean, None, None),) for name in CASES}
-    return replace(found, attention=replace(found.attention, borders=(512,), **last))
-
-
-def test_each_model_with_attention_has_a_panel_with_three_lines(tmp_path: Path) -> None:
-    figure = attention_harm_figure({"one": made_up(), "none": states({}), "two": without_intervals(made_up())}, "byte")
-    one, two = figure.axes
-    assert [axes.get_title("left") for axes in figure.axes] == ["one", "two"]
-    colors = list(CASES.values())
-    curves = {line.get_color(): line.get_xydata() for line in one.get_lines() if line.get_color() in colors}
-    np.testing.assert_allclose(curves[CASES["recurrent"]], [[16, 0.0], [64, 0.5], [512, 1.2]])
-    np.testing.assert_allclose(curves[CASES["attention"]], [[16, 0.3], [64, 0.0], [512, 0.02]])
-    assert (len(one.collections), len(two.collections)) == (3, 0)
-    assert [line.get_marker() for line in two.get_lines() if line.get_color() == CASES["attention"]] == ["o"]
-    assert (one.get_ylim(), one.get_xlim()) == (two.get_ylim(), two.get_xlim())
-    assert {"states", "attention", "both"} <= {text.get_text() for text in one.texts}
-    save_png(figure, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 5000

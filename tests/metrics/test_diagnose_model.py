@@ -19,8 +19,7 @@ from hf_recurrent_lengthgen.metrics.diagnosis.measure import diagnose_model
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.misalignment import Misalignment, long_short_misalignment
 from hf_recurrent_lengthgen.metrics.parts import PARTS
-from hf_recurrent_lengthgen.metrics.remembrance.measure import effective_remembrance
-from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance, effective_remembrance
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt, constant_prompt
 from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
@@ -72,8 +71,8 @@ def test_each_part_is_that_of_its_own_function(model: Any, tokens: np.ndarray) -
     assert seen is not None
     assert seen.positions == states.positions
     np.testing.assert_allclose(seen.std, states.std, rtol=2e-3)  # four digits are kept
-    for (layer, head), (other_layer, other) in zip(seen.ranking, states.ranking, strict=True):
-        assert (layer.layer, head.head) == (other_layer.layer, other.head)
+    for head, other in zip(seen.ranking, states.ranking, strict=True):
+        assert head.name == other.name
         assert head.late_distance == pytest.approx(other.late_distance, rel=1e-2)
     document = Diagnosis("both", (found,))
     assert from_json(to_json(document), Diagnosis) == document

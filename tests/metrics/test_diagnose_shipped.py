@@ -87,7 +87,7 @@ def test_a_base_fails_by_the_heads_that_drift_and_its_cured_model_does_not(famil
     assert cured < base / 3
     assert states.drifting
     assert states.patching is not None
-    drifting = {(layer.layer, head.head) for layer, head in states.drifting}
+    drifting = {(head.layer, head.head) for head in states.drifting}
     (patched,) = (group for group in states.patching.groups if {*group.heads} == drifting)
     share = states.patching.share(patched.restored)
     assert share is not None

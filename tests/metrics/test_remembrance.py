@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.spatial.distance import cityblock, cosine
-from scipy.stats import entropy
+from scipy.spatial.distance import cityblock
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
@@ -19,12 +18,11 @@ from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.remembrance.measure import (
+    Remembrance,
     effective_remembrance,
-    prediction_distances,
     remembrance_values,
     start_points,
 )
-from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
@@ -72,17 +70,15 @@ def token_ids(length: int, sequences: int = 2) -> np.ndarray:
 
 
 def by_definition(model: Any, tokens: np.ndarray, length: int, starts: list[int]) -> np.ndarray:
-    """Definition 3.3 with scipy's distances and entropies: one forward pass for each start point, (S, 3, n)."""
-    values = np.empty((len(tokens), 3, len(starts)))
+    """Definition 3.3 with scipy's distance: one forward pass for each start point, (S, n)."""
+    values = np.empty((len(tokens), len(starts)))
     for sequence, text in enumerate(torch.from_numpy(tokens[:, :length])):
         with torch.no_grad():
             q = [
                 model(input_ids=text[None, start:]).logits[0, -1].double().softmax(-1).numpy()
                 for start in [0, *starts]
             ]
-        for index, cut in enumerate(q[1:]):
-            bits = entropy((q[0] + cut) / 2, base=2) - (entropy(q[0], base=2) + entropy(cut, base=2)) / 2
-            values[sequence, :, index] = cityblock(q[0], cut) / 2, math.sqrt(max(bits, 0)), cosine(q[0], cut)
+        values[sequence] = [cityblock(q[0], cut) / 2 for cut in q[1:]]
     return values
 
 
@@ -92,7 +88,7 @@ def by_definition(model: Any, tokens: np.ndarray, length: int, starts: list[int]
 def test_values_are_those_of_the_definition(name: str, length: int, starts: list[int]) -> None:
     model, tokens = small_model(name), token_ids(length + 2)
     expected = by_definition(model, tokens, length, starts)
-    assert expected[:, 0, starts.index(1)].min() > 1e-5
+    assert expected[:, starts.index(1)].min() > 1e-5
     values = remembrance_values(model, tokens, length, starts, progress=False)
     np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-7)
     assert values.min() >= 0
@@ -115,7 +111,7 @@ def test_a_hybrid_keeps_the_keys_and_values_of_each_start_point() -> None:
     model, tokens, starts = stateful(tiny_model("bamba")).eval(), token_ids(33), [0, 1, 16, 32]
     values = remembrance_values(model, tokens, 33, starts, chunk_length=5, progress=False)
     np.testing.assert_allclose(values, by_definition(model, tokens, 33, starts), rtol=1e-4, atol=1e-6)
-    assert values[:, 0, 1].min() > 1e-5
+    assert values[:, 1].min() > 1e-5
 
 
 def test_a_window_on_the_state_joins_the_batch_too() -> None:
@@ -124,25 +120,6 @@ def test_a_window_on_the_state_joins_the_batch_too() -> None:
     with forgetting(model, window=6):
         values = remembrance_values(model, tokens, 40, starts, progress=False)
         np.testing.assert_allclose(values, by_definition(model, tokens, 40, starts), rtol=1e-6, atol=1e-7)
-
-
-def test_distances_by_hand() -> None:
-    p, q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.2, 0.3, 0.5]]).double(), torch.zeros(3, 3).double()
-    q[0], q[1], q[2] = torch.tensor([0.5, 0.0, 0.5]), torch.tensor([0.0, 1.0, 0.0]), p[2]
-    # Halves that share one token: TV 1/2; the middle is (1/2, 1/4, 1/4), so JS divergence = 3/2 - 1 = 1/2 bit;
-    # cosine = (1/4) / (1/2). Disjoint: 1 throughout. Equal: 0.
-    torch.testing.assert_close(
-        prediction_distances(p, q),
-        torch.tensor([[0.5, 1.0, 0.0], [math.sqrt(0.5), 1.0, 0.0], [0.5, 1.0, 0.0]]).double(),
-    )
-
-
-def test_distances_of_nearly_equal_predictions_do_not_cancel() -> None:
-    p = torch.full((100,), 0.01, dtype=torch.float64)
-    step = torch.tensor([1e-8, -1e-8], dtype=torch.float64).repeat(50)
-    variation, _, angle = prediction_distances(p, p + step).tolist()
-    assert variation == pytest.approx(5e-7, rel=1e-6)
-    assert angle == pytest.approx(5e-13, rel=1e-3)  # half the squared angle, |step| / |p| = 1e-7 / 0.1
 
 
 def test_a_model_that_ignores_its_context_remembers_nothing(counter_model: type, random_tokens: np.ndarray) -> None:
@@ -175,8 +152,8 @@ def test_a_model_that_shouts_its_first_token_remembers_all() -> None:
     tokens = token_ids(50)
     tokens[:, 0] = 0  # the others are from 3 on
     result = effective_remembrance(Shouter(), tokens, 12, QUIET, length=50)
-    for values in (result.total_variation, result.jensen_shannon, result.cosine):
-        assert [value.mean for value in values] == pytest.approx([0.0] + [1.0] * (len(values) - 1), abs=1e-12)
+    means = [value.mean for value in result.total_variation]
+    assert means == pytest.approx([0.0] + [1.0] * (len(means) - 1), abs=1e-12)
     assert result.beyond_training == Estimate(1.0, 1.0, 1.0)
 
 
@@ -204,7 +181,7 @@ def test_the_result_has_intervals_over_sequences_and_a_file_form(tmp_path: Any) 
     result = effective_remembrance(model, tokens, 4, QUIET, starts=[12, 3, 0])
     assert result == effective_remembrance(model, tokens, 4, QUIET, starts=[0, 3, 12])
     assert (result.length, result.starts, result.sequences) == (16, (0, 3, 12), 3)
-    by_sequence = by_definition(model, tokens, 16, [12])[:, 0, 0]
+    by_sequence = by_definition(model, tokens, 16, [12])[:, 0]
     half = 4.302653 * by_sequence.std(ddof=1) / math.sqrt(3)  # t table, 2 degrees of freedom
     found = result.at(12)
     mean = by_sequence.mean()
@@ -259,11 +236,3 @@ def test_unusable_arguments_are_refused(
     model = counter_model(lambda count: 0.1 * count)
     with pytest.raises(ValueError, match=message):
         effective_remembrance(model, random_tokens, **{"training_length": 25, "settings": QUIET, **arguments})
-
-
-def test_a_damaged_result_is_refused() -> None:
-    value = Estimate(0.5, None, None)
-    with pytest.raises(ValueError, match=r"starts must increase strictly within \[0, 8\), got \(3, 1\)"):
-        Remembrance(2, 8, 1, 0.95, (3, 1), *[(value, value)] * 3)
-    with pytest.raises(ValueError, match="'cosine' must have one value per start, 2, got 1"):
-        Remembrance(2, 8, 1, 0.95, (1, 3), (value, value), (value, value), (value,))

@@ -10,8 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
-from hf_recurrent_lengthgen.metrics.remembrance.figure import remembrance_figure
-from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
+from hf_recurrent_lengthgen.metrics.remembrance.words import remembrance_figure
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt, constant_prompt_figure
 from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
 from hf_recurrent_lengthgen.plotting.style import DARK, ROLE_COLORS
@@ -21,16 +21,10 @@ STARTS = (0, 16, 32, 48, 60, 63)
 
 def remembrance(values: Sequence[float], width: float | None = 0.05) -> Remembrance:
     """At 64 tokens of a model trained on 16."""
-    scaled = [
-        tuple(
-            Estimate(
-                scale * v, None if width is None else scale * v - width, None if width is None else scale * v + width
-            )
-            for v in values
-        )
-        for scale in (1.0, 0.9, 0.5)
-    ]
-    return Remembrance(16, 64, 1 if width is None else 8, 0.95, STARTS, *scaled)
+    estimates = (
+        Estimate(v, None if width is None else v - width, None if width is None else v + width) for v in values
+    )
+    return Remembrance(16, 64, 1 if width is None else 8, 0.95, STARTS, tuple(estimates))
 
 
 def prompt(factor: float = 2.0) -> ConstantPrompt:

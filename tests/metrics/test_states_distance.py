@@ -50,7 +50,6 @@ def test_distance_of_normal_distributions_is_the_known_one(shift: float, scale: 
     drift = drift_of(5 + 7 * states)  # units do not matter
     expected = math.hypot(shift, scale - 1)
     np.testing.assert_allclose(drift.distance[PLACE[128] :, 0], expected, rtol=0.03)
-    np.testing.assert_allclose(drift.log_std_ratio[PLACE[128] :, 0], math.log(scale), atol=0.03)
     assert drift.drifts[0] == (expected > 1)
     assert drift.leaves_at == (128 if expected > 1 else None,)
     np.testing.assert_allclose(drift.distance[: PLACE[128], 0], 0, atol=0.06)
@@ -74,15 +73,13 @@ def test_one_outlier_channel_in_many_is_seen() -> None:
     assert drift_of(states).distance[-1, 0] > expected
 
 
-def test_the_drifting_head_is_named_with_where_it_leaves_and_how_it_grows() -> None:
+def test_the_drifting_head_is_named_with_where_it_leaves() -> None:
     states = normal(heads=6)
     for place, position in enumerate(POSITIONS):
         states[place, :, 4] *= max(1, position / 160)  # 1.6 and 3.2 times at 256 and 512
     drift = drift_of(states)
     assert drift.drifts.tolist() == [False] * 4 + [True, False]
     assert drift.leaves_at == (None, None, None, None, 512, None)
-    assert drift.growth[4] == pytest.approx(1, abs=0.05)
-    np.testing.assert_allclose(drift.growth[[0, 1, 2, 3, 5]], 0, atol=0.05)
 
 
 def autoregressive(memory: np.ndarray, positions: tuple[int, ...], sequences: int, seed: int) -> np.ndarray:
@@ -154,7 +151,6 @@ def test_rounding_of_equal_elements_is_no_drift() -> None:
     assert drift.drifts.tolist() == [False, True]
     assert drift.distance[:, 0].max() < 0.2
     np.testing.assert_allclose(drift.distance[PLACE[128] :, 1], 100, rtol=0.01)
-    np.testing.assert_allclose(drift.log_std_ratio, 0, atol=0.1)
 
 
 def test_one_deviating_text_is_no_drift() -> None:
@@ -193,7 +189,6 @@ def test_dead_heads_do_not_drift() -> None:
     drift = drift_of(np.zeros((len(POSITIONS), 4, 2, 4, 4)))
     assert not drift.drifts.any()
     assert np.isfinite(drift.distance).all()
-    assert np.isfinite(drift.log_std_ratio).all()
 
 
 def test_too_little_data_is_refused() -> None:

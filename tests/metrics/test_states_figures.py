@@ -10,67 +10,48 @@ from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.states.figure import (
+    CASES,
     DRIFT,
     STEADY,
-    conv_std_figure,
+    attention_harm_figure,
     distance_map_figure,
-    inputs_figure,
-    outlier_figure,
     patching_figure,
     retention_figure,
     state_std_figure,
-    whole_std_figure,
 )
-from hf_recurrent_lengthgen.metrics.states.result import (
-    ConvStates,
-    Extremes,
-    HeadPatching,
-    HeadStates,
-    LayerStates,
-    PatchedHeads,
-    RecurrenceInputs,
-    StateDiagnosis,
-)
-from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
+from hf_recurrent_lengthgen.metrics.states.result import HeadPatching, HeadStates, PatchedHeads, StateDiagnosis
+from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png
 from hf_recurrent_lengthgen.plotting.style import DARK, INK
+from tests.metrics.diagnoses import hybrid
 
 POSITIONS = (8, 16, 32, 48, 64, 128, 256, 512)
-FIGURES = [state_std_figure, retention_figure, conv_std_figure, distance_map_figure, patching_figure]
-FIGURES += [whole_std_figure, outlier_figure, inputs_figure]
+FIGURES = [state_std_figure, retention_figure, distance_map_figure, patching_figure]
+Pair = dict[str, StateDiagnosis]
 
 
-def head(number: int, growth: float) -> HeadStates:
+def head(layer: int, number: int, growth: float) -> HeadStates:
     """Its std is 3 at 64 and grows with a power of the position."""
     std = tuple(3 * (position / 64) ** growth for position in POSITIONS)
     distance = tuple(abs(value / 3 - 1) for value in std)
     retention = tuple(-position / (100 + 1000 * growth) for position in POSITIONS)
-    inputs = RecurrenceInputs(retention, retention, std, std, std)
-    zeros, drifts = (0.0,) * len(POSITIONS), growth > 0.5
-    extremes = Extremes(std, (0,) * len(POSITIONS))
-    leaves = 256 if drifts else None
-    return HeadStates(number, std, distance, distance[-1], 0.2, drifts, leaves, growth, zeros, extremes, inputs)
+    drifts = growth > 0.5
+    leaves_at = 256 if drifts else None
+    return HeadStates(layer, "head", number, std, distance, distance[-1], drifts, leaves_at, retention)
 
 
-Pair = dict[str, StateDiagnosis]
+def estimate(value: float) -> Estimate:
+    return Estimate(value, value - 0.1, value + 0.1)
 
 
 def diagnosis(growths: list[list[float]], harm: float) -> StateDiagnosis:
-    zeros = (0.0,) * len(POSITIONS)
-    conv = (ConvStates("x", zeros, (2.0,) * len(POSITIONS), Extremes(zeros, (0,) * len(POSITIONS))),)
-    layers = tuple(
-        LayerStates(layer, "head", (8, 8), zeros, tuple(head(n, growth) for n, growth in enumerate(found)), conv)
-        for layer, found in enumerate(growths)
-    )
-
-    def estimate(value: float) -> Estimate:
-        return Estimate(value, value - 0.1, value + 0.1)
-
+    """The whole state grows like a square root."""
+    heads = tuple(head(layer, n, growth) for layer, own in enumerate(growths) for n, growth in enumerate(own))
     groups = (
         PatchedHeads("the 2 that drift", ((0, 1), (1, 0)), estimate(harm), estimate(0.9 * harm)),
         PatchedHeads("layer 1, head 0", ((1, 0),), estimate(-0.2 * harm), estimate(0.6 * harm)),
     )
-    patching = HeadPatching(480, 32, 32, estimate(2 + harm), estimate(2), estimate(harm), groups)
-    return StateDiagnosis(64, POSITIONS, 8, 0.95, 1.0, zeros, layers, patching)
+    patching = HeadPatching(480, 32, 32, estimate(harm), groups)
+    return StateDiagnosis(64, POSITIONS, 8, 0.95, tuple(5 * position**0.5 for position in POSITIONS), heads, patching)
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +63,13 @@ def pair() -> Pair:
 
 
 def texts(figure: Figure) -> list[str]:
-    found = [text.get_text() for axes in figure.axes for text in axes.texts]
+    written = [text.get_text() for axes in figure.axes for text in axes.texts]
     titles = [axes.get_title(loc) for axes in figure.axes for loc in ("left", "right")]
-    return [text for text in [*found, *titles, *(text.get_text() for text in figure.texts)] if text]
+    return written + titles + [text.get_text() for text in figure.texts]
 
 
-def colors_of(figure: Figure, panel: int) -> list[str]:
-    lines = figure.axes[panel].get_lines()
-    return [str(line.get_color()) for line in lines if line.get_color() in (DRIFT, STEADY)]
+def colors_of(figure: Figure, panel: int) -> list[Any]:
+    return [line.get_color() for line in figure.axes[panel].get_lines() if line.get_color() in (DRIFT, STEADY)]
 
 
 @pytest.mark.parametrize("figure_of", [state_std_figure, retention_figure])
@@ -105,62 +85,19 @@ def test_drifting_heads_are_orange_and_named(pair: Pair, figure_of: Any) -> None
 
 
 def test_lines_are_the_ratio_to_the_training_length(pair: Pair) -> None:
-    lines = [line for line in state_std_figure(pair).axes[0].get_lines() if line.get_color() == DRIFT]
+    axes = state_std_figure(pair).axes[0]
+    lines = [line for line in axes.get_lines() if line.get_color() == DRIFT]
     np.testing.assert_allclose(lines[0].get_ydata(), np.array(POSITIONS) / 64)
+    (whole,) = (line for line in axes.get_lines() if line.get_color() == INK and len(line.get_xdata()) == 8)
+    np.testing.assert_allclose(whole.get_ydata(), np.sqrt(np.array(POSITIONS) / 64))
     lines = [line for line in retention_figure(pair).axes[0].get_lines() if line.get_color() == DRIFT]
     np.testing.assert_allclose(lines[0].get_ydata(), np.exp(-np.array(POSITIONS) / 1100))
-    lines = [line for line in conv_std_figure(pair).axes[1].get_lines() if line.get_color() == STEADY]
-    assert len(lines) == 2
-    np.testing.assert_allclose(lines[0].get_ydata(), 1)
 
 
-def test_the_whole_state_is_drawn_over_its_layers(pair: Pair) -> None:
-    growing = tuple(5.0 * position / 64 for position in POSITIONS)
-    layers = [
-        dataclasses.replace(layer, std=std)
-        for layer, std in zip(pair["base"].layers, (growing, (2.0,) * len(POSITIONS)), strict=True)
-    ]
-    states = dataclasses.replace(pair["base"], std=growing, layers=tuple(layers))
-    axes = whole_std_figure({"base": states}).axes[0]
-    lines = [line for line in axes.get_lines() if line.get_color() in (INK, STEADY) and len(line.get_xdata()) == 8]
-    assert [line.get_color() for line in lines] == [STEADY, STEADY, INK]
-    for line, expected in zip(lines, (np.array(POSITIONS) / 64, 1, np.array(POSITIONS) / 64), strict=True):
-        np.testing.assert_allclose(line.get_ydata(), expected)
-    assert "40" in [text.get_text() for text in axes.texts]  # 5 x 512 / 64
-
-
-def test_outliers_are_in_standard_deviations_of_their_head(pair: Pair) -> None:
-    layer = pair["base"].layers[0]
-    first = dataclasses.replace(
-        layer.heads[0],
-        mean=(1.0,) * len(POSITIONS),
-        std=(2.0,) * len(POSITIONS),
-        extremes=Extremes((-19.0,) * len(POSITIONS), (0,) * len(POSITIONS)),
-    )
-    second = dataclasses.replace(layer.heads[1], extremes=None)
-    states = dataclasses.replace(pair["base"], layers=(dataclasses.replace(layer, heads=(first, second)),))
-    figure = outlier_figure({"base": states})
-    assert colors_of(figure, 0) == [STEADY]  # the head without details is left out
-    (line,) = (line for line in figure.axes[0].get_lines() if line.get_color() == STEADY)
-    np.testing.assert_allclose(line.get_ydata(), 10)
-
-
-def test_inputs_have_a_panel_for_each_quantity_that_there_is(pair: Pair) -> None:
-    def without_steps(states: StateDiagnosis) -> StateDiagnosis:
-        layers = []
-        for layer in states.layers:
-            heads = [
-                dataclasses.replace(found, inputs=found.inputs and dataclasses.replace(found.inputs, step=None))
-                for found in layer.heads
-            ]
-            layers.append(dataclasses.replace(layer, heads=tuple(heads)))
-        return dataclasses.replace(states, layers=tuple(layers))
-
-    figure = inputs_figure({"a": pair["base"], "b": without_steps(pair["base"])})
-    titles = ["a, step size", "a, keys (B)", "a, values (x)", "b, keys (B)", "b, values (x)"]
-    assert [axes.get_title("left") for axes in figure.axes] == titles
-    lines = [line for line in figure.axes[4].get_lines() if line.get_color() == DRIFT]
-    np.testing.assert_allclose(lines[0].get_ydata(), np.array(POSITIONS) / 64)
+def test_heads_of_unknown_scans_have_no_retention(pair: Pair) -> None:
+    first, *others = pair["base"].heads
+    heads = (dataclasses.replace(first, log_retention=None), *others)
+    assert len(colors_of(retention_figure({"a": dataclasses.replace(pair["base"], heads=heads)}), 0)) == 3
 
 
 def test_many_heads_are_cut_down_and_counted() -> None:
@@ -193,12 +130,28 @@ def test_bars_are_the_harm_that_comes_and_goes(pair: Pair) -> None:
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim()
 
 
-@pytest.mark.thinned(3)
+def test_each_hybrid_has_a_panel_with_three_lines() -> None:
+    made_up = hybrid()
+    assert made_up.attention is not None
+    last = {name: (Estimate(getattr(made_up.attention, name)[-1].mean, None, None),) for name in CASES}
+    short = dataclasses.replace(made_up, attention=dataclasses.replace(made_up.attention, borders=(512,), **last))
+    figure = attention_harm_figure({"one": made_up, "two": short}, "byte")
+    one, two = figure.axes
+    colors = {name: color for name, (_, color) in CASES.items()}
+    curves = {line.get_color(): line.get_xydata() for line in one.get_lines() if line.get_color() in colors.values()}
+    np.testing.assert_allclose(curves[colors["recurrent"]], [[16, 0.0], [64, 0.5], [512, 1.2]])
+    np.testing.assert_allclose(curves[colors["attention"]], [[16, 0.3], [64, 0.0], [512, 0.02]])
+    assert (len(one.collections), len(two.collections)) == (3, 0)
+    assert [line.get_marker() for line in two.get_lines() if line.get_color() == colors["attention"]] == ["o"]
+    assert (one.get_ylim(), one.get_xlim()) == (two.get_ylim(), two.get_xlim())
+    assert {"states", "attention", "both"} <= {text.get_text() for text in one.texts}
+
+
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("figure_of", FIGURES)
 def test_figures_can_be_saved(pair: Pair, figure_of: Any, tmp_path: Path) -> None:
     figure = figure_of(pair)
     save_png(figure, tmp_path / "figure.png")
-    save_svg(figure, tmp_path / "figure.svg")
     assert (tmp_path / "figure.png").stat().st_size > 5000
     svg = inline_svg(figure, "states", "what it shows", {color: f"var({color})" for color in DARK})
     assert svg.startswith("<svg")

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.metrics.states.patching import Heads, StateKeeper, exchange, patch_heads, patched_place
+from hf_recurrent_lengthgen.metrics.states.patching import Heads, exchange, patch_heads, patched_place
 from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver
-from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, take_rows
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, Family, build, random_state, random_tokens, variant_id
 from tests.versions import needs_hybrids
@@ -142,30 +142,19 @@ def test_only_models_with_attention_exchange_it() -> None:
 def test_states_that_were_kept_on_the_way_give_the_same_numbers(family: Family, length: int) -> None:
     model, tokens = build(family, torch.float64), random_tokens(3, length + 1)
     position, _ = patched_place(length, T)
-    observer = StateObserver(model, 3, (2, length))
-    keeper = StateKeeper(observer, position)
-    assert keeper.positions == tuple(sorted({2, position, length}))
-    with keeper:
-        stream_nll(model, tokens, observer=keeper, batch_size=2, chunk_length=5, progress=False)
-    state = keeper.state()
-    assert state is not None
+    observer = StateObserver(model, 3, (2, length), position)
+    assert observer.positions == tuple(sorted({2, position, length}))
+    with observer:
+        stream_nll(model, tokens, observer=observer, batch_size=2, chunk_length=5, progress=False)
     observer.trajectory()  # it has seen all
     groups = [[(1, 1)], [(0, 0), (1, 0)]]
     expected = patch_heads(model, tokens, T, groups, progress=False)
     assert expected.position == position
-    found = patch_heads(model, tokens, T, groups, state_there=state, progress=False)
+    found = patch_heads(model, tokens, T, groups, state_there=observer.kept_state(), progress=False)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-9)
     assert np.abs(expected.harm).max() > 1e-6
-    with pytest.raises(ValueError, match="state_there must have a row per text, 3, got 2"):
-        patch_heads(model, tokens, T, groups, state_there=take_rows(state, slice(0, 2)), progress=False)
-
-
-def test_nothing_is_kept_without_a_position() -> None:
-    model, tokens = build(MAMBA2), random_tokens(2, 9)
-    keeper = StateKeeper(StateObserver(model, 2, (4, 8)), None)
-    stream_nll(model, tokens, observer=keeper, progress=False)
-    assert (keeper.positions, keeper.state()) == ((4, 8), None)
+    assert StateObserver(model, 3, (2, length)).kept_state() is None
 
 
 def test_channels_are_exchanged_in_groups_and_nothing_given_changes() -> None:
@@ -188,8 +177,6 @@ def test_channels_are_exchanged_in_groups_and_nothing_given_changes() -> None:
         ({"groups": [[(2, 0)]]}, "no head 0 in layer 2"),
         ({"groups": [[(0, 4)]]}, "no head 4 in layer 0"),
         ({"groups": [[(0, -1)]]}, "no head -1 in layer 0"),
-        ({"groups": []}, "at least one group"),
-        ({"groups": [[]]}, "at least one group, and each group at least one head"),
         ({"width": 16}, "width must be at least 1 and below"),
         ({"position": 38}, "position must be from the training length 16 to 32"),
         ({"position": 3}, "position must be from the training length"),

@@ -144,22 +144,18 @@ def _results(diagnosis: Diagnosis, part: Part[Any]) -> list[Any]:
 def _sections(diagnosis: Diagnosis) -> list[str]:
     """The sections of the evaluation and of the parts; the section inside the training length comes last."""
     bands, summary = bands_text(diagnosis.models[0].evaluation), diagnosis_summary(diagnosis)
-    pictures: dict[str, tuple[str, str, bool, bool]] = {
-        name: (section, PICTURES[name].caption, True, False) for name, section in SECTIONS.items()
+    pictures: dict[str, tuple[str, str, bool]] = {
+        name: (section, PICTURES[name].caption, True) for name, section in SECTIONS.items()
     }
     for part in PARTS.values():
-        pictures |= {name: (part.section, p.caption, p.bands, p.further) for name, p in part.pictures.items()}
+        pictures |= {name: (part.section, p.caption, p.bands) for name, p in part.pictures.items()}
     shown: dict[str, list[str]] = {}
-    further: dict[str, list[str]] = {}
     for name, figure in diagnosis_figures(diagnosis).items():
-        section, caption, banded, on_demand = pictures[name]
+        section, caption, banded = pictures[name]
         drawn = picture(figure, name, caption + (bands if banded else ""), f"{caption} {summary}")
-        (further if on_demand else shown).setdefault(section, []).append(drawn)
+        shown.setdefault(section, []).append(drawn)
     titles = [HOLDS, *(title for part in PARTS.values() if (title := part.section) not in (HOLDS, INSIDE)), INSIDE]
-    return [
-        _section(title, shown.get(title, []), _said(diagnosis, title), further.get(title, []))
-        for title in dict.fromkeys(titles)
-    ]
+    return [_section(title, shown.get(title, []), _said(diagnosis, title)) for title in dict.fromkeys(titles)]
 
 
 def _said(diagnosis: Diagnosis, title: str) -> list[str]:
@@ -179,17 +175,13 @@ def _said(diagnosis: Diagnosis, title: str) -> list[str]:
     return said
 
 
-def _section(title: str, figures: list[str], said: list[str], more: list[str]) -> str:
+def _section(title: str, figures: list[str], said: list[str]) -> str:
     """A heading, figures, and the sentences about each model; empty without figures and sentences."""
     if not figures and not said:
         return ""
     if len(figures) % 2:  # the text fills the free place
         figures, said = [*figures, f"<div>{''.join(said)}</div>"], []
-    return (
-        f"<section><h2>{escape(title)}</h2>{_pairs(figures)}{_pairs(said)}"
-        + (f"<details><summary>More pictures</summary>{_pairs(more)}</details>" if more else "")
-        + "</section>"
-    )
+    return f"<section><h2>{escape(title)}</h2>{_pairs(figures)}{_pairs(said)}</section>"
 
 
 def _pairs(parts: Sequence[str]) -> str:

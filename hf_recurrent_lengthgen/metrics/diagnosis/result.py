@@ -7,7 +7,7 @@ from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
 from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
-from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 

@@ -2,8 +2,7 @@
 
 Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), Definition 3.3: EffRem_T(t) = d(q(.|x_{0:T}), q(.|x_{t:T})) for a
 distance d of probability distributions, averaged over texts x. Glossary: `length` is T, `starts` are the t, q is the
-prediction of the next token. d is the total variation (Eq. 3), the Jensen-Shannon distance (square root, base 2) or
-one minus the cosine similarity (Appendix G, where the paper plots the similarity). All lie in [0, 1].
+prediction of the next token. d is the total variation (Eq. 3), from 0 to 1.
 
 t = T is refused: without any token there is no prediction.
 
@@ -12,7 +11,8 @@ tokens. With a model that carries keys and values, or nothing, each start point 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
-from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.results import Estimate, PartResult
 from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.statistics import t_interval
 from hf_recurrent_lengthgen.evaluation.streaming import (
@@ -35,7 +36,6 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     progress_bar,
     state_elements,
 )
-from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.state_learned import recorded
 from hf_recurrent_lengthgen.models.state_value import map_state
@@ -45,6 +45,36 @@ LENGTHS_OF_TRAINING = 4
 """Default T in training lengths, as in the paper's figures."""
 Row = tuple[int, int]
 """Start point and sequence."""
+
+
+@document("remembrance", version=2)
+@dataclass(frozen=True)
+class Remembrance(PartResult):
+    """Effective Remembrance (Buitrago Ruiz and Gu, 2025, Definition 3.3) at the end of texts of `length` tokens.
+
+    Entry i of `total_variation` compares the prediction after all tokens with the prediction after the last
+    `length - starts[i]` tokens. It is 0 if the tokens before `starts[i]` make no difference, and at most 1.
+    """
+
+    training_length: int
+    length: int
+    sequences: int
+    confidence: float
+    starts: tuple[int, ...]
+    total_variation: tuple[Estimate, ...]
+
+    def at(self, start: int) -> Estimate:
+        """Total variation for one of `starts`."""
+        return self.total_variation[self.starts.index(start)]
+
+    def bins(self) -> Iterable[tuple[int, int, Estimate]]:
+        return ((start, self.length, value) for start, value in zip(self.starts, self.total_variation, strict=True))
+
+    @property
+    def beyond_training(self) -> Estimate | None:
+        """Total variation due to tokens further back than the training length; None if not measured."""
+        start = self.length - self.training_length
+        return self.at(start) if start > 0 and start in self.starts else None
 
 
 def start_points(length: int, training_length: int, count: int = START_POINTS) -> tuple[int, ...]:
@@ -59,15 +89,6 @@ def start_points(length: int, training_length: int, count: int = START_POINTS) -
     return tuple(sorted(even | close | {max(length - training_length, 0)}))
 
 
-def prediction_distances(p: Tensor, q: Tensor) -> Tensor:
-    """Total variation, Jensen-Shannon distance and 1 - cosine similarity of probabilities (..., V) -> (3, ...)."""
-    middle = (p + q) / 2
-    p_bits, q_bits = ((torch.xlogy(x, x) - torch.xlogy(x, middle)).sum(-1) / math.log(2) for x in (p, q))
-    # Half the squared distance of the unit vectors: 1 - cosine without cancellation.
-    cosine = (p / p.norm(dim=-1, keepdim=True) - q / q.norm(dim=-1, keepdim=True)).square().sum(-1) / 2
-    return torch.stack([(p - q).abs().sum(-1) / 2, ((p_bits + q_bits) / 2).clamp(min=0).sqrt(), cosine]).clamp(max=1)
-
-
 def effective_remembrance(
     model: nn.Module,
     tokens: Tokens,
@@ -77,7 +98,7 @@ def effective_remembrance(
     length: int | None = None,
     starts: Sequence[int] | None = None,
 ) -> Remembrance:
-    """Effective Remembrance at `length` for all start points and distances, with intervals over sequences.
+    """Effective Remembrance at `length` for all start points, with intervals over sequences.
 
     Args:
         model: A causal language model, see `reader_of`.
@@ -96,12 +117,9 @@ def effective_remembrance(
     starts = start_points(length, training_length) if starts is None else tuple(sorted(starts))
     values = remembrance_values(model, tokens, length, starts, **settings.reading)
     mean, low, high = t_interval(values, settings.confidence)
-
-    def estimates(distance: int) -> tuple[Estimate, ...]:
-        bounds = ([None] * len(starts) if bound is None else bound[distance].tolist() for bound in (low, high))
-        return tuple(Estimate(*parts) for parts in zip(mean[distance].tolist(), *bounds, strict=True))
-
-    return Remembrance(training_length, length, len(values), settings.confidence, starts, *map(estimates, range(3)))
+    bounds = ([None] * len(starts) if bound is None else bound.tolist() for bound in (low, high))
+    estimates = tuple(Estimate(*parts) for parts in zip(mean.tolist(), *bounds, strict=True))
+    return Remembrance(training_length, length, len(values), settings.confidence, starts, estimates)
 
 
 @torch.inference_mode()
@@ -115,8 +133,8 @@ def remembrance_values(
     chunk_length: int | None = None,
     progress: bool = True,
 ) -> np.ndarray:
-    """The three distances (total variation, Jensen-Shannon, 1 - cosine) of each sequence and start, (S, 3, n) float64,
-    in the order of `starts`; arguments and errors are those of `effective_remembrance`.
+    """Total variation of each sequence and start, (S, n) float64, in the order of `starts`; arguments and errors are
+    those of `effective_remembrance`.
     """
     if length < 1:
         raise ValueError(f"length must be at least 1 token, got {length}.")
@@ -129,7 +147,7 @@ def remembrance_values(
     array = check_tokens(tokens, reader.vocabulary, length - 1)[:, :length]
     batch, chunk, budget = sweep_plan(reader, length, len(starts), batch_size, chunk_length)
     read = sorted({0, *starts})
-    values = np.empty((len(array), 3, len(read)))
+    values = np.empty((len(array), len(read)))
     total = len(array) * sum(length - start for start in read)
     with evaluation_mode(reader.model), progress_bar(total, "start points", progress) as bar:
         together = max(1, batch // len(read)) if reader.carried_by_row else batch
@@ -141,9 +159,8 @@ def remembrance_values(
                 # The first rows start at 0, one per sequence of the group.
                 whole = predictions[: len(group)] if whole is None else whole
                 for prediction, (start, sequence) in zip(predictions, rows, strict=True):
-                    distances = prediction_distances(whole[sequence - first], prediction)
-                    values[sequence, :, read.index(start)] = distances.numpy()
-    return values[:, :, [read.index(start) for start in starts]]
+                    values[sequence, read.index(start)] = (whole[sequence - first] - prediction).abs().sum() / 2
+    return values[:, [read.index(start) for start in starts]].clip(max=1)
 
 
 def sweep_plan(

@@ -1,14 +1,31 @@
 """Effective Remembrance as a part of a diagnosis."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MultipleLocator
 
 from hf_recurrent_lengthgen.evaluation.measurement import Measurement
-from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.results import Role
 from hf_recurrent_lengthgen.evaluation.words import cell, interval_text
 from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
-from hf_recurrent_lengthgen.metrics.remembrance.figure import remembrance_figure
-from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINING, effective_remembrance
-from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.remembrance.measure import (
+    LENGTHS_OF_TRAINING,
+    Remembrance,
+    effective_remembrance,
+)
+from hf_recurrent_lengthgen.plotting.style import (
+    FONT_SIZE,
+    MUTED,
+    ROLE_LINES,
+    draw_band,
+    label_ends,
+    mark_training_lengths,
+    new_axes,
+    position_axis,
+    role_colors,
+)
 
 
 def _compute(task: Measurement) -> Remembrance:
@@ -20,15 +37,33 @@ def _compute(task: Measurement) -> Remembrance:
     )
 
 
-def far_tokens(result: Remembrance) -> Estimate | None:
-    return None if result.length <= result.training_length else result.beyond_training
+def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role]) -> Figure:
+    """Change of predictions (total variation) if only the last tokens are kept, with intervals.
+
+    Right of the training length it should be 0. `roles` are the roles of the models, for their colors.
+    """
+    figure, axes = new_axes("Change of the prediction (total variation)")
+    ends = []
+    for (name, result), role, color in zip(models.items(), roles, role_colors(roles), strict=True):
+        x, values = [result.length - start for start in result.starts], result.total_variation
+        axes.plot(x, [value.mean for value in values], color=color, linewidth=2, linestyle=ROLE_LINES[role])
+        draw_band(axes, x, values, color)
+        # All curves end at 0, where all tokens are kept, so labels have the order at one training length.
+        beside = min(range(len(x)), key=lambda place: abs(x[place] - result.training_length))
+        ends.append((values[beside].mean, name, color))
+    tallest = max(value.high or value.mean for result in models.values() for value in result.total_variation)
+    axes.set_ylim(0, min(1.0, 0.2 * math.ceil(5.5 * tallest + 1e-9)) or 0.2)
+    axes.yaxis.set_major_locator(MultipleLocator(0.2))
+    position_axis(axes, 1, max(result.length for result in models.values()))
+    mark_training_lengths(axes, [result.training_length for result in models.values()])
+    axes.set_xlabel("Number of last tokens kept", fontsize=FONT_SIZE - 0.5, color=MUTED)
+    label_ends(axes, ends)
+    return figure
 
 
 def remembrance_text(result: Remembrance) -> str:
-    if result.length <= result.training_length:
+    if (beyond := result.beyond_training) is None:
         return f"Texts of {result.length:,} tokens do not show the effect of tokens beyond the training length."
-    if (beyond := far_tokens(result)) is None:
-        return "The effect of tokens beyond the training length was not measured."
     return (
         f"At {result.length:,} tokens, the tokens before the last {result.training_length:,} change the prediction by "
         f"{interval_text(beyond)}, on a scale from 0 to 1."
@@ -36,7 +71,7 @@ def remembrance_text(result: Remembrance) -> str:
 
 
 def _facts(result: Remembrance) -> Sequence[Fact]:
-    if (beyond := far_tokens(result)) is None:
+    if (beyond := result.beyond_training) is None:
         return ()
     sentence = (
         "Effective remembrance: tokens further back than the training length change predictions by "
@@ -44,11 +79,6 @@ def _facts(result: Remembrance) -> Sequence[Fact]:
     )
     note = " beyond training (0: no effect of distant tokens)"
     return (Fact("Effective Remembrance", f"{beyond.mean:.3f}", note, sentence),)
-
-
-def _cell(result: Remembrance) -> str:
-    beyond = far_tokens(result)
-    return "" if beyond is None else cell(beyond)
 
 
 REMEMBRANCE = Part(
@@ -60,7 +90,13 @@ REMEMBRANCE = Part(
     section="What it remembers",
     texts=lambda result, unit: (remembrance_text(result),),
     facts=_facts,
-    rows=(PartRow("Effective Remembrance", "of tokens beyond the training length, 0 to 1", _cell),),
+    rows=(
+        PartRow(
+            "Effective Remembrance",
+            "of tokens beyond the training length, 0 to 1",
+            lambda result: "" if (beyond := result.beyond_training) is None else cell(beyond),
+        ),
+    ),
     pictures={
         "remembrance": Picture(
             lambda result, roles, unit: remembrance_figure(result, roles),

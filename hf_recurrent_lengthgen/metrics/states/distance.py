@@ -31,7 +31,6 @@ measured by `patching.py`.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -60,9 +59,6 @@ class Drift(NamedTuple):
         drifts: (U,): whether the unit drifts, as defined in this module.
         leaves_at: For each drifting unit, the first position beyond the training length from which on the distance
             stays above `null` and the smallest drift; None if there is none.
-        log_std_ratio: (n, U): log of the standard deviation divided by that of the reference.
-        growth: (U,): octaves by which the standard deviation grows per doubling of the position, over the last octave:
-            0 if it is constant, 1 if it is proportional to the position.
     """
 
     distance: np.ndarray
@@ -70,8 +66,6 @@ class Drift(NamedTuple):
     late: np.ndarray
     drifts: np.ndarray
     leaves_at: tuple[int | None, ...]
-    log_std_ratio: np.ndarray
-    growth: np.ndarray
 
 
 def reference_positions(positions: tuple[int, ...], training_length: int) -> list[int]:
@@ -129,7 +123,6 @@ def _drift(
         raise ValueError(
             f"State distances need at least two sequences, to tell a drift from a different text, got {sequences}."
         )
-    std = pooled_std(mean, variance)
     scale = pooled_std(mean[inside].reshape(1, -1, mean.shape[2]), variance[inside].reshape(1, -1, mean.shape[2]))[0]
     magnitude = np.sqrt((mean[inside] ** 2 + variance[inside]).mean((0, 1)))
     floor = np.maximum(SMALLEST_STD * magnitude, np.finfo(np.float32).tiny)  # (U,)
@@ -157,20 +150,9 @@ def _drift(
     threshold = np.maximum(null, smallest)
     last = distance[late].mean(0)
     drifts = (last > threshold) & (rise > 0) & (sequences >= FEWEST_SEQUENCES)
-    before = max(n for n in range(len(positions)) if positions[n] <= max(positions[-1] / 2, training_length))
-    octaves = math.log2(positions[-1] / positions[before])
-    return Drift(
-        distance,
-        null,
-        last,
-        drifts,
-        tuple(
-            _leaves(distance[:, unit], threshold[unit], positions, training_length) if drifts[unit] else None
-            for unit in range(len(scale))
-        ),
-        np.log(np.maximum(std, floor) / scale),
-        np.log2(np.maximum(std[-1], floor) / np.maximum(std[before], floor)) / octaves,
-    )
+    leaves = (_leaves(distance[:, unit], threshold[unit], positions, training_length) for unit in range(len(scale)))
+    leaves_at = tuple(place if drifting else None for place, drifting in zip(leaves, drifts, strict=True))
+    return Drift(distance, null, last, drifts, leaves_at)
 
 
 def _leaves(distance: np.ndarray, threshold: float, positions: tuple[int, ...], training_length: int) -> int | None:

@@ -15,7 +15,6 @@ are one more thing that can be exchanged, which also moves the positions: "atten
 """
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,16 +23,15 @@ from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.readers import Reader, StateReader, reader_of
 from hf_recurrent_lengthgen.evaluation.streaming import (
-    Chunk,
     Tokens,
     check_tokens,
     progress_bar,
     reading_plan,
     stream_chunks,
 )
-from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver, as_units
+from hf_recurrent_lengthgen.metrics.states.trajectory import as_units
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, state_batch_size, state_to
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, state_to
 
 Head = tuple[int, int]
 """(layer, unit); see `trajectory.as_units` for layers without heads."""
@@ -67,36 +65,6 @@ def patched_place(length: int, training_length: int) -> tuple[int, int]:
     return length - width, width
 
 
-class StateKeeper:
-    """Keeps the states after `position` tokens, for `patch_heads`, of texts that are read for an observer.
-
-    A stream takes it in place of the observer. With None it keeps nothing.
-    """
-
-    def __init__(self, observer: StateObserver, position: int | None) -> None:
-        self._observer, self._position = observer, position
-        self.positions = tuple(sorted({*observer.positions, *(() if position is None else (position,))}))
-        self._states: list[RecurrentState] = []
-
-    def __enter__(self) -> "StateKeeper":
-        self._observer.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._observer.__exit__(kind, error, trace)
-
-    def see(self, first_sequence: int, chunk: Chunk) -> None:
-        self._observer.see(first_sequence, chunk)
-        if chunk.start + chunk.nll.shape[1] == self._position:
-            self._states.append(state_to(chunk.state, "cpu"))  # other texts follow before it is needed
-
-    def state(self) -> RecurrentState | None:
-        """The state of all texts that were read, None without any."""
-        return concatenate_rows(self._states) if self._states else None
-
-
 def patch_heads(
     model: nn.Module,
     tokens: Tokens,
@@ -119,13 +87,12 @@ def patch_heads(
         position: Tokens read before the exchange; by default all but the last `width`.
         width: Tokens that are scored; by default half the training length, or the length of the texts beyond it if
             that is less. h' has read the T - `width` tokens before them.
-        state_there: The states h, S rows, if they are known; None to read the texts up to `position`.
+        state_there: The states h, S rows, if they are known, of a model without attention; None to read the texts.
         batch_size, progress: As in `stream_nll`.
 
     Raises:
-        ValueError: for models without a state that is a value, heads that do not exist, attention that does not exist,
-            a width not below T (so also for T = 1), texts or positions that are too short, and given states of another
-            number of texts, or without the keys of attention layers.
+        ValueError: for models without a state that is a value, heads or attention that do not exist, a width not below
+            T (so also for T = 1), and texts or positions that are too short.
     """
     reader = reader_of(model)
     if not isinstance(reader, StateReader):
@@ -143,10 +110,6 @@ def patch_heads(
             f"tokens to score; got {position}."
         )
     _check_groups(groups, reader)
-    if state_there is not None and not reader.carried_by_row:
-        raise ValueError("state_there has no keys of attention layers: leave it out.")
-    if state_there is not None and state_batch_size(state_there) != len(array):
-        raise ValueError(f"state_there must have a row per text, {len(array)}, got {state_batch_size(state_there)}.")
     after = array[:, position : position + width + 1]
     nll = np.empty((2 + 2 * len(groups), len(array)))
     total = len(array) * (position * (state_there is None) + kept + len(nll) * width)
@@ -213,8 +176,6 @@ def _check_groups(groups: Sequence[Heads], reader: Reader) -> None:
             f'A group holds heads (layer, head), and "attention" in models with attention layers; got '
             f"{', '.join(map(repr, sorted(others)))} for {reader.name}."
         )
-    if not groups or not all(groups):
-        raise ValueError("groups must hold at least one group, and each group at least one head (layer, head).")
 
 
 def _cache_after(reader: Reader, rows: np.ndarray, batch_size: int | None, bar: Any, sequence: int) -> Any:

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.evaluation.recorded_scans import SUMS, ScanSums, recorded_scans
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk
-from hf_recurrent_lengthgen.models.layers_known import known_mixers
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, state_to
 
 CHANNEL_GROUPS = 16
 """Maximum number of channel groups in a layer without heads."""
@@ -126,52 +126,36 @@ def as_units(recurrent: Tensor) -> Tensor:
     return recurrent.reshape(len(recurrent), groups, -1)
 
 
-def conv_parts(model: nn.Module) -> dict[int, dict[str, int]]:
-    """Names and channels of the parts of the convolution states, by layer.
-
-    Our mixers name them; for models of Transformers they follow from the parameters of Mamba-2 mixers.
-    """
-    blocks = getattr(getattr(model, "base_model", model), "layers", ())
-    mixers = {layer: getattr(block, "scan_mixer", None) for layer, block in enumerate(blocks)}
-    if ours := {layer: mixer.conv_parts for layer, mixer in mixers.items() if mixer is not None}:
-        return ours
-    try:
-        stock = [mixer for mixer in known_mixers(model) if mixer.kind == "Mamba-2"]
-    except ValueError:
-        return {}
-    sizes = {mixer.layer: (len(mixer.module.conv1d.weight), mixer.module.out_proj.weight.shape[1]) for mixer in stock}
-    return {
-        layer: {"x": inner, "B": (channels - inner) // 2, "C": (channels - inner) // 2}
-        for layer, (channels, inner) in sizes.items()
-    }
-
-
 class StateObserver:
     """Takes the statistics of a stream, as the `observer` of `stream_nll`.
 
     As a context manager around the reading, it also records the inputs of the recurrence if the layers' scans are
-    known; otherwise `inputs` of the layers are None.
+    known; otherwise `inputs` of the layers are None. It keeps the states after `kept_at` tokens, if that is given.
 
     Raises:
-        ValueError: for positions that do not increase from 1 or more, no sequences, or a model without states.
+        ValueError: for positions that do not increase from 1 or more, or a model without states.
     """
 
-    def __init__(self, model: nn.Module, sequences: int, positions: Sequence[int]) -> None:
+    def __init__(self, model: nn.Module, sequences: int, positions: Sequence[int], kept_at: int | None = None) -> None:
         self._model: Any = base_of(model)
+        self._blocks: Any = getattr(getattr(self._model, "base_model", None), "layers", ())
         if not hasattr(self._model, "zero_state"):
             raise ValueError(
                 f"{type(model).__name__} has no recurrent state that is passed by value, so there are no statistics. "
                 "Load a recurrent model with hf_recurrent_lengthgen.load_model(...), or wrap one with stateful(model)."
             )
-        if sequences < 1:
-            raise ValueError(f"sequences must be at least 1, got {sequences}.")
         if not positions or positions[0] < 1 or sorted(set(positions)) != list(positions):
             raise ValueError(f"positions must increase strictly and be at least 1, got {positions}.")
-        self.positions = tuple(positions)
+        self._taken, self._kept_at = tuple(positions), kept_at
+        self.positions = tuple(sorted({*positions, *(() if kept_at is None else (kept_at,))}))
+        """Where the stream has to stop."""
+        self._states: list[RecurrentState] = []
         self._places = {position: place for place, position in enumerate(positions)}
-        parts = conv_parts(self._model)
-        zero = self._model.zero_state(1)
-        self._layouts = [_Layout.of(layer[0], layer[1], parts.get(index, {})) for index, layer in enumerate(zero)]
+        mixers = dict(enumerate(getattr(block, "scan_mixer", None) for block in self._blocks))
+        self._layouts = [
+            _Layout.of(layer.recurrent, layer.conv, getattr(mixers.get(index), "conv_parts", {}))
+            for index, layer in enumerate(self._model.zero_state(1))
+        ]
         self._seen = np.zeros((len(positions), sequences), dtype=bool)
         self._kept: dict[str, np.ndarray] = {}
         self._calls: dict[int, list[ScanSums]] = {}
@@ -179,9 +163,8 @@ class StateObserver:
         self._recording = ExitStack()
 
     def __enter__(self) -> "StateObserver":
-        known = hasattr(getattr(self._model, "base_model", None), "layers")
         # a recurrence that is made to forget gets other inputs than its layer computed
-        if known and not Forgetting.of(self._model.config).in_recurrence:
+        if len(self._blocks) and not Forgetting.of(self._model.config).in_recurrence:
             readers = {name: self._reading(sums) for name, sums in SUMS.items()}
             self._recording.enter_context(recorded_scans(self._model, readers))
         return self
@@ -200,6 +183,8 @@ class StateObserver:
     @torch.inference_mode()
     def see(self, first_sequence: int, chunk: Chunk) -> None:
         tokens = chunk.nll.shape[1]
+        if chunk.start + tokens == self._kept_at:
+            self._states.append(state_to(chunk.state, "cpu"))  # other texts follow before it is needed
         rows = slice(first_sequence, first_sequence + len(chunk.nll))
         self._add_calls(chunk.start == 0, tokens)
         place = self._places.get(chunk.start + tokens)
@@ -259,12 +244,16 @@ class StateObserver:
                 statistics[name] = (total / tokens).reshape(len(total), units, -1).mean(-1)
         return statistics
 
+    def kept_state(self) -> RecurrentState | None:
+        """The states of all texts after `kept_at` tokens; None if none were kept."""
+        return concatenate_rows(self._states) if self._states else None
+
     def trajectory(self) -> StateTrajectory:
         """The statistics; a `ValueError` unless all positions of all sequences were seen."""
         if not self._seen.all():
             place, sequence = np.argwhere(~self._seen)[0]
             raise ValueError(
-                f"Sequence {sequence} was not read to position {self.positions[place]}: pass this observer to "
+                f"Sequence {sequence} was not read to position {self._taken[place]}: pass this observer to "
                 "stream_nll, with as many sequences of at least this length."
             )
         layers = []
@@ -282,7 +271,7 @@ class StateObserver:
                     InputStatistics(**{"step": None, **inputs}) if inputs else None,  # type: ignore[arg-type]
                 )
             )
-        return StateTrajectory(self.positions, tuple(layers))
+        return StateTrajectory(self._taken, tuple(layers))
 
     def _statistics_of(self, layer: int, part: str) -> PartStatistics | None:
         entries = self._entries(layer, part)

@@ -8,91 +8,53 @@ from collections.abc import Sequence
 from html import escape
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.words import cell, interval_text
-from hf_recurrent_lengthgen.metrics.attention.words import (
-    ATTENTION_DEFINITION,
-    ATTENTION_PICTURE,
-    ATTENTION_ROWS,
-    attention_facts,
-    attention_reason,
-    attention_text,
-    listed,
-)
+from hf_recurrent_lengthgen.evaluation.words import cell, interval_text, number_text
 from hf_recurrent_lengthgen.metrics.context_harm.words import HALF, Status
 from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
+from hf_recurrent_lengthgen.metrics.states.distance import SMALLEST_DRIFT
 from hf_recurrent_lengthgen.metrics.states.figure import (
-    conv_std_figure,
+    attention_harm_figure,
     distance_map_figure,
-    inputs_figure,
-    outlier_figure,
     patching_figure,
     retention_figure,
     state_std_figure,
-    whole_std_figure,
 )
 from hf_recurrent_lengthgen.metrics.states.measure import measure_states
-from hf_recurrent_lengthgen.metrics.states.result import (
-    HeadPatching,
-    HeadStates,
-    LayerStates,
-    PatchedHeads,
-    StateDiagnosis,
-    head_name,
-)
+from hf_recurrent_lengthgen.metrics.states.result import HeadPatching, HeadStates, PatchedHeads, StateDiagnosis
 
-HARM_WORTH_KNOWING = 0.05
-"""Nats per token; harm is not ruled out if its interval reaches above this."""
-SETTLED = 0.1
-"""Octaves of spread per doubling of the position above which a head's spread is said to grow."""
 LISTED_LAYERS = 6
-"""Maximum number of layers whose positions are listed in a sentence."""
-LISTED_HEADS = 12
-"""Maximum number of heads listed in a sentence."""
-Pair = tuple[LayerStates, HeadStates]
+"""Maximum number of layers that are listed in a sentence."""
 
 
 def left_text(states: StateDiagnosis) -> str:
-    """Which layers' states left training, and where: "layers 12 and 17 left training at 96,000 tokens"; maybe ""."""
-    left: dict[int, list[int]] = {}
-    for layer in states.layers:
-        if layer.leaves_at is not None:
-            left.setdefault(layer.leaves_at, []).append(layer.layer)
-    places = sorted(left.items())
-    count = sum(len(layers) for _, layers in places)
-    if not places:
+    """The layers whose heads leave training first: "the states of layers 12 and 17 left training at 96,000 tokens"."""
+    left: dict[int, int] = {}
+    for head in states.heads:
+        if head.leaves_at is not None:
+            left[head.layer] = min(head.leaves_at, left.get(head.layer, head.leaves_at))
+    if not left:
         return ""
-    first, layers = places[0]
-    if count > LISTED_LAYERS:
-        where = f"of {count:,} of {len(states.layers):,} layers left training, first {_layers(layers)} at {first:,}"
-    else:
-        later = "".join(f", of {_layers(layers)} at {place:,}" for place, layers in places[1:])
-        where = f"of {_layers(layers)} left training at {first:,}{later}"
-    return f"the states {where} tokens"
+    place = min(left.values())
+    *most, last = (str(layer) for layer, leaves_at in left.items() if leaves_at == place)
+    layers = f"layers {', '.join(most)} and {last}" if most else f"layer {last}"
+    if len(most) >= LISTED_LAYERS:
+        layers = f"{len(most) + 1} layers"
+    later = len(left) - len(most) - 1
+    return f"the states of {layers} left training at {place:,} tokens{f', of {later} more later' if later else ''}"
 
 
 def drift_text(states: StateDiagnosis) -> str:
-    ranking, drifting = states.ranking, states.drifting
-    if not ranking:
-        return "It has no heads whose states could drift."
-    layer, head = ranking[0]
-    distance = f"{distance_text(head)} standard deviations"
+    furthest, drifting, heads = states.ranking[0], states.drifting, _counted(states)
     if not states.names_heads:
-        return (
-            f"{states.sequences} texts are too few to say which heads drift. The furthest, {head_name(layer, head)}, "
-            f"is {distance} from the states of training over the last octave of positions."
-        )
-    if not drifting:
-        return (
-            f"None of {counted(ranking)} drifts. The furthest, {head_name(layer, head)}, is {distance} from the "
-            "states of training over the last octave of positions."
-        )
-    leaves = "" if head.leaves_at is None else f" It leaves them at {head.leaves_at:,} tokens."
-    growth = 2**head.growth - 1
-    still = f"grows by {growth:.0%} with each doubling of the position" if head.growth > SETTLED else "no longer grows"
-    those = f"{len(drifting):,} of {counted(ranking)} {with_number(drifting, 'drift')}"
+        which = f"{states.sequences} texts are too few to say which heads drift"
+    elif drifting:
+        which = f"{len(drifting):,} of {heads} drift{'s' * (len(drifting) == 1)}"
+    else:
+        which = f"None of {heads} drifts"
+    leaves = "" if furthest.leaves_at is None else f" It leaves them at {furthest.leaves_at:,} tokens."
     return (
-        f"{those}: {named_heads(drifting)}. The furthest, {head_name(layer, head)}, is {distance} from the states of "
-        f"training over the last octave of positions.{leaves} Its spread {still}."
+        f"{which}. The furthest, {furthest.name}, is {distance_text(furthest)} standard deviations from the states of "
+        f"training over the last octave of positions.{leaves}"
     )
 
 
@@ -102,134 +64,107 @@ def distance_text(head: HeadStates) -> str:
 
 
 def retention_text(states: StateDiagnosis) -> str:
-    known = [(pair, pair[1].inputs.log_retention) for pair in states.ranking if pair[1].inputs is not None]
-    inside = [place for place, position in enumerate(states.positions) if position <= states.training_length]
-    if not known or not inside:
+    """What the head that holds most of the first token holds at the training length and at the end."""
+    known = [(head, head.log_retention) for head in states.ranking if head.log_retention is not None]
+    if not known:
         return ""
-    pair, most = max(known, key=lambda entry: entry[1][inside[-1]])
-    at, end = states.positions[inside[-1]], states.positions[-1]
-    whom = "no head holds" if len(known) == len(states.ranking) else f"none of the {len(known)} measured heads holds"
+    inside = max(place for place, n in enumerate(states.positions) if n <= states.training_length)
+    head, logs = max(known, key=lambda pair: pair[1][inside])
+    at, end = states.positions[inside], states.positions[-1]
     return (
-        f"At {at:,} tokens, {head_name(*pair)} still holds {math.exp(most[inside[-1]]):.0%} of what the first token "
-        f"wrote ({whom} more), and {math.exp(most[-1]):.0%} at {end:,} tokens."
+        f"At {at:,} tokens, {head.name} still holds {math.exp(logs[inside]):.0%} of what the first token wrote, the "
+        f"most of {'all' if len(known) == len(states.heads) else f'{len(known)} measured'} heads, and "
+        f"{math.exp(logs[-1]):.0%} at {end:,} tokens."
     )
 
 
-def counted(pairs: tuple[Pair, ...]) -> str:
-    units = sorted({layer.unit for layer, _ in pairs})
-    return f"{len(pairs):,} " + " and ".join(f"{unit}s" if len(pairs) > 1 else unit for unit in units)
-
-
-def with_number(pairs: tuple[Pair, ...], verb: str) -> str:
-    return f"{verb}s" if len(pairs) == 1 else verb
-
-
-def named_heads(pairs: tuple[Pair, ...]) -> str:
-    """The furthest heads by layer: "layer 0, heads 2, 3; layer 1, head 5"."""
-    shown, more = pairs[:LISTED_HEADS], len(pairs) - LISTED_HEADS
-    named = []
-    for index in sorted({layer.layer for layer, _ in shown}):
-        own = [(layer.unit, head.head) for layer, head in shown if layer.layer == index]
-        unit = own[0][0] + "s" * (len(own) > 1)
-        named.append(f"layer {index}, {unit} {', '.join(str(head) for head in sorted(head for _, head in own))}")
-    return "; ".join(named) + (f"; and {more:,} less far" if more > 0 else "")
-
-
-def _layers(layers: Sequence[int]) -> str:
-    return f"layer{'s' * (len(layers) > 1)} {listed(layers)}"
+def _counted(states: StateDiagnosis) -> str:
+    count = len(states.heads)
+    return f"{count:,} {states.heads[0].unit}{'s' * (count > 1)}"
 
 
 def patching_text(states: StateDiagnosis, unit: str) -> str:
-    """The share of the harm that drifting heads do, or that exchanging heads shows nothing."""
+    """The harm of what is carried over a long context, and the heads with which it goes away."""
     patching = states.patching
     if patching is None:
         return ""
-    hybrid = any(group.attention for group in patching.groups)
-    subject, those = ("the states, keys and values", "those") if hybrid else ("the state", "the state")
-    kept = f"{those} after only the last {patching.kept:,} tokens"
+    harm = (
+        f"After {patching.position:,} tokens, what the model carries does {interval_text(patching.harm, sign=True)} "
+        f"nats per {unit} of harm, compared with what it carries after only the last {patching.kept:,} tokens"
+    )
     if not patching.harmful:
-        wide = patching.harm.high is None or patching.harm.high > HARM_WORTH_KNOWING
-        return (
-            f"After {patching.position:,} tokens, {subject} {'are' if hybrid else 'is'} not shown to be worse than "
-            f"{kept}: {interval_text(patching.harm, sign=True)} nats per {unit}. "
-            + ("More texts would tell." if wide else "There is no harm to attribute to heads.")
-        )
-    together, others = drifting_group(states), _other_group(states)
-    sentences = [
-        f"After {patching.position:,} tokens, {subject} {'do' if hybrid else 'does'} {interval_text(patching.harm)} "
-        f"nats per {unit} of harm, compared with {kept}."
-    ]
-    if together is not None:
-        heads = "the drifting head" if len(together.heads) == 1 else f"the {len(together.heads):,} drifting heads"
-        sentences.append(f"With states of the short context in {heads}, {_goes_away(patching, together.restored)}.")
-        if others is not None:
-            sentences.append(f"With such states in all other heads, {_goes_away(patching, others.restored)}.")
-    for group in patching.groups:
-        if group.attention:
-            sentences.append(f"With keys and values of the short context, {_goes_away(patching, group.restored)}.")
-    layers = _layer_groups(states)
-    if len(layers) > 1:
-        index, most = max(layers.items(), key=lambda entry: entry[1].broken.mean)
-        if _shown(most.broken):
-            sentences.append(
-                f"Of {len(layers)} layers whose drifting heads were exchanged together, layer {index} does most harm: "
-                f"its states alone bring {_share(patching, most.broken)} of the harm into a short context."
-            )
+        return f"{harm}: none is shown."
+    sentences = [f"{harm}."]
+    exchanged = {
+        "heads that drift": drifting_group(states),
+        "all other heads": _group_of(states, [head for head in states.heads if not head.drifts]),
+        "keys and values": next((group for group in patching.groups if group.attention), None),
+    }
+    shares = [f"{name} {harm_share_text(patching, group.restored)}" for name, group in exchanged.items() if group]
+    if shares:
+        sentences.append(f"Share of it that goes away with the short context's: {', '.join(shares)}.")
     alone = list({group.heads: group for group in patching.groups if len(group.heads) == 1}.values())
-    worst = max(alone, key=lambda group: group.broken.mean, default=None)
+    worst = max(alone, key=lambda group: group.broken.mean) if len(alone) > 1 else None
     if worst is not None and _shown(worst.broken):
-        names = {(layer.layer, head.head): head_name(layer, head) for layer, head in states.ranking}
+        name = next(head.name for head in states.heads if (head.layer, head.head) == worst.heads[0])
         sentences.append(
-            f"Of {len(alone)} heads exchanged one by one, {names[worst.heads[0]]} does most harm: its state alone "
-            f"brings {_share(patching, worst.broken)} of the harm into a short context."
+            f"Of {len(alone)} heads exchanged one by one, {name} does most harm: its state alone brings "
+            f"{harm_share_text(patching, worst.broken)} of the harm into a short context."
         )
     return " ".join(sentences)
 
 
+def harm_share_text(patching: HeadPatching, estimate: Estimate) -> str:
+    """ "97%", or "none shown"."""
+    share = patching.share(estimate)
+    return f"{share:.0%}" if share is not None and _shown(estimate) else "none shown"
+
+
+def _shown(estimate: Estimate) -> bool:
+    return estimate.low is not None and estimate.low > 0
+
+
+def drifting_group(states: StateDiagnosis) -> PatchedHeads | None:
+    return _group_of(states, states.drifting)
+
+
+def _group_of(states: StateDiagnosis, heads: Sequence[HeadStates]) -> PatchedHeads | None:
+    """The exchange of exactly these heads, if there was one."""
+    places = {(head.layer, head.head) for head in heads}
+    groups = () if states.patching is None or not places else states.patching.groups
+    return next((group for group in groups if set(group.heads) == places), None)
+
+
+def attention_text(states: StateDiagnosis, unit: str) -> str:
+    """What long states and long attention of a hybrid do, each alone and both together."""
+    harm = states.attention
+    if harm is None:
+        return ""
+    recurrent, attention, both = (
+        interval_text(each[-1], sign=True) for each in (harm.recurrent, harm.attention, harm.both)
+    )
+    return (
+        f"After {harm.borders[-1]:,} tokens, the long states alone do {recurrent} nats per {unit} of harm, the long "
+        f"attention alone {attention}, and both together {both}."
+    )
+
+
 def _facts(states: StateDiagnosis) -> Sequence[Fact]:
-    if not states.ranking:
-        return ()
-    drifting, total = states.drifting, len(states.ranking)
-    furthest = f"{len(drifting):,} of {total:,}, {head_name(*states.ranking[0])} the furthest"
+    drifting, total, harm = states.drifting, len(states.heads), states.attention
+    furthest = f"{len(drifting):,} of {total:,}, {states.ranking[0].name} the furthest"
     none = f"none of {total:,}" if states.names_heads else f"unknown from {states.sequences} texts"
     facts = [Fact("Heads that drift", furthest if drifting else none)]
     if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
         facts.append(Fact("Their share of the harm", harm_share_text(states.patching, group.restored)))
-    return [*facts, *attention_facts(states)]
-
-
-def harm_share_text(patching: HeadPatching, estimate: Estimate) -> str:
-    """ "97%", or "none shown"."""
-    return _share(patching, estimate) if _shown(estimate) else "none shown"
-
-
-def drifting_group(states: StateDiagnosis) -> PatchedHeads | None:
-    return _group_of(states, {(layer.layer, head.head) for layer, head in states.drifting})
-
-
-def _other_group(states: StateDiagnosis) -> PatchedHeads | None:
-    return _group_of(states, {(layer.layer, head.head) for layer, head in states.ranking if not head.drifts})
-
-
-def _layer_groups(states: StateDiagnosis) -> dict[int, PatchedHeads]:
-    """By layer, the exchange of all its heads that drift, as far as there was one."""
-    drifting = {
-        layer.layer: {(layer.layer, head.head) for head in layer.heads if head.drifts} for layer in states.layers
-    }
-    groups = {layer: _group_of(states, heads) for layer, heads in drifting.items()}
-    return {index: group for index, group in groups.items() if group is not None}
-
-
-def _group_of(states: StateDiagnosis, heads: set[tuple[int, int]]) -> PatchedHeads | None:
-    groups = () if states.patching is None or not heads else states.patching.groups
-    return next((group for group in groups if set(group.heads) == heads), None)
+    if harm is not None:
+        for name, values in (("states", harm.recurrent), ("attention", harm.attention)):
+            facts.append(Fact(f"Harm of long {name} alone", f"{number_text(values[-1].mean, '+.3f')} nats"))
+    return facts
 
 
 def _reason(states: StateDiagnosis, status: Status) -> str:
     """The explanation of a verdict by the states, in clauses."""
-    if not states.ranking:
-        return ""
-    return "; ".join(clause for clause in (_drift_reason(states, status), attention_reason(states)) if clause)
+    return "; ".join([_drift_reason(states, status), *_attention_reason(states)])
 
 
 def _drift_reason(states: StateDiagnosis, status: Status) -> str:
@@ -237,52 +172,41 @@ def _drift_reason(states: StateDiagnosis, status: Status) -> str:
     if not states.names_heads:
         return f"{states.sequences} texts are too few to say which heads drift"
     if not drifting:
-        return f"none of its {counted(states.ranking)} drifts"
-    clause = f"{len(drifting):,} of its {counted(states.ranking)} {with_number(drifting, 'drift')}"
-    named = f"{head_name(*drifting[0])}{' the furthest' * (len(drifting) > 1)}"
+        return f"none of its {_counted(states)} drifts"
+    one = len(drifting) == 1
+    clause = f"{len(drifting):,} of its {_counted(states)} drift{'s' * one}"
+    named = f"{drifting[0].name}{'' if one else ' the furthest'}"
     left = left_text(states)
-    clause = f"{left} ({clause}, {named})" if left else f"{clause}{', ' if len(drifting) > 1 else ': '}{named}"
+    clause = f"{left} ({clause}, {named})" if left else f"{clause}{': ' if one else ', '}{named}"
     if status == "holds":
         return f"{clause}, without harm"
     if patching is None or group is None or not patching.harmful:
         return clause
-    share, those = patching.share(group.restored), "this head" if len(drifting) == 1 else "these heads"
-    exchange = f"replacing the states of {those} by those of a short context"
-    if share is None or not _shown(group.restored):
+    exchange = f"replacing the states of {'this head' if one else 'these heads'} by those of a short context"
+    if not _shown(group.restored):
         return f"{clause}; but {exchange} is not shown to remove any of the harm"
-    return (
-        f"{clause}; {exchange} removes {share:.0%} of the harm"
-        if share >= HALF
-        else (f"{clause}; but {exchange} removes only {share:.0%} of the harm")
-    )
+    return f"{clause}; {exchange} removes {harm_share_text(patching, group.restored)} of the harm"
 
 
-def _goes_away(patching: HeadPatching, restored: Estimate) -> str:
-    if not _shown(restored):
-        return "none of the harm is shown to go away"
-    return f"{_share(patching, restored)} of the harm goes away"
-
-
-def _share(patching: HeadPatching, estimate: Estimate) -> str:
-    share = patching.share(estimate)
-    assert share is not None  # callers check that there is harm
-    return f"{share:.0%}"
-
-
-def _shown(estimate: Estimate) -> bool:
-    return estimate.low is not None and estimate.low > 0
+def _attention_reason(states: StateDiagnosis) -> list[str]:
+    """Clauses of the verdict on a hybrid."""
+    harm, patching = states.attention, states.patching
+    if harm is None:
+        return []
+    recurrent, attention = (number_text(values[-1].mean, "+.2f") for values in (harm.recurrent, harm.attention))
+    clauses = [f"long states alone do {recurrent} nats of harm, long attention alone {attention}"]
+    if patching is None:
+        return clauses
+    for group in patching.groups:
+        if group.attention and _shown(group.restored) and (patching.share(group.restored) or 0) >= HALF:
+            share = harm_share_text(patching, group.restored)
+            clauses.append(f"replacing its keys and values by those of a short context removes {share} of the harm")
+    return clauses
 
 
 def _drift_cell(states: StateDiagnosis) -> str:
-    if not states.ranking:
-        return ""
-    layer, head = states.ranking[0]
-    furthest = f"{head_name(layer, head)}: {distance_text(head)}"
-    return f"<b>{len(states.drifting):,} of {len(states.ranking):,}</b><small>{escape(furthest)}</small>"
-
-
-def _harm_cell(states: StateDiagnosis) -> str:
-    return "" if states.patching is None else cell(states.patching.harm, sign=True)
+    furthest = f"{states.ranking[0].name}: {distance_text(states.ranking[0])}"
+    return f"<b>{len(states.drifting):,} of {len(states.heads):,}</b><small>{escape(furthest)}</small>"
 
 
 def _removed_cell(states: StateDiagnosis) -> str:
@@ -301,8 +225,8 @@ def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
         "The distance of a head at a position is the 2-Wasserstein distance between the elements of its states there "
         "and those in the second half of the training length, in standard deviations of the latter. A head drifts if "
         "its mean distance over the last octave of positions is above "
-        f"{results[0].smallest_drift:g} and above the distances of training positions from each other, and if the "
-        "interval over texts shows that it rises."
+        f"{SMALLEST_DRIFT:g} and above the distances of training positions from each other, and if the interval over "
+        "texts shows that it rises."
     ]
     if patching := next((states.patching for states in results if states.patching is not None), None):
         sentences.append(
@@ -312,12 +236,13 @@ def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
             "little, so shares need not add up to 100%."
         )
     if any(states.attention is not None for states in results):
-        sentences.append(ATTENTION_DEFINITION)
+        sentences.append(
+            "In a hybrid, a text is read to some position, and the next tokens, as many as the training length, are "
+            "read with only the long states, only the keys and values of the long text, both, or neither; the second "
+            "half of them is scored. Harm is the loss minus that with neither. The two need not add up, because the "
+            "keys were computed from the states, too."
+        )
     return sentences
-
-
-def _has_heads(states: StateDiagnosis) -> bool:
-    return bool(states.ranking)
 
 
 STATES = Part(
@@ -328,25 +253,39 @@ STATES = Part(
     compute=measure_states,
     section="Why: the states",
     texts=lambda result, unit: [
-        words
-        for words in (
+        text
+        for text in (
             *(drift_text(result), retention_text(result), patching_text(result, unit)),
             attention_text(result, unit),
         )
-        if words
+        if text
     ],
     facts=_facts,
     rows=(
         PartRow("Heads that drift", "of all; the furthest, in standard deviations of training", _drift_cell),
-        PartRow("Harm of a long context's state", "compared with a short one's, nats per {unit}", _harm_cell),
+        PartRow(
+            "Harm of a long context's state",
+            "compared with a short one's, nats per {unit}",
+            lambda result: "" if result.patching is None else cell(result.patching.harm, sign=True),
+        ),
         PartRow("Removed", "with states of a short context in the heads that drift", _removed_cell),
-        *ATTENTION_ROWS,
+        PartRow(
+            "Harm of long states alone",
+            "attention reads the last tokens only, nats per {unit}",
+            lambda result: "" if result.attention is None else cell(result.attention.recurrent[-1], sign=True),
+            some=True,
+        ),
+        PartRow(
+            "Harm of long attention alone",
+            "states start from zero, nats per {unit}",
+            lambda result: "" if result.attention is None else cell(result.attention.attention[-1], sign=True),
+            some=True,
+        ),
     ),
     pictures={
         "state_distance": Picture(
             lambda result, *_: distance_map_figure(result),
             "Each row is a head, the furthest at the top. Orange: more than one standard deviation from training.",
-            _has_heads,
         ),
         "state_patching": Picture(
             lambda result, _, unit: patching_figure(result, unit),
@@ -354,39 +293,20 @@ STATES = Part(
             "away. Thin lines: intervals.",
             lambda result: result.patching is not None,
         ),
-        "attention_harm": ATTENTION_PICTURE,
+        "attention_harm": Picture(
+            lambda result, _, unit: attention_harm_figure(result, unit),
+            "Harm of what the recurrent layers and what the attention layers keep of a long text, each alone and "
+            "together. At zero, the long context does no harm.",
+            lambda result: result.attention is not None,
+            bands=True,
+        ),
         "state_std": Picture(
-            lambda result, *_: state_std_figure(result), "A state that has settled has a flat line.", _has_heads
-        ),
-        "whole_std": Picture(
-            lambda result, *_: whole_std_figure(result),
-            "All elements of the state together. The number is the standard deviation at the last position.",
-            further=True,
-        ),
-        "state_outliers": Picture(
-            lambda result, *_: outlier_figure(result),
-            "A rising line: ever fewer elements make the spread of the head. Normally distributed elements would stay "
-            "below 5.",
-            lambda result: any(head.extremes for _, head in result.ranking),
-            further=True,
-        ),
-        "state_inputs": Picture(
-            lambda result, *_: inputs_figure(result),
-            "Flat lines: the head gets what it got in training, so a state that grows does so because it forgets too "
-            "little.",
-            lambda result: any(head.inputs for _, head in result.ranking),
-            further=True,
+            lambda result, *_: state_std_figure(result), "A state that has settled has a flat line. Dashed: the whole."
         ),
         "state_retention": Picture(
             lambda result, *_: retention_figure(result),
             "A head that still holds the first token accumulates what it reads instead of replacing it.",
-            lambda result: any(head.inputs for _, head in result.ranking),
-        ),
-        "conv_std": Picture(
-            lambda result, *_: conv_std_figure(result),
-            "Convolution states hold only the last tokens: they show whether the inputs of a layer change.",
-            lambda result: any(layer.conv for layer in result.layers),
-            further=True,
+            lambda result: any(head.log_retention for head in result.heads),
         ),
     },
     definitions=_definitions,

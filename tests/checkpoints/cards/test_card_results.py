@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
-from hf_recurrent_lengthgen.metrics.remembrance.result import Remembrance
+from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
 from tests.checkpoints.cards.conftest import Work
 from tests.checkpoints.cards.reading import (
@@ -218,7 +218,7 @@ def test_retrieval_is_shown_by_length(work: Work, tmp_path: Path) -> None:
 def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Path) -> None:
     models = read_result(work.results, Comparison).models
     near = Estimate(0.25, 0.2, 0.3)
-    remembrance = Remembrance(8, 64, 3, 0.95, (0, 56), *(((near, near),) * 3))
+    remembrance = Remembrance(8, 64, 3, 0.95, (0, 56), (near, near))
     diagnosed = tuple(
         DiagnosedModel(model.role, model.evaluation, {"remembrance": remembrance}, {"states": "no_states"})
         for model in models

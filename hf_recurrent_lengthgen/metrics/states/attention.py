@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_recurrent_lengthgen.evaluation.attention_caches import cached_bytes
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
@@ -32,7 +31,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import (
     progress_bar,
     reading_plan,
 )
-from hf_recurrent_lengthgen.metrics.attention.result import AttentionHarm
+from hf_recurrent_lengthgen.metrics.states.result import AttentionHarm
 from hf_recurrent_lengthgen.metrics.states.trajectory import sample_positions
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 
@@ -41,8 +40,7 @@ class AttentionApart(NamedTuple):
     """NLL in nats per token after each of P `borders` of S sequences, (S, P), each over T // 2 tokens.
 
     What goes on from the text: `both` recurrent states and keys, only the states (`recurrent`), only the keys
-    (`attention`), or `neither`. `cache_bytes` are the bytes of the keys and values of a text after the last border,
-    by layer.
+    (`attention`), or `neither`.
     """
 
     borders: tuple[int, ...]
@@ -50,7 +48,6 @@ class AttentionApart(NamedTuple):
     recurrent: np.ndarray
     attention: np.ndarray
     neither: np.ndarray
-    cache_bytes: dict[int, int]
 
 
 @torch.inference_mode()
@@ -114,8 +111,7 @@ def attention_apart(
             f"The NLL is NaN or infinite within {training_length} tokens after a border of {places}: the model "
             "overflows there or has broken weights. Evaluate in float32, or shorter texts."
         )
-    both, recurrent, attention, neither = nlls
-    return AttentionApart(tuple(places), both, recurrent, attention, neither, cached_bytes(keys))
+    return AttentionApart(tuple(places), *nlls)
 
 
 def _places(borders: Sequence[int] | None, length: int, training_length: int) -> list[int]:
@@ -145,30 +141,13 @@ def _mean_nll(reader: Reader, kept: tuple[Any, Any], ids: torch.Tensor, targets:
 def attention_harm(
     model: nn.Module, tokens: Tokens, training_length: int, settings: EvaluationSettings = DEFAULTS
 ) -> AttentionHarm:
-    """The harm of long states and of long attention alone, by length: two borders per doubling beyond T.
-
-    Args:
-        model, tokens, training_length: As in `attention_apart`.
-        settings: Confidence, rows per forward pass, progress.
-
-    Raises:
-        ValueError: as in `attention_apart`.
-    """
+    """The harm of long states and of long attention alone, at two borders per doubling beyond T."""
     last = int(tokens.shape[1]) - 1 - training_length
     borders = [place for place in sample_positions(max(last, 1), training_length) if place >= training_length]
-    apart = attention_apart(
-        model,
-        tokens,
-        training_length,
-        borders=borders or [last],
-        batch_size=settings.batch_size,
-        progress=settings.progress,
-    )
+    options: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
+    apart = attention_apart(model, tokens, training_length, borders=borders or [last], **options)
 
     def harm(case: np.ndarray) -> tuple[Estimate, ...]:
         return tuple(estimate(values[:, None], settings.confidence) for values in (case - apart.neither).T)
 
-    cases = {name: harm(getattr(apart, name)) for name in ("both", "recurrent", "attention")}
-    return AttentionHarm(
-        apart.borders, **cases, layers=tuple(apart.cache_bytes), cache_bytes=sum(apart.cache_bytes.values())
-    )
+    return AttentionHarm(apart.borders, harm(apart.both), harm(apart.recurrent), harm(apart.attention))

@@ -1,1 +1,0 @@
-"""The harm of long states and of long attention of a hybrid, apart."""
