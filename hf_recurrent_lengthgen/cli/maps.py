@@ -1,7 +1,6 @@
 """`lengthgen maps`: what the layers of a checkpoint look at on a short text, as a picture and as numbers."""
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenize
 from hf_recurrent_lengthgen.cli.inputs import make_output_folder
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import MODEL, add_shared
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
 from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
 from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, save_maps
@@ -52,8 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     if min(ids) < 0 or max(ids) >= model.config.vocab_size:
         raise ValueError(f"Token ids must be from 0 to {model.config.vocab_size - 1}, got {min(ids)} to {max(ids)}.")
     [label] = short_names([options.model])
-    data, command = DataRecord(DataSource("text of the command")), shlex.join(["lengthgen", "maps", *arguments])
-    maps = attention_maps(model, torch.tensor(ids), words, options.layers, label, data, command)
+    maps = attention_maps(model, torch.tensor(ids), words, options.layers, label)
     output = make_output_folder(options.output)
     save_maps(output / "maps.npz", maps)
     save_png(attention_maps_figure(maps), output / "maps.png")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
     from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
     from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
-    from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, read_maps, save_maps
+    from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, save_maps
     from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
     from hf_recurrent_lengthgen.metrics.remembrance.measure import effective_remembrance
     from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt
@@ -46,7 +46,7 @@ _MODULES = {
     "metrics.context_harm.windows": "window_nll",
     "metrics.diagnosis.result": "Diagnosis",
     "metrics.maps.measure": "attention_maps",
-    "metrics.maps.result": "AttentionMaps read_maps save_maps",
+    "metrics.maps.result": "AttentionMaps save_maps",
     "metrics.misalignment": "long_short_misalignment",
     "metrics.remembrance.measure": "effective_remembrance",
     "metrics.retrieval.measure": "retrieval_accuracy",
@@ -81,7 +81,6 @@ __all__ = [
     "long_short_misalignment",
     "measure_accuracy",
     "patch_heads",
-    "read_maps",
     "read_result",
     "read_rows",
     "retrieval_accuracy",

@@ -1,10 +1,8 @@
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.results import DataRecord
 from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
 from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, LayerMaps
 from hf_recurrent_lengthgen.plotting.images import save_png
@@ -18,12 +16,7 @@ def maps_of(layers: int, tokens: list[str], model: str = "m") -> AttentionMaps:
         mask = np.tril(rng.uniform(size=(T, T))).astype(np.float32)
         numbers: Any = {"linear_distance": 0.5, "cosine": None if layer == 1 else 0.71, "identity": None}
         made.append(LayerMaps(layer=layer, kind="Mamba-2", average=average, mask=mask, **numbers))
-    return maps_with(model, tokens, *made)
-
-
-def maps_with(model: str, tokens: Sequence[str], *layers: LayerMaps) -> AttentionMaps:
-    about: Any = {"weights": "", "data": DataRecord(), "device": "cpu", "versions": {}, "command": ""}
-    return AttentionMaps(model=model, tokens=tuple(tokens), layers=layers, wall_seconds=0.0, **about)
+    return AttentionMaps(model, "", tuple(tokens), tuple(made))
 
 
 @pytest.mark.slow
@@ -94,4 +87,4 @@ def test_a_map_of_zeros_is_drawn() -> None:
     zeros = np.zeros((2, 2), dtype=np.float32)
     numbers: Any = dict.fromkeys(("linear_distance", "cosine", "identity"))
     layer = LayerMaps(layer=0, kind="Mamba-1", average=zeros, mask=zeros, **numbers)
-    attention_maps_figure(maps_with("m", "ab", layer)).draw_without_rendering()
+    attention_maps_figure(AttentionMaps("m", "", ("a", "b"), (layer,))).draw_without_rendering()

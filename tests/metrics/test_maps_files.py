@@ -1,6 +1,5 @@
 """Files of attention maps, correlations of projections, recordings of scans, and what is refused."""
 
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -14,7 +13,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
 from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps, projection_correlations
-from hf_recurrent_lengthgen.metrics.maps.result import read_maps, save_maps
+from hf_recurrent_lengthgen.metrics.maps.result import save_maps
 from hf_recurrent_lengthgen.models import StatefulRWKV6Config, StatefulRWKV6ForCausalLM
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from tests.metrics.test_maps import FULL, IDS, SIZES, gla, mamba, mamba2
@@ -90,60 +89,6 @@ def test_files_hold_everything(tmp_path: Path) -> None:
             assert getattr(before, name) == after[name]
 
 
-def damaged(path: Path, **changes: Any) -> Path:
-    """The file with another array, or another field of its header; None takes it away."""
-    with np.load(path) as file:
-        arrays = dict(file)
-    header = json.loads(str(arrays["header"]))
-    for name, value in changes.items():
-        place = arrays if name in arrays else header
-        place.pop(name) if value is None else place.__setitem__(name, value)
-    np.savez(path, **arrays | {"header": np.array(json.dumps(header))})
-    return path
-
-
-def test_files_are_read_again_and_name_what_they_are_of(tmp_path: Path) -> None:
-    model = mamba(attention_layers=[0])
-    maps = attention_maps(model, IDS, command="lengthgen maps m")
-    save_maps(path := tmp_path / "maps.npz", maps)
-    read = read_maps(path)
-    assert vars(read) | {"layers": ()} == vars(maps) | {"layers": ()}
-    for before, after in zip(maps.layers, read.layers, strict=True):
-        assert np.array_equal(before.average, after.average)
-        assert np.array_equal(before.mask, after.mask)
-        assert (before.kind, before.cosine) == (after.kind, after.cosine)
-    weights = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        weights.update(f"{name} torch.float32 {tuple(value.shape)}".encode() + value.numpy().tobytes())
-    assert read.weights == weights.hexdigest()
-    ids = IDS.numpy().astype("<i8")
-    assert read.data.digest == hashlib.sha256(f"(1, {len(ids)})".encode() + ids.tobytes()).hexdigest()
-    assert (read.device, read.command, read.versions["torch"]) == ("cpu", "lengthgen maps m", torch.__version__)
-    assert read.wall_seconds > 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"weights": None}, "weights: Field required"),
-        ({"command": None}, "command: Field required"),
-        ({"more": 1}, "more: There is no such field"),
-        ({"schema_version": 3}, "schema version 3, .* reads up to 2"),
-        ({"kind": "evaluation"}, "Expected a document of kind 'attention_maps'"),
-        ({"mask": None}, "mask"),
-        ({"average": np.zeros((1, 2, 2))}, "must have"),
-    ],
-    ids=str,
-)
-def test_files_that_are_damaged_or_newer_are_refused(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:
-    save_maps(path := tmp_path / "maps.npz", attention_maps(mamba(), IDS))
-    with pytest.raises(ValueError, match=rf"maps.npz: .*{complaint}"):
-        read_maps(damaged(path, **changes))
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"maps.npz"):
-        read_maps(path)
-
-
 def test_numbers_that_are_not_finite_are_null_in_files(tmp_path: Path) -> None:
     model = mamba()
     with torch.no_grad():
@@ -162,24 +107,6 @@ def test_recordings_may_be_nested() -> None:
         model(IDS[None])
     assert (outer, inner) == ([0, 1] * 2, [0, 1])
     assert "scan" not in vars(model.backbone.layers[0].mixer)
-
-
-def test_an_error_in_writing_leaves_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "maps.npz"
-    maps = attention_maps(mamba(), IDS)
-    save_maps(path, maps)
-    before = path.read_bytes()
-
-    def fail(file: Any, **_: Any) -> None:
-        file.write(b"half")
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(np, "savez_compressed", fail)
-        with pytest.raises(OSError, match="disk full"):
-            save_maps(path, maps)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(

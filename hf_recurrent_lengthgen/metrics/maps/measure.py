@@ -23,25 +23,20 @@ current token, after the norm, is not included.
 Shapes: T tokens, D channels or heads, N states (keys).
 """
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.evaluation.provenance import model_record, token_digest
+from hf_recurrent_lengthgen.evaluation.provenance import model_record
 from hf_recurrent_lengthgen.evaluation.recorded_scans import layers_of, recorded_scans
-from hf_recurrent_lengthgen.evaluation.results import NOT_SAID, DataRecord
-from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, LayerMaps
 from hf_recurrent_lengthgen.models.layers_known import key_and_query_weights, known_mixers
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.scan_backends import repeat_heads
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.scan_trapezoid import turned
-from hf_recurrent_lengthgen.versions import installed_versions
 
 MAP_ELEMENTS = 2**22
 """Maximum number of map entries in memory at once, 32 MiB."""
@@ -81,8 +76,6 @@ def attention_maps(
     tokens: Sequence[str] | None = None,
     layers: Sequence[int] | None = None,
     label: str = "",
-    data: DataRecord = NOT_SAID,
-    command: str | None = None,
 ) -> AttentionMaps:
     """Channel average and average mask of the layers of a model on one text, from the zero state.
 
@@ -92,8 +85,6 @@ def attention_maps(
         tokens: T words for the tokens; None for their ids.
         layers: Layer indices, from 0; None for all.
         label: Name of the model.
-        data: Where the text is from, for people; the digest is that of the token ids, whatever is given.
-        command: What is recorded as the command; None for that of this process.
 
     Raises:
         ValueError: for more than one text, a number of words other than T, a layer that does not exist or whose scan
@@ -101,7 +92,6 @@ def attention_maps(
             made to forget (`retention`, `insertion` or `window`; a `delta_scale` is part of the steps, so of the
             maps).
     """
-    began = time.perf_counter()
     tokens_1T = _one_text(input_ids)
     words = tuple(map(str, tokens_1T[0].tolist())) if tokens is None else tuple(tokens)
     if len(words) != tokens_1T.shape[1]:
@@ -127,18 +117,7 @@ def attention_maps(
                 mask=mask.float().cpu().numpy(),
             )
         )
-    record = model_record(model)
-    return AttentionMaps(
-        model=label or type(model).__name__,
-        weights=record["weights"],
-        data=replace(data, digest=token_digest(tokens_1T.cpu().numpy())),
-        tokens=words,
-        layers=tuple(results),
-        device=record["device"],
-        versions=installed_versions(),
-        command=EvaluationSettings(command=command).recorded_command,
-        wall_seconds=time.perf_counter() - began,
-    )
+    return AttentionMaps(label or type(model).__name__, model_record(model)["weights"], words, tuple(results))
 
 
 @torch.no_grad()
