@@ -37,13 +37,11 @@ class PartRow(NamedTuple):
     """A row of the table of numbers.
 
     It has a name, a remark ("{unit}" is the name of a token), and the HTML for a result, empty without such a number.
-    A row of numbers that only `some` models can have is left out where none has one.
     """
 
     name: str
     note: str
     html: Callable[[Any], str]
-    some: bool = False
 
 
 class Fact(NamedTuple):

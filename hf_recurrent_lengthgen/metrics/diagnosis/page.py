@@ -190,13 +190,7 @@ def _pairs(parts: Sequence[str]) -> str:
 
 def _rows(diagnosis: Diagnosis) -> list[Row[DiagnosedModel]]:
     unit = diagnosis.models[0].evaluation.data.token_unit
-    return [
-        _row(part, row, unit)
-        for part in PARTS.values()
-        if (results := _results(diagnosis, part))
-        for row in part.rows
-        if not row.some or any(map(row.html, results))
-    ]
+    return [_row(part, row, unit) for part in PARTS.values() if _results(diagnosis, part) for row in part.rows]
 
 
 def _row(part: Part[Any], row: PartRow, unit: str) -> Row[DiagnosedModel]:

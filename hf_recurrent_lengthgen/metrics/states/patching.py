@@ -60,7 +60,11 @@ class Patching(NamedTuple):
 
 
 def patched_place(length: int, training_length: int) -> tuple[int, int]:
-    """Default position and width of `patch_heads` for texts of `length` positions."""
+    """Tokens read before an exchange and tokens scored after it, in texts of `length` positions.
+
+    Scored is half the training length, or the length of the texts beyond it if that is less; h' has read the tokens
+    before them that make up the training length.
+    """
     width = max(1, min(training_length // 2, length - training_length))
     return length - width, width
 
@@ -71,8 +75,6 @@ def patch_heads(
     training_length: int,
     groups: Sequence[Heads],
     *,
-    position: int | None = None,
-    width: int | None = None,
     state_there: RecurrentState | None = None,
     batch_size: int | None = None,
     progress: bool = True,
@@ -84,31 +86,21 @@ def patch_heads(
         tokens: Token ids (S, L + 1).
         training_length: Tokens per training sequence, T.
         groups: Groups of heads that are exchanged together; each group is one measurement.
-        position: Tokens read before the exchange; by default all but the last `width`.
-        width: Tokens that are scored; by default half the training length, or the length of the texts beyond it if
-            that is less. h' has read the T - `width` tokens before them.
         state_there: The states h, S rows, if they are known, of a model without attention; None to read the texts.
         batch_size, progress: As in `stream_nll`.
 
     Raises:
-        ValueError: for models without a state that is a value, heads or attention that do not exist, a width not below
-            T (so also for T = 1), and texts or positions that are too short.
+        ValueError: for models without a state that is a value, heads or attention that do not exist, T = 1, and texts
+            that are too short.
     """
     reader = reader_of(model)
     if not isinstance(reader, StateReader):
         raise ValueError(reader.refusal("an exchange of heads"))
     array = check_tokens(tokens, reader.vocabulary, training_length + 1)
-    length = array.shape[1] - 1
-    width = patched_place(length, training_length)[1] if width is None else width
-    if not 1 <= width < training_length:
-        raise ValueError(f"width must be at least 1 and below the training length {training_length}, got {width}.")
+    position, width = patched_place(array.shape[1] - 1, training_length)
     kept = training_length - width
-    position = length - width if position is None else position
-    if not training_length <= position <= length - width:
-        raise ValueError(
-            f"position must be from the training length {training_length} to {length - width}, which leaves {width} "
-            f"tokens to score; got {position}."
-        )
+    if not kept:
+        raise ValueError("training_length must be at least 2, for a short context and tokens after it; got 1.")
     _check_groups(groups, reader)
     after = array[:, position : position + width + 1]
     nll = np.empty((2 + 2 * len(groups), len(array)))

@@ -269,18 +269,6 @@ STATES = Part(
             lambda result: "" if result.patching is None else cell(result.patching.harm, sign=True),
         ),
         PartRow("Removed", "with states of a short context in the heads that drift", _removed_cell),
-        PartRow(
-            "Harm of long states alone",
-            "attention reads the last tokens only, nats per {unit}",
-            lambda result: "" if result.attention is None else cell(result.attention.recurrent[-1], sign=True),
-            some=True,
-        ),
-        PartRow(
-            "Harm of long attention alone",
-            "states start from zero, nats per {unit}",
-            lambda result: "" if result.attention is None else cell(result.attention.attention[-1], sign=True),
-            some=True,
-        ),
     ),
     pictures={
         "state_distance": Picture(
