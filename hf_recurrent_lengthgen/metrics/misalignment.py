@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.measurement import Measurement
@@ -97,57 +96,15 @@ def sce_gradients(log_p: Tensor, log_q: Tensor, expected: Tensor) -> tuple[Tenso
     return for_a, for_b
 
 
-class _SymmetricCrossEntropy(torch.autograd.Function):
-    """Saves the logits and a few numbers per position; the backward pass recomputes the probabilities."""
+@torch.no_grad()
+def symmetric_cross_entropy(logits_a: Tensor, logits_b: Tensor) -> Tensor:
+    """-(<p, log q> + <q, log p>) in nats at each position (Eq. 1), of finite logits (..., V) of one shape: (...).
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, chunk: int) -> Tensor:
-        normalizer_a, normalizer_b = log_normalizers(a, chunk), log_normalizers(b, chunk)
-        expected = expected_logs(a, b, normalizer_a, normalizer_b, chunk)
-        ctx.save_for_backward(a, b, normalizer_a, normalizer_b, expected)
-        ctx.chunk = chunk
-        return -expected.sum(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        a, b, normalizer_a, normalizer_b, expected = ctx.saved_tensors
-        results = [
-            torch.empty_like(x) if needed else None for x, needed in zip((a, b), ctx.needs_input_grad[:2], strict=True)
-        ]
-        for at in blocks(upstream.shape, ctx.chunk):
-            log_p, log_q = a[at] - normalizer_a[at][..., None], b[at] - normalizer_b[at][..., None]
-            for result, piece in zip(results, sce_gradients(log_p, log_q, expected[:, *at]), strict=True):
-                if result is not None:
-                    result[at] = piece.mul_(upstream[at][..., None])
-        return results[0], results[1], None
-
-
-def symmetric_cross_entropy(logits_a: Tensor, logits_b: Tensor, chunk_size: int | None = None) -> Tensor:
-    """-(<p, log q> + <q, log p>) in nats at each position (Eq. 1), differentiable once in both arguments.
-
-    Args:
-        logits_a, logits_b: Finite logits (..., V) of one shape and dtype.
-        chunk_size: Positions whose probabilities are in memory at once; by default from `LOGITS_PER_CHUNK`.
-
-    Returns:
-        (...), float64 for float64 logits, else float32; gradients have the dtype of the logits.
-
-    Raises:
-        ValueError: for different shapes or dtypes, an empty vocabulary, integers, or chunk_size < 1.
+    Computed in float32 or wider, without a gradient, which `trainers/alignment_loss.py` has.
     """
-    for name, logits in (("logits_a", logits_a), ("logits_b", logits_b)):
-        if logits.dim() < 1 or logits.shape[-1] < 1 or not logits.is_floating_point():
-            raise ValueError(
-                f"{name} must be floating-point logits (..., vocabulary), got {logits.dtype} of shape "
-                f"{tuple(logits.shape)}."
-            )
-    if logits_a.shape != logits_b.shape or logits_a.dtype != logits_b.dtype:
-        raise ValueError(
-            "logits_a and logits_b must have the same shape and dtype, got "
-            f"{tuple(logits_a.shape)} {logits_a.dtype} and {tuple(logits_b.shape)} {logits_b.dtype}."
-        )
-    return _SymmetricCrossEntropy.apply(logits_a, logits_b, chunk_positions(logits_a, chunk_size))
+    chunk = chunk_positions(logits_a, None)
+    normalizer_a, normalizer_b = log_normalizers(logits_a, chunk), log_normalizers(logits_b, chunk)
+    return -expected_logs(logits_a, logits_b, normalizer_a, normalizer_b, chunk).sum(0)
 
 
 class ContextPair(NamedTuple):
@@ -200,11 +157,11 @@ def long_short_misalignment(
         progress: Show a progress bar.
 
     Raises:
-        ValueError: for T < 2, samples < 1, a negative seed, tokens that are too few, outside the vocabulary or of a
+        ValueError: for T < 2, samples < 1, tokens that are too few, outside the vocabulary or of a
             wrong type, and a misalignment that is not finite. Tokens that both contexts rule out (logits of -inf)
             count 0.
     """
-    for name, value, least in (("training_length", training_length, 2), ("samples", samples, 1), ("seed", seed, 0)):
+    for name, value, least in (("training_length", training_length, 2), ("samples", samples, 1)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}.")
     config: Any = model.config

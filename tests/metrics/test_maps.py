@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, silu, softplus
+from torch.nn.functional import silu, softplus
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps, channel_maps
@@ -119,42 +119,14 @@ def mamba2_heads(model: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return x.unflatten(-1, (4, 4)), dt, -mixer.A_log.detach().exp(), B.unflatten(-1, (2, 3)), C.unflatten(-1, (2, 3))
 
 
-def test_mamba2_maps_equal_a_loop() -> None:
-    model = mamba2()
-    _, dt, A, B, C = mamba2_heads(model)
-    maps = channel_maps(model, IDS, 1, ALL)
-    for h in range(4):
-        decays = (dt[:, h, None] * A[h]).exp().expand(-1, 3)
-        expected = loop(C[:, h // 2], decays, dt[:, h, None] * B[:, h // 2])
-        torch.testing.assert_close(maps[h].float(), expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(channel_maps(model, IDS, 1, slice(1, 4)), maps[1:])
-
-
-def test_gla_maps_equal_a_loop() -> None:
-    model = gla()
-    found = seen(model, "q_proj", "k_proj", "gk_proj")
-    q = found["q_proj"][1][0].unflatten(-1, (2, 2)) / math.sqrt(2)
-    k, gates = found["k_proj"][1][0], (logsigmoid(found["gk_proj"][1][0]) / 16).exp()
-    maps = channel_maps(model, IDS, 1, ALL)
-    assert maps.shape == (2, 7, 7)
-    for h in range(2):
-        torch.testing.assert_close(maps[h].float(), loop(q[:, h], gates, k), rtol=1e-5, atol=1e-6)
-
-
-def test_mamba1_maps_applied_to_x_are_the_output_of_the_scan() -> None:
-    model = mamba()
-    found, mixer = seen(model, "in_proj", "x_proj", "out_proj"), model.backbone.layers[1].mixer
-    x, gate = found["x_proj"][0][0][0], found["in_proj"][1][0].chunk(2, -1)[1]
-    y = torch.einsum("dij,jd->id", channel_maps(model, IDS, 1, ALL).float(), x) + mixer.D.detach() * x
-    torch.testing.assert_close(y * silu(gate), found["out_proj"][0][0][0], rtol=1e-5, atol=1e-5)
-
-
 def test_mamba2_maps_applied_to_x_are_the_output_of_the_scan() -> None:
     model = mamba2()
     found, mixer = seen(model, "norm"), model.backbone.layers[1].mixer
     x, *_ = mamba2_heads(model)
-    y = torch.einsum("hij,jhp->ihp", channel_maps(model, IDS, 1, ALL).float(), x) + mixer.D.detach()[:, None] * x
+    maps = channel_maps(model, IDS, 1, ALL)
+    y = torch.einsum("hij,jhp->ihp", maps.float(), x) + mixer.D.detach()[:, None] * x
     torch.testing.assert_close(y.flatten(1), found["norm"][0][0][0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(channel_maps(model, IDS, 1, slice(1, 4)), maps[1:])
 
 
 def test_mamba3_maps_applied_to_x_are_the_output_of_the_scan() -> None:
@@ -253,58 +225,6 @@ def test_with_decays_and_steps_of_1_mamba1_is_linear_attention_of_its_inputs() -
     layer = attention_maps(model, IDS).layers[1]
     assert layer.linear_distance == pytest.approx(0, abs=1e-5)
     np.testing.assert_allclose(layer.mask, np.tril(np.ones((7, 7))), rtol=1e-6)
-
-
-def test_with_decays_and_steps_of_1_mamba2_and_gla_are_linear_attention() -> None:
-    """In Mamba-2, B and C pass the convolution and SiLU after their projections."""
-    model = forced_to_linear_attention(mamba2(time_step_limit=(0.0, math.inf)))
-    *_, B, C = mamba2_heads(model)
-    for head, channel in enumerate(channel_maps(model, IDS, 1, ALL).float()):
-        expected = (C[:, head // 2] @ B[:, head // 2].T).tril()
-        torch.testing.assert_close(channel, expected, rtol=1e-5, atol=1e-5)
-    model = forced_to_linear_attention(gla())
-    found = seen(model, "q_proj", "k_proj")
-    q, k = found["q_proj"][1][0].unflatten(-1, (2, 2)) / math.sqrt(2), found["k_proj"][1][0]
-    for head, channel in enumerate(channel_maps(model, IDS, 1, ALL).float()):
-        torch.testing.assert_close(channel, (q[:, head] @ k.T).tril(), rtol=1e-5, atol=1e-5)
-
-
-FULL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2}
-FULL_MODELS: dict[str, Any] = {
-    "Mamba-1": lambda: StatefulMambaForCausalLM(StatefulMambaConfig(**FULL, state_size=32)),
-    "Mamba-2": lambda: StatefulMamba2ForCausalLM(
-        StatefulMamba2Config(**FULL, num_heads=8, head_dim=16, n_groups=1, state_size=64)
-    ),
-    "GLA": lambda: StatefulGLAForCausalLM(StatefulGLAConfig(**FULL, num_heads=2, intermediate_size=64)),
-}
-
-
-@pytest.mark.parametrize(
-    ("family", "plain", "mimetic", "states"),
-    [
-        ("Mamba-1", (0.98, 1.0), (0.05, 0.25), 32),
-        ("Mamba-2", (0.98, 1.0), (0.1, 0.25), 8),
-        ("GLA", (0.4, 0.6), (0.1, 0.25), 16),
-    ],
-)
-def test_how_far_the_defaults_are_from_linear_attention(
-    family: str, plain: tuple[float, float], mimetic: tuple[float, float], states: int
-) -> None:
-    """The decays of c = 8 are not 1: exp(-1) for n = 1 and exp(-1 / 256) for n = 2 in each step of 1."""
-    torch.manual_seed(0)
-    model = FULL_MODELS[family]()
-    ids = torch.randint(64, (50,))
-    distances = [layer.linear_distance for layer in attention_maps(model, ids).layers]
-    assert all(plain[0] < distance < plain[1] for distance in distances if distance is not None)
-    mimetic_initialization(model)
-    layers = attention_maps(model, ids).layers
-    distances = [layer.linear_distance for layer in layers]
-    assert all(mimetic[0] < distance < mimetic[1] for distance in distances if distance is not None)
-    left = sum(math.exp(-49 * n**-8) for n in range(1, states + 1)) / states
-    # in Mamba-2, steps also depend on the token
-    assert [float(layer.mask[-1, 0]) for layer in layers] == pytest.approx(
-        [left] * 2, abs=0.01 if family == "Mamba-2" else 1e-5
-    )
 
 
 def test_softmax_and_linear_attention_layers_have_maps_too() -> None:

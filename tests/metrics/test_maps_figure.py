@@ -5,7 +5,6 @@ import pytest
 
 from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
 from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, LayerMaps
-from hf_recurrent_lengthgen.plotting.images import save_png
 
 
 def maps_of(layers: int, tokens: list[str], model: str = "m") -> AttentionMaps:
@@ -74,13 +73,6 @@ def test_short_texts_are_written_at_the_axes_and_long_ones_counted() -> None:
     figure = attention_maps_figure(maps_of(1, ["a"] * 120))
     labels = [[text.get_text() for text in axes.get_yticklabels()] for axes in figure.axes if axes.images]
     assert labels[0] == ["0", "50", "100"]
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("layers", [1, 5])
-def test_pictures_can_be_written(layers: int, tmp_path: Any) -> None:
-    save_png(attention_maps_figure(maps_of(layers, list("ab"), "$model_{")), tmp_path / "maps.png")
-    assert (tmp_path / "maps.png").stat().st_size > 5000
 
 
 def test_a_map_of_zeros_is_drawn() -> None:

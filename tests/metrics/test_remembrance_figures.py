@@ -1,20 +1,16 @@
 """Figures of Effective Remembrance and of the prompt of one token."""
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-import matplotlib
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
 from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.remembrance.words import remembrance_figure
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt, constant_prompt_figure
-from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
-from hf_recurrent_lengthgen.plotting.style import DARK, ROLE_COLORS
+from hf_recurrent_lengthgen.plotting.style import ROLE_COLORS
 
 STARTS = (0, 16, 32, 48, 60, 63)
 
@@ -33,10 +29,6 @@ def prompt(factor: float = 2.0) -> ConstantPrompt:
 
 
 MODELS = {"base": remembrance([0, 0.3, 0.4, 0.5, 0.6, 0.7]), "cured": remembrance([0, 0, 0, 0.1, 0.2, 0.8])}
-FIGURES: list[Callable[[], Figure]] = [
-    lambda: remembrance_figure(MODELS, ["base", "cured"]),
-    lambda: constant_prompt_figure({"base": prompt()}, ["base"]),
-]
 
 
 def test_lines_show_the_means_and_bands_the_intervals() -> None:
@@ -71,13 +63,3 @@ def test_the_prompt_s_curve_and_its_limit() -> None:
     assert (list(limit.get_xdata()), list(limit.get_ydata())) == ([16, 64], [4, 4])
     assert list(axes.lines[3].get_ydata()) == [6, 6]
     assert "3x the highest inside" in [text.get_text() for text in axes.texts]
-
-
-@pytest.mark.parametrize("figure_of", FIGURES)
-def test_figures_become_files_and_parts_of_pages(figure_of: Callable[[], Figure], tmp_path: Path) -> None:
-    with matplotlib.rc_context({"figure.max_open_warning": 1}):
-        save_png(figure_of(), tmp_path / "a.png")
-        save_svg(figure_of(), tmp_path / "a.svg")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    page = inline_svg(figure_of(), "f", "what it shows", DARK)
-    assert "trained on 16" in page

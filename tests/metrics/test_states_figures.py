@@ -1,7 +1,6 @@
 """Figures of states: what they say, on diagnoses made by hand."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ from hf_recurrent_lengthgen.metrics.states.figure import (
     state_std_figure,
 )
 from hf_recurrent_lengthgen.metrics.states.result import HeadPatching, HeadStates, PatchedHeads, StateDiagnosis
-from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png
-from hf_recurrent_lengthgen.plotting.style import DARK, INK
+from hf_recurrent_lengthgen.plotting.style import INK
 from tests.metrics.diagnoses import hybrid
 
 POSITIONS = (8, 16, 32, 48, 64, 128, 256, 512)
@@ -145,14 +143,3 @@ def test_each_hybrid_has_a_panel_with_three_lines() -> None:
     assert [line.get_marker() for line in two.get_lines() if line.get_color() == colors["attention"]] == ["o"]
     assert (one.get_ylim(), one.get_xlim()) == (two.get_ylim(), two.get_xlim())
     assert {"states", "attention", "both"} <= {text.get_text() for text in one.texts}
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("figure_of", FIGURES)
-def test_figures_can_be_saved(pair: Pair, figure_of: Any, tmp_path: Path) -> None:
-    figure = figure_of(pair)
-    save_png(figure, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 5000
-    svg = inline_svg(figure, "states", "what it shows", {color: f"var({color})" for color in DARK})
-    assert svg.startswith("<svg")
-    assert "var(" in svg
