@@ -23,7 +23,6 @@ from .scan_backends import (
     ScanBackend,
     chunked_scan,
     decayed_and_written,
-    keeps_poison,
     missing_kernel,
     read_out,
     repeat_heads,
@@ -209,15 +208,13 @@ def _check_shapes(inputs: dict[str, Tensor], initial_state: Tensor) -> None:
 def _chunked_delta(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    y, final = _delta(chunk_size, state, v, q, k, g, beta[..., None])
-    return scan_delta_reference(q, k, v, g, beta, state) if keeps_poison(final) else (y, final)
+    return _delta(chunk_size, state, v, q, k, g, beta[..., None])
 
 
 def _chunked_dplr(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    y, final = _dplr(chunk_size, state, v, q, k, g, a, b)
-    return scan_dplr_reference(q, k, v, g, a, b, state) if keeps_poison(final) else (y, final)
+    return _dplr(chunk_size, state, v, q, k, g, a, b)
 
 
 def _delta_step(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scan_backends import AffineMap, backward_once, chunked_scan, decays_to_end, keeps_poison
+from .scan_backends import AffineMap, backward_once, chunked_scan, decays_to_end
 from .scan_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, halves, to_chunks
 
 
@@ -63,9 +63,8 @@ class ChunkedGatedScan(torch.autograd.Function):
             for index in range(len(ends)):
                 ends[index].addcmul_(states[group.start + index], total[index])
             A = _attention(q_ZQN, k_ZQN, decays, _per_chunk(bonus, batch))
-            inside = _row_by_row(A, v_ZQP) if keeps_poison(ends[-1]) else torch.bmm(A, v_ZQP)
             starts = states[group].flatten(0, 1)
-            from_chunks(inside.baddbmm_(q_ZQN * decays.from_start, starts.mT), y[:, tokens])
+            from_chunks(torch.bmm(A, v_ZQP).baddbmm_(q_ZQN * decays.from_start, starts.mT), y[:, tokens])
         ctx.save_for_backward(q, k, v, g, bonus, states)
         ctx.size, ctx.groups = size, groups
         return y, states[-1].view(initial_state.shape).clone()
@@ -153,8 +152,3 @@ def _attention(q_ZQN: Tensor, k_ZQN: Tensor, decays: Decays, bonus: Tensor | Non
         block.copy_(torch.bmm(q_right * from_middle, (k_left * to_middle).mT).view(block.shape))
     A.diagonal(dim1=1, dim2=2).copy_((q_ZQN * _times_bonus(k_ZQN, bonus)).sum(-1))
     return A
-
-
-def _row_by_row(A_ZQQ: Tensor, v_ZQP: Tensor) -> Tensor:
-    """A v without the products with the zeros of later tokens, which are NaN where v is not finite."""
-    return torch.cat([torch.bmm(A_ZQQ[:, i : i + 1, : i + 1], v_ZQP[:, : i + 1]) for i in range(v_ZQP.shape[1])], 1)

@@ -35,7 +35,6 @@ from .scan_backends import (
     decayed_and_written,
     decays_to_end,
     even_pieces,
-    keeps_poison,
     missing_kernel,
     read_out,
     run_scan,
@@ -98,19 +97,12 @@ def scan_ssd_reference(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The definition, one token at a time. Same arguments and results as `scan_ssd`."""
-    return _loop(x, dt, dt * A, B, C, D, initial_state)
-
-
-def _loop(
-    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Arguments of `ChunkedSSD`."""
     repeats = x.shape[2] // B.shape[2]
     state, outputs = initial_state, []
     for t in range(x.shape[1]):
         B_BHN = B[:, t].repeat_interleave(repeats, dim=1)
         C_BHN = C[:, t].repeat_interleave(repeats, dim=1)
-        decay_BH = g[:, t].exp()
+        decay_BH = (dt[:, t] * A).exp()
         update_BHPN = (dt[:, t, :, None] * x[:, t])[..., None] * B_BHN[:, :, None, :]
         state = decay_BH[..., None, None] * state + update_BHPN
         outputs.append((state * C_BHN[:, :, None, :]).sum(-1) + D[:, None] * x[:, t])
@@ -224,11 +216,6 @@ class ChunkedSSD(torch.autograd.Function):
             chunk.decay(states[index], out=states[index + 1]).baddbmm_(
                 chunk.B_ZQN.mT, chunk.groups_of(chunk.weighted_u_BQHP())
             )
-        if keeps_poison(states[-1]):
-            for index, piece in enumerate(pieces):
-                if keeps_poison(x[:, piece] * dt[:, piece, :, None]):  # times the zeros of earlier tokens it is NaN
-                    state = _from_inner(states[index], initial_state.shape)
-                    y[:, piece], _ = _loop(x[:, piece], dt[:, piece], g[:, piece], B[:, piece], C[:, piece], D, state)
         ctx.save_for_backward(x, dt, g, B, C, D, states, *from_state)
         ctx.pieces = pieces
         return y, _from_inner(states[-1], initial_state.shape)

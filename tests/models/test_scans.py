@@ -207,23 +207,6 @@ def test_gradients_of_decays_are_accurate_entry_by_entry(scan: Scan, pattern: st
         assert bool((error < 1e-30).all()), (name, float((error / scale.clamp(min=1e-30)).max()))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@every_scan
-def test_what_is_not_finite_reaches_no_output_before_its_token(scan: Scan, value: float) -> None:
-    """In any argument, in one row and channel, in the middle of a chunk; and in another channel later on."""
-    inputs = scan.make_inputs(90)
-    clean, _ = scan.scan(**inputs, chunk_size=32)
-    for name in set(scan.over_time) - (set() if math.isnan(value) else set(scan.decays)):
-        poisoned = inputs | {name: inputs[name].clone()}
-        for token in (40, 77):
-            poisoned[name][1, token].view(-1)[token % 3] = value
-        y, _ = scan.scan(**poisoned, chunk_size=32)
-        expected, _ = scan.reference(**poisoned)
-        torch.testing.assert_close(y[:, :40], clean[:, :40], rtol=1e-12, atol=1e-12)
-        kept = expected.isfinite()
-        torch.testing.assert_close(y[kept], expected[kept], rtol=1e-9, atol=1e-9)
-
-
 @every_scan
 def test_gradients_reach_the_initial_and_leave_the_final_state(scan: Scan) -> None:
     """With one token the gradient of the initial state is the final state's times the token's decay or transition."""
