@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen import forgetting, load_model
+from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.conversion.format_fla import KINDS
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
@@ -31,7 +31,6 @@ class StatefulToyConfig(FlaConfigMixin, PreTrainedConfig):
     model_type = "stateful_toy"
     display_name = "Toy-1"
     hub_tags = ("toy",)
-    forgets_by = ("retention", "insertion")
     lora_target_modules: ClassVar[tuple[str, ...]] = ("qkv",)
 
 
@@ -39,7 +38,6 @@ class StatefulToyMixer(ScanMixer):
     """One head with a learned decay that no token changes."""
 
     scan = staticmethod(scan_gla)
-    recurrence = "gated"
 
     def __init__(self, config: StatefulToyConfig, layer: int) -> None:
         super().__init__(config)
@@ -145,18 +143,6 @@ def test_what_it_does_not_say_is_refused_by_name(tmp_path: Path) -> None:
 def test_it_is_in_no_layout_of_others(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(trained), "--format", "fla", "--output", str(tmp_path / "out")]) == 1
     assert "flash-linear-attention cannot hold a model of type stateful_toy" in capsys.readouterr().err
-
-
-def test_a_mixer_that_says_how_forgets_and_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = toy(), torch.arange(3, 15)[None]
-    plain = model(tokens).logits
-    with forgetting(model, retention=0.5):
-        assert not torch.allclose(model(tokens).logits, plain)
-
-    monkeypatch.setattr(StatefulToyMixer, "recurrence", None)
-    torch.testing.assert_close(model(tokens).logits, plain)
-    with forgetting(model, retention=0.9), pytest.raises(ValueError, match="StatefulToyMixer cannot forget"):
-        model(tokens)
 
 
 def test_families_do_not_take_each_others_model_types() -> None:

@@ -23,7 +23,6 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
     model_type = "stateful_gla"
     display_name = "GLA"
     hub_tags = ("linear-attention",)
-    forgets_by = ("retention", "insertion")
     upstream_types = ("gla",)
     layouts = ("fla",)
     tiny = {"num_heads": 4}  # noqa: RUF012

@@ -20,7 +20,6 @@ class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
     model_type = "stateful_hgrn2"
     display_name = "HGRN-2"
     hub_tags = ("linear-attention",)
-    forgets_by = ("retention", "insertion")
     upstream_types = ("hgrn2",)
     layouts = ("fla",)
     tiny = {"expand_ratio": 16}  # noqa: RUF012

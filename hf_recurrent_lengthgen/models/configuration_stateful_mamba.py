@@ -32,7 +32,7 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
     model_type = "stateful_mamba"
     display_name = "Mamba"
     hub_tags = ("state-space-model",)
-    forgets_by = ("retention", "insertion", "delta_scale")
+    forgets_by = ("delta_scale",)
     upstream_types = ("mamba", "falcon_mamba")
     layouts = ("transformers", "mamba-ssm", "fla")
     tiny = {"state_size": 8}  # noqa: RUF012

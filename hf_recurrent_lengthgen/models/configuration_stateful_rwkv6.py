@@ -20,7 +20,6 @@ class StatefulRWKV6Config(ExpandedHeadsConfig):
     model_type = "stateful_rwkv6"
     display_name = "RWKV-6"
     hub_tags = ("rwkv",)
-    forgets_by = ("retention", "insertion")
     upstream_types = ("rwkv6",)
     layouts = ("fla", "rwkv", "rwkv-hf")
     tiny = {"num_heads": 2, "expand_k": 1}  # noqa: RUF012

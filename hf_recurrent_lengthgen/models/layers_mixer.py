@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 class ScanMixer(nn.Module):
     """Base of mixers with one recurrence.
 
-    A subclass sets `scan` and `recurrence`, gives `state_shape`, and runs its recurrence by `advance`. Measurements of
+    A subclass sets `scan`, gives `state_shape`, and runs its recurrence by `advance`. Measurements of
     a recurrence (what it retains, its attention map) go by the name of its scan.
 
     Args:
@@ -53,7 +53,6 @@ class ScanMixer(nn.Module):
             `in_place=True` it may overwrite the one it is given.
         piece: What the scan does to a state as an affine map, a static method of its inputs and options, so that
             processes can share a sequence; None where they cannot.
-        recurrence: How the scan forgets, by its name in scan_forgetting.py; None where it cannot.
         grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where it cannot be expanded.
         why_not_grow: Why it cannot be expanded, in words; empty where it can.
@@ -63,7 +62,6 @@ class ScanMixer(nn.Module):
 
     scan: Callable[..., Any]
     piece: Callable[..., AffineMap] | None = None
-    recurrence: ClassVar[str | None] = None
     grows: ClassVar[str | None] = None
     why_not_grow: ClassVar[str] = ""
     why_not_inherit: ClassVar[str] = ""
@@ -108,21 +106,6 @@ class ScanMixer(nn.Module):
         limit = self.kernel_limit(x.dtype) if self.kernel_available and x.device.type == "cuda" else ""
         return resolve_backend(self.config.scan_backend, x.device.type, self.kernel_available, limit)
 
-    def forgetting(self) -> tuple[Any, Any] | None:
-        """How the model is made to forget, if it is: a `Forgetting` that changes something, and a `Recurrence`."""
-        if not self.config.forgetting:
-            return None
-        scans = extra("scan_forgetting")
-        rule = scans.Forgetting.of(self.config)
-        if rule == scans.NO_FORGETTING:
-            return None
-        if self.recurrence is None:
-            raise ValueError(
-                f"{type(self).__name__} cannot forget, since it names no `recurrence`: set `forgetting` in the config "
-                "to None."
-            )
-        return rule, scans.RECURRENCES[self.recurrence]
-
     def advance(
         self, *inputs: Tensor, state: LayerState, rows: Rows | None, **options: Any
     ) -> tuple[Tensor, LayerState]:
@@ -130,17 +113,17 @@ class ScanMixer(nn.Module):
 
         `inputs` are those of `scan` before the state, `options` its keywords. Inputs at padding must write nothing.
         """
-        forgetting = self.forgetting()
+        rule = extra("scan_forgetting").Forgetting.of(self.config) if self.config.forgetting else None
+        forgets = rule is not None and bool(rule.changed())
         if rows is not None and rows.group is not None:
-            if self.piece is None or forgetting is not None:
+            if self.piece is None or forgets:
                 why = "names no `piece`" if self.piece is None else f"is made to forget ({self.config.forgetting})"
                 raise ValueError(f"Processes cannot share a sequence of a model whose {type(self).__name__} {why}.")
             scan_piece = extra("rows_shared").scan_piece
             y, recurrent = scan_piece(rows, self.scan, self.piece, inputs, state.recurrent, options)
             return y, LayerState(recurrent, state.conv)
-        if forgetting is not None:
-            rule, recurrence = forgetting
-            return recurrence.with_forgetting(rule, self.scan, inputs, state, rows, **options)
+        if forgets:
+            return extra("scan_forgetting").with_forgetting(rule, self.scan, inputs, state, rows, **options)
         if isinstance(state, OwnLayerState):
             options["in_place"] = True
         y, recurrent = self.scan(*inputs, state.recurrent, **options)

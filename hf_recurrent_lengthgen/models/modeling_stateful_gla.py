@@ -40,7 +40,6 @@ class StatefulGLAMixer(ScanMixer):
 
     scan = staticmethod(scan_gla)
     piece = staticmethod(piece_gla)
-    recurrence = "gated"
     grows = "num_heads"
 
     def __init__(self, config: StatefulGLAConfig, layer: int) -> None:

@@ -30,7 +30,6 @@ class StatefulHGRN2Mixer(ScanMixer):
 
     scan = staticmethod(scan_gla)
     piece = staticmethod(piece_gla)
-    recurrence = "gated"
     grows = "num_heads"
 
     def __init__(self, config: StatefulHGRN2Config, layer: int) -> None:

@@ -81,7 +81,6 @@ class StatefulLinearAttentionMixer(ScanMixer):
 
     scan = staticmethod(scan_gla)
     piece = staticmethod(piece_gla)
-    recurrence = "gated"
     grows = "num_heads"
 
     def __init__(self, config: StatefulLinearAttentionConfig, layer: int) -> None:

@@ -47,7 +47,6 @@ class StatefulMambaMixer(ScanMixer):
 
     scan = staticmethod(scan_selective)
     piece = staticmethod(piece_selective)
-    recurrence = "selective"
     grows = "state_size"
 
     def __init__(self, config: StatefulMambaConfig, layer: int) -> None:

@@ -106,7 +106,6 @@ class StatefulMamba2Mixer(ScanMixer):
 
     scan = staticmethod(scan_ssd)
     piece = staticmethod(piece_ssd)
-    recurrence = "ssd"
     grows = "state_size"
 
     def __init__(self, config: StatefulMamba2Config, layer: int) -> None:

@@ -36,7 +36,6 @@ class StatefulRWKV5TimeMixing(RWKVTimeMixing):
 
     scan = staticmethod(scan_rwkv6)
     piece = staticmethod(piece_rwkv6)
-    recurrence = "gated"
     grows = "num_heads"
 
     def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:

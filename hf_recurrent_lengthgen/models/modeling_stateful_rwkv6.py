@@ -50,7 +50,6 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
 
     scan = staticmethod(scan_rwkv6)
     piece = staticmethod(piece_rwkv6)
-    recurrence = "gated"
     grows = "num_heads"
 
     def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:

@@ -1,18 +1,14 @@
 """Forgetting that is induced at inference, without training: its settings, and scans that forget.
 
-"Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 3.2.2, weakens retention and insertion, and lets a state
-hold the last tokens only (scan_window.py); "LongMamba" (see its appendix C) shrinks the step sizes. All of them are
-defined where a state is a sum of decayed writes: not where a token changes what others wrote (the delta rule), nor
-where it writes twice (Mamba-3).
+"Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 3.2.2, weakens retention and insertion of Mamba-2, and
+lets a state hold the last tokens only (scan_window.py); "LongMamba" (see its appendix C) shrinks the step sizes.
 
-A token is its keys, values and log decays (k, v, g), also of recurrences that name them otherwise: in Mamba-1 and
-Mamba-2, k is B, v is x, and g holds the step sizes, and one more channel: the negative logarithm of a decay that all
-states share. Shape suffixes as in scan_backends.py.
+A token is its keys k (B), values v (x), and g: the step sizes, and one more channel, the negative logarithm of a decay
+that all states share. Shape suffixes as in scan_backends.py.
 """
 
 import copy
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,16 +23,8 @@ from .rows_moved import zero_past_end
 from .scan_window import windowed_scan
 from .state_value import LayerState
 
-_GATED = "GLA, HGRN-2, linear attention, RWKV-5 and RWKV-6"
-WHERE = {
-    "retention": f"Mamba-1, Mamba-2, {_GATED}",
-    "insertion": f"Mamba-1, Mamba-2, {_GATED}",
-    "window": "Mamba-2",
-    "delta_scale": "Mamba-1 and Mamba-2",
-}
+WHERE = {"retention": "Mamba-2", "insertion": "Mamba-2", "window": "Mamba-2", "delta_scale": "Mamba-1 and Mamba-2"}
 """The families that have each setting."""
-# How far inputs may be scaled up against a shared decay, as a logarithm.
-_LARGEST_SCALE = 30.0
 
 
 class Forgetting(NamedTuple):
@@ -99,168 +87,66 @@ class Forgetting(NamedTuple):
 NO_FORGETTING = Forgetting()
 
 
-class Recurrence:
-    """A recurrence that can forget, of a scan; mixers name theirs as `recurrence`.
+def with_forgetting(
+    rule: Forgetting,
+    scan: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    state: LayerState,
+    rows: Rows | None,
+    **options: Any,
+) -> tuple[Tensor, LayerState]:
+    """Run the scan of Mamba-1 or Mamba-2 with forgetting around it: outputs, and the state after the last token.
+
+    Args:
+        rule: What to forget; in Mamba-1 by smaller steps only.
+        scan: The scan.
+        inputs: Its inputs, before the state.
+        state: Before the first token, with a `window` part if the rule has one.
+        rows: As layers get them.
+        options: Its keywords.
+    """
+    x, dt, A, B, C, D = inputs
+    dt = dt * rule.delta_scale
+    if not rule.in_recurrence:
+        y, recurrent = scan(x, dt, A, B, C, D, state.recurrent, **options)
+        return y, state._replace(recurrent=recurrent)
+    wide = state.recurrent.dtype
+    recurrence = SSDRecurrence(partial(scan, **options), A.to(wide), D.to(wide), rule.retention)
+    C, B, x = (part.to(wide) for part in (C, B, x))
+    return forgetful_scan(rule, recurrence, C, B, x, pad(dt, (0, 1)), state, rows)
+
+
+class SSDRecurrence(NamedTuple):
+    """The recurrence of Mamba-2, one decay per head, with one more that all states share.
+
+    q and k are (B, T, G, N), v is (B, T, H, P), g is (B, T, H + 1), a state is (B, H, P, N).
 
     Attributes:
-        scan: From q, k, v, g and a state to outputs and the final state.
-    """
-
-    scan: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-    @classmethod
-    def with_forgetting(
-        cls,
-        rule: Forgetting,
-        scan: Callable[..., tuple[Tensor, Tensor]],
-        inputs: Sequence[Tensor],
-        state: LayerState,
-        rows: Rows | None,
-        **options: Any,
-    ) -> tuple[Tensor, LayerState]:
-        """Run a scan with forgetting around it: outputs, and the state after the last token.
-
-        Args:
-            rule: What to forget.
-            scan: The scan.
-            inputs: Its inputs, before the state.
-            state: Before the first token, with a `window` part if the rule has one.
-            rows: As layers get them.
-            options: Its keywords.
-        """
-        raise NotImplementedError
-
-    def with_shared_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
-        """g of recurrences that decay more, by a factor that all states share."""
-        raise NotImplementedError
-
-
-class GatedRecurrence(Recurrence):
-    """Decays per head and key channel: GLA and its like, and RWKV.
-
-    q, k and g are (B, T, H, N), v is (B, T, H, P), a state is (B, H, P, N).
-
-    Args:
-        scan: From q, k, v, g and a state to outputs and the final state.
-    """
-
-    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]]) -> None:
-        self.scan = scan
-
-    @classmethod
-    def with_forgetting(
-        cls,
-        rule: Forgetting,
-        scan: Callable[..., tuple[Tensor, Tensor]],
-        inputs: Sequence[Tensor],
-        state: LayerState,
-        rows: Rows | None,
-        **options: Any,
-    ) -> tuple[Tensor, LayerState]:
-        q, k, v, g, *bonus = inputs
-        # a bonus reads the current token past the state: a weaker insertion leaves it as it is
-        bonus = [u / rule.insertion for u in bonus]
-
-        def gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, recurrent: Tensor) -> tuple[Tensor, Tensor]:
-            return scan(q, k, v, g, *bonus, recurrent, **options)
-
-        dtype = q.dtype
-        q, k, v, g = (part.to(state.recurrent.dtype) for part in (q, k, v, g))
-        y, state = forgetful_scan(rule, cls(gated), q, k, v, g, state, rows)
-        return y.to(dtype), state
-
-    def with_shared_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
-        return g + log_decay_BT1[..., None]
-
-
-class SteppedRecurrence(Recurrence):
-    """What the recurrences of Mamba share: g (B, T, H + 1) has step sizes, and a shared negative log decay.
-
-    Args:
-        scan: From x, dt, A, B, C, D and a state to outputs and the final state.
-        A: Negative decay rates, one or several for each head or channel.
-        D: Skip weights.
+        plain_scan: From x, dt, A, B, C, D and a state to outputs and the final state.
+        A: Negative decay rates, (H,).
+        D: Skip weights, (H,).
         retention: The shared decay of a token.
     """
 
-    def __init__(self, scan: Callable[..., tuple[Tensor, Tensor]], A: Tensor, D: Tensor, retention: float) -> None:
-        self._scan, self.A, self.D, self.retention = scan, A, D, retention
-
-    @classmethod
-    def with_forgetting(
-        cls,
-        rule: Forgetting,
-        scan: Callable[..., tuple[Tensor, Tensor]],
-        inputs: Sequence[Tensor],
-        state: LayerState,
-        rows: Rows | None,
-        **options: Any,
-    ) -> tuple[Tensor, LayerState]:
-        x, dt, A, B, C, D = inputs
-        dt = dt * rule.delta_scale
-        if not rule.in_recurrence:
-            y, recurrent = scan(x, dt, A, B, C, D, state.recurrent, **options)
-            return y, state._replace(recurrent=recurrent)
-        wide = state.recurrent.dtype
-        recurrence = cls(partial(scan, **options), A.to(wide), D.to(wide), rule.retention)
-        C, B, x = (part.to(wide) for part in (C, B, x))
-        return forgetful_scan(rule, recurrence, C, B, x, pad(dt, (0, 1)), state, rows)
-
-    def with_shared_decay(self, g: Tensor, log_decay_BT1: Tensor) -> Tensor:
-        return torch.cat([g[..., :-1], g[..., -1:] - log_decay_BT1], dim=-1)
-
-
-class SelectiveRecurrence(SteppedRecurrence):
-    """One decay per channel and state: Mamba-1.
-
-    q and k are (B, T, N), v is (B, T, D), g is (B, T, D + 1), a state is (B, D, N).
-    """
-
-    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The plain scan; with a shared decay, of inputs that grow as it makes the past shrink."""
-        dt = g[..., :-1]
-        if self.retention == 1:
-            return self._scan(v, dt, self.A, k, q, self.D, state)
-        outputs, no_skip = [], torch.zeros_like(self.D)
-        size = max(1, int(_LARGEST_SCALE / -math.log(self.retention)))  # tokens until they have grown too much
-        for start in range(0, g.shape[1], size):
-            piece = slice(start, start + size)
-            grown = g[:, piece, -1:].cumsum(1).clamp(max=2 * _LARGEST_SCALE)  # (B, T, 1); below that, nothing is left
-            inputs = v[:, piece] * grown.exp()
-            y, state = self._scan(inputs, dt[:, piece], self.A, k[:, piece], q[:, piece], no_skip, state)
-            outputs.append(torch.addcmul(y * (-grown).exp(), v[:, piece], self.D))
-            state = state * (-grown[:, -1:]).exp()
-        return torch.cat(outputs, dim=1), state
-
-
-class SSDRecurrence(SteppedRecurrence):
-    """One decay per head, keys and queries per group: Mamba-2.
-
-    q and k are (B, T, G, N), v is (B, T, H, P), g is (B, T, H + 1), a state is (B, H, P, N).
-    """
+    plain_scan: Callable[..., tuple[Tensor, Tensor]]
+    A: Tensor
+    D: Tensor
+    retention: float
 
     def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The plain scan; with a shared decay, of other steps and rates that give the same decays and insertions."""
         dt = g[..., :-1]
         if self.retention == 1:
-            return self._scan(v, dt, self.A, k, q, self.D, state)
+            return self.plain_scan(v, dt, self.A, k, q, self.D, state)
         steps = g[..., -1:] - dt * self.A
         inputs = v * (dt / steps.masked_fill(steps == 0, 1))[..., None]
-        y, state = self._scan(inputs, steps, -torch.ones_like(self.A), k, q, torch.zeros_like(self.D), state)
+        y, state = self.plain_scan(inputs, steps, -torch.ones_like(self.A), k, q, torch.zeros_like(self.D), state)
         return torch.addcmul(y, v, self.D[:, None]), state
-
-
-RECURRENCES: dict[str, type[Recurrence]] = {
-    "gated": GatedRecurrence,
-    "selective": SelectiveRecurrence,
-    "ssd": SSDRecurrence,
-}
-"""By the name that a mixer has as `recurrence`."""
 
 
 def forgetful_scan(
     rule: Forgetting,
-    recurrence: Recurrence,
+    recurrence: SSDRecurrence,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -270,31 +156,18 @@ def forgetful_scan(
 ) -> tuple[Tensor, LayerState]:
     """Run a recurrence that forgets as `rule` says over T tokens: outputs, and the state after the last.
 
-    The class of `recurrence` gives the shapes of q, k, v, g and the recurrent part. Past the end of a row, g is zero,
-    and so are k or the step sizes. The state has a `window` part if the rule has one.
+    Past the end of a row, g is zero. The state has a `window` part if the rule has one.
     """
     with torch.autocast(q.device.type, enabled=False):
         if rule.insertion != 1:
             k = k * rule.insertion
         if rule.retention < 1:
-            log_decay = g.new_full((*g.shape[:2], 1), math.log(rule.retention))
-            g = recurrence.with_shared_decay(g, zero_past_end(log_decay, rows))
+            log_decay = zero_past_end(g.new_full((*g.shape[:2], 1), math.log(rule.retention)), rows)
+            g = torch.cat([g[..., :-1], g[..., -1:] - log_decay], dim=-1)
         if rule.window is None:
             y, recurrent = recurrence.scan(q, k, v, g, state.recurrent)
             return y, state._replace(recurrent=recurrent)
-        if not isinstance(recurrence, SSDRecurrence):
-            raise ValueError(f"{type(recurrence).__name__} has no window: set window to None.")
         return windowed_scan(rule.window, recurrence.scan, recurrence.A, q, k, v, g, state, rows)
-
-
-class _Block:
-    """An open `with` block: its thread, and the configuration of the model before and inside."""
-
-    def __init__(self, thread: int, before: Any, inside: Any) -> None:
-        self.thread, self.before, self.inside = thread, before, inside
-
-
-_BLOCKS: list[_Block] = []
 
 
 @contextmanager
@@ -303,7 +176,7 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
 
     Inside, the model has a copy of its configuration with these settings, and `save_pretrained` writes a checkpoint
     that forgets by itself. States with another `window` do not fit. With activation checkpointing, call `backward`
-    inside as well, since it recomputes layers.
+    inside as well, since it recomputes layers. Blocks of one model may be nested, and end in reverse order.
 
     Args:
         model: A model of a family of this package, also with PEFT adapters.
@@ -318,32 +191,23 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
             f"{type(model).__name__} cannot be made to forget: give a model of a family of this package; hybrids and "
             "other models of Transformers are refused."
         )
-    thread = threading.get_ident()
-    if any(block.inside is config and block.thread != thread for block in _BLOCKS):
-        raise ValueError("Another thread has switched forgetting on in this model: take turns, or copy the model.")
     changed = copy.copy(config)
     changed.forgetting = dict(settings) or None
-    this = _Block(thread, config, changed)
-    # vars: a wrapper that passes attributes on would keep the one that is set on it
-    names = ("config", "_config")  # the second is that of the learned states
+    # vars: a wrapper that passes attributes on would keep the one that is set on it; _config is of learned states
+    names = ("config", "_config")
     owners = [(module, name) for module in model.modules() for name in names if vars(module).get(name) is config]
-    _BLOCKS.append(this)
     try:
         for module, name in owners:
             setattr(module, name, changed)
-        changed.check_forgetting()
+        (changed if hasattr(changed, "check_forgetting") else model).check_forgetting()
         yield model
     finally:
-        _BLOCKS.remove(this)
-        for later in _BLOCKS:  # begun inside this block, and still open
-            if later.before is changed:
-                later.before = this.before
-        if model.config is changed and "learned_states" in vars(changed):  # they are those of the model
-            this.before.learned_states = changed.learned_states
+        if "learned_states" in vars(changed):  # they are those of the model
+            config.learned_states = changed.learned_states
         for module in model.modules():
             for name in names:
                 if vars(module).get(name) is changed:
-                    setattr(module, name, this.before)
+                    setattr(module, name, config)
 
 
 def in_words(rule: Forgetting) -> str:

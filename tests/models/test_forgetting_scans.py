@@ -10,18 +10,13 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.models.scan_forgetting import (
     Forgetting,
-    GatedRecurrence,
-    SelectiveRecurrence,
     SSDRecurrence,
     forgetful_scan,
 )
-from hf_recurrent_lengthgen.models.scan_gla import scan_gla
-from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
-from hf_recurrent_lengthgen.models.scan_selective import scan_selective
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 from hf_recurrent_lengthgen.models.state_value import LayerState, WindowedLayerState
 
-H, P, N, D = 4, 3, 5, 6
+H, P, N = 4, 3, 5
 
 
 class Case(NamedTuple):
@@ -59,48 +54,11 @@ def ssd(B: int, T: int, groups: int, rule: Forgetting, dtype: torch.dtype, stren
     return Case(SSDRecurrence(scan_ssd, A, skip, rule.retention), inputs, decays, written, read)
 
 
-def selective(B: int, T: int, rule: Forgetting, dtype: torch.dtype, strength: float) -> Case:
-    x, dt = random(B, T, D, seed=0, dtype=dtype), strength * random(B, T, D, seed=1, dtype=dtype).abs()
-    A, skip = -random(D, N, seed=2, dtype=dtype).abs(), random(D, seed=3, dtype=dtype)
-    b, c = (random(B, T, N, seed=seed, dtype=dtype) for seed in (4, 5))
-    decays = rule.retention * torch.exp(dt[..., None] * A)
-    written = rule.insertion * torch.einsum("btd,btd,btn->btdn", dt, x, b)
-
-    def read(after: Tensor, before: Tensor) -> Tensor:
-        return torch.einsum("btdn,btn->btd", after, c) + skip * x
-
-    inputs = c, b, x, torch.nn.functional.pad(dt, (0, 1))
-    return Case(SelectiveRecurrence(scan_selective, A, skip, rule.retention), inputs, decays, written, read)
-
-
-def gated(B: int, T: int, rule: Forgetting, dtype: torch.dtype, strength: float, rwkv: bool) -> Case:
-    q, k = (random(B, T, H, N, seed=seed, dtype=dtype) for seed in (0, 1))
-    v, g = random(B, T, H, P, seed=2, dtype=dtype), -strength * random(B, T, H, N, seed=3, dtype=dtype).abs()
-    bonus = random(H, N, seed=4, dtype=dtype)
-    decays = (rule.retention * g.exp())[..., None, :].expand(B, T, H, P, N)
-    written = rule.insertion * torch.einsum("bthp,bthn->bthpn", v, k)
-
-    def read(after: Tensor, before: Tensor) -> Tensor:
-        if rwkv:
-            current = torch.einsum("bthp,bthn->bthpn", v, bonus * k)
-            return torch.einsum("bthpn,bthn->bthp", before + current, q)
-        return torch.einsum("bthpn,bthn->bthp", after, q)
-
-    def scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return scan_rwkv6(q, k, v, g, bonus / rule.insertion, state) if rwkv else scan_gla(q, k, v, g, state)
-
-    return Case(GatedRecurrence(scan), (q, k, v, g), decays, written, read)
-
-
 CASES: dict[str, Any] = {
     "ssd, one group": lambda *a: ssd(a[0], a[1], 1, *a[2:]),
     "ssd, two groups": lambda *a: ssd(a[0], a[1], 2, *a[2:]),
-    "selective": selective,
-    "gla": lambda *a: gated(*a, rwkv=False),
-    "rwkv": lambda *a: gated(*a, rwkv=True),
 }
 every_case = pytest.mark.parametrize("name", CASES)
-window_cases = pytest.mark.parametrize("name", [name for name in CASES if name.startswith("ssd")])
 
 
 def of_the_window(case: Case, r: int | None) -> tuple[Tensor, Tensor]:
@@ -156,8 +114,6 @@ def error(actual: Tensor, expected: Tensor) -> float:
     ids=str,
 )
 def test_states_and_outputs_are_sums_over_the_window(name: str, rule: Forgetting) -> None:
-    if rule.window and not name.startswith("ssd"):
-        pytest.skip("only Mamba-2 has a window")
     case = CASES[name](2, 90, rule, torch.float64, 0.5)
     states, outputs = of_the_window(case, rule.window)
     y, state = in_pieces(case, rule, [])
@@ -169,7 +125,7 @@ def test_states_and_outputs_are_sums_over_the_window(name: str, rule: Forgetting
 
 
 @pytest.mark.thinned(7)
-@window_cases
+@every_case
 @settings(max_examples=15)
 @given(st.data())
 def test_any_split_gives_the_same(name: str, data: Any) -> None:
@@ -183,7 +139,7 @@ def test_any_split_gives_the_same(name: str, data: Any) -> None:
 
 
 @pytest.mark.thinned(7)
-@window_cases
+@every_case
 @pytest.mark.parametrize("strength", [1e-6, 0.01, 3.0, 1e4])
 def test_single_precision_is_enough_for_weak_and_strong_decays(name: str, strength: float) -> None:
     rule = Forgetting(window=32)
@@ -196,7 +152,7 @@ def test_single_precision_is_enough_for_weak_and_strong_decays(name: str, streng
 
 
 @pytest.mark.thinned(3)
-@window_cases
+@every_case
 @pytest.mark.parametrize("strength", [1e-6, 0.3, 3.0, 1e4])
 @pytest.mark.parametrize("retention", [1.0, 0.5])
 def test_without_gradients_the_same_is_computed(name: str, strength: float, retention: float) -> None:
@@ -212,7 +168,7 @@ def test_without_gradients_the_same_is_computed(name: str, strength: float, rete
 
 
 @pytest.mark.thinned(4)
-@window_cases
+@every_case
 @pytest.mark.parametrize("cuts", [[], list(range(1, 200)), list(range(7, 200, 7))], ids=["whole", "tokens", "sevens"])
 def test_an_outlier_leaves_no_trace_once_it_has_left(name: str, cuts: list[int]) -> None:
     rule = Forgetting(window=32)
@@ -228,7 +184,7 @@ def test_an_outlier_leaves_no_trace_once_it_has_left(name: str, cuts: list[int])
 
 
 @pytest.mark.thinned(3)
-@window_cases
+@every_case
 @pytest.mark.parametrize("cuts", [list(range(1, 200)), list(range(7, 200, 7))], ids=["tokens", "sevens"])
 def test_what_is_not_finite_leaves_with_the_window(name: str, cuts: list[int]) -> None:
     case = CASES[name](1, 200, Forgetting(window=32), torch.float32, 1e-2)
@@ -244,7 +200,7 @@ def test_what_is_not_finite_leaves_with_the_window(name: str, cuts: list[int]) -
 
 
 @pytest.mark.thinned(7)
-@window_cases
+@every_case
 @pytest.mark.parametrize("rule", [Forgetting(window=32), Forgetting(window=32, retention=0.9)], ids=str)
 @pytest.mark.parametrize("strength", [1e-3, 1.0, 100.0])
 def test_gradients_of_decays_are_accurate_in_float32(name: str, rule: Forgetting, strength: float) -> None:
@@ -264,7 +220,7 @@ def test_gradients_of_decays_are_accurate_in_float32(name: str, rule: Forgetting
         assert error(actual, exact) < 1e-4
 
 
-@window_cases
+@every_case
 def test_autocast_changes_nothing(name: str) -> None:
     rule = Forgetting(window=16, retention=0.99, insertion=0.5)
     case, cuts = CASES[name](2, 60, rule, torch.float32, 0.3), list(range(3, 60, 3))
@@ -284,7 +240,7 @@ def test_the_smallest_retention_keeps_nothing() -> None:
         assert error(state.recurrent, case.written[:, -1]) < 1e-6
 
 
-@window_cases
+@every_case
 def test_gradients_are_those_of_the_sums(name: str) -> None:
     rule = Forgetting(window=5, retention=0.9, insertion=0.8)
 
@@ -306,7 +262,7 @@ def test_gradients_are_those_of_the_sums(name: str) -> None:
     assert error(gradients(False)[0], gradients(True)[0]) < 1e-12
 
 
-@window_cases
+@every_case
 def test_the_given_state_is_not_changed(name: str) -> None:
     rule = Forgetting(window=16)
     case = CASES[name](2, 40, rule, torch.float32, 0.3)
@@ -316,7 +272,7 @@ def test_the_given_state_is_not_changed(name: str) -> None:
     assert all(torch.equal(part, copy) for part, copy in zip(state, copies, strict=True))
 
 
-@window_cases
+@every_case
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_window_of_thousands_of_tokens_in_a_long_stream(name: str) -> None:
