@@ -185,7 +185,7 @@ def test_streams_and_generation_under_autocast() -> None:
     assert error(torch.cat(outputs, dim=1).float(), whole.float()) < 0.05
 
 
-@pytest.mark.parametrize("name", sorted(STEPPED))
+@pytest.mark.parametrize("name", ["mamba", "mamba2"])
 @torch.no_grad()
 def test_delta_scale_shrinks_the_steps(name: str) -> None:
     """Half the step is half the rate of decay and half the insertion."""
