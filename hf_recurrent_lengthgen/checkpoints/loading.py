@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -109,16 +108,10 @@ def differing_code(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def _tell_of_differing_code(name: str, settings: dict[str, Any]) -> None:
-    """Log which code of a checkpoint of this package differs from the installed code, which is used instead."""
+    """Log which code of a folder with a checkpoint of this package differs from the installed code, which is used."""
     if settings.get("model_type") not in FAMILIES or not settings.get("auto_map"):
         return
-    try:
-        folder = name if Path(name).is_dir() else snapshot_download(name, allow_patterns="*.py")
-        names = differing_code(folder)
-    except (OSError, ValueError) as error:
-        logger.info(f"The code in {name} could not be compared with the installed one: {error}")
-        return
-    if names:
+    if names := differing_code(name):
         brought = settings.get("code_format_version", CODE_FORMAT_VERSION)
         logger.warning(
             f"{name} brings code that differs from the installed hf_recurrent_lengthgen: {', '.join(names)} (code "

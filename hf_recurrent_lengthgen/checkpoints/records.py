@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -331,24 +331,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_settings_file(path: Path) -> dict[str, Any]:
-    """The settings in a config.json, with infinite numbers as Transformers tags them. Errors as `read_json_object`."""
-    settings: dict[str, Any] = _untagged(read_json_object(path))
-    return settings
-
-
 def write_settings_file(path: Path, settings: dict[str, Any]) -> None:
     """Write a config.json, in the format of Transformers if it has a model type, else as plain JSON."""
     value = _tagged(settings) if "model_type" in settings else settings
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _untagged(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {"__float__"}:
-            return float(value["__float__"])
-        return {name: _untagged(part) for name, part in value.items()}
-    return [_untagged(part) for part in value] if isinstance(value, list) else value
 
 
 def _tagged(value: Any) -> Any:
@@ -357,11 +343,3 @@ def _tagged(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _tagged(part) for name, part in value.items()}
     return [_tagged(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from texts_in(part)

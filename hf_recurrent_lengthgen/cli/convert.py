@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.export import our_config
@@ -18,7 +19,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
 from hf_recurrent_lengthgen.checkpoints.private_text import portable_command
-from hf_recurrent_lengthgen.checkpoints.records import read_lineage, read_settings_file
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.checkpoints.tensor_files import FLOATS, TensorFiles
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import HOW, add_new_folder, add_shared, help_of
@@ -102,7 +103,7 @@ def _summary(name: str, output: Path) -> str:
         f"Converted {source.name} ({source.format}{f', revision {source.revision}' if source.revision else ''}, "
         f"licence {source.license or 'not stated'}): {parameters:,} parameters in {len(files.paths)} file(s)."
     ]
-    settings, layout = read_settings_file(output / "config.json"), FORMATS[source.format]
+    settings, layout = PreTrainedConfig.get_config_dict(output)[0], FORMATS[source.format]
     config = our_config(settings, str(output))
     told = told_settings(config)
     if assumed := {name: value for name, value in layout.assumed(config).items() if name not in told}:

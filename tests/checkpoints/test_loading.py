@@ -1,12 +1,10 @@
 """Checkpoints of any causal language model, to be evaluated."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import HfApi, snapshot_download
 from safetensors.torch import load_file, save_file
 from transformers import (
     GPTNeoXConfig,
@@ -17,12 +15,8 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from hf_recurrent_lengthgen.checkpoints import loading
 from hf_recurrent_lengthgen.checkpoints.loading import differing_code, load_language_model, load_model
 from hf_recurrent_lengthgen.models import StatefulMambaConfig, StatefulMambaForCausalLM
-
-from .hub.conftest import hub  # noqa: F401
-from .hub.endpoint import Endpoint
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 1}
 
@@ -74,25 +68,3 @@ def test_code_of_a_checkpoint_that_differs_from_the_installed_one_is_named(
     assert differing_code(tmp_path) == ["foreign.py", "layers_mixer.py"]
     assert type(load_model(str(tmp_path))) is StatefulMambaForCausalLM
     assert "foreign.py, layers_mixer.py (code format version 0, installed 1)" in caplog.text
-
-
-def test_code_on_the_hub_is_compared_where_it_can_be_had(
-    hub: Endpoint,  # noqa: F811
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "layers_mixer.py").write_text("old")
-    HfApi().create_repo("user/name")
-    HfApi().upload_folder(repo_id="user/name", folder_path=tmp_path / "model")
-    assert type(load_model("user/name")) is StatefulMambaForCausalLM
-    assert (
-        "user/name brings code that differs from the installed hf_recurrent_lengthgen: layers_mixer.py (code"
-        in caplog.text
-    )
-    caplog.clear()
-    monkeypatch.setattr(loading, "snapshot_download", partial(snapshot_download, cache_dir=tmp_path / "empty"))
-    hub.fail("GET", "/api/models/.*", status=503, times=100)
-    assert type(load_model("user/name")) is StatefulMambaForCausalLM  # from the cache, without the code
-    assert "brings code" not in caplog.text

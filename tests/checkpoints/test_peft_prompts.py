@@ -1,55 +1,31 @@
 """Prompt-learning methods of PEFT: right, against a loop without a cache, or refused in a sentence."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from peft import (
-    AdaptionPromptConfig,
-    CartridgeConfig,
-    CPTConfig,
-    MultitaskPromptTuningConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptEncoderConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from peft import MultitaskPromptTuningConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 from tests.models.families import FAMILIES, MAMBA2, RWKV7, build
-from tests.versions import HAS_HYBRIDS, needs_hybrids
+from tests.versions import HAS_HYBRIDS
 
 COMMON = {"task_type": "CAUSAL_LM", "num_attention_heads": 1}
 METHODS: dict[str, Callable[[], Any]] = {
     "prompt": lambda: PromptTuningConfig(num_virtual_tokens=3, **COMMON),
-    "p": lambda: PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **COMMON),
     "multitask": lambda: MultitaskPromptTuningConfig(num_virtual_tokens=3, num_tasks=2, **COMMON),
-    "cpt": lambda: CPTConfig(cpt_token_ids=[4, 5, 6], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 4], **COMMON),
-}
-KEYS: dict[str, Callable[[], Any]] = {
-    "prefix": lambda: PrefixTuningConfig(num_virtual_tokens=3, **COMMON),
-    "cartridge": lambda: CartridgeConfig(num_virtual_tokens=3, **COMMON),
 }
 MODELS: dict[str, Callable[[], Any]] = {
     **{family.name: lambda family=family: build(family) for family in FAMILIES},
     **{f"stock {name}": lambda name=name: stateful(tiny_model(name)) for name in SUPPORTED_TYPES if HAS_HYBRIDS},
 }
 QUICK = ("mamba2", "stock falcon_h1", "stock minimax")
-
-
-def in_turn(methods: Iterable[str]) -> list[Any]:
-    """Models and methods: all methods of a few models, and of each other one the first and another."""
-    first, *others = methods
-    pairs = [(name, method) for name in QUICK if name in MODELS for method in (first, *others)]
-    rest = [name for name in MODELS if name not in QUICK]
-    slow = [(name, method) for i, name in enumerate(rest) for method in (first, others[i % len(others)])]
-    return pairs + [pytest.param(*pair, marks=pytest.mark.slow) for pair in slow]
-
-
+every_model = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
+)
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 
 pytestmark = pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning")
@@ -77,12 +53,9 @@ def by_hand(model: Any, ids: Tensor, mask: Tensor | None = None, **more: Any) ->
     return ids
 
 
-@pytest.mark.parametrize(("name", "method"), in_turn(METHODS))
+@every_model
+@pytest.mark.parametrize("method", METHODS)
 def test_virtual_tokens_train_and_are_generated_from(name: str, method: str, tmp_path: Any) -> None:
-    if method == "cpt" and name in ("mamba", "falcon_mamba"):  # PEFT asks for heads, and CPTConfig takes none
-        with pytest.raises(ValueError, match="Please specify `num_attention_heads`"):
-            prompted(MODELS[name](), METHODS[method])
-        return
     model, ids = prompted(MODELS[name](), METHODS[method]), torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6]])
     more = {"task_ids": torch.tensor([0, 1])} if method == "multitask" else {}
     model.train()(input_ids=ids, labels=ids, **more).loss.backward()
@@ -122,17 +95,11 @@ def test_virtual_tokens_with_padding_states_and_beams(family: Any) -> None:
         model.generate(input_ids=ids, prefill_chunk_size=2, **GREEDY)
 
 
-@pytest.mark.parametrize(("name", "method"), in_turn(KEYS))
-def test_methods_that_train_keys_are_refused(name: str, method: str) -> None:
-    model, ids = prompted(MODELS[name](), KEYS[method]), torch.tensor([[3, 4, 5]])
+@every_model
+def test_methods_that_train_keys_are_refused(name: str) -> None:
+    model = prompted(MODELS[name](), lambda: PrefixTuningConfig(num_virtual_tokens=3, **COMMON))
     for call in (model, model.generate):
         with pytest.raises(
             ValueError, match=r"recurrent layers do not have\. .*add_learned_state.*PromptTuningConfig"
         ):
-            call(input_ids=ids)
-
-
-@pytest.mark.parametrize("name", ["mamba2", pytest.param("stock falcon_h1", marks=needs_hybrids)])
-def test_adaption_prompts_are_refused_by_peft(name: str) -> None:
-    with pytest.raises(ValueError, match="Unsupported model type for adaption prompt"):
-        get_peft_model(MODELS[name](), AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1))
+            call(input_ids=torch.tensor([[3, 4, 5]]))

@@ -163,12 +163,6 @@ def set_weight(folder: Path, value: float) -> None:
 
 WRONG_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "binary config": (lambda f: (f / "config.json").write_bytes(bytes(range(256))), "is not a valid JSON file"),
-    "NaN epsilon": (
-        lambda f: damage_config(f, layer_norm_epsilon=float("nan")),
-        "layer_norm_epsilon must be a finite",
-    ),
-    "no groups": (lambda f: damage_config(f, n_groups=0), "n_groups must be an integer above 0, got 0"),
-    "version as text": (lambda f: damage_config(f, code_format_version="1"), "code_format_version must be an integer"),
     "NaN weight": (lambda f: set_weight(f, float("nan")), f"NaN or infinite numbers, first in {NAME}"),
     "infinite weight": (lambda f: set_weight(f, float("-inf")), f"NaN or infinite numbers, first in {NAME}"),
     "code": (lambda f: pickled(f, lambda b: torch.save({"a": RunsCode()}, b)), "would run code"),

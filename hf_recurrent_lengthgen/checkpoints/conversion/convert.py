@@ -30,7 +30,6 @@ from hf_recurrent_lengthgen.checkpoints.records import (
     Step,
     file_digest,
     read_json_object,
-    read_settings_file,
     write_lineage,
 )
 from hf_recurrent_lengthgen.checkpoints.records import Source as Origin
@@ -125,9 +124,10 @@ def _name_of(tokenizer: str | PreTrainedTokenizerBase | None) -> str | None:
 def read_settings(source: Source) -> Settings | None:
     """config.json of a checkpoint; None if it has none."""
     refuse_adapter(source.folder)
-    path = source.folder / "config.json"
-    settings = read_settings_file(path) if path.is_file() else None
-    if settings is not None and settings.get("quantization_config"):
+    if not (source.folder / "config.json").is_file():
+        return None
+    settings: Settings = PreTrainedConfig.get_config_dict(source.folder)[0]
+    if settings.get("quantization_config"):
         raise ValueError(f"{source.folder} holds quantized weights: give the checkpoint that was quantized.")
     return settings
 

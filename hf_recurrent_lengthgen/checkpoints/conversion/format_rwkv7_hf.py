@@ -3,7 +3,7 @@
 Two have been published, both with the model type `rwkv7`, which fla has, too: the names of tensors tell them apart.
 They are those of the .pth files after a prefix (huggingface/transformers#47780, August 2026): `rwkv7.` with their
 shapes, or `model.` with the low-rank maps as linear layers (`att.w1.weight`, transposed), an embedding of another name
-and the epsilon of the heads in the config. Files that mix the two are read, and written as the second one.
+and the epsilon of the heads in the config.
 """
 
 import re
@@ -61,17 +61,15 @@ SECOND = Names("model.", "embeddings", True, False)
 
 def _names(metas: Mapping[str, Meta]) -> Names | None:
     """How the tensors of a checkpoint are named; None if it has another layout."""
-    for name in metas:
-        if found := re.fullmatch(r"(rwkv7\.|rwkv\.|model\.)blocks\.0\.att\.r_k", name):
-            prefix = found[1]
-            embeddings = "emb" if f"{prefix}emb.weight" in metas else "embeddings"
-            first = f"{prefix}blocks.0.att."
-            return Names(prefix, embeddings, f"{first}w1.weight" in metas, f"{first}v0" in metas)
+    if f"{SECOND.prefix}blocks.0.att.r_k" in metas:
+        return SECOND
+    if "rwkv7.blocks.0.att.r_k" in metas:
+        return Names(unused="rwkv7.blocks.0.att.v0" in metas)
     return None
 
 
 def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
-    return (settings or {}).get("model_type") in ("rwkv7", "rwkv") and _names(metas) is not None
+    return (settings or {}).get("model_type") == "rwkv7" and _names(metas) is not None
 
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:

@@ -7,7 +7,6 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import OUR_FIELDS, Format, Settings, same_names
-from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 
@@ -38,12 +37,6 @@ def _from_config(config: Any) -> Settings:
     return settings | {"model_type": model_type, "architectures": [architecture]}
 
 
-def _older(config: Any, metas: Mapping[str, Meta]) -> list[Rename] | None:
-    """Transformers also loads weights with mamba-ssm's name of the embeddings."""
-    theirs = "backbone.embedding.weight"
-    return same_names(config, {"backbone.embeddings.weight": theirs}) if theirs in metas else None
-
-
 TRANSFORMERS = Format(
     name="transformers",
     title="the Mamba, Mamba-2 and FalconMamba of Transformers",
@@ -53,5 +46,4 @@ TRANSFORMERS = Format(
     from_config=_from_config,
     renames=same_names,
     keeps_config=False,
-    older=_older,
 )

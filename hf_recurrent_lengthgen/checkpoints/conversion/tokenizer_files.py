@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from hf_recurrent_lengthgen.checkpoints.records import TOKENIZER_FILES, read_json_object, texts_in
+from hf_recurrent_lengthgen.checkpoints.records import TOKENIZER_FILES, read_json_object
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
@@ -34,8 +34,9 @@ def tokenizer_files(folder: Path) -> list[str]:
 def _code(source: Path) -> list[str]:
     """Names of the Python files of a tokenizer."""
     path = source / "tokenizer_config.json"
-    auto_map = read_json_object(path).get("auto_map") if path.is_file() else None
-    modules = {entry.rpartition("--")[2].partition(".")[0] for entry in texts_in(auto_map) if "--" not in entry}
+    auto_map = (read_json_object(path).get("auto_map") or {}) if path.is_file() else {}
+    entries = [entry for value in auto_map.values() for entry in (value if isinstance(value, list) else [value])]
+    modules = {entry.partition(".")[0] for entry in entries if entry and "--" not in entry}
     files = [source / f"{module}.py" for module in modules]
     needed = {Path(other).name for file in files for other in get_relative_import_files(file)}
     return sorted({file.name for file in files} | needed)

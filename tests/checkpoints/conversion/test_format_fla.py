@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
@@ -16,7 +17,6 @@ from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoi
 from hf_recurrent_lengthgen.checkpoints.conversion.format_fla import FLA
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, detect
-from hf_recurrent_lengthgen.checkpoints.records import read_settings_file
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
@@ -95,7 +95,7 @@ def test_the_way_back_changes_no_bit_and_no_setting(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_mamba_of_fla_is_told_from_that_of_transformers(name: str) -> None:
-    settings = read_settings_file(FIXTURES / name / "config.json")
+    settings = PreTrainedConfig.get_config_dict(FIXTURES / name)[0]
     assert detect(settings, {}, "").name == "fla"
     stock = {"model_type": name, "layer_norm_epsilon": 1e-5, "time_step_rank": 3, "hidden_size": 16}
     assert detect(stock, {}, "").name == "transformers"
@@ -123,7 +123,7 @@ def test_a_trained_model_goes_back_with_what_was_changed(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_names_of_fields_in_earlier_versions_mean_the_same(name: str, tmp_path: Path) -> None:
     """fla 0.5 and before named the steps of the Mamba classes as Transformers does."""
-    settings = read_settings_file(FIXTURES / name / "config.json")
+    settings = PreTrainedConfig.get_config_dict(FIXTURES / name)[0]
     now = FLA.to_config(settings, {})
     earlier = {
         "norm_eps": "layer_norm_epsilon",

@@ -47,11 +47,11 @@ def first(weights: Weights, unused: bool = True) -> Weights:
     return named | {f"rwkv7.blocks.0.att.{name}": torch.zeros(shape) for name, shape in shapes.items() if unused}
 
 
-def second(weights: Weights, prefix: str = "model.", linear: bool = True) -> Weights:
+def second(weights: Weights) -> Weights:
     named = {}
     for name, value in weights.items():
-        turned = linear and name.endswith(LOW_RANK)
-        full = {"head.weight": name, "emb.weight": f"{prefix}embeddings.weight"}.get(name, prefix + name)
+        turned = name.endswith(LOW_RANK)
+        full = {"head.weight": name, "emb.weight": "model.embeddings.weight"}.get(name, f"model.{name}")
         named[full + (".weight" if turned else "")] = value.T.contiguous() if turned else value
     return named
 
@@ -68,8 +68,6 @@ LAYOUTS = {
     "first": (first(WEIGHTS), FIRST),
     "first without unused": (first(WEIGHTS, unused=False), FIRST),
     "second": (second(WEIGHTS), SECOND),
-    "its names with shapes of the first": (second(WEIGHTS, "rwkv7.", linear=False), SECOND),
-    "rwkv as the model type": (second(WEIGHTS, "rwkv."), SECOND | {"model_type": "rwkv", "number_of_conv_states": 2}),
 }
 
 

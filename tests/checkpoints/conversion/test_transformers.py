@@ -118,17 +118,6 @@ def test_shards_are_read_and_written(tmp_path: Path) -> None:
         assert same_bits(loaded.state_dict()[key], value), key
 
 
-def test_embeddings_under_the_name_of_mamba_ssm_are_taken_as_transformers_does(tmp_path: Path) -> None:
-    model = theirs("mamba2")
-    weights = model.state_dict()
-    weights["backbone.embedding.weight"] = weights.pop("backbone.embeddings.weight")
-    model.config.save_pretrained(tmp_path / "theirs")
-    torch.save(weights, tmp_path / "theirs" / "pytorch_model.bin")
-    convert_checkpoint(str(tmp_path / "theirs"), tmp_path / "ours")
-    ours = load_file(tmp_path / "ours" / "model.safetensors")
-    assert torch.equal(ours["backbone.embeddings.weight"], model.backbone.embeddings.weight)
-
-
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
 def test_pickled_weights_are_converted(zipped: bool, tmp_path: Path) -> None:
     model = theirs("mamba")
