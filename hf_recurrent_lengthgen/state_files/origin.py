@@ -6,15 +6,12 @@ config by its fields, a tokenizer by its vocabulary and by the ids of a text, an
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
@@ -53,7 +50,7 @@ class Origin:
     """The model and tokenizer of a text state.
 
     Attributes:
-        name: Name on the Hub, or the last part of a folder's name, and those of adapters; only for people.
+        name: Name on the Hub, or the last part of a folder's name; only for people.
         revision: Commit on the Hub; empty if unknown.
         dtype: Dtype of the weights, such as "float32".
         config: The fields of the config that results depend on.
@@ -72,25 +69,15 @@ class Origin:
 def origin_of(model: Any, tokenizer: Any = None) -> Origin:
     """The origin of what a model reads."""
     model = base_of(model)
+    name = getattr(model, "adapter_folder", "") or getattr(model.config, "_name_or_path", "") or type(model).__name__
     return Origin(
-        name=_name_of(model),
+        name=portable(str(name)),
         revision=str(getattr(model.config, "_commit_hash", None) or ""),
         dtype=str(model.dtype).removeprefix("torch."),
         config=_fields(model.config),
         weights=weights_fingerprint(model),
         tokenizer="" if tokenizer is None else tokenizer_hash(tokenizer),
     )
-
-
-def _name_of(model: Any) -> str:
-    """What people call a model: its checkpoint, and the adapters on it or merged into it."""
-    name = portable(str(getattr(model.config, "_name_or_path", "") or type(model).__name__))
-    layers: list[Any] = [x for x in model.modules() if isinstance(getattr(x, "disable_adapters", None), bool)]
-    active = {adapter for layer in layers if not layer.disable_adapters for adapter in layer.active_adapters}
-    folder = getattr(model, "adapter_folder", "")
-    if folder and (not layers or "default" in active):
-        active = active - {"default"} | {portable(folder)}
-    return f"{name} with the adapter {', '.join(sorted(active))}" if active else name
 
 
 def weights_fingerprint(model: nn.Module) -> str:
@@ -172,16 +159,9 @@ def differing_fields(stored: Mapping[str, Any], config: Any) -> list[str]:
     here = _fields(config)
     if stored.get("model_type") != here.get("model_type"):
         return ["model_type"]
-    if stored == here:
-        return []
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "config.json"
-            path.write_text(json.dumps({key: value for key, value in stored.items() if key in here}))
-            stored = {**stored, **_fields(type(config).from_json_file(path))}
-    except (AttributeError, KeyError, TypeError, ValueError, StrictDataclassError):
-        pass  # fields that this class of config does not take: they are compared as they are
-    return sorted(key for key in {*stored, *here} if stored.get(key) != here.get(key))
+    both = {*stored, *here}
+    defaults = {} if both == {*stored} == {*here} else _fields(type(config)())
+    return sorted(key for key in both if stored.get(key, defaults.get(key)) != here.get(key, defaults.get(key)))
 
 
 def _fields(config: Any) -> dict[str, Any]:

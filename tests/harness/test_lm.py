@@ -269,7 +269,6 @@ def test_answers_reach_the_cache_of_lm_eval(ours: StateLM, tmp_path: Path) -> No
     [
         ({"revision": "main"}, "does not take revision; it takes pretrained"),
         ({"batch_size": 0}, 'batch_size must be at least 1, or "auto", got 0'),
-        ({"batch_size": "auto:4"}, 'batch_size must be at least 1, or "auto", got auto:4'),
         ({"dtype": "auto"}, "dtype must be one of float32, bfloat16, float16, float64, got auto"),
         ({"device": "cuda:77"}, "Cannot use the device 'cuda:77'"),
         ({"tokenizer": "no/such/folder"}, "is no folder here"),

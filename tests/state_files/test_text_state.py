@@ -9,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import map_state
 from hf_recurrent_lengthgen.state_files import (
@@ -20,7 +19,6 @@ from hf_recurrent_lengthgen.state_files import (
     positions_in,
     read_into,
     read_text,
-    save_text_state,
     start_of,
 )
 from hf_recurrent_lengthgen.state_files.origin import prefix_hash
@@ -160,29 +158,8 @@ def test_an_adapter_is_part_of_the_model(tmp_path: Path) -> None:
     list(read_into(tmp_path, model, tokens, 5))
     found = ask(model, load_text_state(tmp_path, model), question, **GREEDY)
     assert torch.equal(found, model.generate(input_ids=torch.cat([tokens, question], dim=1), **GREEDY)[:, 12:])
-    with pytest.raises(
-        ValueError,
-        match=r"CausalLM with the adapter default, which differs from .* StatefulMamba2ForCausalLM, in the weights",
-    ):
+    with pytest.raises(ValueError, match="in the weights"):
         load_text_state(tmp_path, build(MAMBA2))
-
-
-def test_a_text_state_is_named_by_the_adapter_that_read_it(tmp_path: Path) -> None:
-    build(MAMBA2).save_pretrained(tmp_path / "base")
-    adapter = get_peft_model(
-        load_model(str(tmp_path / "base")), LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
-    )
-    adapter.save_pretrained(tmp_path / "adapter")
-    for merge in (False, True):
-        model = load_model(str(tmp_path / "adapter"), merge=merge)
-        read = read_text(model, random_tokens(1, 5))
-        assert read.origin is not None
-        assert read.origin.name == "base with the adapter adapter"
-    save_text_state(tmp_path / "file", read)
-    with pytest.raises(
-        ValueError, match="was read with base with the adapter adapter, which differs from the model given, base, in"
-    ):
-        load_text_state(tmp_path / "file", load_model(str(tmp_path / "base")))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -209,10 +186,7 @@ def test_another_active_adapter_is_another_model() -> None:
     tokens = random_tokens(1, 5)
     read = read_text(model, tokens)
     model.set_adapter("other")
-    with pytest.raises(
-        ValueError,
-        match=r"with the adapter default, which differs from .* with the adapter other, in the weights",
-    ):
+    with pytest.raises(ValueError, match="in the weights"):
         read_text(model, tokens, read)
     model.set_adapter("default")
     with model.disable_adapter(), pytest.raises(ValueError, match="in the weights"):
@@ -224,13 +198,3 @@ def test_another_active_adapter_is_another_model() -> None:
             module.scaling["default"] *= 2
     with pytest.raises(ValueError, match="in the weights"):
         read_text(model, tokens, read)
-
-
-@needs_hybrids
-def test_a_config_that_its_class_refuses_is_another_one() -> None:
-    model = hybrid("lfm3")
-    read = read_text(model, text(3))
-    assert read.origin is not None
-    other = replace(read.origin, config={**read.origin.config, "num_hidden_layers": 24})
-    with pytest.raises(ValueError, match=r"in the config \(num_hidden_layers\)"):
-        read_text(model, text(3), replace(read, origin=other))

@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,15 +18,11 @@ from hf_recurrent_lengthgen.surgery.state_expansion import (
 from tests.models.families import (
     DECAYING,
     DELTA_FAMILIES,
-    DELTA_NET,
-    GATED_DELTANET,
     GLA,
     GROWING,
-    KDA,
     MAMBA,
     MAMBA2,
     MAMBA3,
-    RWKV7,
     Family,
     build,
     random_tokens,
@@ -55,32 +50,6 @@ def test_the_states_of_mamba_3_do_not_grow() -> None:
 def test_the_delta_rule_does_not_inherit(family: Family) -> None:
     with pytest.raises(ValueError, match=r"cannot \"inherit\" .* erases along keys of norm 1 .*: give \"reinit\""):
         expand_state(build(family), [1], num_heads=1, initialization="inherit")
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("family", "before", "after"),
-    [
-        (DELTA_NET, (2, 8, 8), (1, 16, 16)),
-        (GATED_DELTANET, (2, 12, 6), (1, 24, 12)),
-        (KDA, (2, 6, 6), (1, 12, 12)),
-        (RWKV7, (2, 8, 8), (1, 16, 16)),
-    ],
-    ids=variant_id,
-)
-def test_merged_heads_of_the_delta_rule(
-    family: Family, before: tuple[int, ...], after: tuple[int, ...], tmp_path: Path
-) -> None:
-    """(H, P, N) as in Eq. 4: one head with the keys and values of all; the checkpoint says so."""
-    model = build(family, **({"expand_v": 2.0} if family is GATED_DELTANET else {}))
-    expand_state(model, [1]).save_pretrained(tmp_path)
-    loaded = family.causal_lm_class.from_pretrained(tmp_path)
-    assert [shape.recurrent for shape in loaded.state_shapes()] == [before, after]
-    assert loaded.config.layer_num_heads == [before[0], 1]
-    assert recorded_expansions(loaded.config) == {1: "reinit"}
-    sizes = [sum(p.numel() for p in m.parameters()) for m in (model, loaded)]
-    assert sizes[1] < 1.01 * sizes[0]
-    same_as_loop(family, loaded)
 
 
 @pytest.mark.thinned(3)

@@ -173,6 +173,8 @@ def test_a_checkpoint_without_tokenizer_or_training_length(
     text = made.path.read_text()
     assert "model-index" not in text
     assert "How it was made is not recorded." in text
+    assert "license" not in metadata_of(text)
+    assert "- The license is unknown." in text
     assert "--training-length" not in text
     assert not (folder / "figures").exists()
     monkeypatch.chdir(tmp_path)
@@ -206,12 +208,6 @@ def test_a_source_on_the_hub_is_the_base_model_and_gives_its_licence(work: Work,
     assert metadata_of(str(build_card(folder, settings=CardSettings(license="other"))))["license"] == "other"
     write_lineage(folder, Lineage(source, (convert,)))
     assert "base_model_relation" not in metadata_of(str(build_card(folder)))  # as it was, in another layout
-
-
-def test_an_unknown_licence_is_said_and_left_out(work: Work) -> None:
-    text = str(build_card(work.cured))
-    assert "license" not in metadata_of(text)
-    assert "- The license is unknown." in text
 
 
 def test_results_of_other_weights_are_refused(work: Work, tmp_path: Path) -> None:
@@ -285,13 +281,10 @@ def test_states_that_no_training_can_use_are_said(work: Work, tmp_path: Path) ->
     ("spoil", "complaint"),
     [
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter .*lengthgen merge"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no model.*safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "model.safetensors is damaged"),
-        (lambda folder: (folder / "lineage.json").write_text("{}"), "lineage.json: Expected a document"),
     ],
-    ids=["no-config", "cut-config", "adapter", "no-weights", "cut-weights", "lineage"],
+    ids=["no-config", "adapter", "no-weights"],
 )
 def test_what_is_no_whole_checkpoint_is_refused(
     work: Work, tmp_path: Path, spoil: Callable[[Path], object], complaint: str
@@ -306,7 +299,6 @@ def test_what_is_no_whole_checkpoint_is_refused(
     ("content", "complaint"),
     [
         ("{", "cannot be read as a result file"),
-        ("[]", "has the kind None"),
         ('{"kind": "lineage"}', "has the kind 'lineage', but must have one of comparison, .*retrieval"),
         ('{"kind": "comparison", "schema_version": 9}', "schema version 9"),
     ],

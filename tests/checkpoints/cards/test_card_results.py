@@ -48,7 +48,7 @@ def test_nothing_of_the_machine_is_written(cured: Path, work: Work) -> None:
     assert found["command"].startswith("lengthgen evaluate base cured --roles base,cured --data text.txt")
 
 
-NAMES = [
+NAMES = (
     "a_b*c*",
     "x|y",
     "<b>no</b>",
@@ -61,11 +61,11 @@ NAMES = [
     "a\\b",
     "__x__",
     "~~s~~",
-]
+)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_shown_as_they_are(name: str, work: Work, tmp_path: Path) -> None:
+def test_names_are_shown_as_they_are(name: str) -> None:
     assert shown(escape(name)) == name
     assert shown(f"# {escape(name)}") == name
     assert shown(f"| {escape(name)} | b |\n| --- | --- |\n| c | d |").splitlines()[0] == name
