@@ -1,4 +1,4 @@
-"""Hybrids and models with attention only: the numbers of lm_eval's own class, with shared prefixes read once."""
+"""The numbers of lm_eval's own class, with shared prefixes read once: recurrent models, hybrids, attention only."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 }
 # one hybrid of each kind of cache and mixer: Mamba-2 beside attention, delta rule, short convolutions, Mamba-2 with
 # shared attention, Mamba-1, and one without attention
-HYBRIDS = ["falcon_h1", "qwen3_next", "lfm2", "zamba2", "jamba", "falcon_mamba"] if HAS_HYBRIDS else []
+HYBRIDS = ["falcon_h1", "qwen3_next", "lfm2", "zamba2", "jamba", "falcon_mamba", "mamba2"] if HAS_HYBRIDS else []
 NAMES = [*ATTENTION, *HYBRIDS]
 
 

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2ForCausalLM, PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.harness import StateLM
 
 HEADER = "Q: is a shared header of demonstrations long enough to pay?\nA: yes\n\n"
@@ -31,12 +30,6 @@ def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
 MULTIPLE_CHOICE = requests("loglikelihood", *((context, choice) for context in CONTEXTS for choice in CHOICES))
 
 
-@pytest.fixture(scope="module")
-def theirs(stock: Mamba2ForCausalLM) -> HFLM:
-    """lm_eval's class, kept from ByT5's end of text behind each context."""
-    return HFLM(pretrained=stock, tokenizer=byte_tokenizer(), max_length=4096, add_bos_token=False)
-
-
 @pytest.fixture
 def ours(checkpoint: Path) -> StateLM:
     return StateLM(str(checkpoint), device="cpu", batch_size=3)
@@ -49,11 +42,6 @@ def assert_same(found: list[tuple[float, bool]], expected: list[tuple[float, boo
 
 def test_it_is_registered(ours: StateLM) -> None:
     assert get_model("lengthgen") is StateLM
-
-
-def test_choices_get_the_numbers_of_lm_eval(ours: StateLM, theirs: HFLM) -> None:
-    asked = MULTIPLE_CHOICE + requests("loglikelihood", ("", "alone"), ("x", " y"), ("x", " y"), ("x ", "y"))
-    assert_same(ours.loglikelihood(asked, **QUIET), theirs.loglikelihood(asked, **QUIET))
 
 
 def test_four_choices_cost_their_context_once(ours: StateLM) -> None:
@@ -71,40 +59,12 @@ def test_a_header_is_read_once(ours: StateLM) -> None:
     assert ours.tokens_read == len(header) + questions + 3 * sum(map(len, ("ye", "n", "nobod", "")))
 
 
-@pytest.mark.parametrize("batch_size", [1, "auto"])
-@pytest.mark.parametrize("tokens", [None, 5])
-def test_batches_and_pieces_change_nothing(
-    checkpoint: Path, ours: StateLM, monkeypatch: pytest.MonkeyPatch, batch_size: int | str, tokens: int | None
-) -> None:
-    other = StateLM(str(checkpoint), device="cpu", batch_size=batch_size)
-    expected = ours.loglikelihood(MULTIPLE_CHOICE, **QUIET)
-    if tokens is not None:
-        monkeypatch.setattr(shared_prefixes, "TOKENS_PER_FORWARD", tokens)
-    assert_same(other.loglikelihood(MULTIPLE_CHOICE, **QUIET), expected)
-
-
-def test_documents_are_streams(ours: StateLM, theirs: HFLM) -> None:
-    asked = requests("loglikelihood_rolling", ("abc",), ("",), ("A text that goes on. " * 20,))
-    found = ours.loglikelihood_rolling(asked, **QUIET)
-    assert found == pytest.approx(theirs.loglikelihood_rolling(asked, **QUIET), abs=1e-3)
-    assert ours.tokens_read == 3 + 420  # the token before a document is read, its last one is not
-
-
-def test_documents_are_not_cut_into_windows(ours: StateLM, stock: Mamba2ForCausalLM, theirs: HFLM) -> None:
+def test_documents_are_not_cut_into_windows(ours: StateLM, stock: Mamba2ForCausalLM) -> None:
     windows = HFLM(pretrained=stock, tokenizer=byte_tokenizer(), max_length=50, add_bos_token=False)
     asked = requests("loglikelihood_rolling", ("A text that goes on. " * 20,))
-    [found], [cut] = ours.loglikelihood_rolling(asked, **QUIET), windows.loglikelihood_rolling(asked, **QUIET)
-    assert abs(found - cut) > 1
-
-
-GENERATION = [{"until": ["\n\n"], "max_gen_toks": 12}, {"until": "=", "max_gen_toks": 30, "do_sample": False}]
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("arguments", GENERATION)
-def test_greedy_texts_are_those_of_lm_eval(ours: StateLM, theirs: HFLM, arguments: dict[str, Any]) -> None:
-    asked = requests("generate_until", *((context, dict(arguments)) for context in [*CONTEXTS, "ab", CONTEXTS[0]]))
-    assert ours.generate_until(asked, **QUIET) == theirs.generate_until(asked, **QUIET)
+    [whole], [cut] = ours.loglikelihood_rolling(asked, **QUIET), windows.loglikelihood_rolling(asked, **QUIET)
+    assert abs(whole - cut) > 1
+    assert ours.tokens_read == 420  # the token before a document is read, its last one is not
 
 
 PROMPTS = ["", "a", "hello", "hello", "abc" * 40, "abc" * 40 + "d", "zz", "what is it"]
@@ -161,17 +121,6 @@ def test_answers_do_not_depend_on_the_batch(stock: Mamba2ForCausalLM, checkpoint
     assert len(set(expected)) > 2
     theirs = HFLM(pretrained=other, tokenizer=byte_tokenizer(), max_length=4096, add_bos_token=False, batch_size=1)
     assert theirs.generate_until(asked[1:], **QUIET) == expected[1:]  # hf reads no empty prompt
-
-
-def test_beams_do_not_depend_on_the_batch(checkpoint: Path) -> None:
-    arguments = {"until": ["e", "\n"], "max_gen_toks": 12, "num_beams": 3}
-    asked = requests("generate_until", *((prompt, arguments) for prompt in PROMPTS))
-    loaded = [StateLM(str(checkpoint), device="cpu", batch_size=size) for size in (1, 2, 8)]
-    for lm in loaded:
-        draw(lm._reader.model)
-    alone, *others = [lm.generate_until(asked, **QUIET) for lm in loaded]
-    assert others == [alone] * 2
-    assert len(set(alone)) > 2
 
 
 def test_a_broken_model_generates_nothing(counting: StateLM) -> None:

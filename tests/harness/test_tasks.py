@@ -79,38 +79,27 @@ def test_common_sense_is_the_mean_of_six_accuracies(counting: StateLM, task_mana
     assert found["lengthgen_common_sense"]["acc"] == pytest.approx(mean)
 
 
-PAIR = {"sentence1": "One.", "sentence2": "Two.", "premise": "One.", "hypothesis": "Two."}
-DEMONSTRATIONS: Rows = {
-    "commonsense_qa": [
-        {"question": f"{number}?", "choices": {"text": list("abcde"), "label": list("ABCDE")}, "answerKey": "A"}
-        for number in range(40)
-    ],
-    "arc_challenge": [
-        {"question": f"{n}?", "choices": {"text": [WRONG, RIGHT], "label": ["A", "B"]}, "answerKey": "B"}
-        for n in range(40)
-    ],
-    "copa": [
-        {"premise": f"It was {n}.", "question": "cause", "choice1": "Yes.", "choice2": "No.", "label": 0}
-        for n in range(40)
-    ],
-    "cb": [{**PAIR, "premise": str(n), "label": 0} for n in range(40)],
-    "mrpc": [{**PAIR, "sentence1": str(n), "label": 0} for n in range(40)],
-    "sst2": [{"sentence": str(n), "label": 0} for n in range(40)],
-    "qqp": [{"question1": str(n), "question2": "b", "label": 0} for n in range(40)],
-    "cola": [{"sentence": str(n), "label": 0} for n in range(40)],
-    "sglue_rte": [{**PAIR, "premise": str(n), "label": 0} for n in range(40)],
-    "wic": [
-        {"sentence1": f"a {n}", "sentence2": "a b", "start1": 0, "end1": 1, "word": "a", "label": 0} for n in range(40)
-    ],
-    "lengthgen_codah": [
-        {"question_propmt": f"It {n}", "candidate_answers": [RIGHT, WRONG, "zig", "zag"], "correct_answer_idx": 0}
-        for n in range(40)
-    ],
-    "lengthgen_dream": [
-        {"dialogue": ["M: Hi.", "W: Bye."], "question": f"{n}?", "choice": [WRONG, RIGHT, "zig"], "answer": RIGHT}
-        for n in range(40)
-    ],
+PAIR = {"sentence1": "One.", "sentence2": "Two.", "premise": "One.", "hypothesis": "Two.", "label": 0}
+CHOICE = {"question": "?", "choices": {"text": list("abcde"), "label": list("ABCDE")}, "answerKey": "A"}
+ARC = {"question": "?", "choices": {"text": [WRONG, RIGHT], "label": ["A", "B"]}, "answerKey": "B"}
+CODAH = {"question_propmt": "It", "candidate_answers": [RIGHT, WRONG, "zig", "zag"], "correct_answer_idx": 0}
+DREAM = {"dialogue": ["M: Hi.", "W: Bye."], "question": "?", "choice": [WRONG, RIGHT, "zig"], "answer": RIGHT}
+WIC = {"sentence1": "a", "sentence2": "a b", "start1": 0, "end1": 1, "word": "a", "label": 0}
+NUMBERED: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "commonsense_qa": ("question", CHOICE),
+    "arc_challenge": ("question", ARC),
+    "copa": ("premise", {"question": "cause", "choice1": "Yes.", "choice2": "No.", "label": 0}),
+    "cb": ("premise", PAIR),
+    "mrpc": ("sentence1", PAIR),
+    "sst2": ("sentence", {"label": 0}),
+    "qqp": ("question1", {"question2": "b", "label": 0}),
+    "cola": ("sentence", {"label": 0}),
+    "sglue_rte": ("premise", PAIR),
+    "wic": ("sentence1", WIC),
+    "lengthgen_codah": ("question_propmt", CODAH),
+    "lengthgen_dream": ("question", DREAM),
 }
+DEMONSTRATIONS = {name: [row | {field: f"a {n}."} for n in range(40)] for name, (field, row) in NUMBERED.items()}
 
 
 @pytest.mark.slow
