@@ -84,16 +84,6 @@ def test_an_official_checkpoint_becomes_a_published_one(
     assert "lengthgen push" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [("--rows", 7), ("--length", 64)])
-def test_an_official_checkpoint_needs_data_and_whole_steps(
-    wrong: tuple[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = ("--data", "stdlib") if wrong[0] == "--rows" else ()
-    with pytest.raises(SystemExit):
-        run_example("post_train_official_checkpoint.py", monkeypatch, "--output", tmp_path, *wrong, *data)
-    assert ("--rows 7" if data else "--data") in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_a_published_checkpoint_reads_on_from_a_file(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,17 +191,6 @@ def test_a_document_is_read_once_and_asked_from_the_file(
     StatefulMamba2ForCausalLM(StatefulMamba2Config.from_pretrained(checkpoint)).save_pretrained(checkpoint)
     with pytest.raises(ValueError, match="in the weights"):  # trained again in its folder
         run_example("ask_a_long_document.py", monkeypatch, *arguments)
-
-
-@pytest.mark.parametrize(
-    "wrong", [("--length", 0), ("--tokens", 0), ("--every", 0), ("--ask", ""), ("--document", "missing.txt")]
-)
-def test_a_document_is_asked_for_properly(
-    wrong: tuple[str, object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run_example("ask_a_long_document.py", monkeypatch, *wrong)
-    assert wrong[0] in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """What a program reads again is a field: words are made where a person reads them, and are never read back."""
 
-import ast
 import dataclasses
 import json
 from pathlib import Path
@@ -15,45 +14,7 @@ from tests.checkpoints.cards.test_model_cards import MODEL_CARDS, recorded
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_recurrent_lengthgen"
-RECORDS = (
-    "checkpoints.records",
-    "checkpoints.sources",
-    "trainers.run.records",
-    "evaluation.results",
-    "metrics.context_harm.result",
-    "metrics.diagnosis.result",
-)
 NAME = "mamba2-cured"
-
-OTHER_PATTERNS = {
-    "checkpoints/adapters.py": "names of layers",
-    "cli/convert.py": "names of weights",
-    "trainers/metric_callbacks.py": "names of metrics",
-}
-"""Modules beside cards/ and plotting/ that import both records and `re`, and what they match with it."""
-
-
-def imported(path: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(f"{node.module}")
-    return found
-
-
-def test_nobody_takes_records_apart_with_patterns() -> None:
-    files = [path for path in (ROOT / PACKAGE).rglob("*.py") if "trainers" not in path.parts]
-    files += (ROOT / "trainers").rglob("*.py")
-    found = set()
-    for path in files:
-        modules = imported(path)
-        if "re" in modules and any(f"{PACKAGE}.{record}" in modules for record in RECORDS):
-            found.add(path.relative_to(ROOT).as_posix().removeprefix(f"{PACKAGE}/"))
-    assert {
-        name for name in found if not name.startswith(("checkpoints/cards/", "plotting/"))
-    } == OTHER_PATTERNS.keys()
 
 
 def in_other_words(checkpoint: Checkpoint) -> Checkpoint:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.commands.config.config_args import load_config_from_file
 
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
@@ -93,9 +92,3 @@ def test_the_readme_is_short_and_its_code_narrow() -> None:
     assert len(README.encode()) <= 8_000
     code = [line for language in ("python", "bash") for block in blocks_of(language) for line in block.splitlines()]
     assert [line for line in code if len(line) > 88] == []
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "examples/accelerate").glob("*.yaml")), ids=lambda path: path.stem)
-def test_accelerate_reads_the_configs(path: Path) -> None:
-    config = load_config_from_file(str(path))  # refuses unknown names
-    assert config.num_processes == {"ddp_cpu": 2, "ddp_two_nodes": 16}.get(path.stem, 8)

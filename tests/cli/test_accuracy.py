@@ -1,7 +1,6 @@
 """Tasks on random symbols from the command line: training, measuring, and what is refused."""
 
 import hashlib
-import json
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,13 +26,10 @@ from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
 from hf_recurrent_lengthgen.metrics.tables import read_rows
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from tests.cli.training import flags
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
 Run = Callable[..., int]
-
-
-def flags(**options: Any) -> list[str]:
-    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
 @pytest.fixture(scope="module")
@@ -125,28 +121,13 @@ def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path],
     assert AutoConfig.from_pretrained(tmp_path / "out").task["length"] == [1, 3]
 
 
-@pytest.mark.slow
-def test_a_run_is_not_resumed_on_another_task(train: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train(save_steps=1, max_steps=2) == 0
-    for change in ({"task": "sorting"}, {"task_length": "2-4"}, {"task_vocabulary": 7}):
-        assert train("--resume", max_steps=2, **change) == 1
-        shown = capsys.readouterr().err
-        assert "train_dataset.record was {'name': 'copying', 'length': [4, 4], 'seed': 42, 'vocabulary': 8}" in shown
-
-
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"task_length": 0}, "length of copying is 0"),
         ({"task_length": "5-3"}, "length of copying is [5, 3]"),
         ({"task_length": "five"}, "task_length is 'five', but must be a number or a range"),
-        ({"task_length": "1-2-3"}, "task_length is '1-2-3'"),
-        ({"task_vocabulary": 0}, "vocabulary must be at least 1, got 0"),
         ({"task_vocabulary": 10}, "copying with 10 symbols has 13 tokens, the model's vocab_size is 12"),
-        ({"task_vocabulary": None}, "copying with 26 symbols has 29 tokens"),
-        ({"task": "sorting", "task_length": 9}, "sorting 9 different symbols needs at least 9"),
-        ({"task": "recall", "task_length": 5}, "recalling 5 pairs needs at least 10"),
         ({"intervention": "tbtt"}, "task copying makes its own rows"),
         ({"alignment_alpha": 0.1}, "task copying makes its own rows"),
     ],
@@ -217,9 +198,7 @@ def test_a_model_that_knows_three_symbols(tmp_path: Path, monkeypatch: pytest.Mo
     assert six.answers.right < 20
 
 
-def test_the_document_names_weights_data_and_seed_and_is_refused_if_damaged(
-    checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_document_names_weights_data_and_seed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = checkpoint(name="copying", length=[2, 3], vocabulary=8)
     arguments = ["accuracy", str(folder), "--output", str(tmp_path), "--samples", "5", "--lengths", "2,3"]
     assert main([*arguments, "--seed", "7", "--csv"]) == 0
@@ -237,18 +216,6 @@ def test_the_document_names_weights_data_and_seed_and_is_refused_if_damaged(
     assert [row["length"] for row in read_rows(path)] == [2, 3]
     assert (tmp_path / "accuracy.csv").read_text().startswith("model,training_length,task,length,symbol_accuracy,")
 
-    document = json.loads(path.read_text())
-    for broken, complaint in (
-        ({key: value for key, value in document["models"][0].items() if key != "weights"}, "weights: Field required"),
-        (document["models"][0] | {"lengths": []}, "Lengths must ascend"),
-        (document["models"][0] | {"more": 1}, "more: There is no such field"),
-    ):
-        path.write_text(json.dumps(document | {"models": [broken]}))
-        with pytest.raises(ValueError, match=rf"accuracy.json: models\[0\].*{complaint}"):
-            read_result(path, AccuracyComparison)
-    path.write_text(json.dumps(document | {"schema_version": 2}))
-    with pytest.raises(ValueError, match=r"schema version 2, .* reads up to 1"):
-        read_result(path, AccuracyComparison)
     twice = replace(found, model="other", seed=8)
     assert AccuracyComparison((found, twice)).models[1].model == "other"
     for other in (found, replace(twice, vocabulary=9)):

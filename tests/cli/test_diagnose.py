@@ -93,16 +93,6 @@ def test_models_of_all_kinds_side_by_side(
 
 
 @pytest.mark.slow
-def test_one_text_has_no_distances(
-    diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert diagnose(checkpoint, "--sequences", 1, "--parts", "states,misalignment") == 0
-    assert "needs at least two texts" in capsys.readouterr().out
-    [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
-    assert states_of(model) is None
-
-
-@pytest.mark.slow
 def test_parts_can_be_chosen_and_what_is_left_out_of_them_is_said(
     diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,16 +102,6 @@ def test_parts_can_be_chosen_and_what_is_left_out_of_them_is_said(
     shown = capsys.readouterr().out
     assert "unknown from 3 texts" in shown
     assert f"{checkpoint.name}, states: No head is said to drift: 3 texts cannot tell" in shown
-
-
-@pytest.mark.slow
-def test_texts_a_little_beyond_training(diagnose: Diagnose, checkpoint: Path, tmp_path: Path) -> None:
-    assert diagnose(checkpoint, "--parts", "states", "--length", 9) == 0
-    [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
-    assert model.refused == {}
-    states = states_of(model)
-    assert states is not None
-    assert states.patching is not None
 
 
 def test_an_interrupt_says_how_to_go_on(

@@ -1,7 +1,5 @@
 """Evaluation of one and of several checkpoints."""
 
-import csv
-import errno
 import json
 import os
 import shutil
@@ -9,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
-from hf_recurrent_lengthgen.models import state_on_disk
 from tests.cli.conftest import Evaluate
 
 FILES = ["context_harm", "in_window", "position_wise"]
@@ -35,21 +31,6 @@ def test_one_model(evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys:
     assert shown.err == ""
 
 
-@pytest.mark.slow
-def test_the_numbers_are_written_as_a_table_if_asked(evaluate: Evaluate, checkpoint: Path, tmp_path: Path) -> None:
-    assert evaluate(checkpoint, "--csv") == 0
-    with open(tmp_path / "out" / "result.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    curve = json.loads((tmp_path / "out" / "result.json").read_text())["models"][0]["evaluation"]["position_wise"][
-        "fine"
-    ]
-    nll = [row for row in rows if row["metric"] == "nll"]
-    assert [float(row["mean"]) for row in nll] == curve["mean"]
-    assert [float(row["low"]) for row in nll] == curve["low"]
-    assert [int(row["start"]) for row in nll] == curve["edges"][:-1]
-    assert {(row["model"], row["role"]) for row in rows} == {(checkpoint.name, "other")}
-
-
 def test_several_models_on_the_same_text(
     evaluate: Evaluate, checkpoint: Path, stock_checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -61,16 +42,6 @@ def test_several_models_on_the_same_text(
     assert [model.evaluation.model for model in comparison.models] == names
     assert len({model.evaluation.data.digest for model in comparison.models}) == 1
     assert len({model.evaluation.in_window.loss.mean for model in comparison.models}) == 2
-
-
-@pytest.mark.slow
-def test_the_default_length_is_64_training_lengths(
-    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, text_file: Path
-) -> None:
-    arguments = ["--data", text_file, "--split", "train", "--sequences", 2, "--output", tmp_path / "out"]
-    assert main(["evaluate", str(checkpoint), *map(str, arguments)]) == 0
-    [model] = read_result(tmp_path / "out" / "result.json", Comparison).models
-    assert model.evaluation.evaluated_length == 64 * 8
 
 
 def test_a_damaged_checkpoint_ends_the_command_before_the_first_is_measured(
@@ -101,22 +72,3 @@ def test_models_with_different_tokenizers_are_not_compared(
     (other / "added_tokens.json").unlink(missing_ok=True)
     assert evaluate(checkpoint, other) == 1
     assert "have different tokenizers" in capsys.readouterr().err
-
-
-def test_a_full_disk_keeps_the_old_results(
-    evaluate: Evaluate,
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert evaluate(checkpoint) == 0
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-
-    def no_space(handle: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(state_on_disk.os, "fsync", no_space)
-    assert evaluate(checkpoint, "--sequences", "2", "--no-cache") == 1
-    assert "No space left on device" in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

@@ -157,14 +157,3 @@ def test_the_commands_of_the_recipes_are_accepted(monkeypatch: pytest.MonkeyPatc
         Forgetting(window=8192),
         Forgetting(delta_scale=0.5),
     ]
-
-
-def test_a_failed_save_leaves_nothing_behind(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("os.replace", full)
-    assert forget(checkpoint, "--output", tmp_path / "out", "--window", 4) == 1
-    assert list(tmp_path.iterdir()) == []

@@ -105,13 +105,3 @@ def test_an_option_of_several_commands_is_the_same_in_all(command: str, parser: 
                 assert words == re.split(r" \(default: ", HOW[name]["help"])[0], name
                 assert action.metavar in (HOW[name].get("metavar"), "BOOL"), name
                 assert (action.help or "").count("(default: ") == HOW[name]["help"].count("(default: "), name
-
-
-def test_every_option_with_own_words_is_there() -> None:
-    known = {
-        (parameters.values[0], name)
-        for parameters in PARSERS
-        for action in parameters.values[1]._actions
-        for name in action.option_strings
-    }
-    assert known >= OWN_WORDS.keys()

@@ -1,9 +1,9 @@
 """Models, tokenizers and streams from names."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from logging import Handler
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers import (
     FalconMambaConfig,
     FalconMambaForCausalLM,
     Lfm2Config,
+    Mamba2Config,
     Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
@@ -38,22 +39,18 @@ from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
-    StatefulMamba2ForCausalLM,
     StatefulMambaForCausalLM,
 )
 from tests.versions import needs_hybrids
 
 
-def test_a_stock_mamba2_checkpoint_gives_the_same_logits(stock_checkpoint: Path) -> None:
-    model, stock = load_model(str(stock_checkpoint)), Mamba2ForCausalLM.from_pretrained(stock_checkpoint)
-    assert isinstance(model, StatefulMamba2ForCausalLM)
-    ids = torch.randint(0, 384, (2, 13), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, stock(ids).logits, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("config", "stock"), [(MambaConfig, MambaForCausalLM), (FalconMambaConfig, FalconMambaForCausalLM)]
+    ("config", "stock"),
+    [
+        (MambaConfig, MambaForCausalLM),
+        (FalconMambaConfig, FalconMambaForCausalLM),
+        (partial(Mamba2Config, num_heads=2, head_dim=8, n_groups=1), Mamba2ForCausalLM),
+    ],
 )
 def test_stock_mamba_checkpoints_give_the_same_logits(config: Any, stock: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -65,7 +62,7 @@ def test_stock_mamba_checkpoints_give_the_same_logits(config: Any, stock: Any, t
     file.write_text(json.dumps(settings))
     ids = torch.arange(14).view(2, 7)
     model = load_model(str(tmp_path)).eval()
-    assert isinstance(model, StatefulMambaForCausalLM)
+    assert type(model).__name__ in ("StatefulMambaForCausalLM", "StatefulMamba2ForCausalLM")
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, theirs(ids).logits, rtol=0, atol=1e-5)
 
@@ -112,39 +109,6 @@ def cut_off(folder: Path) -> None:
 NAME = "backbone.layers.1.mixer.dt_bias"
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "no file named model.safetensors"),
-        (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON"),
-        (cut_off, "weights in .* are damaged"),
-        (lambda folder: damage_config(folder, model_type="gpt2"), "is of type 'gpt2'"),
-        (lambda folder: damage_config(folder, model_type="gpt17"), "gpt17|trust_remote_code=True"),
-        (lambda folder: damage_config(folder, code_format_version=99), "version 99"),
-        (lambda folder: damage_config(folder, state_size=8), "do not fit its config.json, mismatched: .*conv1d"),
-        (lambda folder: damage_config(folder, num_hidden_layers=1), "unexpected: backbone.layers.1"),
-        (lambda folder: damage_weights(folder, lambda tensors: tensors.pop(NAME)), f"missing: {NAME}"),
-    ],
-    ids=["no config", "no weights", "JSON", "cut", "other type", "unknown type", "newer", "shape", "extra", "missing"],
-)
-@pytest.mark.parametrize("kind", ["checkpoint", "stock_checkpoint"])
-def test_a_damaged_checkpoint_is_refused(
-    kind: str,
-    damage: Callable[[Path], Any],
-    message: str,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    folder = tmp_path / "damaged"
-    shutil.copytree(request.getfixturevalue(kind), folder)
-    damage(folder)
-    with pytest.raises((ValueError, OSError), match=message):
-        load_model(str(folder))
-    assert "LOAD REPORT" not in capfd.readouterr().err
-
-
 class RunsCode:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("ran"),)
@@ -162,20 +126,24 @@ def set_weight(folder: Path, value: float) -> None:
 
 
 WRONG_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "binary config": (lambda f: (f / "config.json").write_bytes(bytes(range(256))), "is not a valid JSON file"),
+    "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
+    "cut weights": (cut_off, "weights in .* are damaged"),
+    "other type": (lambda f: damage_config(f, model_type="gpt2"), "is of type 'gpt2'"),
+    "newer": (lambda f: damage_config(f, code_format_version=99), "version 99"),
+    "shape": (lambda f: damage_config(f, state_size=8), "do not fit its config.json, mismatched: .*conv1d"),
+    "extra": (lambda f: damage_config(f, num_hidden_layers=1), "unexpected: backbone.layers.1"),
+    "missing": (lambda f: damage_weights(f, lambda tensors: tensors.pop(NAME)), f"missing: {NAME}"),
     "NaN weight": (lambda f: set_weight(f, float("nan")), f"NaN or infinite numbers, first in {NAME}"),
     "infinite weight": (lambda f: set_weight(f, float("-inf")), f"NaN or infinite numbers, first in {NAME}"),
     "code": (lambda f: pickled(f, lambda b: torch.save({"a": RunsCode()}, b)), "would run code"),
-    "no pickle": (lambda f: pickled(f, lambda b: b.write_bytes(b"\x99" * 99)), "pickles that are damaged"),
-    "empty pickle": (lambda f: pickled(f, lambda b: b.write_bytes(b"")), "pickles that are damaged"),
-    "list as pickle": (lambda f: pickled(f, lambda b: torch.save([1, 2], b)), "pickles that are damaged"),
     "cut pickle": (lambda f: pickled(f, lambda b: b.write_bytes(b.read_bytes()[:999])), "pickles that are damaged"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG_FILES)
 def test_whatever_a_checkpoint_holds_is_loaded_or_refused_by_its_file(
-    name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     damage, message = WRONG_FILES[name]
@@ -184,6 +152,7 @@ def test_whatever_a_checkpoint_holds_is_loaded_or_refused_by_its_file(
     with pytest.raises(ValueError, match=message):
         load_model(str(tmp_path / "damaged"))
     assert not Path("ran").exists()
+    assert "LOAD REPORT" not in capfd.readouterr().err
 
 
 def test_weights_in_pickles_are_loaded(checkpoint: Path, tmp_path: Path) -> None:
@@ -201,21 +170,6 @@ def test_a_name_that_is_nowhere_is_refused() -> None:
 def test_a_folder_without_tokenizer_asks_for_one(stock_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no tokenizer.*--tokenizer"):
         load_tokenizer(str(stock_checkpoint))
-
-
-def test_a_missing_tokenizer_is_told_in_a_sentence_and_a_damaged_one_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any, **__: Any) -> Any:
-        raise OSError("what Transformers says")
-
-    monkeypatch.setattr("hf_recurrent_lengthgen.checkpoints.loading.AutoTokenizer.from_pretrained", fails)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} holds no tokenizer: give one with --tokenizer")):
-        load_tokenizer(str(tmp_path))
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"holds no tokenizer \(what Transformers says\): give one"):
-        load_tokenizer(str(tmp_path))
 
 
 def test_tokenizers_by_folder_and_by_name(checkpoint: Path) -> None:

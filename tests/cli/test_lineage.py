@@ -153,9 +153,6 @@ def test_the_source_is_told_by_its_config_and_card(stock_checkpoint: Path, tmp_p
     source = lineage_of(str(folder)).source
     assert source is not None
     assert source.format == "fla"
-    (folder / "README.md").write_text("---\nlicense: [mit\n---\n")
-    with pytest.raises(ValueError, match=r"metadata of .*README\.md cannot be read"):
-        lineage_of(str(folder))
 
 
 def test_what_is_no_checkpoint_has_no_lineage(tmp_path: Path) -> None:
@@ -179,13 +176,3 @@ def test_a_start_on_the_hub_is_known_by_its_commit_and_licence(hub: Endpoint, st
     assert source is not None
     assert (source.license, source.revision) == ("mit", api.model_info("user/stock").sha)
     assert source.revision != commit
-
-
-def test_a_start_on_the_hub_with_a_lineage_goes_on_with_it(hub: Endpoint, checkpoint: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "ours"
-    shutil.copytree(checkpoint, folder)
-    write_lineage(folder, Lineage(None, (Step("train", "plain training, 3 steps", "lengthgen train", {}),)))
-    api = HfApi()
-    api.create_repo("user/ours")
-    api.upload_folder(repo_id="user/ours", folder_path=folder)
-    assert lineage_of("user/ours") == read_lineage(folder)

@@ -1,15 +1,12 @@
 """The command as a whole: help, versions, exit statuses and errors."""
 
-import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 import pytest
 import transformers
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli import demo
 from hf_recurrent_lengthgen.cli import main as command
 from hf_recurrent_lengthgen.cli.main import main
@@ -33,23 +30,6 @@ def test_help_names_every_command_and_a_first_session(capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert all(f"\n  {name} " in shown for name in command.COMMANDS)
     assert "examples:\n  lengthgen demo\n  lengthgen evaluate demo-output/base demo-output/cured" in shown
-
-
-def test_every_command_has_a_module() -> None:
-    assert all(callable(import_module(f"{cli.__name__}.{name}").run) for name in command.COMMANDS)
-
-
-def test_the_help_imports_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = f"{cli.__name__}."
-    for name in [name for name in sys.modules if name.startswith(prefix)]:
-        monkeypatch.setattr(cli, name.removeprefix(prefix), sys.modules[name])  # to be as before, afterwards
-        monkeypatch.delitem(sys.modules, name)
-    fresh = import_module(f"{prefix}main")
-    with pytest.raises(SystemExit):
-        fresh.main(["--help"])
-    with pytest.raises(SystemExit):
-        fresh.main(["trian"])
-    assert {name.removeprefix(prefix) for name in sys.modules if name.startswith(prefix)} == {"main", "parsing"}
 
 
 def test_version_names_what_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """Any causal language model through one command; results that are kept; roles."""
 
-import json
 import re
 import shutil
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -40,31 +38,6 @@ STOCK = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**ATTENTION)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**ATTENTION)),
 }
-REMOTE_CODE = """
-import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
-
-
-class BagConfig(PreTrainedConfig):
-    model_type = "bag_of_tokens"
-
-    def __init__(self, vocab_size=384, **kwargs):
-        self.vocab_size = vocab_size
-        super().__init__(**kwargs)
-
-
-class BagForCausalLM(PreTrainedModel):
-    config_class = BagConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.table = torch.nn.Embedding(config.vocab_size, config.vocab_size)
-        self.post_init()
-
-    def forward(self, input_ids):
-        return CausalLMOutput(logits=self.table(input_ids).cumsum(1))
-"""
 
 
 @pytest.fixture
@@ -89,28 +62,6 @@ def test_stock_models_evaluate(kind: str, evaluate: Evaluate, tokens: np.ndarray
     curve = evaluated.evaluation.position_wise.fine
     expected = [nll[:, a:b].mean() for a, b in zip(curve.edges, curve.edges[1:], strict=False)]
     np.testing.assert_allclose(curve.mean, expected, atol=2e-5)
-
-
-@pytest.mark.slow
-def test_remote_code_evaluates_if_it_may_run(
-    evaluate: Evaluate, tokens: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "remote"
-    folder.mkdir()
-    (folder / "modeling_bag.py").write_text(REMOTE_CODE)
-    auto_map = {"AutoConfig": "modeling_bag.BagConfig", "AutoModelForCausalLM": "modeling_bag.BagForCausalLM"}
-    config = {"model_type": "bag_of_tokens", "vocab_size": 384, "auto_map": auto_map}
-    (folder / "config.json").write_text(json.dumps(config))
-    table = torch.randn(384, 384, generator=torch.Generator().manual_seed(0))
-    save_file({"table.weight": table}, folder / "model.safetensors", {"format": "pt"})
-    byte_tokenizer().save_pretrained(folder)
-    assert evaluate(folder) == 1
-    assert "trust_remote_code" in capsys.readouterr().err
-    assert evaluate(folder, "--trust-remote-code", "--tokenizer", "bytes") == 0
-    nll = -table[torch.from_numpy(tokens[:, :-1]).long()].cumsum(1).log_softmax(-1)
-    expected = nll.gather(-1, torch.from_numpy(tokens[:, 1:, None]).long()).mean(0)[:8, 0]
-    [model] = found(tmp_path).models
-    np.testing.assert_allclose(model.evaluation.position_wise.fine.mean[:8], expected, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -211,19 +162,3 @@ def test_a_training_length_from_another_model_is_told(capsys: pytest.CaptureFixt
     assert "The config of b names no training length: taking 8, as in a, c" in capsys.readouterr().out
     assert _training_length(["a", "c"], models[::2]) == 8
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.slow
-def test_pieces_are_those_asked_for(
-    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    chunks = streaming.stream_chunks
-
-    def watched(reader: Any, rows: np.ndarray, chunk: int, *given: Any) -> Any:
-        seen.append((len(rows), chunk))
-        return chunks(reader, rows, chunk, *given)
-
-    monkeypatch.setattr(streaming, "stream_chunks", watched)
-    assert evaluate(checkpoint, "--batch-size", 2, "--chunk-length", 10) == 0
-    assert seen == [(2, 10), (1, 10)]

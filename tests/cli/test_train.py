@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, Trai
 
 from hf_recurrent_lengthgen import load_state
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
-from hf_recurrent_lengthgen.cli import train as command
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingTrainer
 from tests.cli.training import TINY, Train, trained_config, write
 
 
@@ -96,25 +94,6 @@ def test_a_config_of_another_type_is_refused(train: Train, tmp_path: Path, capsy
     error = capsys.readouterr().err
     assert "has the model_type 'llama'" in error
     assert all(name in error for name in ("mamba2,", "stateful_gla,", "FOLDER/models"))
-
-
-def test_only_the_first_process_says_what_was_saved(
-    train: Train, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(StatePassingTrainer, "is_world_process_zero", lambda self: False)
-    assert train(model=checkpoint, max_steps=1) == 0
-    assert "Saved to" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("intervention", "passes"), [("none", False), ("state_passing", True)])
-def test_the_intervention_decides_the_trainer(
-    intervention: str, passes: bool, train: Train, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used = []
-    monkeypatch.setattr(command, "train", lambda settings, training, trainer, line: used.append((trainer, training)))
-    assert train(model=checkpoint, intervention=intervention) == 0
-    [(trainer, training)] = used
-    assert issubclass(trainer, StatePassingTrainer) == isinstance(training, StatePassingConfig) == passes
 
 
 def test_epochs_are_recorded_as_such(train: Train, checkpoint: Path, tmp_path: Path) -> None:
@@ -203,18 +182,6 @@ def test_a_checkpoint_is_not_overwritten_by_its_own_training(
     assert train(model=checkpoint.name, output_dir=checkpoint) == 1
     assert "would overwrite" in capsys.readouterr().err
     assert (checkpoint / "model.safetensors").read_bytes() == before
-
-
-@pytest.mark.slow
-def test_a_run_starts_with_its_seed(
-    train: Train, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: Sequence[str] = ("a", "b", "c")
-    for name, seed in zip(names, (0, 0, 1), strict=True):
-        assert train(model=config_file, seed=seed, output_dir=tmp_path / name) == 0
-    a, b, c = (load_file(tmp_path / name / "model.safetensors")["backbone.embeddings.weight"] for name in names)
-    assert torch.equal(a, b)
-    assert not torch.equal(a, c)
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -307,20 +274,6 @@ def test_a_state_is_not_learned_into_the_folder_of_a_checkpoint(
     shutil.copytree(checkpoint, tmp_path / "out")
     assert train(model=checkpoint, intervention="learned", train_model=False) == 1
     assert "holds a checkpoint, which the learned state would be confused with" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "given", "pinned"),
-    [(False, [], False), (True, [], True), (False, ["--dataloader-pin-memory"], True)],
-)
-def test_memory_is_pinned_for_an_accelerator_or_if_asked_for(
-    accelerator: bool, given: list[str], pinned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
-    monkeypatch.setattr(command, "train", lambda *values: seen.append(values))
-    assert command.run(["--model", "m", "--output", "out", *given]) == 0
-    assert seen[0][1].dataloader_pin_memory is pinned
 
 
 def test_random_weights_are_not_lost_beside_a_learned_state(

@@ -149,17 +149,6 @@ def test_links_between_files_lead_somewhere() -> None:
     assert [str(link) for link in links if not link.exists()] == []
 
 
-def test_code_fits_on_a_page() -> None:
-    wide = [
-        f"{path.relative_to(ROOT)}: {line}"
-        for path in sorted(DOCS.rglob("*.md"))
-        for block in re.findall(r"```\w*\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-        for line in block.splitlines()
-        if len(line) > 88
-    ]
-    assert wide == []
-
-
 def test_the_drawing_of_the_folders_shows_who_imports_whom() -> None:
     """A folder imports from those below it only, whatever their row."""
     rules = importlib.import_module("tests.test_architecture").MAY_IMPORT
