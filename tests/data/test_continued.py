@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -250,19 +249,6 @@ def test_rows_of_a_process_continue_in_every_epoch(workers: int, chunks_before_r
                 assert goes_on[~begins].all()
                 # targets and lookahead come from the same text, whether the state is carried or not
                 assert torch.equal(previous["shift_labels"][:, 3], previous["input_ids"][:, 4])
-
-
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("skipped", [1, 2, 7])
-def test_skipping_batches_continues_exactly_in_every_epoch(epoch: int, skipped: int) -> None:
-    for process in range(PROCESSES):
-        loader, _ = process_loader(process)
-        whole = [[batch["input_ids"].tolist() for batch in loader] for _ in range(2)][epoch]
-        resumed, sampler = process_loader(process)
-        # accelerate does not reach the sampler through the skipping: whoever resumes sets its epoch
-        sampler.set_epoch(epoch)
-        rest = [batch["input_ids"].tolist() for batch in skip_first_batches(resumed, skipped)]
-        assert rest == whole[skipped:]
 
 
 def test_long_documents_are_kept() -> None:

@@ -30,10 +30,8 @@ from transformers import (
 
 from hf_recurrent_lengthgen.evaluation import streaming
 from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, StateReader, reader_of
-from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk, chunk_borders, reading_plan, state_elements, stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.models.configuration_stateful import CACHE_NAME
 from tests.evaluation.test_stateful_models import plain_nll
 from tests.hybrids.tiny_models import tiny_model
@@ -112,22 +110,6 @@ def test_attention_models_stream_by_their_cache(name: str, chunk_length: int | N
     found = stream_nll(model, tokens, chunk_length=chunk_length, batch_size=2, progress=False)
     np.testing.assert_allclose(found.nll, plain_nll(model.eval(), tokens), atol=2e-5)
     assert found.final_state == ()
-
-
-@pytest.mark.parametrize("name", ["llama", "bigram", "mamba"])
-def test_the_whole_evaluation_runs_with_any_model(name: str, tokens: np.ndarray) -> None:
-    torch.manual_seed(0)
-    model = {"llama": llama, "bigram": Bigram, "mamba": lambda: MambaForCausalLM(MambaConfig(**SIZES))}[name]()
-    found = evaluate_model(model, tokens, 16, settings=EvaluationSettings(progress=False))
-    full = plain_nll(model.eval(), tokens)
-    truncated = {
-        position: plain_nll(model, tokens[:, (position - 8) // 8 * 8 : position + 2])[:, -1]
-        for position in range(16, 90)
-    }
-    harm = np.stack([full[:, position] - nll for position, nll in truncated.items()], 1)
-    assert found.harm.last.mean == pytest.approx(harm[:, 45 - 16 :].mean(), abs=2e-5)
-    if name == "bigram":
-        assert found.harm.last.mean == 0
 
 
 @needs_hybrids

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.data.tasks import AssociativeRecall, CopyingStrings, TaskStrings
-from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure
 from hf_recurrent_lengthgen.metrics.accuracy.measure import count_right, measure_accuracy
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
@@ -107,34 +106,6 @@ def test_lengths_are_1_2_and_4_times_that_of_training() -> None:
         count_right(model, task, 0)
     with pytest.raises(ValueError, match="needs at least 12"):
         measure_accuracy(model, AssociativeRecall(3, 6, 5))
-
-
-@pytest.mark.parametrize("chunk_length", [1, 7, 1000])
-def test_rows_read_in_pieces_count_the_same(chunk_length: int) -> None:
-    class Nearly(nn.Module):
-        """Says the sum of all tokens read modulo the vocabulary; its state is that sum."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-            self.config = SimpleNamespace(vocab_size=8)
-            self.longest = 0
-
-        def forward(
-            self, input_ids: Tensor, initial_state: RecurrentState | None = None, output_final_state: bool = True
-        ) -> SimpleNamespace:
-            self.longest = max(self.longest, input_ids.shape[1])
-            total = input_ids.cumsum(1) + (0 if initial_state is None else initial_state[0].recurrent.long())
-            logits = nn.functional.one_hot(total % 8, 8) * self.scale
-            state = LayerState(total[:, -1:].float(), torch.zeros(len(total), 0))
-            return SimpleNamespace(logits=logits, final_state=(state,))
-
-    task, model = CopyingStrings((10, 30), 5, 200), Nearly()
-    settings = EvaluationSettings(chunk_length=chunk_length)
-    found = measure_accuracy(model, task, [12, 30], settings=settings, samples=100).lengths
-    assert model.longest <= chunk_length
-    assert found == measure_accuracy(Nearly(), task, [12, 30], samples=100).lengths
-    assert 0.05 < found[1].symbols.right / found[1].symbols.samples < 0.3
 
 
 def test_solid_lines_are_symbols_and_dashed_ones_whole_answers() -> None:

@@ -146,18 +146,6 @@ def test_sharing_what_prompts_begin_with_changes_nothing(
     assert plain <= model.read < 1.1 * plain if worth == 10**6 else model.read < 0.8 * plain
 
 
-def test_how_much_is_read_at_a_thousand_tokens() -> None:
-    depths, samples, length = [0.1 * number for number in range(11)], 2, 1000
-    model = Recaller(0)
-    measured(model, PasskeyGrid(byte_tokenizer(), depths, samples), [length])
-    # the filler once, up to the last needle; behind each needle all of the rest
-    head, needle, question, answer = 151, 60, 38, 5
-    filler = length - head - 59 - question - 7
-    after = sum(filler - round(depth * filler) for depth in depths)
-    expected = head + filler + samples * (after + len(depths) * (needle + question + answer))
-    assert abs(model.read - expected) < 0.01 * expected
-
-
 def test_babilong_by_task_and_length() -> None:
     stories = [
         BabiQuestion((f"Mary is {10000 + number}.", "John went home."), "Where is Mary?", str(10000 + number), (0,))

@@ -1,6 +1,5 @@
 """Strings to copy, sort and recall: their tokens, labels, randomness, and what is refused."""
 
-import json
 import pickle
 from collections import Counter
 from itertools import permutations
@@ -204,18 +203,6 @@ def test_padding_is_on_the_right_without_labels() -> None:
 def test_what_is_not_possible_is_refused(make: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         make()
-
-
-def test_integers_of_numpy_are_integers() -> None:
-    five = np.int64(5)
-    for length in (five, (five, five), np.array([5, 5])):
-        task = CopyingStrings(length, five, five, five)  # type: ignore[arg-type]
-        assert (task.record, task.resume_record) == (
-            CopyingStrings(5, 5).record,
-            CopyingStrings(5, 5, 5, 5).resume_record,
-        )
-        json.dumps(task.resume_record)
-        assert torch.equal(task[4]["input_ids"], CopyingStrings(5, 5, 5, 5)[4]["input_ids"])
 
 
 def test_a_task_by_its_name() -> None:
