@@ -13,7 +13,6 @@ from tests.metrics.diagnoses import (
     diagnosed,
     expected,
     hybrid,
-    remembrance,
     states,
     with_part,
     without_parts,
@@ -141,13 +140,6 @@ def test_every_number_is_in_the_table(page: str) -> None:
         assert row in table, row
 
 
-def test_the_head_that_is_named_is_the_one_that_drifts() -> None:
-    text = Reader(diagnosis_page(expected({(0, 0): 30.0, (1, 2): 5.0}))).text
-    assert text.count("layer 0, head 0 the furthest") == 2
-    assert "layer 0, head 0: 30" in text
-    assert "head 2 the furthest" not in text
-
-
 def test_how_it_was_made_names_both_models(page: str) -> None:
     text = Reader(page).text
     for expected_words in (
@@ -254,13 +246,6 @@ def test_one_sequence_gives_a_page_without_intervals() -> None:
     assert "? unclear" in text
     assert "Bands:" not in text
     assert "one sequence cannot tell" in text
-
-
-def test_a_text_no_longer_than_training_has_no_remembrance_beyond_it() -> None:
-    model = with_part(diagnosed("base", "base", 1.0), "remembrance", remembrance(0.0, length=16))
-    text = Reader(diagnosis_page(Diagnosis("t", (model,)))).text
-    assert "Texts of 16 tokens do not show" in text
-    assert "Effective Remembrance of tokens beyond the training length, 0 to 1 not measured" in text
 
 
 @pytest.mark.slow

@@ -126,12 +126,6 @@ def test_few_texts_name_no_heads() -> None:
     assert (facts(diagnosed("base", "b", 1.4, few)))["Heads that drift"] == "unknown from 3 texts"
 
 
-def test_harm_without_drift_is_told_as_it_is() -> None:
-    found = states({}, harm=1.0)
-    assert reason(diagnosed("base", "b", 1.4, found)) == "None of its 8 heads drifts."
-    assert "goes away with the short context's: all other heads none shown." in patching_text(found)
-
-
 @pytest.mark.parametrize(
     ("restored", "told"),
     [
@@ -206,26 +200,6 @@ def test_a_hybrid_is_told_what_states_and_attention_do_apart() -> None:
     assert facts(model)["Harm of long states alone"] == "+1.200 nats"
     assert facts(model)["Harm of long attention alone"] == "+0.020 nats"
     assert attention_text(states({}), "byte") == ""
-
-
-def test_a_cure_that_does_not_work_is_told() -> None:
-    models = expected().models[0], diagnosed("cured", "sp", 1.3, states({(0, 2): 7.0}, restored=0.8))
-    verdict = verdicts(Diagnosis("", models))[1]
-    assert verdict.headline == "Sp does not cure it."
-    assert verdict.reason.startswith("The states of layer 0 left training at 32 tokens (1 of its 8 heads drifts")
-    assert "80% of the harm" in verdict.reason
-
-
-def test_of_many_models_only_the_first_that_breaks_is_explained() -> None:
-    found = states({(1, 2): 9.0})
-    models = tuple(
-        diagnosed("other", name, harm, found) for name, harm in (("a", 0.0), ("b", 1.0), ("c", 1.0), ("d", 0.0))
-    )
-    reasons = [verdict.reason for verdict in verdicts(Diagnosis("", models))]
-    assert [bool(told) for told in reasons] == [False, True, False, False]
-    assert all(verdict.reason for verdict in verdicts(Diagnosis("", models[:3])))
-    holding = Diagnosis("", tuple(diagnosed("other", name, 0.0, found) for name in "abcd"))
-    assert not any(verdict.reason for verdict in verdicts(holding))
 
 
 def test_models_without_states_have_a_verdict_and_no_reason() -> None:

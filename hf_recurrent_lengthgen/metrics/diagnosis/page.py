@@ -27,8 +27,6 @@ HOLDS = "How far it holds"
 SECTIONS = {"context_harm": HOLDS, "position_wise": HOLDS, "in_window": INSIDE}
 """Figure of an evaluation -> heading of its section."""
 ABSENT = "<small>not measured</small>"
-EXPLAINED_MODELS = 3
-"""Maximum number of models whose failure is explained in the first lines; of more, only the first that breaks."""
 
 
 class Verdict(NamedTuple):
@@ -44,16 +42,11 @@ def facts(model: DiagnosedModel) -> list[Fact]:
 
 
 def verdicts(diagnosis: Diagnosis) -> list[Verdict]:
-    judged = findings(diagnosis.comparison)
-    statuses = [finding.status for finding in judged]
-    explained = range(len(judged))
-    if len(judged) > EXPLAINED_MODELS:
-        explained = range(first := statuses.index("breaks"), first + 1) if "breaks" in statuses else range(0)
-    reasons = [_reason(model, status) for model, status in zip(diagnosis.models, statuses, strict=True)]
-    return [
-        Verdict(sentence(finding.headline), sentence(reason) if reason and index in explained else "")
-        for index, (finding, reason) in enumerate(zip(judged, reasons, strict=True))
-    ]
+    verdicts = []
+    for model, finding in zip(diagnosis.models, findings(diagnosis.comparison), strict=True):
+        reason = _reason(model, finding.status)
+        verdicts.append(Verdict(sentence(finding.headline), sentence(reason) if reason else ""))
+    return verdicts
 
 
 def _reason(model: DiagnosedModel, status: Status) -> str:
