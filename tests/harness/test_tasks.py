@@ -259,14 +259,6 @@ def test_groups_name_tasks_that_there_are(task_manager: Manager) -> None:
         assert missing == []
 
 
-def test_tasks_of_lm_eval_in_our_groups_are_loaded_without_further_options(task_manager: Manager) -> None:
-    manager = task_manager()
-    for group in ("lengthgen_common_sense", "lengthgen_icl", "lengthgen_longbench_e"):
-        for task in (manager.task_index[group].cfg or {})["task"]:
-            config = manager.task_index[task].cfg or {}
-            assert task.startswith("lengthgen") or "dataset_kwargs" not in config
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

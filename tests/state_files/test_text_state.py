@@ -131,16 +131,12 @@ def test_what_cannot_be_read_is_refused() -> None:
     text_state = read_text(model, random_tokens(2, 9))
     with pytest.raises(ValueError, match="2 rows, the tokens 1"):
         read_text(model, random_tokens(1, 3), text_state)
-    with pytest.raises(ValueError, match="from 0 to"):
-        read_text(model, torch.tensor([5, 10_000]))
     with pytest.raises(ValueError, match="at least one, got shape"):
         read_text(model, torch.empty(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="one row of a text state"):
         branch(text_state, 2)
     with pytest.raises(ValueError, match="T at least 1"):
         ask(model, text_state, torch.empty(2, 0, dtype=torch.long))
-    with pytest.raises(ValueError, match="in the weights"):
-        read_text(build(MAMBA2, seed=1), random_tokens(2, 3), text_state)
     broken = replace(text_state, state=map_state(lambda part: part * float("nan"), text_state.state))
     with pytest.raises(ValueError, match="NaN"):
         read_text(model, random_tokens(2, 3), broken)

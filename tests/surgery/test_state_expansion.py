@@ -261,14 +261,6 @@ def test_model_and_config_given_stay_as_they_are(family: Family) -> None:
     assert all(module.config is expanded.config for module in expanded.modules() if hasattr(module, "config"))
 
 
-def test_new_weights_depend_on_the_seed() -> None:
-    model = build(MAMBA2)
-    first, again, other = (expand_state(model, seed=seed).state_dict() for seed in (3, 3, 4))
-    name = "backbone.layers.0.mixer.in_proj.weight"
-    assert torch.equal(first[name], again[name])
-    assert not torch.equal(first[name], other[name])
-
-
 @torch.no_grad()
 @every_initialization
 @pytest.mark.parametrize("family", [MAMBA2, GLA], ids=variant_id)
@@ -292,15 +284,7 @@ def test_dtype_tied_and_frozen_weights_and_mode_are_kept(family: Family, initial
 
 
 @pytest.mark.parametrize(
-    ("total", "count", "layers"),
-    [
-        (48, 4, [0, 12, 24, 36]),
-        (24, 4, [0, 6, 12, 18]),
-        (10, 4, [0, 2, 4, 6]),
-        (3, 4, [0, 1, 2]),
-        (5, 1, [0]),
-        (6, 2, [0, 3]),
-    ],
+    ("total", "count", "layers"), [(48, 4, [0, 12, 24, 36]), (10, 4, [0, 2, 4, 6]), (3, 4, [0, 1, 2])]
 )
 def test_one_layer_in_every_m_is_expanded(total: int, count: int, layers: list[int]) -> None:
     assert spread_layers(total, count) == layers

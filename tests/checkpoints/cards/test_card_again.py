@@ -1,7 +1,6 @@
 """What stays when a card is written again: words and files of a person, and what was said once."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -93,16 +92,3 @@ def test_a_card_of_a_stranger_deletes_nothing_outside(work: Work, tmp_path: Path
     (folder / "README.md").write_text(card.marked("# Card\n", {}, names))
     write_card(folder)
     assert (tmp_path / "diagnosis.json").read_text() == "mine"
-
-
-def test_an_interrupt_leaves_the_old_card(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
-    old = write_card(folder, []).path.read_text()
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(card, "write_result", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        write_card(folder, [work.results])
-    assert (folder / "README.md").read_text() == old

@@ -20,7 +20,6 @@ from hf_recurrent_lengthgen.checkpoints.records import (
     verified_files,
     write_verification,
 )
-from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
@@ -48,20 +47,7 @@ def test_nothing_of_the_machine_is_written(cured: Path, work: Work) -> None:
     assert found["command"].startswith("lengthgen evaluate base cured --roles base,cured --data text.txt")
 
 
-NAMES = (
-    "a_b*c*",
-    "x|y",
-    "<b>no</b>",
-    "[a](b)",
-    "`tick`",
-    "1. one",
-    "# head",
-    "&amp;",
-    "$x$",
-    "a\\b",
-    "__x__",
-    "~~s~~",
-)
+NAMES = ("a_b*c*", "x|y", "<b>no</b>", "[a](b)", "`tick`", "1. one", "# head", "&amp;", "$x$", "a\\b", "~~s~~")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -167,15 +153,12 @@ def test_it_is_not_said_to_work_above_a_failure(
     assert f"- Known failure: {failure}" in text.partition("## Limits")[2]
 
 
-@pytest.mark.slow
 def test_one_text_has_no_intervals(work: Work, tmp_path: Path) -> None:
-    measured = ("--data", work.text, "--split", "train", "--length", 32, "--sequences", 1, "--no-cache")
-    arguments = ("evaluate", work.cured, *measured, "--output", tmp_path / "out")
-    assert main([str(argument) for argument in arguments]) == 0
-    plain = json.loads((tmp_path / "out" / "result.json").read_text())
-    plain["models"][0]["evaluation"]["in_window"]["loss"]["mean"] = 2.0
-    (tmp_path / "trained.json").write_text(json.dumps(plain))
-    text = str(build_card(work.cured, [tmp_path / "trained.json"]))
+    def shorten(evaluation: dict[str, Any]) -> None:
+        alone = {"mean": 2.0, "low": None, "high": None}
+        evaluation["harm"]["last"] = evaluation["in_window"]["loss"] = evaluation["in_window"]["context_use"] = alone
+
+    text = str(build_card(work.cured, [changed(work, tmp_path / "one.json", shorten)]))
     assert "**It is unclear whether it holds beyond its training length of 8 bytes.**" in text
     assert "None" not in text
 
