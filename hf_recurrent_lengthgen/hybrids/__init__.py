@@ -1,6 +1,5 @@
 """The state contract for stock recurrent and hybrid models of Transformers."""
 
-from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 
-__all__ = ["stateful", "verify_stateful"]
+__all__ = ["stateful"]

@@ -45,9 +45,6 @@ class CacheAdapter:
         why_not_stop: Why states cannot stop before the padding at the end of a row, in words; empty where they can.
         rounds: Whether mixers need the recurrent state in the dtype of the model. A bfloat16 model then rounds it
             between calls, as the stock model does.
-
-    Raises:
-        ValueError: if the model takes no cache.
     """
 
     arguments: ClassVar[tuple[str, ...]] = ("cache", *OLD_CACHE_NAMES)
@@ -60,10 +57,7 @@ class CacheAdapter:
 
     def __init__(self, model: HybridModel) -> None:
         parameters = inspect.signature(type(model).forward).parameters
-        names = [name for name in self.arguments if name in parameters]
-        if not names:
-            raise ValueError(f"{type(model).__name__} takes no cache, so nothing can carry its states.")
-        self.model, self.argument = model, names[0]
+        self.model, self.argument = model, next(name for name in self.arguments if name in parameters)
         self.dtype = model.dtype if self.rounds else None
 
     def state_cache(
@@ -215,6 +209,7 @@ class XlstmCacheAdapter(CacheAdapter):
         memory = state[0].recurrent
         cache: Any = xLSTMCache(self.model.config, memory.shape[0], memory.dtype, str(self.model.device))
         cache.is_compileable, cache.is_linear = False, [True]  # generate asks for both
+        cache.holds_state = True  # also if it is zero
         key_dim = self.model.config.qk_head_dim
         cache.rnn_state = {i: tuple(_unpacked(layer.recurrent, key_dim)) for i, layer in enumerate(state)}
         return cache

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -11,28 +11,26 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of, stock_type_of
+from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions, reads_tokens, rows_of
-from hf_recurrent_lengthgen.hybrids.state_cache import NoCache, StateCache
+from hf_recurrent_lengthgen.hybrids.state_cache import NoCache
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.modeling_generation import NO_KEYS
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
+from hf_recurrent_lengthgen.models.rows import token_shape
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_learned import recorded
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, learned_row
+from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
 
 def check_arguments(cache_argument: str, arguments: dict[str, Any], seen: int) -> tuple[int, int, StockRows | None]:
     """Number of rows and tokens, and how rows must be moved; arguments that cannot be used with states are refused."""
-    given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
-    if len(given) != 1 or given[0].shape[1] == 0:
-        raise ValueError("Give exactly one of input_ids and inputs_embeds, with at least one token.")
+    rows, length = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
     if arguments.get("use_cache") or arguments.get(cache_argument) is not None:
         raise ValueError(
             f"use_cache and {cache_argument} cannot be used with states: give attention_cache to let attention layers "
             "see what came before, and call generate(initial_state=...) to generate."
         )
-    rows, length = given[0].shape[:2]
     return rows, length, rows_of(arguments, seen)
 
 
@@ -51,11 +49,6 @@ def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any) ->
         )
     if not reads_tokens(model):
         raise ValueError(f"{what}, but {type(model).__name__} is not a language model: give rows of equal length.")
-    if (model_type := model.config.get_text_config(decoder=True).model_type) not in SUPPORTED:
-        raise ValueError(
-            f"{what}. It is not known how the states of a {model_type} stop before padding: give rows of one sequence "
-            "without padding, or no states."
-        )
 
 
 def check_stops(model: HybridModel) -> None:
@@ -214,8 +207,8 @@ def going_on(model: HybridModel, cache: Any, arguments: dict[str, Any]) -> dict[
     """
     if cache is None:
         return arguments
-    given = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
-    length, mask = given[0].shape[1], arguments.get("attention_mask")
+    length = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))[1]
+    mask = arguments.get("attention_mask")
     if not model.attends:
         wide = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > length and has_read(cache)
         return arguments | {"attention_mask": mask[:, -length:]} if wide else arguments  # type: ignore[index]
@@ -225,7 +218,7 @@ def going_on(model: HybridModel, cache: Any, arguments: dict[str, Any]) -> dict[
     if stock_type_of(model).counts_tokens or not takes:
         return arguments
     start = cache.get_seq_length(min(model._layout.attending))
-    return arguments | {"position_ids": torch.arange(start, start + length, device=given[0].device)[None]}
+    return arguments | {"position_ids": torch.arange(start, start + length, device=model.device)[None]}
 
 
 def in_place_of_cache(model: HybridModel, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -250,9 +243,8 @@ def check_padding(model: HybridModel, real: Any) -> None:
 
 def has_read(cache: Any) -> bool:
     """Whether a stock cache holds the state of some token."""
-    memories: Any = getattr(cache, "rnn_state", None)
-    if isinstance(memories, dict):  # in xLSTM, of zeros if it is new
-        return _holds_values(memories.values())
+    if isinstance(memories := getattr(cache, "rnn_state", None), dict):  # in xLSTM, of zeros if it is new
+        return hasattr(cache, "holds_state") or any(bool(part.any()) for layer in memories.values() for part in layer)
     flags = ("is_recurrent_states_initialized", "is_conv_states_initialized")
     layers = getattr(cache, "layers", ())
     return bool(getattr(cache, "linear_cache", None)) or any(
@@ -266,22 +258,14 @@ def starts_learned(model: HybridModel, cache: Any) -> bool:
     Raises:
         ValueError: for a stock cache that has read nothing, from which the call would start at zero.
     """
-    if recorded(model.config)["active"] is None:
+    if recorded(model.config)["active"] is None or has_read(cache):
         return False
-    of_xlstm = isinstance(getattr(cache, "rnn_state", None), dict)
-    if cache is None or isinstance(cache, StateCache) or not (of_xlstm or hasattr(cache, "layers")):
-        return cache is None
-    # zeros in the cache of xLSTM may be the learned state
-    if not has_read(cache) and (not of_xlstm or _holds_values(learned_row(model) or ())):
+    if cache is not None:
         raise ValueError(
             "A new cache starts from zero, not from the active learned state: leave the cache out and call generate, "
             "or give cache_from_state(model.first_state(rows))."
         )
-    return False
-
-
-def _holds_values(layers: Iterable[Iterable[Tensor]]) -> bool:
-    return any(bool(part.any()) for layer in layers for part in layer)
+    return True
 
 
 def checkpointed(model: Any) -> list[Any]:

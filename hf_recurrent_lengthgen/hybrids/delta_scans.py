@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers.utils import is_kernels_available
 
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.hybrids.sharing import shared_now
 from hf_recurrent_lengthgen.hybrids.stopping import RULES, stopped_rule
 from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
@@ -27,12 +26,7 @@ KERNELS = chunk_gated_delta_rule is not None or is_kernels_available()
 
 
 def use_our_scan(model: StatefulModel) -> None:
-    """Let the mixers that call one of `RULES` call our scan where no kernel is installed.
-
-    Types that are not listed, whose functions were not compared, stay as they are.
-    """
-    if model.config.get_text_config(decoder=True).model_type not in SUPPORTED:
-        return
+    """Let the mixers that call one of `RULES` call our scan where no kernel is installed."""
     modules: Iterator[Any] = model.modules()
     for module in modules:
         if RULES & set(inspect.unwrap(type(module).forward).__code__.co_names):
@@ -66,7 +60,7 @@ def needs_stock(device_type: str) -> bool:
 
 
 def _in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Our scan with the arguments and results of a function in `RULES`, which gets packed rows (and may refuse)."""
+    """Our scan with the arguments and results of a function in `RULES`."""
 
     @functools.wraps(stock)
     @stopped_rule
@@ -82,8 +76,7 @@ def _in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         shared = shared_now()
-        packed = any(kwargs.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
-        if packed or (shared is None and needs_stock(query.device.type)):
+        if shared is None and needs_stock(query.device.type):
             kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
             output: tuple[Tensor, Tensor | None] = stock(
                 query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs

@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
-from hf_recurrent_lengthgen.hybrids.verify import close
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import LayerShape, state_dtype, zero_state
 
@@ -38,3 +38,9 @@ def layout_of(model: Any) -> Layout:
     if model.device.type != "meta" and not close(from_zero[0], from_nothing[0], model.dtype):
         raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
     return Layout(shapes, tuple(state_cache.dropped_columns), dict(sorted(state_cache.attending.items())))
+
+
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the largest error, relative to the largest expected entry, is within the rounding of this dtype."""
+    tolerance = 0.05 if dtype.itemsize < 4 else 1e-3  # not by the outputs' dtype: some models widen their logits
+    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())

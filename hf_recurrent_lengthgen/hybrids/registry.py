@@ -1,7 +1,6 @@
 """The recurrent model types of Transformers: what `stateful` must know of each, and why it refuses some.
 
-Models are known by the `model_type` of their text configuration. A model type of neither table is taken if
-`verify_stateful` finds that its states can be carried.
+Models are known by the `model_type` of their text configuration.
 """
 
 from collections import Counter
@@ -110,12 +109,12 @@ SUPERSEDED = {"rwkv"}  # not evaluated without states either
 
 
 def stock_type_of(model: StatefulModel) -> StockType:
-    """What is special about the type of a model; for a type that is not listed, nothing."""
-    return SUPPORTED.get(model.config.get_text_config(decoder=True).model_type, StockType("as it is"))
+    """What is special about the type of a model."""
+    return SUPPORTED[model.config.get_text_config(decoder=True).model_type]
 
 
 def cache_adapter_of(model: HybridModel) -> CacheAdapter:
-    """The adapter of a model; a `ValueError` if it takes no cache."""
+    """The adapter of a model."""
     return stock_type_of(model).adapter(model)
 
 

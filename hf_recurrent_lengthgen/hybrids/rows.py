@@ -105,16 +105,12 @@ class StockRows:
         for name in TOKENS:
             if moved.get(name) is not None:
                 moved[name] = self.to_front(moved[name])
-        for name in TARGETS:
-            if moved.get(name) is not None and moved[name].shape != self.given.shape:
-                raise ValueError(f"{name} must have shape {self.given.shape}, got {tuple(moved[name].shape)}.")
         if moved.get("shift_labels") is not None:
             moved["labels"] = moved["shift_labels"]  # without them, stock models compute no loss
         self._keep(moved)
-        wants = {name for name in ("output_attentions", "output_router_logits") if _asked(name, given, config)}
-        if "output_attentions" in wants:
-            raise ValueError("output_attentions cannot be given for rows with padding or of several sequences.")
-        if wants:  # the loss of experts counts the tokens of this mask
+        routers = given.get("output_router_logits")
+        if getattr(config, "output_router_logits", False) if routers is None else routers:
+            # the loss of experts counts the tokens of this mask
             real: Any = torch.ones_like(self._moved.orders[0]) if self.padded is None else self.padded.real
             if not bool(real[:, 0].all()):
                 raise ValueError("A row has no real token, which output_router_logits does not take: leave it out.")
@@ -135,11 +131,6 @@ class StockRows:
             return
         if any(moved.get(name) is not None for name in TARGETS):
             raise ValueError("labels need all logits: drop logits_to_keep.")
-        if isinstance(keep, Tensor) and keep.ndim != 1:
-            raise ValueError(
-                f"logits_to_keep of shape {tuple(keep.shape)} cannot be used with padding or several sequences in a "
-                "row: give a number, or the positions of the tokens, (K,)."
-            )
         self._kept = self._source[:, -keep:] if isinstance(keep, int) else self._source[:, keep]
         moved["logits_to_keep"] = (self._kept % self.length).unique()
         self._places = moved["logits_to_keep"]
@@ -319,11 +310,6 @@ def check_positions(positions: Any, rows: StockRows | None, first: int) -> None:
             f"position_ids must count the real tokens of each sequence from {first}: leave them out, or let them "
             "restart at 0 where a new sequence begins in a row."
         )
-
-
-def _asked(name: str, arguments: dict[str, Any], config: Any) -> bool:
-    given = arguments.get(name)
-    return bool(getattr(config, name, False) if given is None else given)
 
 
 def _has_tensors(value: Any) -> bool:

@@ -52,7 +52,6 @@ from hf_recurrent_lengthgen.hybrids.registry import (
 )
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, loss_of, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
-from hf_recurrent_lengthgen.hybrids.verify import verify_stateful
 from hf_recurrent_lengthgen.models.modeling_generation import refuse_continuous_batching
 from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
@@ -106,12 +105,10 @@ class StatefulMixin(LearnedStatesMixin):
 
     def check_shares_rows(self: Any) -> None:
         """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""
-        listed = self.config.get_text_config(decoder=True).model_type in SUPPORTED
-        if not listed or not cache_adapter_of(self).shares:
+        if not cache_adapter_of(self).shares:
             raise ValueError(
                 f"Processes cannot share rows of this {type(self).__name__}, because its states do not go through the "
-                "cache of Transformers by value, or its type is unknown: leave sequence_group "
-                "(context_parallel_size) out."
+                "cache of Transformers by value: leave sequence_group (context_parallel_size) out."
             )
         if getattr(self.config.get_text_config(decoder=True), "output_router_logits", False):
             raise ValueError(
@@ -332,17 +329,22 @@ def _check_stock(model: PreTrainedModel) -> None:
             f"{name} has a replaced forward, as hooks of accelerate make it (device_map over several devices, "
             "offloading); it would drop the states. Load it without device_map, call stateful(model), then offload it."
         )
-    for refused in (model.config.model_type, model.config.get_text_config(decoder=True).model_type):
-        if refused in REFUSED:
-            raise ValueError(f"{name} cannot carry its states: {REFUSED[refused]}.")
+    text_type = model.config.get_text_config(decoder=True).model_type
+    if text_type in REFUSED:
+        raise ValueError(f"{name} cannot carry its states: {REFUSED[text_type]}.")
+    if text_type not in SUPPORTED:
+        raise ValueError(
+            f"{name} is of type {text_type!r}, which is no recurrent type that is known: stateful takes "
+            f"{', '.join(sorted(SUPPORTED))}."
+        )
 
 
 def stateful(model: PreTrainedModel) -> Any:
     """Give a stock recurrent or hybrid model of Transformers the state contract, in place.
 
     Args:
-        model: A model of a type in `registry.SUPPORTED`, with or without language modeling head, or of another type
-            if `verify_stateful` passes on it. Not a PEFT model: wrap first, then add adapters.
+        model: A model of a type in `registry.SUPPORTED`, with or without language modeling head. Not a PEFT model:
+            wrap first, then add adapters.
 
     Returns:
         The same object, with the methods of `StatefulMixin`. Its `forward` takes `initial_state`, `attention_cache`
@@ -366,14 +368,9 @@ def stateful(model: PreTrainedModel) -> Any:
     wrapped.__class__ = _stateful_class(stock)
     try:
         wrapped._layout = layout_of(wrapped)
-        if model.config.model_type not in SUPPORTED:
-            verify_stateful(wrapped)
-    except Exception as error:
+    except Exception:
         wrapped.__class__ = stock
-        if isinstance(error, ValueError) and stock.__name__ in str(error):
-            raise
-        # The stock code failed on our state cache, for instance because it needs another kind of cache.
-        raise ValueError(f"{stock.__name__} cannot carry its states: {type(error).__name__}: {error}") from error
+        raise
     backbone = wrapped.base_model
     if backbone is not wrapped and isinstance(backbone, PreTrainedModel):
         # Some training scripts call the backbone without the head; a stock backbone would ignore a state silently.

@@ -1,6 +1,7 @@
 """Models, texts, and the numbers that compare outputs, states and gradients of wrapped models."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,20 @@ def by_calls(model: Any, prompt: Tensor, new: int, **given: Any) -> Tensor:
     for _ in range(new):
         text = torch.cat([text, model(input_ids=text, **given).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
     return text[:, prompt.shape[1] :]
+
+
+def read_in_pieces(
+    model: Any, tokens: Tensor, lengths: Sequence[int], state: RecurrentState | None = None
+) -> tuple[Tensor, RecurrentState]:
+    """Outputs and final state of one text, of ids or embeddings, read in pieces with the state carried."""
+    name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+    attention_cache, outputs = model.new_attention_cache(), []
+    for piece in tokens.split(list(lengths), dim=1):
+        output = model(**{name: piece}, initial_state=state, output_final_state=True, attention_cache=attention_cache)
+        outputs.append(output[0])
+        state = output.final_state
+    assert state is not None
+    return torch.cat(outputs, dim=1), state
 
 
 def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of
-from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.models.state_value import map_state
 from tests.hybrids.measures import (
@@ -31,6 +30,7 @@ from tests.hybrids.measures import (
     parts,
     random_state,
     random_tokens,
+    read_in_pieces,
     relative_error,
     state_of_stock_cache,
     weighted_sum,

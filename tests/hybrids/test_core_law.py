@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
-from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
-from tests.hybrids.measures import pair, parts, random_state, random_tokens, relative_error, state_of_stock_cache
+from tests.hybrids.measures import (
+    pair,
+    parts,
+    random_state,
+    random_tokens,
+    read_in_pieces,
+    relative_error,
+    state_of_stock_cache,
+)
 from tests.hybrids.support import TOLERANCE
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.hybrids import delta_scans, stateful
 from hf_recurrent_lengthgen.hybrids.delta_scans import RULES, stock_delta_rule
-from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from tests.hybrids.measures import (
     gradients,
     parts,
     random_state,
     random_tokens,
+    read_in_pieces,
     relative_error,
     weighted_sum,
     with_checkpointing,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from hf_recurrent_lengthgen.hybrids import calls, stateful
+from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
 from hf_recurrent_lengthgen.models.state_value import map_state
 from tests.hybrids.measures import parts, random_state, relative_error, with_checkpointing
@@ -190,10 +190,7 @@ def test_other_heads_get_exact_hidden_states_and_take_no_states_with_padding() -
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"output_attentions": True}, "output_attentions cannot be given"),
         ({"labels": TOKENS, "logits_to_keep": 1}, "labels need all logits"),
-        ({"labels": TOKENS[:, 1:]}, r"labels must have shape \(2, 9\)"),
-        ({"logits_to_keep": torch.zeros(2, 1).long()}, "give a number, or the positions"),
         ({"token_type_ids": torch.zeros_like(TOKENS)}, "token_type_ids"),
         ({"position_ids": torch.arange(9)[None]}, "must count the real tokens of each sequence from 0"),
         ({"attention_mask": 2 * MASK}, "1 at real tokens and 0 at padding"),
@@ -207,14 +204,10 @@ def test_what_cannot_be_moved_is_refused(change: dict[str, Any], message: str) -
         model(**{"input_ids": TOKENS, "attention_mask": MASK, "output_final_state": True} | change)
 
 
-def test_where_padding_would_not_be_exact_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padding_beside_an_attention_cache_is_refused() -> None:
     model = stateful(tiny_model("falcon_h1"))
     with pytest.raises(ValueError, match="attention_cache keeps equally many keys of every row"):
         model(input_ids=TOKENS, attention_mask=MASK, attention_cache=model.new_attention_cache())
-    monkeypatch.setattr(calls, "SUPPORTED", {})
-    with pytest.raises(ValueError, match="not known how the states of a falcon_h1 stop before padding"):
-        model(input_ids=TOKENS, attention_mask=MASK, output_final_state=True)
-    assert model(input_ids=TOKENS, attention_mask=MASK).logits.shape[:2] == TOKENS.shape
 
 
 def test_a_layer_that_reads_on_over_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def test_reentrant_checkpointing_and_kept_keys_under_checkpointing_are_refused(m
         ({"cu_seq_lens_q": torch.tensor([0, 8, 18])}, "must count up from 0 to 18, the number of tokens"),
         ({"cu_seq_lens_k": torch.tensor([0, 9])}, "must count up from 0 to 18, the number of tokens"),
         ({"input_ids": None}, "exactly one of input_ids"),
-        ({"input_ids": TOKENS[:, :0]}, "at least one token"),
+        ({"input_ids": TOKENS[:, :0]}, "give at least one of each"),
     ],
 )
 def test_what_does_not_go_with_states_is_refused(model: Any, arguments: dict[str, Any], complaint: str) -> None:
@@ -233,7 +233,7 @@ def test_models_without_states_and_other_objects_are_refused() -> None:
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8
     )
     llama = LlamaForCausalLM(config)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no recurrent layers"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM is of type 'llama', which is no recurrent type"):
         stateful(llama)
     assert type(llama) is LlamaForCausalLM
     with pytest.raises(ValueError, match="takes a model of Transformers, got Linear"):

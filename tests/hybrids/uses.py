@@ -14,14 +14,22 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
-from hf_recurrent_lengthgen.hybrids.verify import read_in_pieces
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.metrics import patch_heads
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
 from hf_recurrent_lengthgen.state_files import load_text_state, read_text, save_text_state, start_of
 from hf_recurrent_lengthgen.surgery import expand_state
 from tests.harness.support import error_of
-from tests.hybrids.measures import gradients, pair, parts, random_state, random_tokens, relative_error, weighted_sum
+from tests.hybrids.measures import (
+    gradients,
+    pair,
+    parts,
+    random_state,
+    random_tokens,
+    read_in_pieces,
+    relative_error,
+    weighted_sum,
+)
 
 TRAINING_LENGTH = 20
 
