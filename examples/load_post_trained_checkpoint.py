@@ -9,7 +9,6 @@ checkpoint of the Hub is pinned to a commit whose code was read; a branch may ch
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ parser.add_argument("--model", required=True, help="name on the Hub, or folder")
 parser.add_argument("--revision", help="commit, 40 hex digits; needed for a name on the Hub")
 parser.add_argument("--document", type=Path, required=True, help="text file, of any length")
 parser.add_argument("--prompt", default="\n", help="text to go on from after the document")
-parser.add_argument("--state", type=Path, default="state.safetensors", help="file for the state (%(default)s)")
+parser.add_argument("--state", type=Path, default="state.pt", help="file for the state (%(default)s)")
 parser.add_argument("--piece", type=int, default=4096, help="tokens to read at once (%(default)s)")
 parser.add_argument("--tokens", type=int, default=40, help="tokens to generate (%(default)s)")
 options = parser.parse_args()
@@ -32,7 +31,6 @@ if not options.document.is_file():
 where = {"revision": options.revision, "trust_remote_code": True}
 model = AutoModelForCausalLM.from_pretrained(options.model, **where).eval()
 tokenizer = AutoTokenizer.from_pretrained(options.model, **where)
-code = sys.modules[type(model).__module__]  # the file in the checkpoint, with the functions on states
 
 # Memory does not grow with the document: each piece starts from the state after the one before.
 ids = tokenizer(options.document.read_text(), add_special_tokens=False, return_tensors="pt").input_ids
@@ -40,11 +38,12 @@ state = None
 with torch.inference_mode():
     for piece in ids.split(options.piece, dim=1):
         state = model(piece, initial_state=state, logits_to_keep=1).final_state
-code.save_state(options.state, state)
+torch.save([tuple(layer) for layer in state], options.state)
 print(f"Read {ids.shape[1]:,} tokens into {options.state}, {options.state.stat().st_size:,} bytes.")
 
 # Here or on another machine, now or later: the document is not read again.
-state, _ = code.load_state(options.state)
+LayerState = type(model.zero_state(1)[0])  # of the code in the checkpoint
+state = tuple(LayerState(*layer) for layer in torch.load(options.state))
 prompt = tokenizer(options.prompt, add_special_tokens=False, return_tensors="pt")
 text = model.generate(**prompt, initial_state=state, max_new_tokens=options.tokens, do_sample=False)
 print(tokenizer.decode(text[0]))

@@ -67,15 +67,6 @@ def test_only_a_ratio_below_the_kept_rounds_fell(
     assert run(guard, monkeypatch, [1.89, 1.8, 4.0]) == 0
 
 
-def test_a_row_that_is_gone_is_told(
-    guard: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(guard, "KEPT", tmp_path / "ratios.json")
-    (tmp_path / "ratios.json").write_text(json.dumps({"old": {"median": 1.0, "least": 1.0}}))
-    assert run(guard, monkeypatch, [2.0]) == 1
-    assert "old: no longer measured" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_every_row_can_be_made(guard: Any) -> None:
     """With models and inputs of full size, not run: a row that cannot be made would stop the table in its middle."""

@@ -1,21 +1,17 @@
 """The examples run, and the two training scripts differ in names only."""
 
 import ast
-import dataclasses
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from accelerate import FullyShardedDataParallelPlugin
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
-from hf_recurrent_lengthgen import load_state
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage, read_verification
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
@@ -87,7 +83,7 @@ def test_an_official_checkpoint_becomes_a_published_one(
 def test_a_published_checkpoint_reads_on_from_a_file(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, state = tmp_path / "text.txt", tmp_path / "state.safetensors"
+    text, state = tmp_path / "text.txt", tmp_path / "state.pt"
     text.write_text("abc" * 100)
     arguments = ("--document", text, "--state", state, "--tokens", 3, "--prompt", "The end")
     run_example("load_post_trained_checkpoint.py", monkeypatch, "--model", checkpoint, "--piece", 64, *arguments)
@@ -98,7 +94,7 @@ def test_a_published_checkpoint_reads_on_from_a_file(
         for text in ("abc" * 100, "The end")
     )
     with torch.no_grad():
-        torch.testing.assert_close(load_state(state)[0][1].recurrent, model(ids).final_state[1].recurrent)
+        torch.testing.assert_close(torch.load(state)[1][0], model(ids).final_state[1].recurrent)
     whole = model.generate(torch.cat([ids, prompt], dim=1), max_new_tokens=3, do_sample=False)
     assert "Read 300 tokens" in shown
     assert shown.splitlines()[-1] == byte_tokenizer().decode(whole[0, 300:])
@@ -111,7 +107,7 @@ def test_a_published_checkpoint_needs_no_import_of_ours() -> None:
     tree = ast.parse((EXAMPLES / "load_post_trained_checkpoint.py").read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {getattr(node, "module", None) or node.names[0].name for node in imports}
-    assert {name.partition(".")[0] for name in names} == {"argparse", "re", "sys", "pathlib", "torch", "transformers"}
+    assert {name.partition(".")[0] for name in names} == {"argparse", "re", "pathlib", "torch", "transformers"}
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
@@ -119,33 +115,7 @@ def test_accelerate_knows_every_entry_of_the_configs(path: Path) -> None:
     config = load_config_from_file(str(path))  # refuses unknown entries
     written = yaml.safe_load(path.read_text())
     assert config.num_processes == (2 if written["use_cpu"] else 8 * written["num_machines"])
-    plugin = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
-    assert {name.removeprefix("fsdp_") for name in written.get("fsdp_config", {})} - {"version"} <= plugin
-    if "fsdp_config" in written:
-        assert (
-            FullyShardedDataParallelPlugin(
-                **{
-                    name.removeprefix("fsdp_") if name != "fsdp_version" else name: value
-                    for name, value in written["fsdp_config"].items()
-                }
-            ).fsdp_version
-            == 2
-        )
     assert f"--config_file examples/accelerate/{path.name}" in path.read_text()
-
-
-@pytest.mark.slow
-def test_two_processes_start_on_a_cpu(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from hf_recurrent_lengthgen.trainers import InitialStateConfig\n"
-        f"arguments = InitialStateConfig({str(tmp_path)!r}, use_cpu=True)\n"
-        "print(f'process {arguments.process_index} of {arguments.world_size}\\n', end='', flush=True)\n"
-    )
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
-    config = ["--config_file", str(EXAMPLES / "accelerate" / "ddp_cpu.yaml"), "--main_process_port", "0"]
-    done = subprocess.run([*launch, *config, str(script)], capture_output=True, text=True, check=False, timeout=300)
-    assert sorted(done.stdout.split("\n"))[-2:] == ["process 0 of 2", "process 1 of 2"], done.stderr[-2000:]
 
 
 @pytest.mark.slow
@@ -182,14 +152,8 @@ def test_a_document_is_read_once_and_asked_from_the_file(
     again = capsys.readouterr().out
     assert {file.name: file.stat().st_mtime_ns for file in states.iterdir()} == files
     assert again.split("'The end': ")[1].splitlines()[:2] == shown.split("'The end': ")[1].splitlines()[:2]
-    run_example("ask_a_long_document.py", monkeypatch, *arguments, "--position", 4500)
-    assert "after 4,000 tokens" in capsys.readouterr().out
     text.write_text("another text" * 1000)
     with pytest.raises(ValueError, match="5000 tokens of another text"):
-        run_example("ask_a_long_document.py", monkeypatch, *arguments)
-    text.write_text("abc" * 2000)
-    StatefulMamba2ForCausalLM(StatefulMamba2Config.from_pretrained(checkpoint)).save_pretrained(checkpoint)
-    with pytest.raises(ValueError, match="in the weights"):  # trained again in its folder
         run_example("ask_a_long_document.py", monkeypatch, *arguments)
 
 

@@ -1,12 +1,8 @@
 """`make evidence`: studies run two commands at a time, go on after an interrupt, and name those that failed."""
 
-import os
 import runpy
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -72,45 +68,3 @@ def test_two_commands_run_at_a_time_with_one_thread_each(
     assert min(a[2], b[2]) <= c[1]
     assert (tmp_path / "report").is_file()
     assert (tmp_path / "demo-output/evidence/one-0.log").read_text() == "said\n"
-
-
-def test_studies_that_do_not_exist_are_refused(
-    evidence: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["evidence.py", "nothing"])
-    with pytest.raises(SystemExit):
-        evidence["main"]()
-    assert "there is no study nothing: choose from families" in capsys.readouterr().err
-
-
-def test_an_interrupt_stops_the_commands(tmp_path: Path) -> None:
-    (tmp_path / "evidence.py").write_text(
-        SCRIPT.read_text().replace("STUDIES = {", 'STUDIES = {"one": Study("?", ["w.py"], "w.py", 1)}\nOTHERS = {', 1)
-    )
-    (tmp_path / "w.py").write_text("import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
-    process = subprocess.Popen(
-        [sys.executable, "evidence.py"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # tests that run in the background of a shell ignore interrupts, and so would their children
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    assert "The same command goes on where it was." in process.communicate(timeout=300)[0]
-    assert process.returncode == 130
-    began = time.monotonic()
-    while is_running(int((tmp_path / "pid").read_text())):
-        assert time.monotonic() < began + 300
-        time.sleep(0.01)
-
-
-def is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True

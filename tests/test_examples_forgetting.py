@@ -1,4 +1,4 @@
-"""The study of forgetting runs from end to end in miniature and continues; its page holds its numbers."""
+"""The study of forgetting runs from end to end in miniature; its page holds its numbers."""
 
 import json
 import runpy
@@ -22,7 +22,7 @@ def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 
 
 @pytest.mark.slow
-def test_the_settings_are_compared_and_an_interrupted_study_continues(
+def test_the_settings_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(40):
@@ -50,12 +50,6 @@ def test_the_settings_are_compared_and_an_interrupted_study_continues(
         inside = sum(edge <= window for edge in kept["edges"][1:])
         assert kept["mean"][:inside] == plain["mean"][:inside]
         assert kept["mean"][inside:] != plain["mean"][inside:]
-
-    (out / "running/forgetting/delta_scale/seed3.json").unlink()
-    run_study(monkeypatch, "--output", out, "--seeds", 3)
-    again = capsys.readouterr().out
-    assert [line.split()[2] for line in again.splitlines() if line.startswith("seed")] == ["delta_scale"]
-    assert (out / "forgetting.md").read_text() == text
 
 
 def test_the_tables_of_the_page_hold_the_numbers_of_the_result_file() -> None:

@@ -1,4 +1,4 @@
-"""The study of output representations runs in miniature, continues, and its table holds the numbers of its file."""
+"""The study of output representations runs in miniature, and its table holds the numbers of its file."""
 
 import json
 import re
@@ -19,9 +19,7 @@ def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
 
 
 @pytest.mark.slow
-def test_the_study_runs_and_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_study(monkeypatch, "--output", tmp_path, "--seeds", 4)
     printed = capsys.readouterr().out
     table = (tmp_path / "output_representations.md").read_text()
@@ -30,12 +28,6 @@ def test_the_study_runs_and_continues(
     assert len(results["stages"]) == len(table.splitlines()) - 2 == 19
     assert set(results["stages"]["sum_none_log"]["4"]["errors"]) == set(map(str, results["setting"]["lengths"]))
     assert (tmp_path / "output_representations.png").read_bytes().startswith(b"\x89PNG")
-
-    (tmp_path / "running/length_rope_identity/seed4.json").unlink()
-    run_study(monkeypatch, "--output", tmp_path, "--seeds", 4)
-    again = [line for line in capsys.readouterr().out.splitlines() if line.startswith("seed")]
-    assert again == [line for line in printed.splitlines() if line.startswith("seed 4 length_rope_identity:")]
-    assert (tmp_path / "output_representations.md").read_text() == table
 
 
 def test_the_table_holds_the_numbers_of_the_result_file() -> None:

@@ -89,17 +89,6 @@ def test_rotations_and_slopes_by_hand() -> None:
     assert bias[7, 2, 0] == -2 / 256
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
-def test_positions_matter_but_for_none(positions: Positions) -> None:
-    model = transformer(positions)
-    last = [model(torch.tensor([tokens])).last_hidden_state[0, -1] for tokens in ([3, 4, 5, 1], [5, 3, 4, 1])]
-    one_layer = model.layers[:1]
-    model.layers = one_layer
-    single = [model(torch.tensor([tokens])).last_hidden_state[0, -1] for tokens in ([3, 4, 5, 1], [5, 3, 4, 1])]
-    assert not torch.allclose(*last, atol=1e-4)  # two causal layers do know the order
-    assert torch.allclose(*single, atol=1e-5) == (positions == "none")
-
-
 def mamba2() -> StatefulMamba2Model:
     sizes = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
     return StatefulMamba2Model(StatefulMamba2Config(vocab_size=5, **sizes))
@@ -145,26 +134,3 @@ def test_trainer_trains_and_evaluates_it(backbone: str, tmp_path: Path) -> None:
     assert errors_by_length(model, data, [3], 16)[3] < untrained
     trainer.save_model()
     assert (tmp_path / "model.safetensors").is_file()
-
-
-def test_wrong_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="positions is 'sine'"):
-        DecoderTransformer(5, "sine")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="hidden_size 12 must be a multiple of 2 x 4"):
-        DecoderTransformer(5, hidden_size=12, num_heads=4)
-    with pytest.raises(ValueError, match="A row has 13 tokens, but there are 12 learned positions"):
-        transformer("learned")(torch.zeros(1, 13, dtype=torch.int64))
-    transformer("rope")(torch.zeros(1, 13, dtype=torch.int64))
-
-
-@pytest.mark.parametrize("mask", [[[0, 1, 1]], [[1, 0, 1]], [[0, 0, 0]]], ids=["left", "inside", "empty"])
-def test_padding_that_is_not_on_the_right_is_refused(mask: list[list[int]]) -> None:
-    backbone = DecoderTransformer(8, hidden_size=8, num_heads=2)
-    for model in (backbone, ScalarRegression(backbone, 8)):
-        with pytest.raises(ValueError, match="pad on the right"):
-            model(torch.ones(1, 3, dtype=torch.long), torch.tensor(mask))
-
-
-def test_rope_of_long_rows_is_exact_in_bfloat16() -> None:
-    x = torch.randn(1, 1000, 8, generator=torch.Generator().manual_seed(0))
-    assert (rotate(x.bfloat16()).float() - rotate(x)).abs().max() < 0.1
