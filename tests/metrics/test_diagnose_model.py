@@ -101,16 +101,6 @@ def test_what_cannot_be_measured_is_said(tokens: np.ndarray) -> None:
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize("length", [T + 1, T + 3, 3 * T // 2 - 1])
-def test_texts_a_little_beyond_training_are_diagnosed(length: int, model: Any, tokens: np.ndarray) -> None:
-    found = diagnosed(model, tokens[:, : length + 1], repeated_token=3)
-    assert found.refused == {}
-    states = found.found(StateDiagnosis)
-    assert states is not None
-    assert states.patching is not None
-
-
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("part", "function"),
     [

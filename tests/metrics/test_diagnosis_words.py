@@ -245,12 +245,3 @@ def test_what_was_not_measured_is_told_with_the_reason() -> None:
         "Long-short misalignment: not requested.",
         "Constant prompt: not requested.",
     ]
-
-
-def test_an_interval_that_holds_zero_shows_nothing() -> None:
-    found = states({(1, 2): 9.0})
-    assert found.patching is not None
-    group = replace(found.patching.groups[0], restored=Estimate(0.9, -0.1, 1.9))
-    wide = replace(found, patching=replace(found.patching, groups=(group, *found.patching.groups[1:])))
-    assert "is not shown to remove any" in reason(diagnosed("base", "b", 1.4, wide))
-    assert "heads that drift none shown" in patching_text(wide)

@@ -96,16 +96,6 @@ def test_maps_of_the_delta_rule_equal_products_of_matrices(name: str) -> None:
     assert layer.linear_distance == pytest.approx(distance, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", DELTA_RULES)
-def test_maps_of_the_delta_rule_applied_to_v_are_the_output_of_the_scan(name: str) -> None:
-    model = delta_rule(name)
-    found = seen(model, "v_proj", "o_norm")
-    maps = channel_maps(model, IDS, 1, ALL).float()
-    v = silu(found["v_proj"][1][0]).unflatten(-1, (len(maps), -1))
-    y = torch.einsum("hij,jhp->ihp", maps, v)
-    torch.testing.assert_close(y, found["o_norm"][0][0][0], rtol=1e-4, atol=1e-5)
-
-
 def test_a_key_of_zeros_writes_and_keeps_nothing() -> None:
     model = delta_rule("DeltaNet")
     with torch.no_grad():

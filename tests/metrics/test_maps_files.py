@@ -19,24 +19,6 @@ from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from tests.metrics.test_maps import IDS, SIZES, gla, mamba, mamba2
 
 
-def test_correlations_by_hand() -> None:
-    model = mamba()
-    weight = model.backbone.layers[0].mixer.x_proj.weight
-    with torch.no_grad():
-        weight.zero_()
-        weight[2:5, :3] = torch.eye(3)  # W_B
-        weight[5:, :3] = 2 * torch.eye(3)  # W_C
-    cosine, identity = projection_correlations(model)[0]
-    assert cosine == pytest.approx(1)
-    assert identity == pytest.approx(math.sqrt(3 / 16))  # rank 3 of 16 channels
-    with torch.no_grad():
-        weight[5, :3] = torch.tensor([0.0, 0.0, 2.0])
-        weight[7, :3] = torch.tensor([2.0, 0.0, 0.0])
-    cosine, identity = projection_correlations(model)[0]
-    assert cosine == pytest.approx(1 / 3)
-    assert identity == pytest.approx(1 / 3 * math.sqrt(3 / 16))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("make", [mamba, mamba2, gla])
 def test_correlations_equal_products_of_the_whole_matrices(make: Any) -> None:

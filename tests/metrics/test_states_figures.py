@@ -23,7 +23,6 @@ from hf_recurrent_lengthgen.plotting.style import INK
 from tests.metrics.diagnoses import hybrid
 
 POSITIONS = (8, 16, 32, 48, 64, 128, 256, 512)
-FIGURES = [state_std_figure, retention_figure, distance_map_figure, patching_figure]
 Pair = dict[str, StateDiagnosis]
 
 

@@ -185,19 +185,3 @@ def test_what_cannot_be_exchanged_is_refused(changes: dict[str, Any], message: s
     arguments: dict[str, Any] = {"training_length": 16, "groups": [[(0, 0)]], "progress": False} | changes
     with pytest.raises(ValueError, match=message):
         patch_heads(build(MAMBA2), random_tokens(2, 41), **arguments)
-
-
-def test_models_without_states_are_refused() -> None:
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Embedding(29, 29)
-            self.config = SimpleNamespace(vocab_size=29)
-
-        def forward(self, input_ids: Tensor) -> SimpleNamespace:
-            return SimpleNamespace(logits=self.head(input_ids))
-
-    with pytest.raises(
-        ValueError, match="Plain does not carry a recurrent state by value, which an exchange of heads needs"
-    ):
-        patch_heads(Plain(), random_tokens(2, 41), 16, [[(0, 0)]])

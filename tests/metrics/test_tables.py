@@ -2,18 +2,14 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.json_schema import to_json
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.metrics.tables import read_rows, rows_of, write_csv
-from tests.metrics.diagnoses import expected
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,15 +51,6 @@ def test_rows_hold_every_bin_of_every_model(path: Path) -> None:
     evaluated = [tuple(row[name] for name in names) for row in rows if row["metric"] != "remembrance"]
     assert evaluated == curves(json.loads(path.read_text()))
     assert len({tuple(row) for row in rows}) == 1
-
-
-@pytest.mark.slow
-def test_a_process_that_measures_nothing_reads_a_diagnosis_with_states(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    path.write_text(to_json(expected()))
-    code = f"from hf_recurrent_lengthgen.metrics.tables import read_rows; print(len(read_rows({str(path)!r})))"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(process.stdout) == len(read_rows(path))
 
 
 def retrieval(model: str) -> RetrievalResult:
