@@ -234,8 +234,6 @@ def _check_plain(model: PreTrainedModel) -> None:
             "The model has adapters, which belong to weights that would change: merge them first "
             "(merge_and_unload), or expand first and then add adapters."
         )
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"expand_state takes a model of Transformers or of this package, got {type(model).__name__}.")
     check_type(model.config)
     if names := recorded(model.config)["names"]:
         raise ValueError(

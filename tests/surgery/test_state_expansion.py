@@ -283,11 +283,15 @@ def test_dtype_tied_and_frozen_weights_and_mode_are_kept(family: Family, initial
     assert (float(difference) < 1e-6) is (family is MAMBA2 and initialization == "inherit")
 
 
-@pytest.mark.parametrize(
-    ("total", "count", "layers"), [(48, 4, [0, 12, 24, 36]), (10, 4, [0, 2, 4, 6]), (3, 4, [0, 1, 2])]
-)
-def test_one_layer_in_every_m_is_expanded(total: int, count: int, layers: list[int]) -> None:
-    assert spread_layers(total, count) == layers
+def test_one_layer_in_every_m_is_expanded() -> None:
+    assert [spread_layers(total, 4) for total in (48, 10, 3)] == [[0, 12, 24, 36], [0, 2, 4, 6], [0, 1, 2]]
+
+
+def test_new_weights_depend_on_the_seed() -> None:
+    model, name = build(MAMBA2), "backbone.layers.0.mixer.in_proj.weight"
+    first, again, other = (expand_state(model, seed=seed).state_dict()[name] for seed in (3, 3, 4))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_layers_may_be_chosen_and_expanded_twice() -> None:

@@ -231,18 +231,6 @@ def test_results_against_another_training_length_are_refused(work: Work, tmp_pat
     assert build_card(folder, [tmp_path / "unknown.json"])
 
 
-def test_what_a_stranger_needs_to_know_of_data_and_commands(work: Work, tmp_path: Path) -> None:
-    def describe(evaluation: dict[str, Any]) -> None:
-        evaluation["data"]["source"] = {"name": "Texts", "split": "validation", "sizes": "664 files, 11181892 bytes"}
-
-    text = str(build_card(work.cured, [changed(work, tmp_path / "r.json", describe)]))
-    body = text.partition("\n---\n\n")[2]
-    assert "(Texts, split validation), in nats" in body
-    assert "11181892" not in body
-    assert body.count("Folder names are those of the original run") == 2
-    assert "but not certainly of this config" in body
-
-
 @pytest.mark.slow
 def test_results_in_bfloat16_are_of_these_weights(work: Work, tmp_path: Path) -> None:
     measured = ("--data", work.text, "--split", "train", "--length", 32, "--sequences", 2, "--no-cache")
