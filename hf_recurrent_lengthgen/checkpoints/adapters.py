@@ -195,18 +195,18 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
     linear = {f".{name}": module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     owners = Counter(id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding))
 
-    def found(target: str) -> list[int]:
+    def owners_of(target: str) -> list[int]:
         """For each layer of this name, the number of layers with the same weight."""
         return [owners[id(weight)] for name, weight in linear.items() if name.endswith(f".{target}")]
 
     defaults: Any = getattr(model, "lora_target_modules", None) or getattr(model.config, "lora_target_modules", ())
-    targets = sorted(targets or filter(found, defaults))  # not all variants of a family have all of them
-    if shared := [target for target in targets if max(found(target), default=1) > 1]:
+    targets = sorted(targets or filter(owners_of, defaults))  # not all variants of a family have all of them
+    if shared := [target for target in targets if max(owners_of(target), default=1) > 1]:
         raise ValueError(
             f"{', '.join(shared)} of {type(model).__name__} share a weight with other layers, so adapters on "
             "them could not be merged: leave them out."
         )
-    wrong = [target for target in targets if not found(target)]
+    wrong = [target for target in targets if not owners_of(target)]
     if wrong or not targets:
         known = sorted({re.sub(r".*\.\d+\.", "", name) for name in linear})
         raise ValueError(

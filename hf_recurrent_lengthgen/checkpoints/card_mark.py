@@ -35,8 +35,8 @@ _LESS, _MORE = (f"\\u{ord(sign):04x}" for sign in "<>")
 
 def read_card_mark(text: str) -> CardMark | None:
     """The last mark in a card; None without one, a `ValueError` if it is damaged or of a newer version."""
-    _, _, found = text.rpartition(_BEGIN)
-    return from_json(found.partition(_END)[0], CardMark) if _BEGIN in text else None
+    _, _, mark = text.rpartition(_BEGIN)
+    return from_json(mark.partition(_END)[0], CardMark) if _BEGIN in text else None
 
 
 def cards_digest(files: dict[str, str]) -> str:

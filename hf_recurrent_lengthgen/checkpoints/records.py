@@ -255,8 +255,8 @@ TRAINER_STATES = "initial_states_*"
 
 def verified_files(folder: str | os.PathLike[str]) -> dict[str, str]:
     """SHA-256 of the files that determine the outputs of a checkpoint (`CHECKPOINT_FILES`), by name."""
-    found = {path for pattern in CHECKPOINT_FILES for path in Path(folder).glob(pattern) if path.is_file()}
-    kept = sorted(path for path in found if not path.match(TRAINER_STATES))
+    paths = {path for pattern in CHECKPOINT_FILES for path in Path(folder).glob(pattern) if path.is_file()}
+    kept = sorted(path for path in paths if not path.match(TRAINER_STATES))
     return {path.relative_to(folder).as_posix(): file_digest(path) for path in kept}
 
 

@@ -84,11 +84,9 @@ def convert_checkpoint(
     check_new(output := Path(output))
     if dtype not in (None, *FLOATS, *FLOATS.values()):
         raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype}.")
-    if training_length is not None and training_length < 1:
-        raise ValueError(f"training_length must be at least 1, got {training_length}.")
-    found = locate(source, revision)
-    settings = read_settings(found)
-    files = TensorFiles(found.path)
+    place = locate(source, revision)
+    settings = read_settings(place)
+    files = TensorFiles(place.path)
     layout = detect(settings, files.metas, source) if format is None else named_format(format)
     if not layout.recognizes(settings, files.metas):
         raise ValueError(f"{source} is no checkpoint of {layout.title}: leave out the format, so that it is detected.")
@@ -96,20 +94,20 @@ def convert_checkpoint(
     if layout.keeps_config:
         setattr(config, SOURCE_CONFIG, {"format": layout.name, "config": settings})
     config = with_settings(config, told or {})
-    known_length = TRAINING_LENGTHS.get(found.name if found.on_hub else "")
+    known_length = TRAINING_LENGTHS.get(place.name if place.on_hub else "")
     config.training_length = training_length or known_length or config.training_length
     wanted = FLOATS[dtype] if isinstance(dtype, str) else dtype
     entries = _in_dtype(our_entries(layout, config, files, source), config, wanted)
     words, named = f"convert from {layout.title}", _name_of(tokenizer)
     step = Step("convert", words, command, installed_versions(), tokenizer=named)
-    lineage = Lineage(_origin(found, layout, files)).then(step)
+    lineage = Lineage(_origin(place, layout, files)).then(step)
     with new_folder(output) as folder:
         write_safetensors(folder, entries, max_shard_size)
         files.close()
         write_code(folder, config)
-        _add_tokenizer(folder, found, tokenizer, config)
+        _add_tokenizer(folder, place, tokenizer, config)
         write_config(folder, config)
-        if (kept := found.folder / "generation_config.json").is_file():
+        if (kept := place.folder / "generation_config.json").is_file():
             GenerationConfig.from_dict(read_json_object(kept)).save_pretrained(folder)
         write_lineage(folder, lineage)
     return output

@@ -48,10 +48,10 @@ def export_checkpoint(
     output = Path(output)
     check_new(output)
     layout = named_format(format)
-    found = locate(checkpoint, revision)
-    config = our_config(read_settings(found), checkpoint)
+    place = locate(checkpoint, revision)
+    config = our_config(read_settings(place), checkpoint)
     check_exportable(layout, config)
-    files = TensorFiles(found.path)
+    files = TensorFiles(place.path)
     renames = expand(layout.renames(config), config.num_hidden_layers)
     tied, shared = tied_names(config), {}
     if tied is not None and any(tied[0] in rename.our_names for rename in renames):
@@ -73,9 +73,9 @@ def export_checkpoint(
             write_torch(folder / layout.weights_file, entries, shared)
         if settings is not None:
             write_settings_file(folder / "config.json", settings)
-        if settings is not None and "model_type" in settings and (found.folder / "generation_config.json").is_file():
-            shutil.copyfile(found.folder / "generation_config.json", folder / "generation_config.json")
-        copy_tokenizer(found.folder, folder)
+        if settings is not None and "model_type" in settings and (place.folder / "generation_config.json").is_file():
+            shutil.copyfile(place.folder / "generation_config.json", folder / "generation_config.json")
+        copy_tokenizer(place.folder, folder)
     return output
 
 

@@ -127,8 +127,8 @@ def _assumed(config: Any) -> Settings:
         return {"head_size_divisor": config.head_size_divisor}
     if config.model_type == RWKV6:
         return {"group_norm_eps": config.group_norm_eps}
-    found = {"group_norm_eps": config.group_norm_eps or RWKV7_HEAD_EPSILON}
-    return found if config.norm_first else found | {"norm_first": False}
+    settings = {"group_norm_eps": config.group_norm_eps or RWKV7_HEAD_EPSILON}
+    return settings if config.norm_first else settings | {"norm_first": False}
 
 
 def _rwkv6_sizes(metas: Mapping[str, Meta], attention: str, expand: float, heads: int) -> Settings:

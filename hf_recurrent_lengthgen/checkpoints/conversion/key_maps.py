@@ -102,11 +102,11 @@ def to_theirs(
     renames: Sequence[Rename], ours: Tensors, expected: Mapping[str, tuple[int, ...]], where: str
 ) -> list[Entry]:
     """Entries of all their tensors, made from ours; as `to_ours`, and `expected` has the shapes of ours, too."""
-    found = {name: meta.shape for name, meta in ours.metas.items()}
+    given = {name: meta.shape for name, meta in ours.metas.items()}
     wrong = [
-        f"{name} has the shape {list(found[name])} instead of {list(shape)}"
+        f"{name} has the shape {list(given[name])} instead of {list(shape)}"
         for name, shape in expected.items()
-        if name in found and found[name] != shape
+        if name in given and given[name] != shape
     ]
     return _mapped([rename.inverse for rename in renames], ours, None, where, wrong)
 
@@ -142,8 +142,8 @@ def _mapped(
     assert not unmade, f"the map makes no {sorted(unmade)}"
     all_problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     if any(all_problems.values()):
-        told = "; ".join(f"{what}: {', '.join(names)}" for what, names in all_problems.items() if names)
-        raise ValueError(f"The weights in {where} do not fit its config, {told}.")
+        words = "; ".join(f"{what}: {', '.join(names)}" for what, names in all_problems.items() if names)
+        raise ValueError(f"The weights in {where} do not fit its config, {words}.")
     return entries
 
 

@@ -24,8 +24,8 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
 
 def tokenizer_files(folder: Path) -> list[str]:
     """Names of the tokenizer files in a folder, including its code; empty if there are none."""
-    found = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
-    names = sorted({path.relative_to(folder).as_posix() for path in found})
+    paths = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
+    names = sorted({path.relative_to(folder).as_posix() for path in paths})
     if all("chat_template" in name for name in names):  # those of processors and servers, too
         return []
     return names + _code(folder)

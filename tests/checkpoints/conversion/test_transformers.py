@@ -156,8 +156,7 @@ def changed(folder: Path, **changes: Any) -> str:
     [
         ("transformers", {"layer_state_sizes": [4, 8]}, r"layer_state_sizes differs between the layers \(\[4, 8\]\)"),
         ("mamba-ssm", {"layer_state_sizes": [4, 8]}, r"layer_state_sizes differs"),
-        ("transformers", {"forgetting": {"retention": 0.99}}, "This model forgets"),
-        ("mamba-ssm", {"forgetting": {"insertion": 0.9}}, "This model forgets"),
+        ("transformers", {"forgetting": {"delta_scale": 0.9}}, "This model forgets"),
         ("transformers", {"attention_layers": [1]}, r"layers \[1\] \(attention_layers\).*are attention"),
         ("mamba-ssm", {"mixer_rms_eps": 1e-6}, "differs in mixer_rms_eps 1e-06"),
         ("mamba-ssm", {"layer_norm_epsilon": 1e-6}, "differs in layer_norm_epsilon 1e-06 \\(there 1e-05\\)"),
@@ -181,7 +180,7 @@ def test_layers_that_were_all_expanded_alike_are_exported(tmp_path: Path) -> Non
 
 
 def test_neutral_forgetting_is_exported(tmp_path: Path) -> None:
-    export_checkpoint(changed(tmp_path, forgetting={"retention": 1.0}), tmp_path / "back", "transformers")
+    export_checkpoint(changed(tmp_path, forgetting={"delta_scale": 1.0}), tmp_path / "back", "transformers")
     assert "forgetting" not in read_config(tmp_path / "back")
 
 

@@ -43,7 +43,7 @@ class Endpoint(Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self.accounts["hf_test"] = Account("user", ("team",))
+        self.accounts["hf_test"] = Account("user")
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self._lock = threading.RLock()
@@ -166,6 +166,6 @@ class Endpoint(Store):
             raise Refused(401 if account is None else 404, "Repository not found", "RepoNotFound")
         if write and account is None:
             raise Refused(401, "Invalid username or password.")
-        if write and not (owned and account is not None and account.may_write):
+        if write and not owned:
             raise Refused(403, "You don't have the required permissions to perform this action.")
         return repository

@@ -88,14 +88,12 @@ class Repository:
 
 @dataclass
 class Account:
-    """Whom a token belongs to. `may_write` is what the token may, not the account."""
+    """Whom a token belongs to."""
 
     name: str
-    organizations: tuple[str, ...] = ()
-    may_write: bool = True
 
     def owns(self, repository: str) -> bool:
-        return repository.partition("/")[0] in (self.name, *self.organizations)
+        return repository.partition("/")[0] == self.name
 
 
 class Store:
