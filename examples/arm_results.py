@@ -3,15 +3,30 @@
 An arm is one training and its measurement.
 """
 
+import fcntl
 import json
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
-from hf_recurrent_lengthgen.trainers.run.folder_lock import locked
 
 Result = dict[str, Any]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Lock a folder until the block ends. Yields False, without a lock, if another command holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
 
 
 class ArmResults:

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from hf_recurrent_lengthgen.trainers.run.folder_lock import locked
-
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -53,7 +51,7 @@ def test_an_arm_that_ran_again_counts_and_replaces_its_line(arm_results: Any, tm
 def test_two_commands_do_not_merge_at_once(arm_results: Any, tmp_path: Path) -> None:
     kept = arm_results.ArmResults(tmp_path)
     kept.put("base", 0, {"loss": 1.0})
-    with locked(tmp_path) as free:
+    with arm_results.locked(tmp_path) as free:
         assert free
         kept.merge()
         assert not kept.file.exists()

@@ -139,16 +139,6 @@ def test_a_mixture_draws_from_it(
     )
 
 
-def test_a_name_belongs_to_one_method(ones: type[InitialStateTrainer]) -> None:
-    with pytest.raises(ValueError, match="method name 'ones' of OtherTrainer belongs to OnesTrainer already"):
-        type("OtherTrainer", (ones,), {"about": Method("ones", "other")})
-    type("Subclass", (ones,), {})
-    assert INTERVENTIONS["ones"] is ones
-    names = {"__module__": ones.__module__, "__qualname__": ones.__qualname__}
-    again = type("OnesTrainer", (ones,), {"about": ones.about, **names})  # as a cell of a notebook that runs again
-    assert INTERVENTIONS["ones"] is again
-
-
 def test_the_page_of_trainers_has_a_row_for_every_intervention() -> None:
     page = (Path(__file__).parents[1] / "docs" / "trainers" / "index.md").read_text(encoding="utf-8")
     rows = [row for row in page.splitlines() if re.match(r"\| \[?`\w+Trainer`", row)]

@@ -96,8 +96,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for file in _METHODS if name == "INTERVENTIONS" else ():
         import_module(f"{__name__}.{file}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'metric_callbacks')}"), name)
-    return found
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'metric_callbacks')}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

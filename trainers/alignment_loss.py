@@ -74,13 +74,7 @@ def overlap_positions(rows: int, length: int, extra: int, min_context: int | Non
 
 
 def sample_extra(place: BatchPlace, low: int, high: int) -> int:
-    """l_extra, uniform in {low, ..., high} and keyed by (seed, step, micro-batch): the same on every process.
-
-    Raises:
-        ValueError: unless 1 <= low <= high.
-    """
-    if not 1 <= low <= high:
-        raise ValueError(f"The range of l_extra must satisfy 1 <= smallest <= largest, got {low} to {high}.")
+    """l_extra, uniform in {low, ..., high} and keyed by (seed, step, micro-batch): the same on every process."""
     generator = keyed_generator(place.seed, place.step, place.micro_batch, "extra")
     return int(torch.randint(low, high + 1, (), generator=generator))
 
@@ -92,15 +86,10 @@ def two_crops(inputs: dict[str, Any], length: int, extra: int) -> dict[str, Any]
     shifted: without `shift_labels` each crop is scored on its own T - 1 next tokens.
 
     Raises:
-        ValueError: for rows that are too short, tensors of another shape, an attention_mask with zeros, position_ids,
+        ValueError: for tensors of another shape, an attention_mask with zeros, position_ids,
             seq_idx or state_resets.
     """
     rows, available = inputs["input_ids"].shape
-    if available < length + extra:
-        raise ValueError(
-            f"Rows of {available} tokens are too short for crops of {length} tokens that start {extra} apart: "
-            f"give rows of at least {length + extra} tokens."
-        )
     for name in ("position_ids", "seq_idx", "state_resets"):
         if inputs.get(name) is not None:
             raise ValueError(
@@ -254,15 +243,8 @@ def aligned_cross_entropy(
         Scalars in float32, float64 for float64 logits. The gradient has the dtype of the logits.
 
     Raises:
-        ValueError: for shapes that do not fit, alpha < 0, chunk_size < 1, and as in `overlap_positions`.
+        ValueError: for chunk_size < 1, and as in `overlap_positions`.
     """
-    if logits.dim() != 3 or len(logits) % 2 or targets.shape != logits.shape[:2]:
-        raise ValueError(
-            "The alignment loss needs logits (2B, T, V) of two crops and targets (2B, T), got shapes "
-            f"{tuple(logits.shape)} and {tuple(targets.shape)}."
-        )
-    if alpha < 0:
-        raise ValueError(f"alpha must be at least 0, got {alpha}.")
     length = logits.shape[1]
     own_overlap = overlap_positions(len(logits) // 2, length, extra, min_context)
     num_items = (targets != IGNORED_LABEL).sum() if num_items is None else num_items
@@ -327,14 +309,12 @@ class AlignmentSettings:
     args: InitialStateConfig
 
     @classmethod
-    def of(
-        cls, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None, gives_states: bool
-    ) -> "AlignmentSettings":
-        """From the arguments of a trainer; `gives_states` is whether its method gives initial states.
+    def of(cls, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None) -> "AlignmentSettings":
+        """From the arguments of a trainer.
 
         Raises:
-            ValueError: if the model or `own_loss` has a loss other than next-token cross-entropy, if the length does
-                not allow the shifts, or if the second crop is to start from zero as both crops do.
+            ValueError: if the model or `own_loss` has a loss other than next-token cross-entropy, or if the length
+                does not allow the shifts.
         """
         if own_loss is not None:
             raise ValueError(
@@ -345,11 +325,6 @@ class AlignmentSettings:
                 "The alignment loss would leave out the model's router loss: set output_router_logits=False."
             )
         settings = cls(args)
-        if settings.second_from_zero and not gives_states:
-            raise ValueError(
-                "alignment_second_state='zero' has no effect where both crops start from zero: leave it out, or use a "
-                "method that gives states, such as TbttTrainer or StatePassingTrainer."
-            )
         if settings.length is not None:
             settings._check(settings.length, f"With alignment_length {settings.length}")
         return settings
@@ -403,11 +378,6 @@ class AlignmentSettings:
             raise ValueError(
                 f"Rows have {tokens} tokens, but crops of {length} that start up to {high} tokens apart need "
                 f"{length + high}: give longer rows, or a smaller alignment_length or alignment_max_extra."
-            )
-        if tokens > length + high:
-            logger.warning_once(
-                f"Rows have {tokens} tokens, but the alignment loss reads at most {length + high} of them: give "
-                "shorter rows or a larger alignment_length."
             )
         extra = sample_extra(replace(place, micro_batch=0), low, high)
         crops = two_crops(inputs, length, extra)

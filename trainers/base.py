@@ -42,7 +42,6 @@ from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
 from hf_recurrent_lengthgen.trainers.run.step_checks import (
     ModelCalls,
-    StateSizes,
     StepChecks,
     StepLogs,
     say_lost,
@@ -117,15 +116,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
 
     def __init_subclass__(cls, **keyword: Any) -> None:
         super().__init_subclass__(**keyword)
-        if "about" not in vars(cls):
-            return
-        other = INTERVENTIONS.get(cls.about.name, cls)
-        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(
-                f"The method name {cls.about.name!r} of {cls.__name__} belongs to {other.__name__} already: choose "
-                "another name."
-            )
-        INTERVENTIONS[cls.about.name] = cls  # a notebook cell may define it again
+        if "about" in vars(cls):
+            INTERVENTIONS[cls.about.name] = cls
 
     def prepared(self, model: Any, args: Any) -> Any:
         """The model to train, made from the model given."""
@@ -146,7 +138,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         if self.args.alignment_alpha:
             from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
-            self._align = AlignmentSettings.of(self.args, self.model, self._own_loss, self.needs_states)
+            self._align = AlignmentSettings.of(self.args, self.model, self._own_loss)
         self.compute_loss_func = self._own_loss if self._align is None else self._not_aligned
 
     def _not_aligned(self, *_: Any, **__: Any) -> NoReturn:
@@ -273,8 +265,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             self._loss_function(crop_loss or self.compute_loss_func),
             nullcontext() if length is None else forward_in_chunks(model, length, window),
         ):
-            found = self._loss(model, inputs, return_outputs, num_items_in_batch)
-        loss = found[0] if return_outputs else found
+            result = self._loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = result[0] if return_outputs else result
         self._checks.ask_loss(loss, micro_batch.where)
         if crop_loss is not None:
             if crop_loss.misalignment is None:
@@ -287,7 +279,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         micro_batch.is_trained = True
         if not self.is_in_train:
             self._calls.stop()
-        return found
+        return result
 
     def _observe(self, micro_batch: MicroBatch, gave_state: bool) -> None:
         """Show the source the final states that the model returned; zeros in broken rows if these are reset."""
@@ -297,9 +289,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         if final_state is None:
             say_lost(self, "the model returned no final_state", "the output_final_state of the inputs")
         state = micro_batch.layout.gather(final_state)
-        sizes = StateSizes.of(state)
-        broken, resets = sizes.broken_rows(), self.args.nonfinite_states == "reset"
-        self._checks.ask_final_state(sizes, broken, micro_batch.where, resets, self._logs)
+        resets = self.args.nonfinite_states == "reset"
+        broken = self._checks.ask_final_state(state, micro_batch.where, resets, self._logs)
         if resets:
             self.initial_states.observe(micro_batch.place, keep_rows(state, ~broken), broken)
         else:

@@ -89,15 +89,11 @@ def check_shuffled(trainer: str, dataset: Any, args: Any, make_sampler: Callable
         )
     if getattr(args, "assume_shuffled", False):
         return
-    if isinstance(dataset, IterableDataset) or not has_length(dataset):
-        raise ValueError(
-            f"{trainer} passes states between different sequences, so the data must be shuffled, which cannot be "
-            "checked for a stream: shuffle it and set assume_shuffled=True."
-        )
-    if not isinstance(make_sampler(), RandomSampler):
+    streamed = isinstance(dataset, IterableDataset) or not has_length(dataset)
+    if streamed or not isinstance(make_sampler(), RandomSampler):
         raise ValueError(
             f"{trainer} passes states between different sequences, so the data must be shuffled: use Trainer's "
-            "default random sampler, or set assume_shuffled=True if the data are shuffled already."
+            "default random sampler, or, for a stream or data that are shuffled already, set assume_shuffled=True."
         )
 
 
@@ -124,7 +120,7 @@ def check_batch(model: nn.Module | None, inputs: Mapping[str, Any]) -> None:
         return
     if isinstance(ids := inputs.get("input_ids"), Tensor):
         check_token_ids(ids, vocabulary)
-    for name in token_labels(base_of(model), inputs):
+    for name in token_labels(inputs):
         check_token_ids(inputs[name], vocabulary, name, IGNORED_LABEL)
 
 
@@ -134,7 +130,7 @@ def usable_ids(
     """The inputs without ids and labels outside the vocabulary; `ask` has `check_batch` refuse them before weights
     change, so that the device is not waited for."""
     vocabulary: Any = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
-    names = [] if vocabulary is None else ["input_ids", *token_labels(base_of(model), inputs)]
+    names = [] if vocabulary is None else ["input_ids", *token_labels(inputs)]
     usable, questions = dict(inputs), []
     for name in names:
         ids = inputs.get(name)
@@ -196,11 +192,6 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: "AlignmentSettin
             f"{type(trainer).__name__} needs rows that continue those of the previous step: give ContinuedChunks "
             f"from hf_recurrent_lengthgen.data as train_dataset, got {type(dataset).__name__}."
         )
-    strategy = args.train_sampling_strategy
-    if str(getattr(strategy, "value", strategy)) != "random":
-        raise ValueError(
-            f"train_sampling_strategy {strategy!r} would separate rows that continue one another: leave it out."
-        )
     if dataset.reset_at_document:
         if not trainer.needs_continued_data:
             raise ValueError(
@@ -248,13 +239,8 @@ def zero_state_of(trainer: Any) -> Callable[[int], RecurrentState]:
     """A function that makes the zero state of a trainer's model for a number of rows.
 
     Raises:
-        ValueError: for a model without a zero state, and for one that cannot start from noise.
+        ValueError: for a model that cannot start from noise.
     """
-    if not hasattr(base_of(trainer.model), "zero_state"):
-        raise ValueError(
-            f"{type(base_of(trainer.model)).__name__} has no method zero_state(rows), which gives the shape of the "
-            "noise. Load the model with hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
-        )
     base = base_of(trainer.model)
     reason = getattr(base, "no_noise", None)
     if not recurrent_layers(base.zero_state(1)):

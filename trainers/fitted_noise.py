@@ -103,18 +103,14 @@ class FittedNoise(InitialStateSource):
         }
 
     def load_state_dict(self, tensors: dict[str, Tensor], device: torch.device) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: if the statistics of a layer are missing or a tensor is unknown.
-        """
+        """Restore what `state_dict` returned."""
         self.reset()
-        layers = len(tensors) // 2
-        names = [[f"layers.{index}.{name}" for name in LayerStatistics._fields] for index in range(layers)]
-        if {name for layer in names for name in layer} != set(tensors):
-            raise ValueError(f"These tensors are not the statistics of fitted noise: {sorted(tensors)[:4]}.")
-        if tensors:
-            self._statistics = tuple(LayerStatistics(*(tensors[name].to(device) for name in layer)) for layer in names)
+        layers = [f"layers.{index}" for index in range(len(tensors) // 2)]
+        if layers:
+            self._statistics = tuple(
+                LayerStatistics(*(tensors[f"{layer}.{name}"].to(device) for name in LayerStatistics._fields))
+                for layer in layers
+            )
 
     def logs(self) -> dict[str, float]:
         """Root mean square of the means, and mean and maximum of the standard deviations, over layers and heads."""

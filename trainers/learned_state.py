@@ -19,9 +19,12 @@ from hf_recurrent_lengthgen.models.state_learned_files import STATE_FILE
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, clone_state, detach_state, map_state
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.checks import check_model, check_no_forgetting
+from hf_recurrent_lengthgen.trainers.checks import check_model
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
+
+NAME = "default"
+"""Of the state in `model.learned_states`; one that is there is trained further."""
 
 
 class LearnedStateSource(InitialStateSource):
@@ -52,11 +55,7 @@ class LearnedStateSource(InitialStateSource):
 
 @dataclass
 class LearnedStateConfig(InitialStateConfig):
-    """`TrainingArguments` and the settings of a learned initial state (state tuning).
-
-    Raises:
-        ValueError: for `load_best_model_at_end` without `train_model`, and as in `InitialStateConfig`.
-    """
+    """`TrainingArguments` and the settings of a learned initial state (state tuning)."""
 
     train_model: bool = field(
         default=False, metadata={"help": "Whether to train the weights of the model, too. Default: only the state."}
@@ -68,22 +67,6 @@ class LearnedStateConfig(InitialStateConfig):
             "Default: true."
         },
     )
-
-    adapter_name: str = field(
-        default="default",
-        metadata={
-            "help": "Name of the state in model.learned_states; one that is there is trained further. "
-            "Default: default."
-        },
-    )
-
-    def check(self) -> None:
-        if self.load_best_model_at_end and not self.train_model:
-            raise ValueError(
-                "load_best_model_at_end needs checkpoints with weights, but only the state is trained: leave it out, "
-                "or set train_model=True."
-            )
-        super().check()
 
 
 class LearnedStateTrainer(InitialStateTrainer):
@@ -136,17 +119,12 @@ class LearnedStateTrainer(InitialStateTrainer):
                     "another output_dir."
                 )
         base = base_of(model)
-        check_no_forgetting(base)
-        if not hasattr(base, "add_learned_state"):
-            raise ValueError(
-                f"The code of {type(base).__name__} knows no learned states: load it with load_model, whose code does."
-            )
         states = base.learned_states
-        if states is None or args.adapter_name not in states.names:
-            states = base.add_learned_state(args.adapter_name)
-        states.set_adapter(args.adapter_name)
+        if states is None or NAME not in states.names:
+            states = base.add_learned_state(NAME)
+        states.set_adapter(NAME)
         states.requires_grad_(False)
-        self._learned = states[args.adapter_name]
+        self._learned = states[NAME]
         self._learned.learn(args.learn_conv_state)
         return model
 
@@ -170,7 +148,8 @@ class LearnedStateTrainer(InitialStateTrainer):
             self.processing_class.save_pretrained(folder)
 
     def _load_best_model(self) -> None:
-        super()._load_best_model()
+        if self.args.train_model:
+            super()._load_best_model()
         beside = os.path.join(str(self.state.best_model_checkpoint), STATE_FILE)
         if os.path.isfile(beside):
             self._learned.set(load_state(beside)[0])

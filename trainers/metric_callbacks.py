@@ -70,7 +70,6 @@ class MetricCallback(AttachedCallback):
         every_steps: Optimizer steps between measurements.
         at_start: Also measure before the first step, so that a failing metric fails at once, not after hours.
         at_end: Also measure after the last step, whatever its number.
-        prefix: Prefix of every name; most trackers group names by "eval_".
 
     Raises:
         ValueError: for no metrics, empty or duplicate names, and every_steps < 1.
@@ -82,7 +81,6 @@ class MetricCallback(AttachedCallback):
         every_steps: int,
         at_start: bool = True,
         at_end: bool = True,
-        prefix: str = "eval_",
     ) -> None:
         given = metrics.items() if isinstance(metrics, Mapping) else metrics
         self.metrics = [Metric(*metric) for metric in given]
@@ -91,11 +89,11 @@ class MetricCallback(AttachedCallback):
             raise ValueError(f"metrics must hold at least one metric, with different names, got {names}.")
         if every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, got {every_steps}.")
-        self.every_steps, self.at_start, self.at_end, self.prefix = every_steps, at_start, at_end, prefix
+        self.every_steps, self.at_start, self.at_end = every_steps, at_start, at_end
         self._trainer: Trainer | None = None
         self._measured_at: int | None = None
         self._training = False
-        self._found: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
 
     def attach(self, trainer: Trainer) -> "MetricCallback":
         """Add this callback, unless it is there already, to the trainer that logs the values.
@@ -123,7 +121,7 @@ class MetricCallback(AttachedCallback):
     def _check_direction(self, args: TrainingArguments) -> None:
         best = args.metric_for_best_model or ""
         for metric in self.metrics:
-            named = f"{self.prefix}{metric.name}"
+            named = f"eval_{metric.name}"
             ours = re.fullmatch(rf"{re.escape(named)}(_.*)?", best if best.startswith("eval_") else f"eval_{best}")
             if ours is not None and metric.greater_is_better not in (None, args.greater_is_better):
                 raise ValueError(
@@ -165,24 +163,24 @@ class MetricCallback(AttachedCallback):
             return
         if not self._training or self._measured_at != state.global_step:
             self._measure(state, control)
-        metrics.update(self._found)  # `evaluate` returns this mapping
+        metrics.update(self._measured)  # `evaluate` returns this mapping
 
     def _measure(self, state: TrainerState, control: TrainerControl) -> None:
         assert self._trainer is not None
-        found: list[Any] = [None]
+        measured: list[Any] = [None]
         if self._trainer.is_world_process_zero():
             model = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
-            found = [self._values(model, state.global_step)]
+            measured = [self._values(model, state.global_step)]
         if self._trainer.args.world_size > 1:
-            broadcast_object_list(found)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        self._found = dict(found[0])
+            broadcast_object_list(measured)
+        if isinstance(measured[0], Exception):
+            raise measured[0]
+        self._measured = measured[0]
         should_log = control.should_log  # logging resets it, but the loss of this step is not logged yet
         model = self._trainer.model
         assert model is not None
         training, model.training = model.training, False  # in training mode, TRL would add its training metrics
-        self._trainer.log(dict(found[0]))
+        self._trainer.log(dict(self._measured))
         model.training = training
         control.should_log = should_log
         self._measured_at = state.global_step
@@ -193,7 +191,7 @@ class MetricCallback(AttachedCallback):
         for name, function, _ in self.metrics:
             try:
                 with undisturbed(model):
-                    numbers = numbers_of(f"{self.prefix}{name}", function(model))
+                    numbers = numbers_of(f"eval_{name}", function(model))
                 if not numbers:
                     raise ValueError("it returned no number")
             except Exception as error:
@@ -285,29 +283,24 @@ def context_harm(tokens: Tokens, training_length: int, name: str = "context_harm
 
 
 def effective_remembrance_at(
-    tokens: Tokens,
-    training_length: int,
-    length: int | None = None,
-    starts: Sequence[int] | None = None,
-    name: str = "remembrance",
+    tokens: Tokens, training_length: int, length: int | None = None, name: str = "remembrance"
 ) -> Metric:
-    """Effective Remembrance in total variation at some start points; tokens (S, at least `length`).
+    """Effective Remembrance in total variation one training length before the end: earlier tokens should not matter.
 
     Args:
-        tokens: Token ids.
+        tokens: Token ids, (S, at least `length`).
         training_length: Tokens per training sequence.
         length: T; by default 4 training lengths.
-        starts: Start points t. By default one training length before the end: earlier tokens should not matter.
-        name: Name of the metric; the number of each start is appended.
+        name: Name of the metric; the number of the start point t is appended.
     """
     end = LENGTHS_OF_TRAINING * training_length if length is None else length
-    chosen = [end - training_length] if starts is None else list(starts)
+    start = end - training_length
 
     def measure(model: nn.Module) -> dict[str, Estimate]:
-        found = effective_remembrance(model, tokens, training_length, QUIET, length=end, starts=chosen)
-        return {str(start): found.at(start) for start in chosen}
+        remembrance = effective_remembrance(model, tokens, training_length, QUIET, length=end, starts=[start])
+        return {str(start): remembrance.at(start)}
 
-    return Metric(name, measure, greater_is_better=False if starts is None else None)
+    return Metric(name, measure, greater_is_better=False)
 
 
 def misalignment(

@@ -4,7 +4,7 @@ The alignment loss runs two crops of every row. A source of initial states still
 """
 
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, default_data_collator
@@ -18,29 +18,10 @@ from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.run.shared_rows import refuse_other_rows
 
 
-def refuse_packed(trainer: str) -> NoReturn:
-    """Raise a `ValueError` for packed rows where each row continues that of the step before."""
-    raise ValueError(
-        f"{trainer} gets rows that continue those of the step before, but several sequences are packed into a row: "
-        "leave data_collator out. reset_at_document of the data begins documents inside rows."
-    )
-
-
 def without_padding(collator: Any) -> Any:
-    """The collator; one without padding instead of Trainer's default if the tokenizer has no pad token."""
+    """The collator; one for rows of equal length instead of Trainer's default if the tokenizer has no pad token."""
     lacks = type(collator) is DataCollatorWithPadding and collator.tokenizer.pad_token is None
-    return _collate_equal_rows if lacks else collator
-
-
-def _collate_equal_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    lengths = sorted({len(row["input_ids"]) for row in rows})
-    if len(lengths) > 1:
-        raise ValueError(
-            f"The rows of a batch have {lengths} tokens, and the tokenizer has no pad token to pad them with: give "
-            "rows of one length, or a data_collator and a pad token (tokenizer.pad_token = tokenizer.eos_token)."
-        )
-    batch: dict[str, Any] = default_data_collator(rows)
-    return batch
+    return default_data_collator if lacks else collator
 
 
 def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
@@ -52,7 +33,10 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
     given = read_rows(inputs) if trainer._takes_states else None
     packed = given is not None and given.starts is not None
     if packed and (trainer.needs_continued_data or resets is not None):
-        refuse_packed(type(trainer).__name__)
+        raise ValueError(
+            f"{type(trainer).__name__} gets rows that continue those of the step before, but several sequences are "
+            "packed into a row: leave data_collator out. reset_at_document of the data begins documents inside rows."
+        )
     if resets is not None and getattr(trainer.train_dataset, "reset_at_document", True):
         numbers = pad(resets[:, 1:].long(), (1, 0)).cumsum(1)
         given = read_rows({**inputs, "seq_idx": numbers})
@@ -76,10 +60,6 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
         if "attention_mask" in inputs and bool((inputs["attention_mask"] == 1).all()):
             inputs.pop("attention_mask")
         if align is not None:
-            if sequences is not None:
-                raise ValueError(
-                    "The alignment loss cannot be computed across resets inside rows: leave reset_at_document out."
-                )
             inputs, loss = align.crop(inputs, place)
             layout = RowLayout(crops=2, later_from_zero=align.second_from_zero)
     return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss, sequences=sequences)}

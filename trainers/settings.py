@@ -2,7 +2,6 @@
 
 import math
 import types
-from collections.abc import Mapping
 from dataclasses import fields
 from enum import Enum
 from inspect import get_annotations
@@ -12,15 +11,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 # Other numbers must be at least 0, or at least their default if that is negative, such as -1 for "not given".
 AT_LEAST_ONE = (
     *("alignment_length", "alignment_max_extra", "alignment_min_extra", "training_length", "bptt_chunk_length"),
-    *(
-        "bptt_window",
-        "context_parallel_size",
-        "eval_accumulation_steps",
-        "expand_count",
-        "expand_num_heads",
-        "expand_state_size",
-    ),
-    *("gradient_accumulation_steps", "lora_alpha", "lora_r", "per_device_eval_batch_size"),
+    *("bptt_window", "context_parallel_size", "eval_accumulation_steps", "expand_count", "expand_num_heads"),
+    *("expand_state_size", "gradient_accumulation_steps", "lora_alpha", "lora_r", "per_device_eval_batch_size"),
     *("per_device_train_batch_size", "task_vocabulary"),
 )
 MAY_BE_NONE = ("max_grad_norm",)  # Trainer takes None, although the annotation does not say so
@@ -31,8 +23,8 @@ ABOVE_ZERO = ("expand_factor", "mimetic_c", "new_weights_lr_multiplier", "noise_
 def check_settings(settings: Any) -> None:
     """Check all fields of a dataclass: types by their annotations, and the ranges of this module.
 
-    Fields that may be lists are only checked for numbers that are not finite. Values that were made from a setting
-    (enumerations, parsed configs) pass, so that `dataclasses.replace` works.
+    Fields that may be lists are not checked. Values that were made from a setting (enumerations, parsed configs) pass,
+    so that `dataclasses.replace` works.
 
     Raises:
         ValueError: with the field, what is allowed and what was given.
@@ -40,13 +32,9 @@ def check_settings(settings: Any) -> None:
     hints = _hints(type(settings))
     for item in fields(settings):
         value, kinds = getattr(settings, item.name), _kinds(hints[item.name])
-        if Any in kinds:
+        if any(kind is Any or get_origin(kind) is list for kind in kinds):
             continue
         if value is None and (item.default is None or type(None) in kinds or item.name in MAY_BE_NONE):
-            continue
-        if not isinstance(value, Real) and not _is_finite(value):
-            raise ValueError(f"{item.name} must hold finite numbers only, got {value!r:.80}.")
-        if any(get_origin(kind) is list for kind in kinds):
             continue
         if not any(_fits(value, kind) for kind in kinds):
             raise ValueError(f"{item.name} must be {_in_words(kinds)}, got {value!r:.80}.")
@@ -56,15 +44,15 @@ def check_settings(settings: Any) -> None:
 
 def _hints(settings: type) -> dict[str, Any]:
     """The annotations of a dataclass; Any for those that name what only type checkers import."""
-    found: dict[str, Any] = {}
+    hints: dict[str, Any] = {}
     for base in reversed(settings.__mro__):
         for name, annotation in get_annotations(base).items():
             alone = type(name, (), {"__annotations__": {name: annotation}, "__module__": base.__module__})
             try:
-                found |= get_type_hints(alone)
+                hints |= get_type_hints(alone)
             except NameError:
-                found[name] = Any
-    return found
+                hints[name] = Any
+    return hints
 
 
 def _check_range(name: str, value: Any, default: Any) -> None:
@@ -75,7 +63,7 @@ def _check_range(name: str, value: Any, default: Any) -> None:
         allowed, right = "a finite number above 0", value > 0
     elif name in PROBABILITIES:
         allowed, right = "between 0 and 1", 0 <= value <= 1
-    if not right or not _is_finite(value):
+    if not right or not value < math.inf:
         raise ValueError(f"{name} must be {allowed}, got {value!r:.80}.")
 
 
@@ -95,22 +83,14 @@ def _fits(value: Any, kind: Any) -> bool:
     return kind is not type(None) and not isinstance(value, str | Real)
 
 
-def _is_finite(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(_is_finite(part) for part in value.values())
-    if isinstance(value, list | tuple):
-        return all(_is_finite(part) for part in value)
-    return value < 2**63 if isinstance(value, int) else not isinstance(value, float) or math.isfinite(value)
-
-
 def _in_words(kinds: tuple[Any, ...]) -> str:
     names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "None"}
-    told = []
+    words = []
     for kind in kinds:
         if get_origin(kind) is Literal:
-            told += [repr(choice) for choice in get_args(kind)]
+            words += [repr(choice) for choice in get_args(kind)]
         elif isinstance(kind, type) and issubclass(kind, Enum):
-            told += [repr(member.value) for member in kind]
+            words += [repr(member.value) for member in kind]
         else:
-            told.append(names.get(kind, "a mapping"))
-    return " or ".join(told)
+            words.append(names.get(kind, "a mapping"))
+    return " or ".join(words)

@@ -228,12 +228,6 @@ def test_extra_is_uniform_and_keyed_by_seed_step_and_slot() -> None:
     assert sample_extra(BatchPlace(0, 0, 0, 0, 1), 4, 4) == 4
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 3), (4, 3)])
-def test_unusable_ranges_are_refused(low: int, high: int) -> None:
-    with pytest.raises(ValueError, match=f"got {low} to {high}"):
-        sample_extra(BatchPlace(0, 0, 0, 0, 1), low, high)
-
-
 def test_crops_by_hand() -> None:
     ids = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]])
     batch = {"input_ids": ids, "labels": ids + 100, "attention_mask": torch.ones_like(ids), "num_items": 3}
@@ -258,7 +252,6 @@ def test_batches_that_cannot_be_cropped_are_refused() -> None:
     ids = torch.arange(12).view(2, 6)
     padded = torch.tensor([[1] * 6, [0] + [1] * 5])
     for batch, length, extra, message in (
-        ({}, 6, 1, "Rows of 6 tokens are too short .* at least 7 tokens"),
         ({"attention_mask": padded}, 4, 1, "attention_mask has zeros"),
         ({"position_ids": ids}, 4, 1, "leave position_ids out"),
         ({"seq_idx": ids}, 4, 1, "leave seq_idx out"),
@@ -269,17 +262,3 @@ def test_batches_that_cannot_be_cropped_are_refused() -> None:
             two_crops({"input_ids": ids, **batch}, length, extra)
     with pytest.raises(ValueError, match="neither labels nor shift_labels"):
         shifted_targets({"input_ids": ids, "labels": None})
-
-
-def test_unusable_arguments_of_the_loss_are_refused() -> None:
-    logits, targets = random_batch(1, 8)
-    for arguments, settings, message in (
-        ((logits[0], targets, 1), {}, r"logits \(2B, T, V\)"),
-        ((logits[:1], targets[:1], 1), {}, r"got shapes \(1, 8, 11\)"),
-        ((logits, targets[:, 1:], 1), {}, r"and \(2, 7\)"),
-        ((logits, targets, 4), {}, "between 1 and 3"),
-        ((logits, targets, 1), {"alpha": -0.1}, "alpha must be at least 0"),
-        ((logits, targets, 1), {"chunk_size": 0}, "chunk_size must be at least 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            aligned_cross_entropy(*arguments, **{"alpha": ALPHA, **settings})

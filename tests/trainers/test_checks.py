@@ -64,12 +64,6 @@ def test_a_model_that_is_made_to_forget_is_not_trained(
     assert trainer.train().global_step == 1
 
 
-def test_a_forgetting_that_changes_nothing_is_trained(toys: ModuleType, tmp_path: Path) -> None:
-    arguments = InitialStateConfig(str(tmp_path / "run"), max_steps=1, save_strategy="no", **toys.QUIET)
-    model = toys.tiny_model(forgetting={"retention": 1.0, "window": None})
-    assert ZeroStateTrainer(model, arguments, train_dataset=toys.sequences(8)).train().global_step == 1
-
-
 class Stream(IterableDataset[Any]):
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers.chunked_backprop import chunked_forward, forward_in_chunks
+from tests.hybrids.measures import parts
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (
     FAMILIES,
@@ -271,3 +272,24 @@ def test_what_cannot_go_in_chunks_is_refused_with_the_reason(changes: dict[str, 
 def test_models_without_the_state_contract_and_other_wrappers_are_refused(wrapper: Any) -> None:
     with pytest.raises(ValueError, match=r"(Linear|DataParallel) does not take \['initial_state'.*other wrappers"):
         forward_in_chunks(wrapper(build(MAMBA2)), CHUNK_LENGTH).__enter__()
+
+
+@pytest.mark.thinned(7)
+@pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+@pytest.mark.parametrize("chunk_length", [1, 4, 5])
+def test_sequences_begin_with_a_chunk_and_inside_one(family: Family, chunk_length: int) -> None:
+    numbers = torch.zeros(3, 16, dtype=torch.long)
+    numbers[0, [4, 5, 11]] = numbers[2, 9] = 1
+    numbers = numbers.cumsum(1)
+    model = build(family, torch.float64).train()
+    tokens = torch.randint(3, model.config.vocab_size, (3, 16), generator=torch.Generator().manual_seed(2))
+    state = map_state(lambda part: part.detach().clone().requires_grad_(), random_state(model, 3))
+    inputs = {"input_ids": tokens, "shift_labels": tokens.roll(-1, 1), "seq_idx": numbers, "initial_state": state}
+    gradients = []
+    for output in (model(**inputs), chunked_forward(model.forward, inputs, chunk_length)):
+        functional = output.loss + torch.stack([part.square().sum() for part in parts(output.final_state)]).sum()
+        leaves = [*parts(state), *model.parameters()]
+        gradients.append([functional, *torch.autograd.grad(functional, leaves, allow_unused=True)])
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or not one.numel() or (one - other).abs().max() <= 1e-5 * other.abs().max().clamp(min=1e-9)

@@ -1,8 +1,6 @@
 """Methods on trainers of TRL: one forward pass per step, from the states that the method says."""
 
 import copy
-import shutil
-import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     PreTrainedTokenizerFast,
-    TrainingArguments,
 )
 
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
@@ -26,7 +23,6 @@ from hf_recurrent_lengthgen.trainers import (
     AlignmentTrainer,
     FittedNoiseTrainer,
     LearnedStateTrainer,
-    MetricCallback,
     MixedStatesTrainer,
     RandomNoiseTrainer,
     StatePassingConfig,
@@ -291,27 +287,6 @@ def test_the_lineage_tells_of_the_method_and_of_the_settings_of_both(tmp_path: P
     assert not {"dataset_text_field", "eos_token"} & settings.others.keys()
 
 
-@pytest.mark.slow
-def test_tokens_are_those_of_one_run_also_when_a_trainer_trains_again(tmp_path: Path) -> None:
-    trainer, _ = trained(tmp_path / "out", save_strategy="steps", save_steps=1)
-    tokens = trainer.state.log_history[-2]["num_tokens"]
-    kept = tmp_path / "checkpoint-1"
-    shutil.copytree(tmp_path / "out" / "checkpoint-1", kept)
-    assert trainer.run_record.tokens(trainer) == tokens > 0
-    for checkpoint in (None, kept, tmp_path / "out" / "checkpoint-2"):
-        trainer.train(None if checkpoint is None else str(checkpoint))
-        assert trainer.run_record.tokens(trainer) == tokens
-
-
-@pytest.mark.slow
-def test_metrics_leave_those_of_trl_alone(tmp_path: Path) -> None:
-    callback = MetricCallback({"one": lambda _: 1.0}, every_steps=1, at_start=False)
-    trainer, _ = trained(tmp_path, callbacks=[callback])
-    log = trainer.state.log_history
-    assert [entry for entry in log if "eval_one" in entry and "entropy" in entry] == []
-    assert len([entry for entry in log if "loss" in entry and "entropy" in entry]) == 3
-
-
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2}
     whole, _ = trained(tmp_path / "whole", **saving)
@@ -352,29 +327,3 @@ def test_granite_4_trains_with_the_loss_of_its_experts(tmp_path: Path) -> None:
         losses.append(trainer.state.log_history[0])
         assert "num_experts" not in trainer.model.config.to_dict()
     assert losses[1]["loss"] - losses[0]["loss"] == pytest.approx(0.5 * losses[1]["aux_loss"], rel=1e-3)
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("preferences", ["DPO", "GRPO"])
-def test_preference_trainers_take_our_models_as_they_are(tmp_path: Path, preferences: str) -> None:
-    model().save_pretrained(tmp_path / "base")  # DPO loads its own copy
-    given = StatefulMamba2ForCausalLM.from_pretrained(tmp_path / "base")
-    settings: dict[str, Any] = SETTINGS | {"max_steps": 1}
-    data: dict[str, Any] = {"prompt": ["1 + 1 = ", "2 + 2 = "] * 2}
-    if preferences == "DPO":
-        data |= {"chosen": ["2", "4"] * 2, "rejected": ["3", "5"] * 2}
-        further: dict[str, Any] = {}
-    else:
-        settings |= {"num_generations": 2, "max_completion_length": 4, "beta": 0.1}
-        further = {"reward_funcs": lambda completions, **_: [float(i) for i in range(len(completions))]}
-    arguments = getattr(trl, f"{preferences}Config")(str(tmp_path), **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = getattr(trl, f"{preferences}Trainer")(
-            given, args=arguments, train_dataset=Dataset.from_dict(data), processing_class=tokenizer(), **further
-        )
-        before = [parameter.detach().clone() for parameter in given.parameters()]
-        trainer.train()
-    moved = [not torch.equal(old, new) for old, new in zip(before, given.parameters(), strict=True)]
-    assert any(moved)
-    assert isinstance(arguments, TrainingArguments)

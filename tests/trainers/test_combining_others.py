@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import WeightedRandomSampler
 from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
@@ -22,7 +21,6 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StatePassingTrainer,
     TbttTrainer,
-    ZeroStateTrainer,
     combine,
 )
 
@@ -87,25 +85,6 @@ def test_the_config_of_any_trainer_is_found(other: Any, config: Any) -> None:
     assert trainer_class.config_class is config_class
     assert issubclass(config_class, config)
     assert issubclass(config_class, trl.SFTConfig) == (config is trl.SFTConfig)
-
-
-def test_an_order_of_rows_of_ones_own_is_kept(toys: ModuleType, tmp_path: Path) -> None:
-    def sampler(data: Any) -> WeightedRandomSampler:
-        weights = [float(row) for row in range(len(data))]
-        return WeightedRandomSampler(weights, len(data), generator=torch.Generator().manual_seed(5))
-
-    class Ordered(Trainer):
-        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            return sampler(self.train_dataset)
-
-    trainer_class, config_class = combine(Ordered, ZeroStateTrainer)
-    items = [{"input_ids": torch.tensor([row + 1, row + 1])} for row in range(12)]
-    settings = toys.QUIET | {"save_strategy": "no", "per_device_train_batch_size": 2, "num_train_epochs": 2}
-    trainer = trainer_class(toys.SumModel(), config_class(str(tmp_path), **settings), train_dataset=items)
-    trainer.train()
-    drawn = sampler(items)
-    expected = [row + 1 for _ in range(2) for row in drawn]
-    assert [ids[0] for _, rows, _, _ in trainer.model.seen for ids in rows] == expected
 
 
 def test_the_config_has_the_fields_of_both_and_the_defaults_of_trl(tmp_path: Path) -> None:

@@ -95,16 +95,6 @@ def test_a_step_waits_once_for_the_device(toys: ModuleType, tmp_path: Path, meth
         assert step == {"step_checks.py": 1}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"gradient_accumulation_steps": 1}, {"nonfinite_states": "reset"}], ids=str)
-@pytest.mark.parametrize("method", ["zero state", "fitted noise", "state passing", "mixture"])
-def test_so_does_a_step_with_other_settings(
-    toys: ModuleType, tmp_path: Path, method: str, changes: dict[str, Any]
-) -> None:
-    for step in reads_of_steps(toys, tmp_path, method, **changes):
-        assert step == {"step_checks.py": 1}
-
-
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("wrong", ["loss", "id", "label"])
 @pytest.mark.parametrize("micro_batch", [0, 1])

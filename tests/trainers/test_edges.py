@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import Trainer
-from transformers.utils import logging
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
+from hf_recurrent_lengthgen.models.state_on_disk import load_state
 from hf_recurrent_lengthgen.models.state_value import detach_state
 from hf_recurrent_lengthgen.trainers import (
-    AlignmentConfig,
-    AlignmentTrainer,
     FittedNoiseConfig,
     FittedNoiseTrainer,
     InitialStateConfig,
@@ -26,8 +24,6 @@ from hf_recurrent_lengthgen.trainers import (
     RandomNoiseTrainer,
     StatePassingConfig,
     StatePassingTrainer,
-    TbttConfig,
-    TbttTrainer,
     ZeroStateTrainer,
 )
 
@@ -47,25 +43,6 @@ def settings(toys: ModuleType, tmp_path: Path) -> Settings:
 
 def logged(trainer: Trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-@pytest.mark.slow
-def test_resets_end_carried_states_and_leave_noise_and_learned_ones(toys: ModuleType, settings: Settings) -> None:
-    data = toys.chunks(24, chunks_before_reset=1)  # every row begins a text
-    noise = settings(RandomNoiseConfig, noise_sigma=0.3)
-    mixture = settings(MixedStatesConfig, mixture={"tbtt": 0.0, "random_noise": {"share": 1.0, "noise_sigma": 0.3}})
-    shares = {}
-    for trainer in (
-        RandomNoiseTrainer(toys.tiny_model(), noise, train_dataset=data),
-        MixedStatesTrainer(toys.tiny_model(), mixture, train_dataset=data),
-        TbttTrainer(toys.tiny_model(), settings(TbttConfig), train_dataset=data),
-    ):
-        trainer.train()
-        shares[type(trainer).__name__] = logged(trainer, "zero_states")
-    assert shares == {"RandomNoiseTrainer": [0.0] * 3, "MixedStatesTrainer": [0.0] * 3, "TbttTrainer": [1.0] * 3}
-    learner = LearnedStateTrainer(toys.tiny_model(), settings(LearnedStateConfig), train_dataset=data)
-    learner.train()
-    assert all(bool(layer.recurrent.any()) for layer in learner.learned_state())
 
 
 def test_resets_inside_rows_belong_to_tbtt(toys: ModuleType, settings: Settings) -> None:
@@ -89,18 +66,28 @@ def test_data_that_are_replaced_are_checked(toys: ModuleType, settings: Settings
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")  # checkpoints within a second
+@pytest.mark.parametrize("train_model", [True, False])
 def test_the_best_learned_state_comes_back_with_the_best_weights(
-    toys: ModuleType, settings: Settings, tmp_path: Path
+    toys: ModuleType, settings: Settings, tmp_path: Path, train_model: bool
 ) -> None:
     best = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     config = settings(
-        LearnedStateConfig, train_model=True, load_best_model_at_end=True, greater_is_better=True, max_steps=4, **best
+        LearnedStateConfig,
+        train_model=train_model,
+        load_best_model_at_end=True,
+        greater_is_better=True,
+        max_steps=4,
+        **best,
     )
     data = toys.sequences(8)
     trainer = LearnedStateTrainer(toys.tiny_model(), config, train_dataset=data, eval_dataset=data)
     trainer.train()
     folder = Path(str(trainer.state.best_model_checkpoint))
     assert folder.name != "checkpoint-4"
+    if not train_model:
+        best, _ = load_state(folder / "learned_state.safetensors")
+        torch.testing.assert_close(trainer.learned_state(), best, rtol=0, atol=0)
+        return
     best_model = load_model(str(folder))
     torch.testing.assert_close(trainer.learned_state(), detach_state(best_model.first_state(1)), rtol=0, atol=0)
     toys.assert_same_weights(toys.weights(trainer.model), toys.weights(best_model))
@@ -145,16 +132,6 @@ def test_nonfinite_rows_do_not_count_in_fitted_statistics(toys: ModuleType, sett
         torch.testing.assert_close(statistics[0][index], expected.reshape(1), rtol=1e-5, atol=1e-5)
 
 
-def test_a_trial_of_a_search_changes_alpha(
-    toys: ModuleType, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = AlignmentTrainer(toys.tiny_model(), settings(AlignmentConfig), train_dataset=toys.sequences(8))
-    monkeypatch.setattr(Trainer, "_hp_search_setup", lambda self, trial: setattr(self.args, "alignment_alpha", trial))
-    trainer._hp_search_setup(0.5)
-    assert trainer._align is not None
-    assert trainer._align.args.alignment_alpha == 0.5
-
-
 def test_the_settings_of_a_source_stand_beside_its_share(toys: ModuleType, settings: Settings) -> None:
     sources = {
         "fitted_noise": {"share": 0.5, "fitted_noise_beta": 0.7},
@@ -165,15 +142,3 @@ def test_the_settings_of_a_source_stand_beside_its_share(toys: ModuleType, setti
     assert made["fitted_noise"].beta == 0.7
     assert (made["state_passing"].drop_probability, made["state_passing"].carry_conv_state) == (0.0, False)
     assert config.assume_shuffled
-
-
-def test_tokens_that_alignment_never_reads_are_told(
-    toys: ModuleType, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(
-        logging.get_logger("hf_recurrent_lengthgen.trainers.alignment_loss"), "warning_once", told.append
-    )
-    config = settings(AlignmentConfig, alignment_length=5)
-    AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8)).train()
-    assert "Rows have 9 tokens, but the alignment loss reads at most 7 of them" in told[0]

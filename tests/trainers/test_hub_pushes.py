@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 
-from hf_recurrent_lengthgen.checkpoints.cards import write_card_of_run
-from hf_recurrent_lengthgen.checkpoints.records import Lineage, write_lineage
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.run.hub_pushes import check_texts, has_card_of_another, leave_out_pickles
+from hf_recurrent_lengthgen.trainers.run.hub_pushes import check_texts, has_card_of_another
 from tests.checkpoints.hub.client import PYTHON, STRANGER, environment
 from tests.checkpoints.hub.conftest import hub as hub
 from tests.checkpoints.hub.endpoint import Endpoint
@@ -89,26 +86,6 @@ def test_checkpoints_that_are_pushed_to_be_resumed_hold_no_arguments(
     assert not [name for name in files if name.endswith("training_args.bin")]
 
 
-def test_adapters_are_pushed_without_code(hub: Endpoint, toys: ModuleType, make_config: MakeConfig) -> None:
-    model = get_peft_model(toys.tiny_model(), LoraConfig(target_modules=["in_proj"]))
-    trainer = StatePassingTrainer(model, make_config(**PUSHING), train_dataset=toys.sequences(8))
-    trainer.train()
-    trainer.push_to_hub()
-    for files in pushes(hub).values():
-        assert "adapter_model.safetensors" in files
-        assert not [name for name in files if name.endswith((".py", ".bin"))]
-    assert b"library_name: peft" in pushes(hub)["End of training"]["README.md"]
-
-
-def test_a_gitignore_of_the_user_keeps_its_lines(tmp_path: Path) -> None:
-    leave_out_pickles(tmp_path / "new")
-    assert (tmp_path / "new" / ".gitignore").read_text() == "training_args.bin\n"
-    (tmp_path / ".gitignore").write_text("runs/\n*.log")
-    for _ in range(2):
-        leave_out_pickles(tmp_path)
-        assert (tmp_path / ".gitignore").read_text() == "runs/\n*.log\ntraining_args.bin\n"
-
-
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("tags", "kept"), [("generated_from_trainer", False), ("state-passing", True), (None, False)])
 def test_a_card_from_elsewhere_is_kept(
@@ -123,11 +100,6 @@ def test_a_card_from_elsewhere_is_kept(
     trainer.train()
     trainer.create_model_card()
     assert ("generated_from_trainer" not in card.read_text()) is kept
-
-
-def test_a_card_of_peft_is_for_trainer_to_change(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("---\nlibrary_name: peft\n---\n")
-    assert not has_card_of_another(tmp_path)
 
 
 @pytest.mark.slow
@@ -158,21 +130,6 @@ def test_a_run_with_a_lineage_gets_the_card_of_it(
     assert not [name for name, content in files.items() if b"hf_test" in content]
     with pytest.raises(StopIteration):
         next(name for name in files if str(tmp_path) in files[name].decode(errors="replace"))
-
-
-def test_a_card_with_what_was_asked_for_is_trainers(toys: ModuleType, make_config: MakeConfig, tmp_path: Path) -> None:
-    trainer = StatePassingTrainer(toys.tiny_model(), make_config(), train_dataset=toys.sequences(8))
-    trainer.train()
-    trainer.save_model()
-    trainer.card_writer = write_card_of_run
-    write_lineage(trainer.output_dir, Lineage())
-    trainer.create_model_card()
-    card = Path(trainer.output_dir) / "README.md"
-    assert "generated_from_trainer" not in card.read_text()
-    card.unlink()
-    trainer.create_model_card(license="mit")
-    assert "license: mit" in card.read_text()
-    assert "generated_from_trainer" in card.read_text()
 
 
 def test_secrets_are_refused_and_paths_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

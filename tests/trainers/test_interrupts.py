@@ -97,29 +97,6 @@ def test_a_second_signal_ends_the_run_at_once(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.slow
-def test_a_trainer_can_go_on_after_it_was_interrupted(
-    toys: ModuleType, whole: InitialStateTrainer, tmp_path: Path
-) -> None:
-    trainer = interrupted(toys, tmp_path, 2, signal.SIGINT, save_strategy="no")
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.train(resume_from_checkpoint=True)  # its callback comes at step 2 only
-    toys.assert_same_weights(toys.weights(trainer.model), toys.weights(whole.model))
-
-
-def test_handlers_come_back_after_an_error(toys: ModuleType, tmp_path: Path) -> None:
-    trainer = toys.resumable_trainer(tmp_path, save_strategy="no")
-
-    def fail() -> None:
-        raise RuntimeError("of the user")
-
-    trainer.add_callback(toys.OnStep(1, fail))
-    with pytest.raises(RuntimeError, match="of the user"):
-        trainer.train()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_training_in_another_thread_leaves_signals_alone(toys: ModuleType, tmp_path: Path) -> None:
     trainer = toys.resumable_trainer(tmp_path, save_strategy="no", max_steps=2)
     seen: list[Any] = []
@@ -129,13 +106,6 @@ def test_training_in_another_thread_leaves_signals_alone(toys: ModuleType, tmp_p
     thread.join()
     assert trainer.state.global_step == 2
     assert seen == [signal.default_int_handler]
-
-
-def test_a_run_that_ends_by_itself_in_that_step_is_still_interrupted(toys: ModuleType, tmp_path: Path) -> None:
-    trainer = interrupted(toys, tmp_path, STEPS - 1, signal.SIGTERM, save_strategy="no")
-    with pytest.raises(SystemExit):
-        trainer.train()
-    assert (tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json").exists()
 
 
 @pytest.mark.slow
@@ -150,22 +120,6 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(toys: M
     for name in ("model.safetensors", "initial_states_0.safetensors", "initial_states_1.safetensors"):
         resumed, whole = (load_file(tmp_path / run / "checkpoint-4" / name) for run in ("run", "whole"))
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_last_save_still_ends_the_script(toys: ModuleType, tmp_path: Path, number: int) -> None:
-    trainer = toys.resumable_trainer(tmp_path)
-
-    class SignalInLastSave(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == STEPS:
-                os.kill(os.getpid(), number)
-
-    trainer.add_callback(SignalInLastSave())
-    with pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
-        trainer.train()
-    assert isinstance(ended.value, SystemExit) == (number == signal.SIGTERM)
 
 
 def test_a_signal_in_an_evaluation_stops_right_after_it(toys: ModuleType, tmp_path: Path) -> None:

@@ -86,8 +86,6 @@ def test_every_source_sees_every_final_state() -> None:
     places = [BatchPlace(0, step, 0, 0, 3) for step in range(1, 9)]
     for place in places:
         torch.testing.assert_close(copy.initial_state(place), source.initial_state(place), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="belong to none of the sources"):
-        copy.load_state_dict({"tbtt.x": torch.zeros(1)}, CPU)
     source.reset()
     assert source.state_dict() == {}
 
@@ -134,7 +132,7 @@ def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, t
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({}, "mixture must give shares to some of"),
+        ({}, "mixture must be a JSON object with shares of some of"),
         ({"mixture": "zero: 1"}, "mixture must be a JSON object"),
         ({"mixture": {"zero": "a"}}, "shares of a mixture"),
         ({"mixture": {"zero": 0.5, "dreams": 0.5}}, "mixture must give shares to some of .*dreams"),

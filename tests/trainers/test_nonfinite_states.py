@@ -12,8 +12,9 @@ import torch
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.run.step_checks import (
-    StateSizes,
     StepLogs,
+    broken_rows,
+    describe_broken,
     part_norms,
     recurrent_rms,
     zero_rows,
@@ -27,9 +28,9 @@ def state_of_ones(rows: int = 3) -> RecurrentState:
 
 
 def found(state: RecurrentState) -> tuple[list[bool], str]:
-    sizes = StateSizes.of(state)
-    broken = sizes.broken_rows()
-    return broken.tolist(), sizes.describe_broken() if bool(broken.any()) else ""
+    norms = part_norms(state)
+    broken = broken_rows(norms)
+    return broken.tolist(), describe_broken(norms) if bool(broken.any()) else ""
 
 
 def test_norms_and_root_mean_squares_are_those_computed_by_hand() -> None:

@@ -1,6 +1,5 @@
 """A resumed run reads the rows that the run would have read, in every order and from every kind of stream."""
 
-import random
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -8,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, RandomSampler
@@ -48,8 +46,6 @@ def hub(shuffle: dict[str, Any], begins: tuple[int, ...] = (1, 7, 13, 19)) -> An
 STREAMS: dict[str, Callable[[], Any]] = {
     "in order": lambda: Drawn(lambda: list(range(1, ROWS + 1))),
     "torch": lambda: Drawn(lambda: (torch.randperm(ROWS) + 1).tolist()),
-    "numpy": lambda: Drawn(lambda: (np.random.permutation(ROWS) + 1).tolist()),
-    "python": lambda: Drawn(lambda: random.sample(range(1, ROWS + 1), ROWS)),
     "hub": lambda: hub({"seed": 3}),
 }
 

@@ -3,8 +3,6 @@
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer
 
@@ -19,14 +17,3 @@ def test_rows_of_one_length_need_no_pad_token(toys: ModuleType, tmp_path: Path) 
         trainer.train()
         trained.append(toys.weights(trainer.model))
     toys.assert_same_weights(*trained)
-
-
-def test_rows_of_several_lengths_without_a_pad_token_are_refused(toys: ModuleType, tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
-    tokenizer.pad_token = None
-    arguments = InitialStateConfig(str(tmp_path / "run"), max_steps=2, **toys.QUIET)
-    rows = [*toys.sequences(4), *toys.sequences(4, length=7)]
-    trainer = ZeroStateTrainer(toys.tiny_model(), arguments, train_dataset=rows, processing_class=tokenizer)
-    with pytest.raises(ValueError, match=r"rows of a batch have \[7, 9\] tokens.*no pad token"):
-        trainer.train()
-    assert not (tmp_path / "run").exists()

@@ -98,26 +98,3 @@ def test_a_loss_of_ones_own_gets_the_labels_that_are_counted(toys: ModuleType, m
     config = make_config(per_device_train_batch_size=4, max_steps=1)
     StatePassingTrainer(toys.tiny_model(), config, train_dataset=padded_left(), compute_loss_func=own).train()
     assert seen == [(TARGETS, TARGETS)]
-
-
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("problem", ["number", "classes", "any"])
-def test_a_classification_head_is_trained_and_evaluated(
-    toys: ModuleType, make_config: MakeConfig, problem: str
-) -> None:
-    model, data = toys.classifier(problem, 5)
-    before = toys.weights(model)
-    config = make_config(max_steps=2, learning_rate=0.01, per_device_eval_batch_size=5)
-    trainer = StatePassingTrainer(model, config, train_dataset=data, eval_dataset=data)
-    trainer.train()
-    after = toys.weights(model)
-    assert [name for name in before if torch.equal(before[name], after[name])] == []
-    ids, labels = (torch.stack([row[name] for row in data]) for name in ("input_ids", "labels"))
-    loss: dict[str, Callable[[Tensor], Tensor]] = {
-        "number": lambda logits: F.mse_loss(logits[:, 0], labels),
-        "classes": lambda logits: F.cross_entropy(logits, labels),
-        "any": lambda logits: F.binary_cross_entropy_with_logits(logits, labels),
-    }
-    with torch.no_grad():
-        expected = loss[problem](model(ids).logits)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-5)

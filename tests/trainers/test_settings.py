@@ -16,15 +16,14 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StateXConfig,
 )
-from hf_recurrent_lengthgen.trainers.settings import check_settings
 
 CONFIGS = sorted({trainer.config_class for trainer in INTERVENTIONS.values()}, key=lambda config: config.__name__)
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
 REQUIRED: dict[str, dict[str, Any]] = {"MixedStatesConfig": {"mixture": {"zero": 1.0}}}
 WRONG: list[tuple[type, list[Any]]] = [
     (bool, ["no", "false", "true", 0, 1, 0.0, [], {}]),
-    (float, ["1e-3", True, math.nan, math.inf, -math.inf, [], {}, 10**400]),
-    (int, ["8", True, 1.5, math.nan, math.inf, [], {}, 10**400]),
+    (float, ["1e-3", True, math.nan, math.inf, -math.inf, [], {}]),
+    (int, ["8", True, 1.5, math.nan, math.inf, [], {}]),
 ]
 
 
@@ -77,19 +76,7 @@ def test_negative_numbers_are_refused_but_for_those_that_mean_not_given(config: 
             {"gradient_accumulation_steps": 0},
             "gradient_accumulation_steps must be at least 1, got 0",
         ),
-        (StatePassingConfig, {"carry_conv_state": "no"}, "carry_conv_state must be true or false, got 'no'"),
-        (
-            StatePassingConfig,
-            {"max_grad_norm": math.nan},
-            "max_grad_norm must be a finite number of at least 0, got nan",
-        ),
-        (
-            StatePassingConfig,
-            {"max_grad_norm": -1.0},
-            r"max_grad_norm must be a finite number of at least 0, got -1\.0",
-        ),
         (StatePassingConfig, {"learning_rate": "1e-3"}, "learning_rate must be a number, got '1e-3'"),
-        (StatePassingConfig, {"lr_scheduler_kwargs": {"min_lr": math.nan}}, "lr_scheduler_kwargs must hold finite"),
         (StatePassingConfig, {"nonfinite_states": 3}, "nonfinite_states must be 'stop' or 'reset', got 3"),
         (RandomNoiseConfig, {"noise_sigma": 0.0}, "noise_sigma must be a finite number above 0"),
         (
@@ -113,20 +100,6 @@ def test_a_config_can_be_made_again_from_its_own_values(config: Any, tmp_path: P
     """Trainer's own parsing turns names into enumerations and mappings into objects, which are taken back."""
     first = make(config, tmp_path, accelerator_config={"even_batches": True}, eval_strategy="steps", eval_steps=2)
     assert dataclasses.replace(first, learning_rate=1).eval_strategy == first.eval_strategy
-
-
-def test_any_dataclass_can_be_checked() -> None:
-    @dataclasses.dataclass
-    class Toy:
-        names: list[str] | None = None
-        rate: float | None = None
-        extra: dict[str, float] | str | None = None
-
-    check_settings(Toy(["a"], 1, {"b": 1.0}))
-    with pytest.raises(ValueError, match="extra must be a mapping or text or None, got 5"):
-        check_settings(Toy(extra=5))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="extra must hold finite numbers only"):
-        check_settings(Toy(extra={"b": math.inf}))
 
 
 @dataclasses.dataclass

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import IterableDataset
 
 from hf_recurrent_lengthgen.trainers.checks import check_trainer
-from hf_recurrent_lengthgen.trainers.run.same_rows import refuse_stream
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
 
 # what one process trains with 4 rows of 9 tokens in a micro-batch, by processes and context_parallel_size; no 3, since
@@ -125,17 +123,6 @@ def test_the_rows_of_each_group_are_gathered_once_and_repeated_ones_left_out() -
 def test_groups_must_fill_the_processes(toys: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="context_parallel_size=2 must divide the number of processes, 1"):
         toys.resumable_trainer(tmp_path, context_parallel_size=2)
-
-
-def test_a_stream_is_refused() -> None:
-    class Stream(IterableDataset[Any]):
-        """Without a length."""
-
-        def __iter__(self) -> Any:
-            return iter([])
-
-    with pytest.raises(ValueError, match="read them from data with a length, got Stream"):
-        refuse_stream(Stream())
 
 
 def test_a_loss_function_of_whole_rows_is_refused(toys: ModuleType, tmp_path: Path) -> None:

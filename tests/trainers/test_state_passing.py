@@ -99,15 +99,6 @@ def test_the_convolution_part_starts_from_zero_if_not_carried(toys: ModuleType, 
     assert any(sum(recurrent) > 0 for recurrent, _ in seen)
 
 
-@pytest.mark.slow
-def test_a_second_training_run_starts_from_zero_again(toys: ModuleType, make_config: MakeConfig) -> None:
-    model = toys.SumModel()
-    trainer = StatePassingTrainer(model, make_config(num_train_epochs=1), train_dataset=numbers(4))
-    trainer.train()
-    trainer.train()
-    assert [recurrent for _, _, recurrent, _ in model.seen][2] == [0.0, 0.0]
-
-
 class _Token:
     pass
 
@@ -235,13 +226,3 @@ def test_a_model_that_returns_a_mean_loss_gets_the_mean_over_micro_batches(
     StatePassingTrainer(model, config, train_dataset=numbers(8)).train()
     # The loss of a micro-batch is weight * mean(ids), the mean over all 8 items of 101 (i + 1) / 2 is 227.25.
     assert model.weight.item() == pytest.approx(1 - 0.001 * 227.25, abs=1e-5)
-
-
-def test_states_stay_in_full_precision_under_bfloat16(toys: ModuleType, make_config: MakeConfig) -> None:
-    config = make_config(max_steps=3, bf16=True)
-    trainer = StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
-    trainer.train()
-    states = trainer.initial_states.state_dict()
-    recurrent = states["micro_batches.0.layers.1.recurrent"]
-    assert {part.dtype for part in states.values()} == {torch.float32}
-    assert not torch.equal(recurrent, recurrent.bfloat16().float())

@@ -1,15 +1,13 @@
 """What a trainer writes of itself when a person saves the model."""
 
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.checkpoints.records import Lineage, last_training, read_lineage
+from hf_recurrent_lengthgen.checkpoints.records import last_training, read_lineage
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -19,7 +17,7 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StatePassingTrainer,
 )
-from hf_recurrent_lengthgen.trainers.run.records import RunFacts, rows_seen, training_run
+from hf_recurrent_lengthgen.trainers.run.records import rows_seen
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
 QUICK = {"max_steps": 3, "per_device_train_batch_size": 2, "report_to": "none", "dataloader_pin_memory": False}
@@ -114,20 +112,3 @@ def test_rows_are_counted_step_by_step(
     steps: int, rows: int, accumulation: int, batches: int | None, dataset: int | None, seen: int
 ) -> None:
     assert rows_seen(steps, rows, accumulation, batches, dataset) == seen
-
-
-@pytest.mark.slow
-def test_the_tokens_of_a_lineage_are_those_of_the_batches(toys: ModuleType, tmp_path: Path) -> None:
-    for method in ("state passing", "tbtt"):
-        trainer = toys.resumable_trainer(tmp_path / method, method=method, save_strategy="no", num_train_epochs=3)
-        counted: list[int] = []
-        fetch = trainer.get_batch_samples
-
-        def listen(*arguments: Any, fetch: Any = fetch, counted: list[int] = counted) -> Any:
-            batches, items = fetch(*arguments)
-            counted.extend(len(batch["input_ids"]) for batch in batches)
-            return batches, items
-
-        trainer.get_batch_samples = listen
-        done = trainer.train()
-        assert training_run(trainer, done, RunFacts(Lineage(), DataSource("rows"), 9)).tokens == 9 * sum(counted)

@@ -10,7 +10,6 @@ import gc
 import hashlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +29,6 @@ from hf_recurrent_lengthgen.models import (
     StatefulMamba2Config,
     StatefulMamba2ForCausalLM,
 )
-from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import (
     AlignmentConfig,
@@ -105,46 +103,6 @@ def tiny_model(seed: int = 0, **fields: Any) -> StatefulMamba2ForCausalLM:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2} | fields
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return StatefulMamba2ForCausalLM(StatefulMamba2Config(num_heads=2, head_dim=8, n_groups=1, **sizes, **special))
-
-
-class Classifier(StatefulMamba2ForCausalLM):
-    """A head on the last token of each row, with the loss of classes, numbers or several labels."""
-
-    accepts_loss_kwargs = False
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.lm_head = torch.nn.Linear(config.hidden_size, config.num_labels, bias=False)
-        self.loss_type = "ForSequenceClassification"
-
-    def get_output_embeddings(self) -> None:
-        """No token is predicted."""
-
-    def forward(  # type: ignore[override]
-        self, input_ids: Tensor, labels: Any = None, initial_state: Any = None, output_final_state: bool = True
-    ) -> Any:
-        output = self.backbone(input_ids, initial_state=initial_state, output_final_state=output_final_state)
-        logits, loss = self.lm_head(output.last_hidden_state[:, -1]), None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
-        return StatefulCausalLMOutput(loss=loss, logits=logits, final_state=output.final_state)
-
-
-def classifier(problem: str, rows: int) -> tuple[Classifier, list[dict[str, Tensor]]]:
-    """A head over a vocabulary of 50 for a "number", one of 60 "classes" or "any" of 9, and texts of 9 tokens."""
-    torch.manual_seed(0)
-    labels: dict[str, Callable[[int], Tensor]] = {
-        "number": lambda _: torch.randn(()),
-        "classes": lambda i: torch.tensor(59 - i),
-        "any": lambda _: torch.randint(0, 2, (9,)).float(),
-    }
-    sizes = {"vocab_size": 50, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "num_heads": 2}
-    count = {"number": 1, "classes": 60, "any": 9}[problem]
-    config = StatefulMamba2Config(
-        **sizes, head_dim=8, n_groups=1, pad_token_id=0, bos_token_id=1, eos_token_id=2, num_labels=count
-    )
-    data = [{"input_ids": torch.randint(0, 50, (9,)), "labels": labels[problem](i)} for i in range(rows)]
-    return Classifier(config), data
 
 
 def sequences(count: int, length: int = 9, seed: int = 0) -> list[dict[str, Tensor]]:
@@ -302,13 +260,6 @@ def die_while_writing(what: str) -> None:
         replace_writer(checkpoints, "save_file", 1, "initial_states")
     elif what == "trainer_state.json":
         replace_writer(trainer_callback.TrainerState, "save_to_json", 1, what)
-    elif what == "rotation":
-
-        def delete_one_and_die(path: str | Path, *args: Any, **kwargs: Any) -> None:
-            sorted(Path(path).iterdir())[-1].unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        shutil.rmtree = delete_one_and_die  # type: ignore[assignment]
     else:
         raise ValueError(what)
 

@@ -10,6 +10,13 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+REFUSED = {
+    "auto_find_batch_size": "carried states belong to one batch size",
+    "label_smoothing_factor": "Trainer would smooth against unshifted labels",
+    "ignore_data_skip": "a resumed run would read the rows of its epoch from the first one again",
+}
+"""Arguments that have to be false, with the reason."""
+
 
 def check_config(trainer: type[Any], args: Any) -> None:
     """Raise a `ValueError` for arguments that are not of the trainer's own config class."""
@@ -27,26 +34,14 @@ def check_arguments(args: TrainingArguments) -> None:
             f"{args.n_gpu} GPUs in one process (DataParallel) would mix up carried states: start one process per GPU "
             "with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES to one GPU."
         )
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size is not supported, because carried states belong to one batch size: set "
-            "per_device_train_batch_size."
-        )
-    if args.label_smoothing_factor:
-        raise ValueError(
-            "label_smoothing_factor is not supported, because Trainer would smooth against unshifted labels: leave it "
-            "out."
-        )
+    for name, reason in REFUSED.items():
+        if getattr(args, name, None):
+            raise ValueError(f"{name} is not supported, because {reason}: leave it out.")
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
         if (getattr(args, name, None) or {}).get("use_reentrant"):
             raise ValueError(
                 "Reentrant activation checkpointing loses gradients through recurrent states: set use_reentrant=False."
             )
-    if getattr(args, "ignore_data_skip", False):
-        raise ValueError(
-            "ignore_data_skip would let a resumed run read the rows of its epoch from the first one again: leave it "
-            "out."
-        )
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started > args.world_size:
         raise ValueError(

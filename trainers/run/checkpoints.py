@@ -190,8 +190,8 @@ def load_converted_weights(model: nn.Module, checkpoint: str | os.PathLike[str])
     dtype = functools.reduce(torch.promote_types, {value.dtype for value in model.parameters()})
     loading: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
     load: Any = loading_class(model).from_pretrained
-    loaded, found = load(checkpoint, config=copy.deepcopy(model.config), **loading)
-    if found["missing_keys"] or found["unexpected_keys"] or found["mismatched_keys"]:
-        raise ValueError(f"The weights in {checkpoint} do not fit this {type(model).__name__}: {found}.")
+    loaded, misfits = load(checkpoint, config=copy.deepcopy(model.config), **loading)
+    if any(misfits[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        raise ValueError(f"The weights in {checkpoint} do not fit this {type(model).__name__}: {misfits}.")
     model.load_state_dict(loaded.state_dict())
     return True

@@ -1,17 +1,15 @@
 """`Trainer` finds its place in the data by counting steps, which is not enough for streams and unseeded samplers.
 
-It knows neither in which pass over a stream a run is, nor the random states from which samplers and streams without a
-seed drew the order of an epoch. Here checkpoints keep both, so that a resumed run reads the rows that the run would
+It knows neither in which pass over a stream a run is, nor torch's random state from which samplers and streams without
+a seed drew the order of an epoch. Here checkpoints keep both, so that a resumed run reads the rows that the run would
 have read.
 """
 
 import hashlib
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +31,7 @@ class DataPlace:
         self._resumed: dict[str, Any] | None = None
         self._expected: set[int] = set()
         self._marked: MarkedRows | None = None
-        self._began: dict[str, Any] = {}
+        self._began: list[str] = []
 
     def saved(self) -> dict[str, Any]:
         """JSON values for `resume`."""
@@ -119,22 +117,14 @@ class MarkedRows:
         return batch | {ROWS_READ: torch.tensor([[before, self._digest]]).repeat(len(tensors[0]), 1)}
 
 
-def _random_states(generator: Any) -> dict[str, Any]:
-    """The states of Python, NumPy, torch and a sampler's generator as JSON values."""
-    name, keys, *numbers = np.random.get_state(legacy=True)
-    torch_states = [torch.get_rng_state()] + ([generator.get_state()] if generator is not None else [])
-    return {
-        "python": random.getstate(),
-        "numpy": [name, keys.tolist(), *numbers],  # type: ignore[union-attr]
-        "torch": [state.numpy().tobytes().hex() for state in torch_states],
-    }
+def _random_states(generator: Any) -> list[str]:
+    """The states of torch and of a sampler's generator."""
+    states = [torch.get_rng_state()] + ([generator.get_state()] if generator is not None else [])
+    return [state.numpy().tobytes().hex() for state in states]
 
 
-def _set_random_states(states: dict[str, Any], generator: Any) -> None:
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(tuple(states["numpy"]))
-    of_torch, *of_sampler = (torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for s in states["torch"])
+def _set_random_states(states: list[str], generator: Any) -> None:
+    of_torch, *of_sampler = (torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8) for state in states)
     torch.set_rng_state(of_torch)
     if of_sampler and generator is not None:
         generator.set_state(of_sampler[0])

@@ -114,7 +114,7 @@ def training_run(trainer: Trainer, output: TrainOutput, facts: RunFacts) -> Trai
     """The record of a finished training.
 
     Args:
-        trainer: Any Trainer after `train`.
+        trainer: The trainer after `train`.
         output: What `train` returned.
         facts: Facts that the trainer cannot know.
     """
@@ -267,22 +267,19 @@ def settings(trainer: Trainer) -> Settings:
 
 def _of_optimizer(args: TrainingArguments, optimizer: Any, groups: list[dict[str, Any]]) -> dict[str, Any]:
     name = str(_plain(args.optim))
-    told: dict[str, Any] = {
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
-    }
+    betas = args.adam_beta1, args.adam_beta2
+    group: dict[str, Any] = {"betas": betas, "eps": args.adam_epsilon, "weight_decay": args.weight_decay}
     if optimizer is not None:
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         name = name if kind.lower() in name.replace("_", "") else kind  # an optimizer given by the user
-        told = groups[0] | {"weight_decay": max(group.get("weight_decay", 0) for group in groups)}
-    adam = "betas" in told
+        group = groups[0] | {"weight_decay": max(one.get("weight_decay", 0) for one in groups)}
+    adam = "betas" in group
     return {
         "optim": name,
-        "betas": tuple(float(beta) for beta in told["betas"]) if adam else None,
-        "epsilon": float(told["eps"]) if adam and "eps" in told else None,
-        "momentum": float(told["momentum"]) if told.get("momentum") else None,
-        "weight_decay": float(told["weight_decay"]),
+        "betas": tuple(float(beta) for beta in group["betas"]) if adam else None,
+        "epsilon": float(group["eps"]) if adam and "eps" in group else None,
+        "momentum": float(group["momentum"]) if group.get("momentum") else None,
+        "weight_decay": float(group["weight_decay"]),
     }
 
 

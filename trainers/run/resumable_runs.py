@@ -9,7 +9,6 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from transformers.utils import logging
 
 from hf_recurrent_lengthgen.checkpoints.adapters import holds_adapter, write_adapter_base
 from hf_recurrent_lengthgen.checkpoints.records import Lineage
-from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.trainers.checks import layout_of
@@ -41,7 +39,6 @@ from hf_recurrent_lengthgen.trainers.run.checkpoints import (
     saved_run,
 )
 from hf_recurrent_lengthgen.trainers.run.data_place import DataPlace
-from hf_recurrent_lengthgen.trainers.run.folder_lock import locked
 from hf_recurrent_lengthgen.trainers.run.interrupts import InterruptCallback
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts, RunRecord, record_lineage
 from hf_recurrent_lengthgen.trainers.run.resumed_settings import apply_rates, fixed_arguments, initial_rates
@@ -67,7 +64,6 @@ class ResumableTrainer(SameRowsTrainer):
     args: InitialStateConfig
 
     def __init__(self, model: Any, args: InitialStateConfig, *positional: Any, **keyword: Any) -> None:
-        self._made_output_dir = not os.path.isdir(str(args.output_dir))
         super().__init__(model, args, *positional, **keyword)
         self.given_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
         self.run_record = RunRecord()
@@ -86,31 +82,12 @@ class ResumableTrainer(SameRowsTrainer):
         For a run that has all its steps, only the weights are loaded.
 
         Raises:
-            ValueError: if there is no such checkpoint, or the given folder is incomplete; while another run
-                trains in the output folder; and for data that make no step.
+            ValueError: if there is no such checkpoint, or the given folder is incomplete; and for data that
+                make no step.
             KeyboardInterrupt: after SIGINT, when the current step is done and a checkpoint is written.
             SystemExit: after SIGTERM, likewise.
         """
-        # trials may run at the same time, each in its own folder
-        is_trial = (args[0] if args else kwargs.get("trial")) is not None
-        with nullcontext() if is_trial else self._only_run_here():
-            try:
-                return self._train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
-            except BaseException:
-                if self._made_output_dir:
-                    with suppress(OSError):  # it holds something
-                        os.rmdir(self.output_dir)
-                raise
-
-    @contextmanager
-    def _only_run_here(self) -> Iterator[None]:
-        """Lock the output folder; the main process does so for the whole run."""
-        with locked(self.output_dir) if self.is_world_process_zero() else nullcontext(True) as free:
-            if self.any_process(not free):
-                raise ValueError(
-                    f"Another run is training in {self.output_dir}: set another output_dir, or wait for that run."
-                )
-            yield
+        return self._train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
 
     def _train(self, checkpoint: str | None, *args: Any, **kwargs: Any) -> TrainOutput:
         if checkpoint is None:
@@ -184,18 +161,9 @@ class ResumableTrainer(SameRowsTrainer):
             "source": type(self.initial_states).__name__,
             **self.initial_states.settings(),
             **layout_of(self.train_dataset),
-            **self._rows_left_out(),
             "num_processes": self.args.world_size,
             "arguments": fixed_arguments(self.args),
         }
-
-    def _rows_left_out(self) -> dict[str, int]:
-        """Their number, if any."""
-        data: Any = self.train_dataset
-        if isinstance(data, ContinuedChunks) or not has_length(data):
-            return {}
-        rows = len(data) % (self.args.per_device_train_batch_size * self.args.row_processes)
-        return {"rows_left_out": rows} if rows else {}
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
@@ -221,13 +189,13 @@ class ResumableTrainer(SameRowsTrainer):
         """The folder to resume from, chosen by the main process for all processes; None for a new run."""
         if not asked:
             return None
-        found: list[str | None] = [None, None]
+        chosen: list[str | None] = [None, None]  # the folder, and why there is none
         if self.is_world_process_zero():
             try:
-                found[0] = checkpoint_to_resume(asked, self.output_dir)
+                chosen[0] = checkpoint_to_resume(asked, self.output_dir)
             except ValueError as error:
-                found[1] = str(error)
-        checkpoint, refused = broadcast_object_list(found)
+                chosen[1] = str(error)
+        checkpoint, refused = broadcast_object_list(chosen)
         if refused is not None:
             raise ValueError(refused)
         # Checked before Trainer loads, so that the error names what changed and no weights reach another model.
@@ -251,14 +219,6 @@ class ResumableTrainer(SameRowsTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_converted(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Trainer's, without weights that are missing because they are tied to others that were loaded."""
-        weights = self.model.state_dict()  # type: ignore[union-attr]
-        missing = load_result.missing_keys
-        loaded = {value.data_ptr() for name, value in weights.items() if name not in missing}
-        left = [name for name in missing if name not in weights or weights[name].data_ptr() not in loaded]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=left))
 
     def _load_best_model(self) -> None:
         if not self._load_converted(str(self.state.best_model_checkpoint)):

@@ -19,7 +19,6 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, StreamRowSampler
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
-from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.trainers.checks import takes_states
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
@@ -59,7 +58,7 @@ class SameRowsTrainer(PushingTrainer):
 
     def _scored(self, batch: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
         """A batch with only the labels that the model scores; unchanged for a model without states."""
-        return with_scored_labels(base_of(self.model), batch, rows) if self._takes_states else batch
+        return with_scored_labels(batch, rows) if self._takes_states else batch
 
     # --- training ---
 
@@ -98,12 +97,9 @@ class SameRowsTrainer(PushingTrainer):
             self._sampler = super()._get_train_sampler(train_dataset)
             return self._sampler
         stream_rows = self.args.row_processes * self._train_batch_size * self.args.gradient_accumulation_steps
-        self._sampler = StreamRowSampler(dataset, stream_rows, self._data_seed)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        self._sampler = StreamRowSampler(dataset, stream_rows, seed)
         return self._sampler
-
-    @property
-    def _data_seed(self) -> int:
-        return self.args.seed if self.args.data_seed is None else self.args.data_seed
 
     def begin_epoch(self, epoch: int) -> None:
         """Give the sampler the order of the epoch, also when a run is resumed inside it."""
@@ -157,11 +153,11 @@ class SameRowsTrainer(PushingTrainer):
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Trainer's; on several processes, with the mean loss over the tokens that are targets on all of them."""
-        inputs, base = self._scored(dict(inputs)), base_of(self.model)
-        if self.args.world_size == 1 or not token_labels(base, inputs):
+        inputs = self._scored(dict(inputs))
+        if self.args.world_size == 1 or not token_labels(inputs):
             return super().prediction_step(model, inputs, *args, **kwargs)
         present = present_rows(self.accelerator, token_shape_of(inputs)[0], self.args.row_process_index)
-        inputs, scored = without_repeated_rows(base, inputs, present)
+        inputs, scored = without_repeated_rows(inputs, present)
         loss_only = args[0] if args else kwargs.get("prediction_loss_only")
         if self._shared.group is None or not loss_only:  # predictions are of whole rows
             loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
@@ -240,17 +236,11 @@ def present_rows(accelerator: Any, rows: int, index: int) -> int:
     return min(max(left, 0), rows)
 
 
-def without_repeated_rows(model: nn.Module, inputs: dict[str, Any], present: int) -> tuple[dict[str, Any], Tensor]:
-    """A batch without targets in repeated rows, and how many targets are left.
-
-    Args:
-        model: The model without wrappers.
-        inputs: The batch of this process, with labels that are tokens.
-        present: See `present_rows`.
-    """
+def without_repeated_rows(inputs: dict[str, Any], present: int) -> tuple[dict[str, Any], Tensor]:
+    """A batch of tokens without targets in rows after the first `present`, and how many targets are left."""
     kept = {
         name: torch.cat([inputs[name][:present], torch.full_like(inputs[name][present:], IGNORED_LABEL)])
-        for name in token_labels(model, inputs)
+        for name in token_labels(inputs)
     }
     targets = kept["shift_labels"] if "shift_labels" in kept else kept["labels"][..., 1:]
     return {**inputs, **kept}, targets.ne(IGNORED_LABEL).sum()

@@ -77,10 +77,10 @@ class SharedRows(NamedTuple):
         def of_first(gathered: torch.Tensor) -> torch.Tensor:
             return torch.cat(gathered.chunk(self.mesh.size())[:: self.size])
 
-        found = recursively_apply(of_first, accelerator.gather(data))
+        once = recursively_apply(of_first, accelerator.gather(data))
         ending = accelerator.gradient_state
         left = ending.remainder if ending.end_of_dataloader else 0
-        return recursively_apply(lambda rows: rows[:left], found) if left > 0 else found
+        return recursively_apply(lambda rows: rows[:left], once) if left > 0 else once
 
 
 def refuse_other_rows(differ: bool) -> None:

@@ -7,7 +7,7 @@ states finite) and reads the answers together; logged values are read when they 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,38 +18,16 @@ from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 logger = logging.get_logger(__name__)
 
 
-class StateSizes(NamedTuple):
-    """The sizes of the final states of a micro-batch: what can be said about them when the states are gone.
+def describe_broken(norms: Tensor) -> str:
+    """The first broken layer and part, and its rows, in words, from the `part_norms` of a state."""
+    layer, part = (~norms.isfinite()).any(-1).nonzero()[0].tolist()
+    rows = (~norms[layer, part].isfinite()).nonzero().flatten().tolist()
+    return f"layer {layer}, part '{LayerState._fields[part]}' has NaN or infinite values in rows {rows}"
 
-    Attributes:
-        norms: `part_norms`.
-        rms: `recurrent_rms`.
-    """
 
-    norms: Tensor
-    rms: Tensor
-
-    @classmethod
-    def of(cls, state: RecurrentState) -> "StateSizes":
-        norms = part_norms(state)
-        return cls(norms, recurrent_rms(state, norms))
-
-    def broken_rows(self) -> Tensor:
-        """Rows with a value that is not finite, (B,)."""
-        return ~self.norms.isfinite().all(0).all(0)
-
-    def describe_broken(self) -> str:
-        """The first broken layer and part, and its rows, in words."""
-        layer, part = (~self.norms.isfinite()).any(-1).nonzero()[0].tolist()
-        rows = (~self.norms[layer, part].isfinite()).nonzero().flatten().tolist()
-        return f"layer {layer}, part '{LayerState._fields[part]}' has NaN or infinite values in rows {rows}"
-
-    def logs(self, broken: Tensor | None) -> dict[str, Tensor]:
-        """Values to log; `broken` are rows to leave out, None for none."""
-        kept = self.rms if broken is None else self.rms[:, ~broken]
-        share = kept.new_zeros(()) if broken is None else broken.double().mean()
-        sizes = {"state_rms": kept.mean(), "state_rms_max": kept.max()} if kept.numel() else {}
-        return {"reset_states": share, **sizes}
+def broken_rows(norms: Tensor) -> Tensor:
+    """Rows with a value that is not finite, (B,), from the `part_norms` of a state."""
+    return ~norms.isfinite().all(0).all(0)
 
 
 def part_norms(state: RecurrentState) -> Tensor:
@@ -95,8 +73,8 @@ class StepLogs:
         self._values = {}
         everyone = gather([own])
         names = sorted({name for values in everyone for name in values})
-        found = {name: [values[name] for values in everyone if name in values] for name in names}
-        return {name: max(values) if _is_max(name) else sum(values) / len(values) for name, values in found.items()}
+        by_name = {name: [values[name] for values in everyone if name in values] for name in names}
+        return {name: max(values) if _is_max(name) else sum(values) / len(values) for name, values in by_name.items()}
 
 
 def _is_max(name: str) -> bool:
@@ -140,15 +118,15 @@ class StepChecks:
             return
         device = waiting[0][0].device
         answers: list[bool] = torch.stack([asked.to(device) for asked, _ in waiting]).tolist()
-        for found, (_, then) in zip(answers, waiting, strict=True):
-            then(found)
+        for answer, (_, then) in zip(answers, waiting, strict=True):
+            then(answer)
 
     def ask_initial_state(self, state: RecurrentState | None, where: str, source: str) -> Tensor:
         """Stop at initial states with NaN or infinite values; the share of the rows that start from zero."""
         from_zero, is_broken = zero_rows(state)
 
-        def then(found: bool) -> None:
-            if found:
+        def then(is_so: bool) -> None:
+            if is_so:
                 raise ValueError(
                     f"The initial_state of {where} has NaN or infinite values: {source} must give finite ones. "
                     f"{self._hint()}"
@@ -161,8 +139,8 @@ class StepChecks:
         """Stop at a loss that is not finite."""
         loss = loss.detach()
 
-        def then(found: bool) -> None:
-            if found:
+        def then(is_so: bool) -> None:
+            if is_so:
                 raise ValueError(
                     f"The loss of {where} is {loss.item()}. {self._hint()} Lower the learning rate, clip gradients "
                     "(max_grad_norm), and look for batches without labels."
@@ -170,20 +148,26 @@ class StepChecks:
 
         self.ask(~loss.isfinite(), then)
 
-    def ask_final_state(self, sizes: StateSizes, broken: Tensor, where: str, resets: bool, logs: StepLogs) -> None:
-        """Log the sizes of final states; stop at broken ones, or tell that they are reset."""
+    def ask_final_state(self, state: RecurrentState, where: str, resets: bool, logs: StepLogs) -> Tensor:
+        """Log the sizes of final states; stop at broken ones, or tell that they are reset. Returns the broken rows."""
+        norms = part_norms(state)
+        rms, broken = recurrent_rms(state, norms), broken_rows(norms)
 
-        def then(found: bool) -> None:
-            if found:
-                told = f"final_state of {where}: {sizes.describe_broken()}."
+        def then(is_so: bool) -> None:
+            if is_so:
+                what = f"final_state of {where}: {describe_broken(norms)}."
                 if not resets:
                     raise ValueError(
-                        f"{told} {self._hint()} To go on from zero in these rows, set nonfinite_states='reset'."
+                        f"{what} {self._hint()} To go on from zero in these rows, set nonfinite_states='reset'."
                     )
-                logger.warning(f"{told} The states of these rows are reset to zero.")
-            logs.add(**sizes.logs(broken if found else None))
+                logger.warning(f"{what} The states of these rows are reset to zero.")
+            kept = rms[:, ~broken] if is_so else rms
+            logs.add(reset_states=broken.double().mean())
+            if kept.numel():
+                logs.add(state_rms=kept.mean(), state_rms_max=kept.max())
 
         self.ask(broken.any(), then)
+        return broken
 
 
 class ModelCalls:
