@@ -2,8 +2,18 @@
 
 A scan is a recurrence over time with any initial state and a final state. Every file `scan_*.py` has the definition
 as a loop (`scan_*_reference`), a chunked form in plain torch whose backward pass recomputes what is inside a chunk,
-and a GPU kernel, all behind one function. Shape suffixes of all scans: B batch, T time, H heads, P head (value) dim,
-G groups, D inner channels, N state (key) dim, Q chunk; a state is (B, H, P, N) or (B, D, N).
+and a GPU kernel, all behind one function. It gives outputs in the dtype of the first input, and the state after the
+last token in the dtype of the one before the first. Gradients flow to all tensor arguments and from both results.
+Arguments of all scans:
+
+    chunk_size: Tokens per chunk. It changes speed and memory, and the result by rounding only. Kernels have their own.
+    backend: "torch" or "kernel".
+    in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients and
+        with a single token does.
+
+An unknown backend, one that is not installed and a chunk size below 1 are a `ValueError`. Shape suffixes of all scans:
+B batch, T time, H heads, P head (value) dim, G groups, D inner channels, N state (key) dim, Q chunk; a state is
+(B, H, P, N) or (B, D, N).
 """
 
 from collections.abc import Callable, Sequence

@@ -71,15 +71,7 @@ def scan_delta(
             memory, and the result by rounding only. By default N / 4, from 4 to 32: near rates of 2 what tokens
             write cancels where they are many for the dimensions of a key. The kernel has its own.
         backend: "torch" (chunked form) or "kernel" (fla).
-        in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
-            and with a single token does.
-
-    Returns:
-        Outputs in the dtype of `q`, (B, T, H, P), and the state after the last token, (B, H, P, N), in the dtype of
-        `initial_state`. Gradients flow to all tensor arguments and from both results.
-
-    Raises:
-        ValueError: for an unknown backend, a chunk size below 1, and arguments of other shapes.
+        in_place: As in all scans.
     """
     _check_shapes({"q": q, "k": k, "v": v, "g": g, "beta": beta}, initial_state)
     inputs = q, k, v, g, beta
@@ -126,7 +118,7 @@ def scan_dplr(
         g: Logarithms of the decays, at most 0, (B, T, H, N).
         a: What a token reads from the state before it, (B, T, H, N).
         b: Where it writes what it reads, (B, T, H, N). Where g, k and b are 0, the state does not change.
-        initial_state: As in `scan_delta`, like the other arguments, results and errors.
+        initial_state: As in `scan_delta`, like the other arguments.
         chunk_size: As there.
         backend: As there.
         in_place: As there.

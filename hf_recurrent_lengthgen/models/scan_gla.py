@@ -42,18 +42,9 @@ def scan_gla(
         v: Values, (B, T, H, P).
         g: Logarithms of the decays, at most 0, (B, T, H, N). Where g and k are 0, the state does not change.
         initial_state: State before the first token, (B, H, P, N).
-        chunk_size: Tokens per chunk of the torch form, which takes the next power of two; it changes speed and
-            memory, not the result. The kernel has its own.
+        chunk_size: Tokens per chunk of the torch form, which takes the next power of two.
         backend: "torch" (chunked form) or "kernel" (fla).
-        in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
-            and with a single token does.
-
-    Returns:
-        Outputs in the dtype of `q`, (B, T, H, P), and the state after the last token, (B, H, P, N), in the dtype of
-        `initial_state`. Gradients flow to all tensor arguments and from both results.
-
-    Raises:
-        ValueError: for an unknown backend or a chunk size below 1.
+        in_place: As in all scans.
     """
     inputs = q, k, v, g
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)

@@ -78,18 +78,9 @@ def scan_selective(
         C: Output projections, (B, T, N).
         D: Skip weights, (D,).
         initial_state: State before the first token, (B, D, N).
-        chunk_size: Tokens per state that the torch form keeps for its backward pass; it changes speed and memory,
-            not the result. The kernel has its own.
+        chunk_size: Tokens per state that the torch form keeps for its backward pass.
         backend: "torch" or "kernel" (mamba-ssm).
-        in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
-            and with a single token does.
-
-    Returns:
-        Outputs in the dtype of `x`, (B, T, D), and the state after the last token, (B, D, N), in the dtype of
-        `initial_state`. Gradients flow to all tensor arguments and from both results.
-
-    Raises:
-        ValueError: for an unknown backend, one that is not installed, or a chunk size below 1.
+        in_place: As in all scans.
     """
     inputs = x, dt, A, B, C, D
     return run_scan(_scan_with_torch, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)

@@ -76,18 +76,9 @@ def scan_ssd(
         C: Output projections, (B, T, G, N).
         D: Skip weights, (H,).
         initial_state: State before the first token, (B, H, P, N).
-        chunk_size: Tokens per chunk, about, of the chunked forms; it changes speed and memory, not the result. The
-            kernel takes the next power of two, from 16 to 256.
+        chunk_size: Tokens per chunk, about; the kernel takes the next power of two, from 16 to 256.
         backend: "torch" (chunked form) or "kernel" (mamba-ssm).
-        in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
-            and with a single token does.
-
-    Returns:
-        Outputs in the dtype of `x`, (B, T, H, P), and the state after the last token, (B, H, P, N), in
-        the dtype of `initial_state`. Gradients flow to all tensor arguments and from both results.
-
-    Raises:
-        ValueError: for an unknown backend or a chunk size below 1.
+        in_place: As in all scans.
     """
     inputs = x, dt, A, B, C, D
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)

@@ -64,17 +64,12 @@ def scan_trapezoid(
         C: Queries, (B, T, H, N).
         D: Skip weights, (H,).
         initial_state: State before the first token, in the frame of the token before, (B, H, P, N).
-        chunk_size: Tokens per chunk of the torch form, about; it changes speed and memory, not the result.
+        chunk_size: Tokens per chunk of the torch form, about.
         backend: "torch" (chunked form) or "kernel" (fla, whose matrix products are in the dtype of `x`).
-        in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients
-            and with a single token does.
+        in_place: As in all scans.
 
     Returns:
-        Outputs in the dtype of `dt`, (B, T, H, P), and the state after the last token, in its frame, (B, H, P, N), in
-        the dtype of `initial_state`. Gradients flow to all tensor arguments and from both results.
-
-    Raises:
-        ValueError: for an unknown backend or a chunk size below 1.
+        Outputs in the dtype of `dt`, (B, T, H, P), and the state after the last token, in its frame.
     """
     inputs = dt, g, share, w, x, B, C, D
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)

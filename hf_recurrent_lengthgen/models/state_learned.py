@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import initialization as init
 
 from .state_value import (
@@ -149,33 +149,6 @@ class LearnedStates(nn.Module):
         shapes = [[list(part.shape[1:]) for part in layer] for layer in state()]
         self._config.learned_states = {"names": self.names, "active": adapter_name, "shapes": shapes}
 
-    def add_weighted_adapter(
-        self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str
-    ) -> "LearnedStates":
-        """Add the weighted sum of states under a new name, and make it the active one.
-
-        Args:
-            adapters: Names of states.
-            weights: As many factors; 1 / n each for the average of n states.
-            adapter_name: The new name.
-
-        Raises:
-            ValueError: for unknown names, another number of weights, weights that are not finite, and a name that
-                exists.
-        """
-        if not adapters or len(adapters) != len(weights):
-            raise ValueError(f"Give one weight for each state, got {list(weights)} for {list(adapters)}.")
-        factors = [float(weight) for weight in weights]
-        if not all(abs(factor) < float("inf") for factor in factors):
-            raise ValueError(f"The weights must be finite numbers, got {factors}.")
-        states = [self[name]() for name in adapters]
-        total = tuple(
-            LayerState(*(_weighted(parts, factors) for parts in zip(*layers, strict=True)))
-            for layers in zip(*states, strict=True)
-        )
-        self.add(adapter_name, _frozen(total))
-        return self
-
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete a state; if it was active, sequences start from zero."""
         self[adapter_name]
@@ -183,13 +156,6 @@ class LearnedStates(nn.Module):
         delattr(self, adapter_name)
         active = None if record["active"] == adapter_name else record["active"]
         self._config.learned_states = record | {"names": self.names, "active": active} if self.names else None
-
-
-def _weighted(parts: Sequence[Tensor], factors: Sequence[float]) -> Tensor:
-    total = parts[0].detach() * factors[0]
-    for part, factor in zip(parts[1:], factors[1:], strict=True):
-        total = total + part.detach() * factor
-    return total
 
 
 def _frozen(state: RecurrentState) -> LearnedState:

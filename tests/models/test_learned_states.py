@@ -109,31 +109,18 @@ def test_its_gradient_is_that_of_a_parameter_given_as_the_initial_state(family: 
     torch.testing.assert_close(model.first_state(1), own, rtol=1e-10, atol=1e-12)
 
 
-def test_sums_and_averages_are_exact_and_switching_leaves_them_alone() -> None:
+def test_switching_and_deleting_leave_the_others_alone() -> None:
     model, tokens = build(MAMBA2).eval(), random_tokens(1, 5)
     one, two = learned(model, "one"), learned(model, "two", 3)
     states = model.learned_states
     assert (states.names, states.active_adapter) == (["one", "two"], "two")
-    states.add_weighted_adapter(["one", "two"], [0.5, 0.5], "average")
-    assert states.active_adapter == "average"
-    halves = tuple(
-        LayerState(*(a * 0.5 + b * 0.5 for a, b in zip(x, y, strict=True))) for x, y in zip(one, two, strict=True)
-    )
-    exactly(states["average"](), halves)
-    states.add_weighted_adapter(["one", "average", "two"], [2, -1.0, 1], "sum")
-    total = tuple(
-        LayerState(*(a * 2 - c + b for a, b, c in zip(x, y, z, strict=True)))
-        for x, y, z in zip(one, two, halves, strict=True)
-    )
-    exactly(states["sum"](), total)
     states.set_adapter("one")
     exactly(model(tokens).logits, model(tokens, initial_state=one).logits)
     states.delete_adapter("one")
     exactly(model(tokens).logits, model(tokens, initial_state=model.zero_state(1)).logits)
     states.set_adapter("two")
     exactly(model.first_state(1), two)
-    for name in ("two", "average", "sum"):
-        states.delete_adapter(name)
+    states.delete_adapter("two")
     assert model.config.learned_states is None
     exactly(model.first_state(1), model.zero_state(1))
 
@@ -222,10 +209,6 @@ def test_what_cannot_be_meant_is_refused() -> None:
             model.add_learned_state(name)
     with pytest.raises(ValueError, match=r"no learned state 'other': give one of \['default'\]"):
         model.learned_states.set_adapter("other")
-    with pytest.raises(ValueError, match="one weight for each"):
-        model.learned_states.add_weighted_adapter(["default"], [1, 2], "two")
-    with pytest.raises(ValueError, match="must be finite numbers"):
-        model.learned_states.add_weighted_adapter(["default"], [float("nan")], "two")
     with pytest.raises(ValueError, match="state has 1 layers, the model has 2"):
         model.add_learned_state("short", state[:1])
     with pytest.raises(ValueError, match="NaN or infinite"):
