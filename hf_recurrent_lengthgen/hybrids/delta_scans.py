@@ -19,7 +19,8 @@ from transformers.utils import is_kernels_available
 from hf_recurrent_lengthgen.hybrids.sharing import shared_now
 from hf_recurrent_lengthgen.hybrids.stopping import RULES, stopped_rule
 from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
-from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, piece_delta, scan_delta
+from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, scan_delta
+from hf_recurrent_lengthgen.models.scan_pieces import piece_delta
 from hf_recurrent_lengthgen.models.state_value import state_dtype
 
 KERNELS = chunk_gated_delta_rule is not None or is_kernels_available()

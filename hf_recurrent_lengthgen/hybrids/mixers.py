@@ -25,7 +25,8 @@ from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
-from hf_recurrent_lengthgen.models.scan_selective import piece_selective, scan_selective, selective_scan_fn
+from hf_recurrent_lengthgen.models.scan_pieces import piece_selective
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
 from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined
 from hf_recurrent_lengthgen.models.state_value import state_dtype
 

@@ -18,7 +18,8 @@ from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, as_chunk_scan, exchang
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_shared import gathered, scan_piece
-from hf_recurrent_lengthgen.models.scan_ssd import piece_ssd, scan_ssd
+from hf_recurrent_lengthgen.models.scan_pieces import piece_ssd
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 
 
 class Shared:

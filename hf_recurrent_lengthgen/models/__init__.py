@@ -11,9 +11,9 @@ The first part of a name says what is in a file:
     state_           the state as a value (state_value.py), learned, and on disk
 
 A checkpoint carries what its entry file imports. What few models need (`EXTRAS` in configuration_stateful.py) it
-carries only if its configuration asks for it. state_learned_files.py, rows_shared.py, layers_known.py and
-modeling_protocols.py stay in the package. Importing this package makes our model types known to the Auto classes of
-Transformers.
+carries only if its configuration asks for it. state_on_disk.py, state_learned_files.py, rows_shared.py,
+scan_pieces.py, layers_known.py and modeling_protocols.py stay in the package. Importing this package makes our model
+types known to the Auto classes of Transformers.
 """
 
 from typing import Any

@@ -20,7 +20,6 @@ from .configuration_stateful import extra
 from .layers_mixer import ScanMixer
 from .rows import Rows
 from .rows_moved import zero_past_end
-from .scan_backends import AffineMap
 from .state_value import LayerShape, LayerState
 
 _CHUNK = 64  # tokens of linear attention at once
@@ -63,11 +62,6 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Te
     return torch.cat(outputs, dim=2), state
 
 
-def piece_linear(q: Tensor, k: Tensor, v: Tensor) -> AffineMap:
-    """What T tokens do to a state; arguments as of `linear_attention`."""
-    return AffineMap(k.new_ones(len(k), 1, 1, 1), v.mT @ k)
-
-
 class _AttentionMixer(ScanMixer):
     """One head of causal attention: projections q, k, v and o, named as in Transformers' attention layers."""
 
@@ -101,7 +95,6 @@ class LinearAttentionMixer(_AttentionMixer):
     """One head of causal linear attention, with values of D channels."""
 
     scan = staticmethod(linear_attention)
-    piece = staticmethod(piece_linear)
 
     @property
     def state_shape(self) -> LayerShape:
@@ -115,8 +108,8 @@ class LinearAttentionMixer(_AttentionMixer):
         with torch.autocast(q.device.type, enabled=False):
             q, k, v = (part[:, None].to(state.recurrent.dtype) for part in (q, k, v))
             if rows is not None and rows.group is not None:
-                scan_piece = extra("rows_shared").scan_piece
-                y, recurrent = scan_piece(rows, self.scan, self.piece, (q, k, v), state.recurrent, {})
+                piece = extra("scan_pieces").piece_linear
+                y, recurrent = extra("rows_shared").scan_piece(rows, self.scan, piece, (q, k, v), state.recurrent, {})
             else:
                 y, recurrent = self.scan(q, k, v, state.recurrent)
         return self.o_proj(y[:, 0].to(dtype)), state._replace(recurrent=recurrent)

@@ -20,7 +20,7 @@ from .layers_mixer import ScanMixer
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import ScanBackend
-from .scan_delta import NORMED_BY_HEAD, chunk_gated_delta_rule, kernel_limit_of, piece_delta, scan_delta
+from .scan_delta import NORMED_BY_HEAD, chunk_gated_delta_rule, kernel_limit_of, scan_delta
 from .state_value import LayerShape, LayerState
 
 KERNEL_AVAILABLE = chunk_gated_delta_rule is not None and causal_conv1d_fn is not None
@@ -31,7 +31,6 @@ class DeltaMixer(ScanMixer):
     """Projections, short convolutions, delta rule, norm per head. A subclass adds its gates."""
 
     scan = staticmethod(scan_delta)
-    piece = staticmethod(piece_delta)
     grows = "num_heads"
     why_not_inherit = NORMED_BY_HEAD
 

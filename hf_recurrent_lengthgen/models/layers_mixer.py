@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_stateful import extra
 from .rows import Rows
-from .scan_backends import AffineMap, ScanBackend, check_backend_setting, resolve_backend
+from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
 from .state_value import LayerShape, LayerState, OwnLayerState
 
 
@@ -51,8 +51,6 @@ class ScanMixer(nn.Module):
         scan: The function of a file `scan_*.py`, as a static method: it takes the inputs of the recurrence and the
             recurrent part of a state, and gives outputs and the recurrent part after the last token. With
             `in_place=True` it may overwrite the one it is given.
-        piece: What the scan does to a state as an affine map, a static method of its inputs and options, so that
-            processes can share a sequence; None where they cannot.
         grows: What makes its state larger (StateX, Shen et al. 2025): "state_size", N of each head or channel, or
             "num_heads", fewer and larger heads; None where it cannot be expanded.
         why_not_grow: Why it cannot be expanded, in words; empty where it can.
@@ -61,7 +59,6 @@ class ScanMixer(nn.Module):
     """
 
     scan: Callable[..., Any]
-    piece: Callable[..., AffineMap] | None = None
     grows: ClassVar[str | None] = None
     why_not_grow: ClassVar[str] = ""
     why_not_inherit: ClassVar[str] = ""
@@ -116,11 +113,12 @@ class ScanMixer(nn.Module):
         rule = extra("scan_forgetting").Forgetting.of(self.config) if self.config.forgetting else None
         forgets = rule is not None and bool(rule.changed())
         if rows is not None and rows.group is not None:
-            if self.piece is None or forgets:
-                why = "names no `piece`" if self.piece is None else f"is made to forget ({self.config.forgetting})"
+            piece = extra("scan_pieces").PIECES.get(self.scan.__name__)
+            if piece is None or forgets:
+                why = "has another scan" if piece is None else f"is made to forget ({self.config.forgetting})"
                 raise ValueError(f"Processes cannot share a sequence of a model whose {type(self).__name__} {why}.")
             scan_piece = extra("rows_shared").scan_piece
-            y, recurrent = scan_piece(rows, self.scan, self.piece, inputs, state.recurrent, options)
+            y, recurrent = scan_piece(rows, self.scan, piece, inputs, state.recurrent, options)
             return y, LayerState(recurrent, state.conv)
         if forgets:
             return extra("scan_forgetting").with_forgetting(rule, self.scan, inputs, state, rows, **options)

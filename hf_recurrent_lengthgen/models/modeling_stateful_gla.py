@@ -21,7 +21,7 @@ from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import repeat_heads
-from .scan_gla import chunk_gla, piece_gla, scan_gla
+from .scan_gla import chunk_gla, scan_gla
 from .state_value import LayerShape, LayerState
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -39,7 +39,6 @@ class StatefulGLAMixer(ScanMixer):
     """Projections, optional short convolutions, gated recurrence, norm per head, output gate."""
 
     scan = staticmethod(scan_gla)
-    piece = staticmethod(piece_gla)
     grows = "num_heads"
 
     def __init__(self, config: StatefulGLAConfig, layer: int) -> None:

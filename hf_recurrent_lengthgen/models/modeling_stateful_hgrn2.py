@@ -21,7 +21,7 @@ from .layers_mixer import ScanMixer
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
-from .scan_gla import chunk_gla, piece_gla, scan_gla
+from .scan_gla import chunk_gla, scan_gla
 from .state_value import LayerShape, LayerState, state_dtype
 
 
@@ -29,7 +29,6 @@ class StatefulHGRN2Mixer(ScanMixer):
     """Projections, optional short convolutions, gated recurrence, norm."""
 
     scan = staticmethod(scan_gla)
-    piece = staticmethod(piece_gla)
     grows = "num_heads"
 
     def __init__(self, config: StatefulHGRN2Config, layer: int) -> None:

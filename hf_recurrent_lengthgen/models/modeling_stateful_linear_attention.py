@@ -19,7 +19,7 @@ from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import repeat_heads
-from .scan_gla import chunk_gla, piece_gla, scan_gla
+from .scan_gla import chunk_gla, scan_gla
 from .state_value import LayerShape, LayerState
 
 
@@ -80,7 +80,6 @@ class StatefulLinearAttentionMixer(ScanMixer):
     """Projections, feature maps, recurrence without decay, norm per head."""
 
     scan = staticmethod(scan_gla)
-    piece = staticmethod(piece_gla)
     grows = "num_heads"
 
     def __init__(self, config: StatefulLinearAttentionConfig, layer: int) -> None:

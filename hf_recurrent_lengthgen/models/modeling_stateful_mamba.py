@@ -23,7 +23,7 @@ from .layers_mixer import ScanMixer, rms_normalize
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
-from .scan_selective import piece_selective, scan_selective, selective_scan_fn
+from .scan_selective import scan_selective, selective_scan_fn
 from .state_value import LayerShape, LayerState, state_dtype
 
 KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
@@ -46,7 +46,6 @@ class StatefulMambaMixer(ScanMixer):
     """
 
     scan = staticmethod(scan_selective)
-    piece = staticmethod(piece_selective)
     grows = "state_size"
 
     def __init__(self, config: StatefulMambaConfig, layer: int) -> None:

@@ -23,7 +23,7 @@ from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import backward_once
-from .scan_ssd import mamba_chunk_scan_combined, piece_ssd, scan_ssd
+from .scan_ssd import mamba_chunk_scan_combined, scan_ssd
 from .state_value import LayerShape, LayerState, state_dtype
 
 NO_LIMIT = (0.0, math.inf)  # of step sizes, which softplus makes positive
@@ -105,7 +105,6 @@ class StatefulMamba2Mixer(ScanMixer):
     """
 
     scan = staticmethod(scan_ssd)
-    piece = staticmethod(piece_ssd)
     grows = "state_size"
 
     def __init__(self, config: StatefulMamba2Config, layer: int) -> None:

@@ -24,7 +24,7 @@ from .modeling_stateful import StatefulBackbone
 from .rows import Rows
 from .rows_moved import inputs_around, over_groups, zero_past_end
 from .scan_backends import repeat_heads
-from .scan_trapezoid import chunk_simple_gla, piece_trapezoid, scan_trapezoid
+from .scan_trapezoid import chunk_simple_gla, scan_trapezoid
 from .state_value import LayerShape, LayerState
 
 
@@ -64,7 +64,6 @@ class StatefulMamba3Mixer(ScanMixer):
     """
 
     scan = staticmethod(scan_trapezoid)
-    piece = staticmethod(piece_trapezoid)
     why_not_grow = "B and C are normed over all keys of a head, and angles turn a share of them"
     convolves = False
 

@@ -22,7 +22,7 @@ from .modeling_heads import StatefulForCausalLM
 from .modeling_stateful import StatefulBackbone
 from .rows import Rows
 from .rows_moved import over_groups, zero_past_end
-from .scan_rwkv6 import chunk_rwkv6, piece_rwkv6, scan_rwkv6
+from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
 from .state_value import LayerState
 
 
@@ -35,7 +35,6 @@ class StatefulRWKV5TimeMixing(RWKVTimeMixing):
     """Token shifts, projections, recurrence with decay and bonus, norm per head, gate."""
 
     scan = staticmethod(scan_rwkv6)
-    piece = staticmethod(piece_rwkv6)
     grows = "num_heads"
 
     def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:

@@ -27,7 +27,7 @@ from .modeling_heads import StatefulForCausalLM
 from .modeling_stateful import StatefulBackbone
 from .rows import Rows
 from .rows_moved import over_groups, zero_past_end
-from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, piece_dplr, scan_dplr
+from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, scan_dplr
 from .state_value import LayerState
 
 DECAY_RATE = math.exp(-0.5)  # the largest
@@ -38,7 +38,6 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
     """Token shifts, projections, first layer's values, recurrence of diagonal plus low rank, norm per head, gate."""
 
     scan = staticmethod(scan_dplr)
-    piece = staticmethod(piece_dplr)
     grows = "num_heads"
     why_not_inherit = NORMED_BY_HEAD
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .rows import Rows, changes, checked_numbers
-from .scan_backends import AffineMap
+from .scan_pieces import AffineMap
 
 
 @torch.compiler.disable

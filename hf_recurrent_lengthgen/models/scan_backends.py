@@ -19,11 +19,10 @@ B batch, T time, H heads, P head (value) dim, G groups, D inner channels, N stat
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.utils import logging
 
 from .configuration_stateful import SCAN_BACKEND_SETTINGS
@@ -32,24 +31,6 @@ logger = logging.get_logger(__name__)
 
 ScanBackend = Literal["torch", "kernel"]
 INSTALL_HINT = 'pip install "hf_recurrent_lengthgen[kernels]"'
-
-
-class AffineMap(NamedTuple):
-    """What a piece does to the recurrent part of a state.
-
-    Attributes:
-        factor: A, (B, ...) to be broadcast over the state, or, if `is_matrix`, (B, H, N, N) to be multiplied from the
-            right.
-        written: B, the state after the piece from the zero state.
-        is_matrix: Which of both `factor` is.
-        read: From the state before the piece to outputs in the dtype of the state, where that is cheaper than another
-            scan; None where it is not.
-    """
-
-    factor: Tensor
-    written: Tensor
-    is_matrix: bool = False
-    read: Callable[[Tensor], Tensor] | None = None
 
 
 def check_backend_setting(setting: str, kernel_available: bool) -> None:
@@ -220,12 +201,3 @@ def _join(parts: list[Tensor], dim: int) -> Tensor:
 def missing_kernel(package: str) -> ValueError:
     """The error of a scan whose kernel is asked for while `package` is not installed."""
     return ValueError(f'scan backend "kernel" needs {package} and a CUDA GPU: {INSTALL_HINT}, or use "torch".')
-
-
-def decays_to_end(log_decays: Tensor) -> tuple[Tensor, Tensor]:
-    """From log decays (B, T, ...) the decay from each token to the end, (B, T, ...), and of all tokens, (B, ...).
-
-    Sums begin at the end, so that nothing cancels, whatever stands before.
-    """
-    sums = log_decays.flip(1).cumsum(1)
-    return pad(sums.flip(1)[:, 1:], (0, 0) * (sums.ndim - 2) + (0, 1)).exp(), sums[:, -1].exp()

@@ -12,14 +12,10 @@ second, diagonal plus low rank. Both have the definition as a loop, the chunked 
 torch, and fla's kernels on a GPU with the limits named in scan_fla_kernels.py. Shape suffixes as in scan_backends.py.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .scan_backends import (
-    AffineMap,
     ScanBackend,
     chunked_scan,
     decayed_and_written,
@@ -139,40 +135,6 @@ def scan_dplr_reference(
         state = state + v[:, t, :, :, None] * k[:, t, :, None]
         outputs.append((state * q[:, t, :, None]).sum(-1))
     return torch.stack(outputs, dim=1), state
-
-
-def piece_delta(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_delta`."""
-    return _piece_of(scan_delta, q, k, v, gates, options)
-
-
-def piece_dplr(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_dplr`."""
-    return _piece_of(scan_dplr, q, k, v, gates, options)
-
-
-def _piece_of(
-    scan: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: tuple[Tensor, ...],
-    options: dict[str, Any],
-) -> AffineMap:
-    """The rows of a state do not meet, so N more of them, which start as unit vectors and get no values, end as the
-    matrix of the piece, and what they give is what reads the state before it."""
-    (batch, length, heads, width), keys = v.shape, k.shape[3]
-    unit = torch.eye(keys, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
-    start = torch.cat([unit.new_zeros(batch, heads, width, keys), unit], dim=2)
-    values = torch.cat([v, v.new_zeros(batch, length, heads, keys)], dim=3)
-    y, end = scan(q, k, values, *gates, start, **options)
-    own, reading = y.split([width, keys], dim=3)
-    written, matrix = end.split([width, keys], dim=2)
-
-    def read(before: Tensor) -> Tensor:
-        return own + (reading.transpose(1, 2) @ before.mT).transpose(1, 2)
-
-    return AffineMap(matrix, written, is_matrix=True, read=read)
 
 
 def _check_shapes(inputs: dict[str, Tensor], initial_state: Tensor) -> None:

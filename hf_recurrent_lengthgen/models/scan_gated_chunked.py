@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .scan_backends import AffineMap, backward_once, chunked_scan, decays_to_end
+from .scan_backends import backward_once, chunked_scan
 from .scan_decays import Decays, GateGradient, below_diagonal, chunk_groups, from_chunks, halves, to_chunks
 
 
@@ -125,12 +125,6 @@ class ChunkedGatedScan(torch.autograd.Function):
 
 
 chunked_gated_scan = chunked_scan(ChunkedGatedScan)
-
-
-def gated_piece(k: Tensor, v: Tensor, g: Tensor) -> AffineMap:
-    """What T tokens do to a state: keys and log decays (B, T, H, N), values (B, T, H, P)."""
-    to_end, total = decays_to_end(g)
-    return AffineMap(total[:, :, None], v.permute(0, 2, 3, 1) @ (k * to_end).transpose(1, 2))
 
 
 def _per_chunk(bonus_HN: Tensor | None, batch: int) -> Tensor | None:

@@ -17,9 +17,9 @@ Shape suffixes as in scan_backends.py.
 import torch
 from torch import Tensor
 
-from .scan_backends import AffineMap, ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
 from .scan_fla_kernels import fla_kernel, scan_with_fla
-from .scan_gated_chunked import chunked_gated_scan, gated_piece
+from .scan_gated_chunked import chunked_gated_scan
 
 chunk_gla = fla_kernel("fla.ops.gla", "chunk_gla")
 
@@ -57,11 +57,6 @@ def scan_gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state
         state = state * g[:, t, :, None].exp() + v[:, t, :, :, None] * k[:, t, :, None]
         outputs.append((state * q[:, t, :, None]).sum(-1))
     return torch.stack(outputs, dim=1), state
-
-
-def piece_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **_: object) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_gla`."""
-    return gated_piece(k, v, g)
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:

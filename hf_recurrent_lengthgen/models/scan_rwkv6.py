@@ -14,9 +14,9 @@ not used: it ignores the gradient of the final state. Shape suffixes as in scan_
 import torch
 from torch import Tensor
 
-from .scan_backends import AffineMap, ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
 from .scan_fla_kernels import fla_kernel, scan_with_fla
-from .scan_gated_chunked import chunked_gated_scan, gated_piece
+from .scan_gated_chunked import chunked_gated_scan
 
 chunk_rwkv6 = fla_kernel("fla.ops.rwkv6", "chunk_rwkv6")
 
@@ -59,11 +59,6 @@ def scan_rwkv6_reference(
         outputs.append(((state + u[:, None] * update_BHPN) * r[:, t, :, None]).sum(-1))
         state = state * w[:, t, :, None].exp() + update_BHPN
     return torch.stack(outputs, dim=1), state
-
-
-def piece_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: object) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_rwkv6`."""
-    return gated_piece(k, v, w)
 
 
 def _chunked(

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from .scan_backends import (
-    AffineMap,
     ScanBackend,
     backward_once,
     chunked_scan,
@@ -96,12 +95,6 @@ def scan_selective_reference(
         state = decay_BDN * state + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
         outputs.append((state * C[:, t, None]).sum(-1) + D * x[:, t])
     return torch.stack(outputs, dim=1), state
-
-
-def piece_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_selective`."""
-    zero = x.new_zeros(len(x), *A.shape)
-    return AffineMap((dt.sum(1)[..., None] * A).exp(), scan_selective(x, dt, A, B, C, D, zero, **options)[1])
 
 
 def _step(

@@ -28,12 +28,10 @@ import torch
 from torch import Tensor
 
 from .scan_backends import (
-    AffineMap,
     ScanBackend,
     backward_once,
     chunked_scan,
     decayed_and_written,
-    decays_to_end,
     even_pieces,
     missing_kernel,
     read_out,
@@ -98,19 +96,6 @@ def scan_ssd_reference(
         state = decay_BH[..., None, None] * state + update_BHPN
         outputs.append((state * C_BHN[:, :, None, :]).sum(-1) + D[:, None] * x[:, t])
     return torch.stack(outputs, dim=1), state
-
-
-def piece_ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **_: object) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_ssd`."""
-    return ssd_piece(x, dt, dt * A, B)
-
-
-def ssd_piece(x: Tensor, dt: Tensor, g: Tensor, B: Tensor) -> AffineMap:
-    """`piece_ssd` of log decays g (B, T, H) of their own."""
-    to_end, total = decays_to_end(g)
-    u_BGMT = (x * (dt * to_end)[..., None]).unflatten(2, (B.shape[2], -1)).flatten(3).permute(0, 2, 3, 1)
-    written = (u_BGMT @ B.transpose(1, 2)).unflatten(2, (-1, x.shape[3])).flatten(1, 2)
-    return AffineMap(total[..., None, None], written)
 
 
 def _chunked(

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .scan_backends import AffineMap, ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
 from .scan_fla_kernels import fla_kernel, scan_with_fla
-from .scan_ssd import chunked_ssd, ssd_piece
+from .scan_ssd import chunked_ssd
 
 chunk_simple_gla = fla_kernel("fla.ops.simple_gla", "chunk_simple_gla")
 
@@ -90,16 +90,6 @@ def scan_trapezoid_reference(
     return torch.stack(outputs, dim=1), state
 
 
-def piece_trapezoid(
-    dt: Tensor, g: Tensor, share: Tensor, w: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor, **_: object
-) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_trapezoid`."""
-    as_ssd = _AsSSD.of(dt, g, share, w, x, B, C, D)
-    found = ssd_piece(as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys)
-    kept = found.factor * torch.eye(B.shape[3], dtype=g.dtype, device=g.device)
-    return AffineMap(as_ssd.decayed(kept), as_ssd.after(found.written), is_matrix=True)
-
-
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (..., N) with the first A pairs of neighbors turned by angles with these cosines and sines, (..., A)."""
     pairs, rest = x.tensor_split([2 * cos.shape[-1]], -1)
@@ -108,7 +98,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([pairs, rest], -1) if rest.shape[-1] else pairs
 
 
-class _AsSSD(NamedTuple):
+class AsSSD(NamedTuple):
     """The inputs of scan_ssd.py in place of those of `scan_trapezoid`, and what goes from its results to ours.
 
     x, steps, g and keys are those of the tokens before each one, in the frame of the token before the first.
@@ -128,7 +118,7 @@ class _AsSSD(NamedTuple):
     @classmethod
     def of(
         cls, dt: Tensor, g: Tensor, share: Tensor, w: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor
-    ) -> "_AsSSD":
+    ) -> "AsSSD":
         now, late = dt * share, dt * (1 - share)
         cos, sin = _rotations(dt, w)
         keys = turned(B[:, :-1], _of_token_before(cos, 1.0), _of_token_before(sin))
@@ -188,7 +178,7 @@ def _chunked(
     state: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    as_ssd = _AsSSD.of(dt, g, share, w, x, B, C, D)
+    as_ssd = AsSSD.of(dt, g, share, w, x, B, C, D)
     nothing = torch.zeros_like(D)
     y, state = chunked_ssd(chunk_size, state, as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys, as_ssd.queries, nothing)
     return as_ssd.outputs(y), as_ssd.after(state)
@@ -230,7 +220,7 @@ def _scan_with_kernel(
         raise missing_kernel("flash-linear-attention")
     low = x.dtype
     dt, g, share, w, x, B, C, D = (part.to(state.dtype) for part in (dt, g, share, w, x, B, C, D))
-    as_ssd = _AsSSD.of(dt, g, share, w, x, B, C, D)
+    as_ssd = AsSSD.of(dt, g, share, w, x, B, C, D)
     values = as_ssd.x * as_ssd.steps[..., None]
     inputs = as_ssd.queries.to(low), as_ssd.keys.to(low), values.to(low), as_ssd.g
     y, state = scan_with_fla(chunk_simple_gla, inputs, state)

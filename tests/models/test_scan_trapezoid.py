@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.models import scan_trapezoid as module
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla_reference
-from hf_recurrent_lengthgen.models.scan_trapezoid import piece_trapezoid, scan_trapezoid, scan_trapezoid_reference
+from hf_recurrent_lengthgen.models.scan_pieces import piece_trapezoid
+from hf_recurrent_lengthgen.models.scan_trapezoid import scan_trapezoid, scan_trapezoid_reference
 
 from .law import assert_equal_up_to, weights_like
 
