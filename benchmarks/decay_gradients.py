@@ -19,10 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.scan_gla import scan_gla, scan_gla_reference
-from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6, scan_rwkv6_reference
-from hf_recurrent_lengthgen.models.scan_selective import scan_selective, scan_selective_reference
-from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference
+from hf_recurrent_lengthgen.models.scan_gla import scan_gla
+from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
+from tests.models.scan_definitions import (
+    scan_gla_reference,
+    scan_rwkv6_reference,
+    scan_selective_reference,
+    scan_ssd_reference,
+)
 
 B, T, P, N = 2, 256, 16, 16
 RATES = torch.tensor([1e-3, 1e-2, 0.1, 1, 4, 16, 64, 1e3, 1e4], dtype=torch.float64)

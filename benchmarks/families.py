@@ -13,8 +13,9 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from hf_recurrent_lengthgen import LayerState
 from hf_recurrent_lengthgen.models import StatefulMambaConfig
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaMixer
-from hf_recurrent_lengthgen.models.scan_gla import scan_gla, scan_gla_reference
-from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6, scan_rwkv6_reference
+from hf_recurrent_lengthgen.models.scan_gla import scan_gla
+from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
+from tests.models.scan_definitions import scan_gla_reference, scan_rwkv6_reference
 
 LENGTH = 2048
 MAMBA1_LENGTHS = (2048, 16384)

@@ -11,7 +11,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.hybrids.delta_scans import stock_delta_rule
-from hf_recurrent_lengthgen.models.scan_delta import scan_delta_reference
+from tests.models.scan_definitions import scan_delta_reference
 
 LENGTH = 2048
 LOOP_LENGTH = 256  # of the loop, whose time grows with the length, and which keeps 2 MiB for each token

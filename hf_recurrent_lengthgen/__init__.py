@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         concatenate_rows,
         detach_state,
         keep_rows,
-        state_statistics,
         take_rows,
         zero_state,
     )
@@ -43,7 +42,6 @@ __all__ = [
     "load_model",
     "load_state",
     "save_state",
-    "state_statistics",
     "stateful",
     "take_rows",
     "zero_state",

@@ -4,19 +4,26 @@ h_{-1} ~ N(mean, variance), with the moving mean and variance of final states (E
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
-from hf_recurrent_lengthgen.models.state_value import LayerState, LayerStatistics, RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 from hf_recurrent_lengthgen.trainers.random_noise import ZeroState, standard_normal
+
+
+class LayerStatistics(NamedTuple):
+    """Mean and population variance of a layer's recurrent part per head, (H,) each; in Mamba-1 per channel, (D,)."""
+
+    mean: Tensor
+    variance: Tensor
 
 
 class FittedNoise(InitialStateSource):

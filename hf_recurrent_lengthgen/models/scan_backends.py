@@ -1,8 +1,8 @@
 """What all scans share: the choice of the implementation, its dtype, and cutting into pieces.
 
-A scan is a recurrence over time with any initial state and a final state. Every file `scan_*.py` has the definition
-as a loop (`scan_*_reference`), a chunked form in plain torch whose backward pass recomputes what is inside a chunk,
-and a GPU kernel, all behind one function. It gives outputs in the dtype of the first input, and the state after the
+A scan is a recurrence over time with any initial state and a final state. Every file `scan_*.py` has a chunked
+form in plain torch whose backward pass recomputes what is inside a chunk, a step for one token, and a GPU kernel, all
+behind one function. It gives outputs in the dtype of the first input, and the state after the
 last token in the dtype of the one before the first. Gradients flow to all tensor arguments and from both results.
 Arguments of all scans:
 
@@ -11,9 +11,8 @@ Arguments of all scans:
     in_place: Whether the initial state may be overwritten with the final one, which only a call without gradients and
         with a single token does.
 
-An unknown backend, one that is not installed and a chunk size below 1 are a `ValueError`. Shape suffixes of all scans:
-B batch, T time, H heads, P head (value) dim, G groups, D inner channels, N state (key) dim, Q chunk; a state is
-(B, H, P, N) or (B, D, N).
+Shape suffixes of all scans: B batch, T time, H heads, P head (value) dim, G groups, D inner channels, N state (key)
+dim, Q chunk; a state is (B, H, P, N) or (B, D, N).
 """
 
 from collections.abc import Callable, Sequence
@@ -89,14 +88,7 @@ def run_scan(
     is.
 
     NaN or infinite inputs of a token may reach all outputs of its chunk, and gradients everywhere.
-
-    Raises:
-        ValueError: for an unknown backend or a chunk size below 1.
     """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}.")
-    if backend not in ("torch", "kernel"):
-        raise ValueError(f'backend must be "torch" or "kernel", got {backend!r}.')
     one_token = inputs[0].shape[1] == 1
     if backend == "kernel" and not one_token:
         return kernel(*inputs, initial_state, chunk_size)
@@ -196,8 +188,3 @@ def scan_in_pieces(
 
 def _join(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def missing_kernel(package: str) -> ValueError:
-    """The error of a scan whose kernel is asked for while `package` is not installed."""
-    return ValueError(f'scan backend "kernel" needs {package} and a CUDA GPU: {INSTALL_HINT}, or use "torch".')

@@ -8,18 +8,16 @@ Definitions, per batch row and head; the states are the transposes of the papers
 
 DeltaNet (Yang et al. 2024, arXiv:2406.06484) is g = 0, Gated DeltaNet (arXiv:2412.06464) has one gate per head, Kimi
 Delta Attention (arXiv:2510.26692) one per channel, and RWKV-7 (Peng et al. 2025, arXiv:2503.14456, Eq. 17) is the
-second, diagonal plus low rank. Both have the definition as a loop, the chunked form of scan_delta_chunked.py in plain
+second, diagonal plus low rank. Both have the chunked form of scan_delta_chunked.py in plain
 torch, and fla's kernels on a GPU with the limits named in scan_fla_kernels.py. Shape suffixes as in scan_backends.py.
 """
 
-import torch
 from torch import Tensor
 
 from .scan_backends import (
     ScanBackend,
     chunked_scan,
     decayed_and_written,
-    missing_kernel,
     read_out,
     repeat_heads,
     run_scan,
@@ -69,28 +67,12 @@ def scan_delta(
         backend: "torch" (chunked form) or "kernel" (fla).
         in_place: As in all scans.
     """
-    _check_shapes({"q": q, "k": k, "v": v, "g": g, "beta": beta}, initial_state)
     inputs = q, k, v, g, beta
     if chunk_size is None:
         chunk_size = min(32, max(4, k.shape[3] // 4))
     return run_scan(
         _chunked_delta, _delta_with_kernel, _delta_step, inputs, initial_state, chunk_size, backend, in_place
     )
-
-
-def scan_delta_reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time. Same arguments and results as `scan_delta`."""
-    state, outputs = initial_state, []
-    q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
-    for t in range(q.shape[1]):
-        key_BH1N = k[:, t, :, None]
-        state = state * g[:, t, :, None].exp()
-        change_BHP = beta[:, t, :, None] * (v[:, t] - (state * key_BH1N).sum(-1))
-        state = state + change_BHP[..., None] * key_BH1N
-        outputs.append((state * q[:, t, :, None]).sum(-1))
-    return torch.stack(outputs, dim=1), state
 
 
 def scan_dplr(
@@ -119,44 +101,8 @@ def scan_dplr(
         backend: As there.
         in_place: As there.
     """
-    _check_shapes({"q": q, "k": k, "v": v, "g": g, "a": a, "b": b}, initial_state)
     inputs = q, k, v, g, a, b
     return run_scan(_chunked_dplr, _dplr_with_kernel, _dplr_step, inputs, initial_state, chunk_size, backend, in_place)
-
-
-def scan_dplr_reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, initial_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time. Same arguments and results as `scan_dplr`."""
-    state, outputs = initial_state, []
-    for t in range(q.shape[1]):
-        read_BHP = (state * a[:, t, :, None]).sum(-1)
-        state = state * g[:, t, :, None].exp() + read_BHP[..., None] * b[:, t, :, None]
-        state = state + v[:, t, :, :, None] * k[:, t, :, None]
-        outputs.append((state * q[:, t, :, None]).sum(-1))
-    return torch.stack(outputs, dim=1), state
-
-
-def _check_shapes(inputs: dict[str, Tensor], initial_state: Tensor) -> None:
-    """Refuse arguments that would be broadcast, but for gates of a head, and queries and keys of several heads."""
-    q, shapes = inputs["q"], {name: tuple(t.shape) for name, t in inputs.items()}
-    if q.ndim == initial_state.ndim == 4:
-        (batch, heads, width, keys), (length, groups) = initial_state.shape, q.shape[1:3]
-        expected: dict[str, tuple[int, ...]] = dict.fromkeys(inputs, (batch, length, heads, keys))
-        expected["v"] = batch, length, heads, width
-        if "beta" in inputs:
-            expected["beta"] = batch, length, heads
-            if shapes["g"][3:] == (1,):
-                expected["g"] = batch, length, heads, 1
-            if groups and heads % groups == 0:
-                expected["q"] = expected["k"] = batch, length, groups, keys
-        if all(shapes[name] == shape for name, shape in expected.items()):  # torch.compile compares no dicts of them
-            return
-    shared = ", queries and keys (B, T, G, N) where G divides H, gates also (B, T, H, 1), beta (B, T, H)"
-    raise ValueError(
-        "Arguments of the delta rule must have the shape (B, T, H, N), values (B, T, H, P), states (B, H, P, N)"
-        f"{shared if 'beta' in inputs else ''}; got {shapes} and the state {tuple(initial_state.shape)}."
-    )
 
 
 def _chunked_delta(
@@ -195,8 +141,6 @@ def _delta_with_kernel(
 ) -> tuple[Tensor, Tensor]:
     scalar = g.shape[3] == 1
     kernel = chunk_gated_delta_rule if scalar else chunk_kda
-    if kernel is None:
-        raise missing_kernel("flash-linear-attention")
     g = g[..., 0] if scalar else g
     q, k = repeat_heads(q, v.shape[2]), repeat_heads(k, v.shape[2])
     return scan_with_fla(kernel, (q, k.to(q.dtype), v.to(q.dtype), g, beta), initial_state)
@@ -212,7 +156,5 @@ def _dplr_with_kernel(
     exponential of a difference, at most 1 whatever the gates; `scan_dplr` promises no bound. In Triton's interpreter
     (tests/models/test_kernels_interpreter.py, T 70, float32) gradients were off by 1e-4 with them, 6e-7 without.
     """
-    if chunk_dplr_delta_rule is None:
-        raise missing_kernel("flash-linear-attention")
     k, v, a, b = (t.to(q.dtype) for t in (k, v, a, b))
     return scan_with_fla(chunk_dplr_delta_rule, (q, k, v, a, b, g), initial_state, chunk=16)

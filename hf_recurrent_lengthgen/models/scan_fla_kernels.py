@@ -27,7 +27,7 @@ _KERNEL_MAX_ELEMENTS = 2**30
 _KERNEL_MAX_HEADS = 65_535
 
 
-def fla_kernel(module: str, name: str) -> Callable[..., Any] | None:
+def fla_kernel(module: str, name: str) -> Any:
     """A function of flash-linear-attention (fla), or None where fla or triton is not installed.
 
     fla is imported by the first call only: that takes seconds, warns, and registers fla's classes for Transformers'

@@ -45,11 +45,6 @@ class ChunkedGatedScan(torch.autograd.Function):
         bonus: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         (batch, length, heads, state_dim), head_dim = q.shape, v.shape[3]
-        if not (q.shape == k.shape == g.shape and q.shape[:3] == v.shape[:3]):
-            shapes = [tuple(t.shape) for t in (q, k, g, v)]
-            raise ValueError(
-                f"Queries, keys and gates must have one shape (B, T, H, N), and values (B, T, H, P), got {shapes}."
-            )
         size, groups = chunk_groups(length, initial_state, chunk_size)
         y = torch.empty_like(v, memory_format=torch.contiguous_format)
         states = initial_state.new_empty(-(-length // size) + 1, batch * heads, head_dim, state_dim)

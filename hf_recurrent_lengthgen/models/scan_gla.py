@@ -7,17 +7,15 @@ Definition (Yang et al. 2023, arXiv:2312.06635, Eq. 3; the state is their transp
 
 HGRN-2 (arXiv:2404.07904) is k = 1 - exp(g), linear attention is g = 0. Behind one function, `scan_gla`:
 
-- `scan_gla_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
 - `ChunkedGatedScan`: the chunked form (section 4) in plain torch.
 - fla's `chunk_gla` on a GPU, with the limits named in scan_fla_kernels.py.
 
 Shape suffixes as in scan_backends.py.
 """
 
-import torch
 from torch import Tensor
 
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, read_out, run_scan
 from .scan_fla_kernels import fla_kernel, scan_with_fla
 from .scan_gated_chunked import chunked_gated_scan
 
@@ -50,15 +48,6 @@ def scan_gla(
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
-def scan_gla_reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time. Same arguments and results as `scan_gla`."""
-    state, outputs = initial_state, []
-    for t in range(q.shape[1]):
-        state = state * g[:, t, :, None].exp() + v[:, t, :, :, None] * k[:, t, :, None]
-        outputs.append((state * q[:, t, :, None]).sum(-1))
-    return torch.stack(outputs, dim=1), state
-
-
 def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     return chunked_gated_scan(chunk_size, state, v, q, k, g)
 
@@ -72,6 +61,4 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, out: Tensor
 def _scan_with_kernel(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    if chunk_gla is None:
-        raise missing_kernel("flash-linear-attention")
     return scan_with_fla(chunk_gla, (q, k.to(q.dtype), v.to(q.dtype), g), initial_state)

@@ -6,15 +6,14 @@ row and head, with the bonus u of the current token:
     y_t = (S_{t-1} + v_t (u * k_t)^T) r_t             (P,)
     S_t = S_{t-1} diag(exp(w_t)) + v_t k_t^T          (P, N)
 
-Behind one function, `scan_rwkv6`, are the definition as a loop, the chunked form of scan_gated_chunked.py in plain
+Behind one function, `scan_rwkv6`, are the chunked form of scan_gated_chunked.py in plain
 torch, and fla's `chunk_rwkv6` on a GPU with the limits named in scan_fla_kernels.py. fla's `fused_recurrent_rwkv6` is
 not used: it ignores the gradient of the final state. Shape suffixes as in scan_backends.py.
 """
 
-import torch
 from torch import Tensor
 
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, read_out, run_scan
 from .scan_fla_kernels import fla_kernel, scan_with_fla
 from .scan_gated_chunked import chunked_gated_scan
 
@@ -49,18 +48,6 @@ def scan_rwkv6(
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
-def scan_rwkv6_reference(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time. Same arguments and results as `scan_rwkv6`."""
-    state, outputs = initial_state, []
-    for t in range(r.shape[1]):
-        update_BHPN = v[:, t, :, :, None] * k[:, t, :, None]
-        outputs.append(((state + u[:, None] * update_BHPN) * r[:, t, :, None]).sum(-1))
-        state = state * w[:, t, :, None].exp() + update_BHPN
-    return torch.stack(outputs, dim=1), state
-
-
 def _chunked(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -78,8 +65,6 @@ def _step(
 def _scan_with_kernel(
     r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    if chunk_rwkv6 is None:
-        raise missing_kernel("flash-linear-attention")
 
     def scan(r: Tensor, k: Tensor, v: Tensor, w: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         return chunk_rwkv6(r, k, v, w, u, **options)

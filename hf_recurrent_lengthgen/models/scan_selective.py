@@ -6,10 +6,9 @@ zero-order hold, B by Euler), for each batch row, channel d and state n:
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t      (D, N)
     y_t = sum_n C_t h_t + D x_t                   (D,)
 
-Four forms behind one function, `scan_selective`:
+Three forms behind one function, `scan_selective`:
 
-- `scan_selective_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
-- `_loop`: the same loop, one fused operation per token on slabs that stay in the cache of a CPU. No decay is ever
+- `_loop`: a loop over time, one fused operation per token on slabs that stay in the cache of a CPU. No decay is ever
   divided by or summed up, so any decay, zero and complete erasure included, is as exact as in the definition. Its
   backward pass computes the slabs again from one state per chunk: no tensor of B*T*D*N elements exists.
 - `_step`: one token, for decoding.
@@ -32,7 +31,6 @@ from .scan_backends import (
     backward_once,
     chunked_scan,
     decayed_and_written,
-    missing_kernel,
     read_out,
     run_scan,
     scan_in_pieces,
@@ -83,18 +81,6 @@ def scan_selective(
     """
     inputs = x, dt, A, B, C, D
     return run_scan(_scan_with_torch, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
-
-
-def scan_selective_reference(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time. Same arguments and results as `scan_selective`."""
-    state, outputs = initial_state, []
-    for t in range(x.shape[1]):
-        decay_BDN = torch.exp(dt[:, t, :, None] * A)
-        state = decay_BDN * state + (dt[:, t] * x[:, t])[..., None] * B[:, t, None]
-        outputs.append((state * C[:, t, None]).sum(-1) + D * x[:, t])
-    return torch.stack(outputs, dim=1), state
 
 
 def _step(
@@ -250,8 +236,6 @@ def _scan_with_kernel(
     Token n before has a tiny step d, B = e_n and the input h_n / d: it adds h_n to state n and decays nothing. Token
     n after has the step 0 and C = e_n: its output is state n. So both states get their gradients.
     """
-    if selective_scan_fn is None:
-        raise missing_kernel("mamba-ssm")
     A, state_dim = A.float(), A.shape[1]
     tokens = max(1, min(x.shape[1], _KERNEL_MAX_ELEMENTS // x.shape[2] - 2 * state_dim))
     rows = max(1, _KERNEL_MAX_ELEMENTS // (x.shape[2] * (tokens + 2 * state_dim)))

@@ -6,9 +6,8 @@ Recurrent Models", arXiv:2507.02782, Eq. 1 and 4), per batch row and head, with 
     h_t = exp(dt_t A) h_{t-1} + dt_t x_t B_t^T        (P, N)
     y_t = h_t C_t + D x_t                             (P,)
 
-Four forms behind one function, `scan_ssd`:
+Three forms behind one function, `scan_ssd`:
 
-- `scan_ssd_reference`: the definition as a loop over time. Slow, differentiable, the truth in tests.
 - `ChunkedSSD`: the chunked form in plain torch. Inside a chunk of Q tokens the map is a masked
   (Q, Q) matrix per head, between chunks one state is carried. Its backward pass recomputes the chunk
   matrices, so that only inputs, outputs and one state per chunk are kept in memory. It takes log decays of its own,
@@ -33,7 +32,6 @@ from .scan_backends import (
     chunked_scan,
     decayed_and_written,
     even_pieces,
-    missing_kernel,
     read_out,
     run_scan,
     scan_in_pieces,
@@ -82,22 +80,6 @@ def scan_ssd(
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
-def scan_ssd_reference(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time. Same arguments and results as `scan_ssd`."""
-    repeats = x.shape[2] // B.shape[2]
-    state, outputs = initial_state, []
-    for t in range(x.shape[1]):
-        B_BHN = B[:, t].repeat_interleave(repeats, dim=1)
-        C_BHN = C[:, t].repeat_interleave(repeats, dim=1)
-        decay_BH = (dt[:, t] * A).exp()
-        update_BHPN = (dt[:, t, :, None] * x[:, t])[..., None] * B_BHN[:, :, None, :]
-        state = decay_BH[..., None, None] * state + update_BHPN
-        outputs.append((state * C_BHN[:, :, None, :]).sum(-1) + D[:, None] * x[:, t])
-    return torch.stack(outputs, dim=1), state
-
-
 def _chunked(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
@@ -124,8 +106,6 @@ def _step(
 def _scan_with_kernel(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
-    if mamba_chunk_scan_combined is None:
-        raise missing_kernel("mamba-ssm")
     # blocks are powers of two: other sizes are reported to give NaN (state-spaces/mamba issue 449)
     chunk_size = min(256, max(16, 1 << (chunk_size - 1).bit_length()))
 

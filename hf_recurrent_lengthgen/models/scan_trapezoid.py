@@ -17,7 +17,7 @@ one, and token t reads the state with that of the token before:
     H_{t-1} = exp(g_{t-1}) H_{t-2} + (lambda_{t-1} dt_{t-1} + (1 - lambda_t) dt_t) x_{t-1} k_{t-1}^T
     y_t = exp(g_t) H_{t-1} q_t + (lambda_t dt_t k_t . q_t + D) x_t
 
-Behind one function, `scan_trapezoid`, are the definition as a loop, the chunked form of scan_ssd.py in plain torch,
+Behind one function, `scan_trapezoid`, are the chunked form of scan_ssd.py in plain torch,
 and fla's `chunk_simple_gla` on a GPU, with the limits named in scan_fla_kernels.py. mamba-ssm's own kernel is not
 used: it rounds its inputs to bfloat16.
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .scan_backends import ScanBackend, decayed_and_written, missing_kernel, read_out, run_scan
+from .scan_backends import ScanBackend, decayed_and_written, read_out, run_scan
 from .scan_fla_kernels import fla_kernel, scan_with_fla
 from .scan_ssd import chunked_ssd
 
@@ -73,21 +73,6 @@ def scan_trapezoid(
     """
     inputs = dt, g, share, w, x, B, C, D
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
-
-
-def scan_trapezoid_reference(
-    dt: Tensor, g: Tensor, share: Tensor, w: Tensor, x: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time. Same arguments and results as `scan_trapezoid`."""
-    state, outputs = initial_state, []
-    now, late = dt * share, dt * (1 - share)
-    for t in range(dt.shape[1]):
-        before = state + _outer(late[:, t], x[:, t], B[:, t])
-        angles = (dt[:, t, :, None] * w[:, t, None])[:, :, None]
-        state = g[:, t, :, None, None].exp() * turned(before, angles.cos(), -angles.sin())
-        state = state + _outer(now[:, t], x[:, t + 1], B[:, t + 1])
-        outputs.append((state * C[:, t, :, None]).sum(-1) + D[:, None] * x[:, t + 1])
-    return torch.stack(outputs, dim=1), state
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -216,8 +201,6 @@ def _scan_with_kernel(
     state: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    if chunk_simple_gla is None:
-        raise missing_kernel("flash-linear-attention")
     low = x.dtype
     dt, g, share, w, x, B, C, D = (part.to(state.dtype) for part in (dt, g, share, w, x, B, C, D))
     as_ssd = AsSSD.of(dt, g, share, w, x, B, C, D)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .rows import Rows
-from .rows_moved import zero_past_end
+from .rows_moved import joined, zero_past_end
 from .state_value import LayerShape, LayerState, WindowedLayerShape, layer_state
 
 CHUNK = 64  # tokens of one step of a sum over tokens that leave
@@ -65,21 +65,15 @@ def windowed_scan(
     parts: Any = state
     recurrent, conv, window = parts
     marks, old = _unpacked(window, (k, v, g))
-    outputs, whole, lengths = [], None, None if rows is None else rows.lengths
+    outputs, lengths = [], None if rows is None else rows.lengths
     for start in range(0, q.shape[1], r):
         piece = slice(start, start + r)
         new = [t[:, piece] for t in (k, v, g)]
         real = None if lengths is None else (lengths - start).clamp(0, new[0].shape[1])
         y, recurrent, marks = _piece_with_window(scan, A, q[:, piece], new, recurrent, old, marks, real)
         old = [_last_tokens(*parts, real) for parts in zip(old, new, strict=True)]
-        if torch.is_grad_enabled() or r >= q.shape[1]:
-            outputs.append(y)
-            continue
-        whole = y.new_empty(len(y), q.shape[1], *y.shape[2:]) if whole is None else whole
-        whole[:, piece] = y  # the next piece reuses its memory
-    if whole is None:
-        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    return whole, layer_state((recurrent, conv, _packed(marks, old)))
+        outputs.append(y)
+    return joined(outputs, 1), layer_state((recurrent, conv, _packed(marks, old)))
 
 
 def _piece_with_window(
@@ -184,19 +178,13 @@ def _with_leaving(A: Tensor, y: Tensor, q: Tensor, g: Tensor, old: Sequence[Tens
         written = _written(A, v, old_g, rest, groups)
         more, later = _later_attention(q.transpose(1, 2), k.transpose(1, 2), written, later)
         more = more.transpose(1, 2).reshape(y_chunk.shape)
-        outputs.append(_plus(y_chunk, _times(more, _decays(A, since)[..., None])))
-    return torch.cat(outputs[::-1], dim=1) if torch.is_grad_enabled() else y
+        outputs.append(y_chunk + more * _decays(A, since)[..., None])
+    return joined(outputs[::-1], 1)
 
 
 def _fast_exp(x: Tensor) -> Tensor:
     """exp by way of exp2: on a CPU, exp is many times slower where it underflows."""
     return (x * LOG2_E).exp2_()
-
-
-def _times(new: Tensor, factor: Tensor | float) -> Tensor:
-    """Product with a tensor that nothing else uses: in place, unless gradients are needed."""
-    kept = new.requires_grad or (isinstance(factor, Tensor) and factor.requires_grad)
-    return new * factor if kept else new.mul_(factor)
 
 
 def _chunks(g: Tensor, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -221,11 +209,6 @@ def _reversed_chunks(g: Tensor, after: Tensor, *tensors: Tensor) -> Iterator[tup
         total = sums[:, :1]
 
 
-def _plus(y: Tensor, more: Tensor) -> Tensor:
-    """Sum with outputs of a chunk that nothing else uses: in place where no gradients are taken."""
-    return y + more if torch.is_grad_enabled() else y.add_(more)
-
-
 def _later_attention(q: Tensor, k: Tensor, v: Tensor, later: Tensor | None) -> tuple[Tensor, Tensor]:
     """y_j = sum over i > j of (q_j . k_i) v_i, and over the chunks after this one; and their new sum.
 
@@ -236,6 +219,4 @@ def _later_attention(q: Tensor, k: Tensor, v: Tensor, later: Tensor | None) -> t
     y = (q @ k.mT).triu(1) @ v
     if later is None:
         return y.view(shape), k.mT @ v
-    if torch.is_grad_enabled():
-        return torch.baddbmm(y, q, later).view(shape), torch.baddbmm(later, k.mT, v)
-    return y.baddbmm_(q, later).view(shape), later.baddbmm_(k.mT, v)
+    return torch.baddbmm(y, q, later).view(shape), torch.baddbmm(later, k.mT, v)

@@ -167,22 +167,8 @@ def _frozen(state: RecurrentState) -> LearnedState:
 
 
 def recorded(config: Any) -> dict[str, Any]:
-    """The entry of a config, without states if it has none; a `ValueError` if it is damaged."""
-    record = getattr(config, "learned_states", None)
-    if record is None:
-        return {"names": [], "active": None, "shapes": []}
-    try:
-        names, active, shapes = (record[key] for key in ("names", "active", "shapes"))
-        right = all(isinstance(name, str) for name in names) and (active is None or active in names)
-        right = right and all(len(layer) == 2 and all(n >= 0 for part in layer for n in part) for layer in shapes)
-    except (KeyError, TypeError, ValueError):
-        right = False
-    if not right:
-        raise ValueError(
-            "learned_states in the config must have names, one of them or None as active, and the shapes of two parts "
-            f"of each layer; got {record!r:.200}."
-        )
-    return dict(record)
+    """The entry of a config, without states if it has none."""
+    return dict(getattr(config, "learned_states", None) or {"names": [], "active": None, "shapes": []})
 
 
 def active_row(model: Any) -> RecurrentState | None:

@@ -82,13 +82,6 @@ def layer_state(parts: Iterable[Tensor]) -> LayerState:
     return kind(*parts)
 
 
-class LayerStatistics(NamedTuple):
-    """Mean and population variance of a layer's recurrent part per head, (H,) each; in Mamba-1 per channel, (D,)."""
-
-    mean: Tensor
-    variance: Tensor
-
-
 def state_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """The dtype of the states of a model: float32, or float64 for a float64 model."""
     return torch.float64 if model_dtype == torch.float64 else torch.float32
@@ -157,10 +150,6 @@ def keep_rows(state: RecurrentState, keep: Tensor) -> RecurrentState:
 
 def concatenate_rows(states: Sequence[RecurrentState]) -> RecurrentState:
     """Stack the rows of several states of one model."""
-    if not states:
-        raise ValueError("concatenate_rows needs at least one state, got none.")
-    if len({len(state) for state in states}) > 1:
-        raise ValueError(f"All states must have the same number of layers, got {[len(s) for s in states]}.")
     return tuple(
         layer_state(torch.cat(parts) for parts in zip(*layers, strict=True)) for layers in zip(*states, strict=True)
     )
@@ -169,15 +158,6 @@ def concatenate_rows(states: Sequence[RecurrentState]) -> RecurrentState:
 def zero_conv(state: RecurrentState) -> RecurrentState:
     """The state with its convolution part set to zero."""
     return tuple(layer._replace(conv=torch.zeros_like(layer.conv)) for layer in state)
-
-
-def state_statistics(state: RecurrentState) -> tuple[LayerStatistics, ...]:
-    """Mean and population variance of the recurrent part per layer and head, over batch, head dim and state dim."""
-    statistics = []
-    for layer in state:
-        heads = layer.recurrent.transpose(0, 1).flatten(1)
-        statistics.append(LayerStatistics(heads.mean(1), heads.var(1, correction=0)))
-    return tuple(statistics)
 
 
 _CHECKED_BY_CALLER = ContextVar("_CHECKED_BY_CALLER", default=False)

@@ -1,4 +1,4 @@
-"""Every scan, its definition by single entries, and inputs for it: the registry behind test_scans.py."""
+"""Every scan, its definition, and inputs for it: the registry behind test_scans.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,14 +9,21 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.models.scan_delta import (
     scan_delta,
-    scan_delta_reference,
     scan_dplr,
-    scan_dplr_reference,
 )
-from hf_recurrent_lengthgen.models.scan_gla import scan_gla, scan_gla_reference
-from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6, scan_rwkv6_reference
-from hf_recurrent_lengthgen.models.scan_selective import scan_selective, scan_selective_reference
-from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference
+from hf_recurrent_lengthgen.models.scan_gla import scan_gla
+from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
+
+from .scan_definitions import (
+    scan_delta_reference,
+    scan_dplr_reference,
+    scan_gla_reference,
+    scan_rwkv6_reference,
+    scan_selective_reference,
+    scan_ssd_reference,
+)
 
 Inputs = dict[str, Tensor]
 Results = tuple[Tensor, Tensor]
@@ -30,8 +37,7 @@ class Scan(NamedTuple):
     Attributes:
         name: For the test's id.
         scan: The function under test.
-        reference: The definition beside it.
-        loop: The equation by single entries, written for the test.
+        reference: The definition.
         make_inputs: (length, dtype, rate, heads) to random arguments by name; decays grow with the rate.
         over_time: Arguments that have a time dimension.
         low: Arguments that may come in a dtype below that of the state.
@@ -49,7 +55,6 @@ class Scan(NamedTuple):
     name: str
     scan: Callable[..., Results]
     reference: Callable[..., Results]
-    loop: Callable[..., Results]
     make_inputs: Callable[..., Inputs]
     over_time: tuple[str, ...]
     low: tuple[str, ...]
@@ -95,26 +100,6 @@ def ssd_inputs(
     }
 
 
-def ssd_loop(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor) -> Results:
-    """Eq. 1 and 4 of arXiv:2507.02782 by single entries: batch row, token and head in plain loops."""
-    heads_per_group = x.shape[2] // B.shape[2]
-    rows, finals = [], []
-    for b in range(x.shape[0]):
-        h = [initial_state[b, k] for k in range(x.shape[2])]
-        tokens = []
-        for t in range(x.shape[1]):
-            for k in range(x.shape[2]):
-                h[k] = (dt[b, t, k] * A[k]).exp() * h[k] + dt[b, t, k] * torch.outer(
-                    x[b, t, k], B[b, t, k // heads_per_group]
-                )
-            tokens.append(
-                torch.stack([h[k] @ C[b, t, k // heads_per_group] + D[k] * x[b, t, k] for k in range(x.shape[2])])
-            )
-        rows.append(torch.stack(tokens))
-        finals.append(torch.stack(h))
-    return torch.stack(rows), torch.stack(finals)
-
-
 def ssd_resets(groups: int) -> Inputs:
     inputs = ssd_inputs(128, rate=100.0, groups=groups)
     inputs["dt"] = inputs["dt"] * 1e-2
@@ -127,7 +112,6 @@ def ssd(groups: int) -> Scan:
         name=f"ssd-{groups}-groups",
         scan=scan_ssd,
         reference=scan_ssd_reference,
-        loop=ssd_loop,
         make_inputs=partial(ssd_inputs, groups=groups),
         over_time=("x", "dt", "B", "C"),
         low=("x", "B", "C"),
@@ -159,21 +143,6 @@ def selective_inputs(length: int, dtype: torch.dtype = torch.float64, rate: floa
     }
 
 
-def selective_loop(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor
-) -> Results:
-    """Eq. 2a and Algorithm 2 of arXiv:2312.00752 by single entries: batch row, token and channel in plain loops."""
-    rows, finals = [], []
-    for b in range(x.shape[0]):
-        h, tokens = list(initial_state[b]), []
-        for t in range(x.shape[1]):
-            h = [(dt[b, t, d] * A[d]).exp() * h[d] + dt[b, t, d] * B[b, t] * x[b, t, d] for d in range(x.shape[2])]
-            tokens.append(torch.stack([C[b, t] @ h[d] + D[d] * x[b, t, d] for d in range(x.shape[2])]))
-        rows.append(torch.stack(tokens))
-        finals.append(torch.stack(h))
-    return torch.stack(rows), torch.stack(finals)
-
-
 def selective_resets() -> Inputs:
     inputs = selective_inputs(128)
     inputs["dt"] = inputs["dt"] * 1e-2
@@ -189,7 +158,6 @@ SELECTIVE = Scan(
     name="selective",
     scan=scan_selective,
     reference=scan_selective_reference,
-    loop=selective_loop,
     make_inputs=selective_inputs,
     over_time=("x", "dt", "B", "C"),
     low=("x", "B", "C"),
@@ -219,43 +187,11 @@ def gla_inputs(length: int, dtype: torch.dtype = torch.float64, rate: float = 1.
     }
 
 
-def gla_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor) -> Results:
-    """Eq. 3 of arXiv:2312.06635 by single entries, with its state: (N, P), rows decayed."""
-    rows, finals = [], []
-    for b in range(q.shape[0]):
-        S = [initial_state[b, h].T for h in range(q.shape[2])]
-        tokens = []
-        for t in range(q.shape[1]):
-            S = [torch.diag(g[b, t, h].exp()) @ S[h] + torch.outer(k[b, t, h], v[b, t, h]) for h in range(q.shape[2])]
-            tokens.append(torch.stack([q[b, t, h] @ S[h] for h in range(q.shape[2])]))
-        rows.append(torch.stack(tokens))
-        finals.append(torch.stack([state.T for state in S]))
-    return torch.stack(rows), torch.stack(finals)
-
-
 def rwkv6_inputs(length: int, dtype: torch.dtype = torch.float64, rate: float = 1.0, heads: int = HEADS) -> Inputs:
     inputs = gla_inputs(length, dtype, rate, heads)
     names = {"q": "r", "g": "w"}
     u = torch.randn(heads, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     return {names.get(name, name): value for name, value in inputs.items()} | {"u": u}
-
-
-def rwkv6_loop(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor) -> Results:
-    """Section 4 of arXiv:2404.05892 by single entries, with its state: (N, P), rows decayed."""
-    rows, finals = [], []
-    for b in range(r.shape[0]):
-        S = [initial_state[b, h].T for h in range(r.shape[2])]
-        tokens = []
-        for t in range(r.shape[1]):
-            outputs = []
-            for h in range(r.shape[2]):
-                kv = torch.outer(k[b, t, h], v[b, t, h])
-                outputs.append(r[b, t, h] @ (torch.diag(u[h]) @ kv + S[h]))
-                S[h] = torch.diag(w[b, t, h].exp()) @ S[h] + kv
-            tokens.append(torch.stack(outputs))
-        rows.append(torch.stack(tokens))
-        finals.append(torch.stack([state.T for state in S]))
-    return torch.stack(rows), torch.stack(finals)
 
 
 def _resets(make_inputs: Callable[..., Inputs], gate: str) -> Inputs:
@@ -268,7 +204,6 @@ GLA = Scan(
     name="gla",
     scan=scan_gla,
     reference=scan_gla_reference,
-    loop=gla_loop,
     make_inputs=gla_inputs,
     over_time=("q", "k", "v", "g"),
     low=("q", "k", "v"),
@@ -285,7 +220,6 @@ RWKV6 = Scan(
     name="rwkv6",
     scan=scan_rwkv6,
     reference=scan_rwkv6_reference,
-    loop=rwkv6_loop,
     make_inputs=rwkv6_inputs,
     over_time=("r", "k", "v", "w"),
     low=("r", "k", "v"),
@@ -319,47 +253,12 @@ def delta_inputs(
     return inputs | {"beta": 2 * uniform(BATCH, length, heads)}
 
 
-def delta_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor) -> Results:
-    """Eq. 1 of arXiv:2510.26692 by single entries, S (N, P): S = (I - beta k k^T) Diag(alpha) S + beta k v^T; with
-    one gate per head, Eq. 10 of arXiv:2412.06464."""
-    rows, finals = [], []
-    eye = torch.eye(k.shape[3], dtype=k.dtype)
-    for b in range(q.shape[0]):
-        S = [initial_state[b, h].T for h in range(q.shape[2])]
-        tokens = []
-        for t in range(q.shape[1]):
-            for h in range(q.shape[2]):
-                key, rate = k[b, t, h], beta[b, t, h]
-                decay = torch.diag(g[b, t, h].exp().expand(len(key)))
-                S[h] = (eye - rate * torch.outer(key, key)) @ (decay @ S[h]) + rate * torch.outer(key, v[b, t, h])
-            tokens.append(torch.stack([S[h].T @ q[b, t, h] for h in range(q.shape[2])]))
-        rows.append(torch.stack(tokens))
-        finals.append(torch.stack([state.T for state in S]))
-    return torch.stack(rows), torch.stack(finals)
-
-
 def dplr_inputs(length: int, dtype: torch.dtype = torch.float64, rate: float = 1.0, heads: int = HEADS) -> Inputs:
     """As in RWKV-7: -kappa of norm 1 is read, and kappa times a rate between 0 and 1 is written."""
     _, uniform = _random(dtype)
     inputs = gla_inputs(length, dtype, rate, heads)
     kappa = delta_inputs(length, dtype, rate, heads)["k"].flip(-1)
     return inputs | {"a": -kappa, "b": kappa * uniform(BATCH, length, heads, N)}
-
-
-def dplr_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, initial_state: Tensor) -> Results:
-    """Eq. 17 of arXiv:2503.14456 by single entries, whose state is ours: S = S (Diag(w) + a b^T) + v k^T."""
-    rows, finals = [], []
-    for n in range(q.shape[0]):
-        S = [initial_state[n, h] for h in range(q.shape[2])]
-        tokens = []
-        for t in range(q.shape[1]):
-            for h in range(q.shape[2]):
-                transition = torch.diag(g[n, t, h].exp()) + torch.outer(a[n, t, h], b[n, t, h])
-                S[h] = S[h] @ transition + torch.outer(v[n, t, h], k[n, t, h])
-            tokens.append(torch.stack([S[h] @ q[n, t, h] for h in range(q.shape[2])]))
-        rows.append(torch.stack(tokens))
-        finals.append(torch.stack(S))
-    return torch.stack(rows), torch.stack(finals)
 
 
 def _zeros(*names: str) -> Callable[[Inputs], Inputs]:
@@ -372,7 +271,6 @@ def delta(scalar: bool) -> Scan:
         name="delta-scalar" if scalar else "delta-channels",
         scan=scan_delta,
         reference=scan_delta_reference,
-        loop=delta_loop,
         make_inputs=make_inputs,
         over_time=("q", "k", "v", "g", "beta"),
         low=("q", "k", "v"),
@@ -402,7 +300,6 @@ DPLR = Scan(
     name="dplr",
     scan=scan_dplr,
     reference=scan_dplr_reference,
-    loop=dplr_loop,
     make_inputs=dplr_inputs,
     over_time=("q", "k", "v", "g", "a", "b"),
     low=("q", "k", "v", "a", "b"),

@@ -11,9 +11,10 @@ from hf_recurrent_lengthgen.models import scan_ssd as scan_module
 from hf_recurrent_lengthgen.models.layers_conv import causal_conv
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2Mixer
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
-from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd, scan_ssd_reference
+from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 
 from .families import GATED_DELTANET, RWKV7, Family, mamba2_config, variant_id
+from .scan_definitions import scan_ssd_reference
 
 CHANNELS, TAPS = 16, 4
 

@@ -8,13 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize, softplus
 
-from hf_recurrent_lengthgen.models.scan_delta import scan_delta, scan_delta_reference, scan_dplr, scan_dplr_reference
-from hf_recurrent_lengthgen.models.scan_gla import scan_gla, scan_gla_reference
-from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6, scan_rwkv6_reference
-from hf_recurrent_lengthgen.models.scan_selective import scan_selective, scan_selective_reference
+from hf_recurrent_lengthgen.models.scan_delta import scan_delta, scan_dplr
+from hf_recurrent_lengthgen.models.scan_gla import scan_gla
+from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective
 
 from .families import FAMILIES, VOCABULARY, build, random_state, random_tokens
 from .law import assert_equal_up_to, model_step, run_in_pieces, weights_like
+from .scan_definitions import (
+    scan_delta_reference,
+    scan_dplr_reference,
+    scan_gla_reference,
+    scan_rwkv6_reference,
+    scan_selective_reference,
+)
 
 pytestmark = [
     pytest.mark.gpu,

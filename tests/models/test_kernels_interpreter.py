@@ -101,7 +101,7 @@ def compare_ssd() -> None:
 
         shapes = {"xBC": (B, length, H * P + 2 * G * N), "dt": (B, length, H), "D": (H,), "state": (B, H, P, N)}
         kernel = call(module.scan_ssd, chunk_size=16, backend="kernel")
-        check(kernel, call(module.scan_ssd_reference), shapes, tolerance, make)
+        check(kernel, call(definitions.scan_ssd_reference), shapes, tolerance, make)
 
     compare(1, 2e-6)
     compare(37, 4e-6, padding=6)
@@ -135,7 +135,7 @@ def compare_selective() -> None:
         check(from_zero, upstream, shapes, 2e-6, make)
         module.selective_scan_fn = selective_scan_ref
         with_state = {**shapes, "initial_state": (B, P * H, N)}
-        check(with_kernel, module.scan_selective_reference, with_state, 4e-6, make)
+        check(with_kernel, definitions.scan_selective_reference, with_state, 4e-6, make)
 
 
 def compare_gated(scan: Any, reference: Any, names: str, **more: tuple[int, ...]) -> None:
@@ -167,7 +167,7 @@ def compare_gated(scan: Any, reference: Any, names: str, **more: tuple[int, ...]
 def compare_gla() -> None:
     from hf_recurrent_lengthgen.models import scan_gla as module
 
-    compare_gated(module.scan_gla, module.scan_gla_reference, "qkg")
+    compare_gated(module.scan_gla, definitions.scan_gla_reference, "qkg")
 
 
 def compare_trapezoid() -> None:
@@ -186,7 +186,7 @@ def compare_trapezoid() -> None:
         shapes = {name: (B, length, FLA_H) for name in ("dt", "g", "share")} | {"w": (B, length, FLA_N // 4)}
         shapes |= {"x": (B, 1 + length, FLA_H, FLA_P), "B": (B, 1 + length, FLA_H, FLA_N)}
         shapes |= {"C": (B, length, FLA_H, FLA_N), "D": (FLA_H,), "initial_state": (B, FLA_H, FLA_P, FLA_N)}
-        check(with_kernel, module.scan_trapezoid_reference, shapes, 1e-5, make)
+        check(with_kernel, definitions.scan_trapezoid_reference, shapes, 1e-5, make)
 
     compare(1)
     compare(70, padding=5)
@@ -195,7 +195,7 @@ def compare_trapezoid() -> None:
 def compare_rwkv6() -> None:
     from hf_recurrent_lengthgen.models import scan_rwkv6 as module
 
-    compare_gated(module.scan_rwkv6, module.scan_rwkv6_reference, "rkw", u=(FLA_H, FLA_N))
+    compare_gated(module.scan_rwkv6, definitions.scan_rwkv6_reference, "rkw", u=(FLA_H, FLA_N))
 
 
 def compare_delta(channels: int) -> None:
@@ -215,7 +215,7 @@ def compare_delta(channels: int) -> None:
         heads = (B, length, FLA_H)
         shapes = {"q": (*heads, FLA_N), "k": (*heads, FLA_N), "v": (*heads, FLA_P), "g": (*heads, channels)}
         shapes |= {"beta": heads, "initial_state": (B, FLA_H, FLA_P, FLA_N)}
-        check(with_kernel, module.scan_delta_reference, shapes, tolerance, make)
+        check(with_kernel, definitions.scan_delta_reference, shapes, tolerance, make)
 
     compare(1, 2e-6)
     compare(70, 1e-5)
@@ -256,7 +256,7 @@ def compare_dplr() -> None:
     for length in (1, 70):
         shapes = {name: (B, length, FLA_H, FLA_N) for name in "qkgab"} | {"v": (B, length, FLA_H, FLA_P)}
         shapes |= {"initial_state": (B, FLA_H, FLA_P, FLA_N)}
-        check(with_kernel, module.scan_dplr_reference, shapes, 2e-5, make)
+        check(with_kernel, definitions.scan_dplr_reference, shapes, 2e-5, make)
 
 
 def compare_model(family: str, **fields: Any) -> None:
@@ -328,6 +328,7 @@ def compare_gated_deltanet_model() -> None:
 
 
 if __name__ == "__main__":
+    import scan_definitions as definitions
     from triton_interpreter import stand_in_for_a_gpu
 
     torch.set_num_threads(1)

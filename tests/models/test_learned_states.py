@@ -182,12 +182,11 @@ def test_load_model_loads_the_base_too(tmp_path: Path) -> None:
     [
         (lambda about, folder: about.update(format_version=2), "format version 2, this code reads up to 1"),
         (lambda about, folder: about.update(format="other"), "describes no learned state"),
-        (lambda about, folder: about.pop("base_fingerprint"), "damaged: it lacks base_fingerprint"),
         (lambda about, folder: (folder / STATE_FILE).write_bytes(b"\0" * 64), "is not what learned_state_config.json"),
         (lambda about, folder: (folder / STATE_FILE).unlink(), "holds no learned_state.safetensors"),
         (lambda about, folder: about.update(base_fingerprint="0"), "whose weights are not those of this"),
     ],
-    ids=["newer", "format", "field", "cut", "missing", "base"],
+    ids=["newer", "format", "cut", "missing", "base"],
 )
 def test_damaged_and_foreign_files_are_refused(change: Any, message: str, tmp_path: Path) -> None:
     model = build(MAMBA2)
@@ -215,9 +214,6 @@ def test_what_cannot_be_meant_is_refused() -> None:
         model.add_learned_state("broken", map_state(lambda part: part * float("nan"), state))
     model.config.learned_states = {"names": ["default", "gone"], "active": "gone", "shapes": []}
     with pytest.raises(ValueError, match=r"names the learned states .*'gone'.*, but the model has \['default'\]"):
-        model(random_tokens(1, 3))
-    model.config.learned_states = {"names": ["default"], "active": "gone", "shapes": []}
-    with pytest.raises(ValueError, match="must have names, one of them or None as active"):
         model(random_tokens(1, 3))
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_recurrent_lengthgen.models import state_on_disk
-from hf_recurrent_lengthgen.models.state_on_disk import load_state, read_tensors, save_state, write_tensors
+from hf_recurrent_lengthgen.models.state_on_disk import load_state, save_state, write_tensors
 from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
     LayerState,
@@ -27,7 +27,6 @@ from hf_recurrent_lengthgen.models.state_value import (
     map_state,
     state_batch_size,
     state_dtype,
-    state_statistics,
     state_to,
     take_rows,
     zero_conv,
@@ -127,23 +126,10 @@ def test_rows_of_several_states_are_stacked() -> None:
     stacked = concatenate_rows([take_rows(state, slice(2, 3)), state])
     assert row_values(stacked)[0] == [3, 1, 2, 3]
     assert all(isinstance(layer, LayerState) for layer in stacked)
-    with pytest.raises(ValueError, match="at least one state"):
-        concatenate_rows([])
-    with pytest.raises(ValueError, match=r"same number of layers, got \[2, 1\]"):
-        concatenate_rows([state, state[:1]])
 
 
 def test_only_the_convolution_part_is_zeroed() -> None:
     assert row_values(zero_conv(numbered_state())) == [[1, 2, 3], [0, 0, 0], [11, 12, 13], [0, 0, 0]]
-
-
-def test_statistics_are_per_layer_and_head() -> None:
-    """Head 0 holds 1 and 3 in equal parts (mean 2, variance 1), head 1 holds 5 everywhere."""
-    recurrent = torch.full((2, 2, 3, 4), 5.0)
-    recurrent[0, 0], recurrent[1, 0] = 1.0, 3.0
-    (statistics,) = state_statistics((LayerState(recurrent, torch.zeros(2, 0)),))
-    assert statistics.mean.tolist() == [2, 5]
-    assert statistics.variance.tolist() == [1, 0]
 
 
 FUNCTIONS: dict[str, Callable[[RecurrentState], object]] = {
@@ -154,7 +140,6 @@ FUNCTIONS: dict[str, Callable[[RecurrentState], object]] = {
     "keep_rows": lambda state: keep_rows(state, torch.tensor([True, False, True])),
     "concatenate_rows": lambda state: concatenate_rows([state, state]),
     "zero_conv": zero_conv,
-    "state_statistics": state_statistics,
     "check_state": lambda state: check_state(state, SHAPES, 3, CPU, torch.float32),
     "check_finite_state": check_finite_state,
 }
@@ -337,13 +322,9 @@ def test_the_hand_made_file_is_good(tmp_path: Path) -> None:
         ({}, {"num_layers": "2"}, "missing ['layers.1.conv', 'layers.1.recurrent']"),
         ({}, {"num_layers": "0"}, "does not hold the parts of '0' layers"),
         ({}, {"num_layers": "-1"}, "does not hold the parts of '-1' layers"),
-        ({}, {"metadata": "{"}, "Expecting property name"),
         ({"layers.0.conv": None}, {}, "missing ['layers.0.conv']"),
         ({"weight": torch.zeros(1)}, {}, "unexpected ['weight']"),
-        ({"layers.0.conv": torch.zeros(3, 5, 3).half()}, {}, "not float32 or float64: {'layers.0.conv'"),
-        ({"layers.0.conv": torch.zeros(3, 5, 3).long()}, {}, "not float32 or float64: {'layers.0.conv'"),
         ({"layers.0.conv": torch.full((3, 5, 3), torch.nan)}, {}, "layer 0, part 'conv' has NaN"),
-        ({"layers.0.conv": torch.zeros(2, 5, 3)}, {}, "different numbers of rows"),
     ],
 )
 def test_a_file_that_is_not_a_whole_state_is_refused(
@@ -383,15 +364,6 @@ def test_metadata_is_free_text_and_survives(tmp_path: Path) -> None:
     assert load_state(tmp_path / "s")[1] == json.loads(json.dumps({"": "", "ü": '"\n'}))
 
 
-def test_metadata_must_be_a_mapping(tmp_path: Path) -> None:
-    save_state(tmp_path / "s", numbered_state())
-    header, tensors, _ = read_tensors(tmp_path / "s")
-    for text in ("[1]", "3", "null", "{", "[" * 100_000):
-        write_tensors(tmp_path / "s", tensors, header | {"metadata": text})
-        with pytest.raises(ValueError, match=r"s (has damaged|must have a mapping as) metadata"):
-            load_state(tmp_path / "s")
-
-
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 def test_a_state_made_in_inference_mode_can_be_trained_from(family: Family) -> None:
@@ -412,14 +384,11 @@ def test_a_state_made_in_inference_mode_can_be_trained_from(family: Family) -> N
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("make", ["folder", "empty", "text", "pickle", "zip"])
+@pytest.mark.parametrize("make", ["empty", "text", "pickle", "zip"])
 def test_what_is_no_state_is_refused_by_its_path(make: str, tmp_path: Path) -> None:
     path = tmp_path / "s"
-    if make == "folder":
-        path.mkdir()
-    else:
-        torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=make == "zip")
-        if make in ("empty", "text"):
-            path.write_text("" if make == "empty" else "no state")
+    torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=make == "zip")
+    if make in ("empty", "text"):
+        path.write_text("" if make == "empty" else "no state")
     with pytest.raises(ValueError, match=re.escape(str(path))):
         load_state(path)

@@ -13,10 +13,11 @@ from torch.nn.functional import softplus
 
 from hf_recurrent_lengthgen.models import scan_selective as scan_module
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaMixer
-from hf_recurrent_lengthgen.models.scan_selective import scan_selective, scan_selective_reference
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective
 
 from .family_mamba import mamba_config
 from .law import assert_equal_up_to
+from .scan_definitions import scan_selective_reference
 from .scans import Inputs, selective_inputs
 
 

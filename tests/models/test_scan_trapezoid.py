@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.models import scan_trapezoid as module
-from hf_recurrent_lengthgen.models.scan_gla import scan_gla_reference
 from hf_recurrent_lengthgen.models.scan_pieces import piece_trapezoid
-from hf_recurrent_lengthgen.models.scan_trapezoid import scan_trapezoid, scan_trapezoid_reference
+from hf_recurrent_lengthgen.models.scan_trapezoid import scan_trapezoid
 
 from .law import assert_equal_up_to, weights_like
+from .scan_definitions import scan_gla_reference, scan_trapezoid_reference
 
 Inputs = dict[str, Tensor]
 BATCH, HEADS, P, N, A = 2, 3, 4, 7, 2
@@ -201,14 +201,6 @@ def test_the_kernel_gets_turned_keys_and_scaled_values(dtype: torch.dtype, monke
     assert found["y"].dtype == torch.float64
     found |= {name: value.double() for name, value in found.items()}
     assert_equal_up_to(1e-12 if dtype == torch.float64 else 0.03, found, expected)
-
-
-def test_the_kernel_is_refused_by_name_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "chunk_simple_gla", None)
-    with pytest.raises(ValueError, match=r'scan backend "kernel" needs flash-linear-attention'):
-        scan_trapezoid(**make_inputs(2), backend="kernel")
-    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
-        scan_trapezoid(**make_inputs(2), chunk_size=0)
 
 
 def test_the_arguments_are_not_changed() -> None:
