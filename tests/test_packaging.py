@@ -78,9 +78,9 @@ def test_the_wheel_holds_recipes_tasks_helps_types_license_and_nothing_else(buil
     others = {name for name in built.wheel_files if not name.endswith(".py")}
     data = {
         path.relative_to(built.source).as_posix()
-        for folder in ("cli", "harness", "recipes")
+        for folder in ("checkpoints", "cli", "harness", "recipes")
         for path in (built.source / PACKAGE / folder).rglob("*")
-        if path.suffix in (".json", ".md", ".txt", ".yaml")
+        if path.suffix in (".jinja", ".json", ".md", ".txt", ".yaml")
     }
     assert len(data) > 40
     names = ["METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"]

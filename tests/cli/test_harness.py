@@ -43,13 +43,6 @@ def test_a_config_file_is_followed(run: list[EvaluatorConfig], tmp_path: Path) -
     assert (run[0].model, run[0].include_path, run[0].device) == ("dummy", [str(TASKS), "mine"], "meta")
 
 
-def test_a_wrong_file_ends_the_command(
-    run: list[EvaluatorConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["harness", "--config", str(tmp_path / "none.yaml")]) == 1
-    assert "Config file not found" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_help_names_every_group(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["harness", *arguments]) == 0

@@ -22,9 +22,7 @@ from transformers import (
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.measuring import _training_length
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences, token_stream
-from hf_recurrent_lengthgen.evaluation import streaming
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.metrics.context_harm import windows as context_harm
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
@@ -90,39 +88,6 @@ def test_what_was_measured_is_not_measured_again(
         evaluate(checkpoint, "--no-cache")
     with pytest.raises(AssertionError):
         evaluate(checkpoint, "--length", 63)
-
-
-@pytest.mark.slow
-def test_an_interrupted_command_goes_on(
-    evaluate: Evaluate,
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert evaluate(checkpoint, "--no-cache") == 0
-    expected = found(tmp_path).models[0].evaluation
-
-    def interrupt(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("hf_recurrent_lengthgen.evaluation.result_cache.SECONDS_BETWEEN_SAVES", 0.0)
-        patched.setattr("hf_recurrent_lengthgen.evaluation.result_cache.MOST_TIME_SAVING", float("inf"))
-        patched.setattr("hf_recurrent_lengthgen.metrics.context_harm.measure.window_nll", interrupt)
-        assert evaluate(checkpoint, "--cache", tmp_path / "kept") == 130
-    assert "the same command continues" in capsys.readouterr().err
-    seen = []
-    chunks = streaming.stream_chunks
-    for module in (streaming, context_harm):
-        monkeypatch.setattr(
-            module, "stream_chunks", lambda *given, name=module.__name__: seen.append(name) or chunks(*given)
-        )
-    assert evaluate(checkpoint, "--cache", tmp_path / "kept") == 0
-    assert set(seen) == {"hf_recurrent_lengthgen.metrics.context_harm.windows"}
-    result = found(tmp_path).models[0].evaluation
-    assert (result.position_wise, result.harm) == (expected.position_wise, expected.harm)
-    assert [path.suffix for path in (tmp_path / "kept").iterdir()] == [".json"]
 
 
 def test_models_of_different_training_lengths_need_the_option(
