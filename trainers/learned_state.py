@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.models.state_learned_files import STATE_FILE
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, clone_state, detach_state, map_state
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.checks import check_model
+from hf_recurrent_lengthgen.trainers.checks import check_model, check_no_forgetting
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource
 
@@ -119,6 +119,7 @@ class LearnedStateTrainer(InitialStateTrainer):
                     "another output_dir."
                 )
         base = base_of(model)
+        check_no_forgetting(base)
         states = base.learned_states
         if states is None or NAME not in states.names:
             states = base.add_learned_state(NAME)
