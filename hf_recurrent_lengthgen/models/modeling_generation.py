@@ -38,7 +38,7 @@ GOES_ON = (
 
 # arguments of `generate` that tell which tokens are unread, which the cache knows
 _BOOKKEEPING = ("cache_position", "is_first_iteration", "labels", "next_sequence_length")
-_FOR_GENERATE = ("tokenizer", "assistant_tokenizer")
+_DROPPED = (*_BOOKKEEPING, "tokenizer", "assistant_tokenizer")
 _PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids")
 
 
@@ -177,17 +177,12 @@ def given_cache(cache: RecurrentCache | None, others: dict[str, Any]) -> Recurre
         if cache is not None and older is not None:
             raise ValueError(f"cache and {name} are two names of one argument: give cache.")
         cache = older if cache is None else cache
-    check_cache(cache)
-    return cache
-
-
-def check_cache(cache: Any) -> None:
-    """Raise a `ValueError` for a cache of another model."""
     if cache is not None and not isinstance(cache, RecurrentCache):
         raise ValueError(
             f"cache must be a RecurrentCache, got {type(cache).__name__}; give a state as initial_state. If PEFT gave "
             f"it: {NO_KEYS}."
         )
+    return cache
 
 
 def refuse_continuous_batching(model: Any) -> None:
@@ -270,8 +265,7 @@ class RecurrentGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """Feed what the state has not read: the rest of the prompt first, then one token at a time."""
         cache = past_key_values if cache is None else cache
-        dropped = (*_BOOKKEEPING, *_FOR_GENERATE)
-        inputs: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in dropped}
+        inputs: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in _DROPPED}
         inputs |= {
             "past_key_values": cache,  # where PEFT looks for it with every release
             "logits_to_keep": 0 if logits_to_keep is None else logits_to_keep,

@@ -119,7 +119,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         keep_all = _keeps_all(logits_to_keep)
         if not (labels is None and shift_labels is None) and not keep_all:
             raise ValueError("labels need all logits: drop logits_to_keep.")
-        output = self._backbone(
+        output = self.base_model(
             input_ids,
             rows=rows,
             initial_state=initial_state,

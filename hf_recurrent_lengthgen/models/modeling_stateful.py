@@ -79,10 +79,6 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
         config.check()
         super().__init__(config)
 
-    @property
-    def _backbone(self) -> Any:
-        return self.base_model
-
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As in Transformers; a module with its own initialization has a method `init_weights`."""
@@ -94,7 +90,8 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
 
     def state_shapes(self) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
-        shapes = tuple(layer.scan_mixer.state_shape for layer in self._backbone.layers)
+        layers: Any = self.base_model.layers
+        shapes = tuple(layer.scan_mixer.state_shape for layer in layers)
         if (window := (self.config.forgetting or {}).get("window")) is None:
             return shapes
         return tuple(extra("scan_window").window_shape(window, shape) for shape in shapes)

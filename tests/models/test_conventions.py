@@ -1,10 +1,7 @@
 """What Transformers' models have in common and ours keep: caches, masks, hidden states, options of `generate`."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
@@ -115,21 +112,6 @@ def test_generation_returns_the_hidden_states_of_each_step(family: Family) -> No
 
 
 @shell_families
-def test_guidance_weighs_two_prompts(family: Family) -> None:
-    """logits = unconditional + scale (conditional - unconditional), in log probabilities, by hand."""
-    model, prompt, negative = build(family, torch.float64), random_tokens(2, 5), random_tokens(2, 3, seed=9)
-    scale, answer = 2.5, torch.empty(2, 0, dtype=torch.int64)
-    for _ in range(5):
-        given, without = (model(torch.cat([x, answer], 1)).logits[:, -1].log_softmax(-1) for x in (prompt, negative))
-        answer = torch.cat([answer, (without + scale * (given - without)).argmax(-1, keepdim=True)], 1)
-    for use_cache in (True, False):
-        output = model.generate(
-            prompt, guidance_scale=scale, negative_prompt_ids=negative, use_cache=use_cache, **GREEDY
-        )
-        assert torch.equal(output[:, 5:], answer)
-
-
-@shell_families
 @pytest.mark.parametrize("read", [1, 6])
 def test_embeddings_go_on_from_a_cache(family: Family, read: int) -> None:
     """As for token ids, the whole text is given, and the cache knows what it has read."""
@@ -165,21 +147,6 @@ def test_a_prompt_is_read_in_chunks(family: Family, size: int) -> None:
 
 
 @shell_families
-@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
-def test_chunks_go_with_beams_samples_and_embeddings(family: Family, mode: dict[str, Any]) -> None:
-    model, prompt = build(family, torch.float64), random_tokens(2, 8)
-
-    def answer(**options: Any) -> Tensor:
-        torch.manual_seed(3)
-        return model.generate(**GREEDY | mode | options)[:, -5:]
-
-    expected = answer(inputs=prompt)
-    assert torch.equal(answer(inputs=prompt, prefill_chunk_size=3), expected)
-    embeds = model.get_input_embeddings()(prompt).detach()
-    assert torch.equal(answer(inputs_embeds=embeds, prefill_chunk_size=3), expected)
-
-
-@shell_families
 def test_what_generation_has_no_meaning_for_is_refused(family: Family) -> None:
     model, prompt = build(family), random_tokens(2, 6)
     for kind in ("static", "offloaded", "quantized"):
@@ -198,11 +165,3 @@ def test_what_generation_has_no_meaning_for_is_refused(family: Family) -> None:
         model.generate(prompt, position_ids=positions, prefill_chunk_size=2, **GREEDY)
     with pytest.raises(ValueError, match="output_attentions"):
         model.generate(prompt, output_attentions=True, return_dict_in_generate=True, **GREEDY)
-
-
-@shell_families
-def test_a_packed_prompt_goes_on_from_its_last_sequence(family: Family) -> None:
-    model, prompt = build(family, torch.float64), random_tokens(2, 7)
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]] * 2)
-    expected = model.generate(prompt[:, 4:], **GREEDY)[:, 3:]
-    assert torch.equal(model.generate(prompt, position_ids=positions, **GREEDY)[:, 7:], expected)

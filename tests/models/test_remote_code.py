@@ -56,7 +56,7 @@ FILES_OF = {
 }
 SCANS = {"scan_delta", "scan_gla", "scan_rwkv6", "scan_selective", "scan_ssd", "scan_trapezoid"}
 # What a reader of the code of a checkpoint has to read at most.
-MOST_FILES, MOST_LINES, MOST_BYTES = 21, 4_400, 210_000
+MOST_FILES, MOST_LINES, MOST_BYTES = 20, 3_700, 175_000
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=variant_id)
@@ -204,15 +204,6 @@ model.save_pretrained(sys.argv[4])
 
 
 @one_family
-def test_a_stranger_without_trust_is_asked_for_it(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
-    result = clean_process(
-        tmp_path / "cwd", "AutoModelForCausalLM.from_pretrained(checkpoint)", checkpoint[1], tmp_path, check=False
-    )
-    assert result.returncode != 0
-    assert "trust_remote_code" in result.stderr
-
-
-@one_family
 def test_a_stranger_with_a_folder_without_code_learns_what_is_missing(
     checkpoint: tuple[Any, Path], tmp_path: Path
 ) -> None:
@@ -256,39 +247,6 @@ def test_a_folder_of_any_name_loads(checkpoint: tuple[Any, Path], tmp_path: Path
     folder = copy_of(checkpoint[1], tmp_path / "größe 模型")
     load = "AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=True)"
     clean_process(tmp_path / "cwd", load, folder, tmp_path)
-
-
-@one_family
-@pytest.mark.parametrize("part", [0, 7, 1000, -5])
-def test_truncated_weights_are_refused(checkpoint: tuple[Any, Path], tmp_path: Path, part: int) -> None:
-    """By safetensors, before any model is made."""
-    folder = copy_of(checkpoint[1], tmp_path / "cut")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:part])
-    with pytest.raises(Exception, match=r"(?i)header|incomplete|safetensors|metadata|empty"):
-        AutoModelForCausalLM.from_pretrained(folder)
-
-
-def test_missing_and_unexpected_weights_are_reported_and_missing_ones_initialized(tmp_path: Path) -> None:
-    """As every Transformers model: a report, no error; what is missing gets its initial values, never garbage."""
-    model = build(MAMBA2)
-    broken = tmp_path / "broken"
-    model.save_pretrained(broken)
-    weights = load_file(broken / "model.safetensors")
-    missing = ["backbone.layers.0.mixer.A_log", "backbone.layers.1.mixer.dt_bias", "backbone.layers.0.mixer.D"]
-    for name in missing:
-        del weights[name]
-    weights["backbone.layers.7.extra"] = torch.zeros(1)
-    save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    loaded, report = AutoModelForCausalLM.from_pretrained(broken, output_loading_info=True)
-    assert set(report["missing_keys"]) == set(missing)
-    assert set(report["unexpected_keys"]) == {"backbone.layers.7.extra"}
-    heads = model.config.num_heads
-    torch.testing.assert_close(loaded.backbone.layers[0].mixer.A_log, torch.arange(1.0, heads + 1).log())
-    torch.testing.assert_close(loaded.backbone.layers[0].mixer.D, torch.ones(heads))
-    steps = torch.nn.functional.softplus(loaded.backbone.layers[1].mixer.dt_bias)
-    assert bool(((steps > 0.9e-3) & (steps < 0.11)).all())
-    assert torch.equal(loaded.backbone.layers[1].mixer.A_log, model.backbone.layers[1].mixer.A_log)
 
 
 @pytest.mark.thinned(5)
