@@ -92,15 +92,11 @@ def targets_of_piece(arguments: dict[str, Any], attention_cache: Cache | None) -
     return arguments | {"labels": targets, "shift_labels": targets}
 
 
-def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentState | None, batch_size: int) -> None:
-    """Refuse an attention cache that cannot belong to the model, the rows or the state."""
+def check_attention_cache(model: HybridModel, cache: Cache, state: RecurrentState | None) -> None:
+    """Refuse an attention cache that cannot belong to the model or the state."""
     if not (model.attends and isinstance(cache, Cache) and len(cache.layers) == len(model.state_shapes())):
         raise ValueError("attention_cache must be made by new_attention_cache() of this model.")
     layer: Any = cache.layers[min(model._layout.attending)]
-    if layer.keys is not None and layer.keys.shape[0] != batch_size:
-        raise ValueError(
-            f"attention_cache has {layer.keys.shape[0]} rows, the tokens {batch_size}: give as many rows."
-        )
     if layer.keys is not None and state is None:
         raise ValueError(
             f"attention_cache holds {layer.get_seq_length()} tokens, but there is no initial_state: give the final "

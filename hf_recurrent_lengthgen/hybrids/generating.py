@@ -82,7 +82,7 @@ def generation_arguments(
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     further: dict[str, Any] = {} if mask is None else {"attention_mask": mask}
     if attention_cache is not None:
-        check_attention_cache(model, attention_cache, initial_state, rows)
+        check_attention_cache(model, attention_cache, initial_state)
         # Positions and unread tokens follow from a mask over the whole text.
         whole = attention_cache.get_seq_length() + length
         further["attention_mask"] = torch.ones(rows, whole, dtype=torch.long, device=prompt.device)

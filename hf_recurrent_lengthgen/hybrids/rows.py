@@ -42,7 +42,6 @@ class StockRows:
         given: The rows of the call, with padding or several sequences.
 
     Attributes:
-        given: As above.
         rows: N.
         length: L.
         padded: The N rows, if some have padding at their ends; None if all sequences have L tokens.

@@ -184,7 +184,7 @@ class StatefulMixin(LearnedStatesMixin):
         if rows is not None:
             check_rows(self, attention_cache, group)
         if attention_cache is not None:
-            check_attention_cache(self, attention_cache, initial_state, batch_size)
+            check_attention_cache(self, attention_cache, initial_state)
         if initial_state is None:
             initial_state = self.first_state(batch_size)
         else:

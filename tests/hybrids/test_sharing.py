@@ -8,7 +8,6 @@ import torch
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-from hf_recurrent_lengthgen.trainers.checks import check_shares_rows
 from tests.hybrids.pieces_in_processes import run_job
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.test_sequence_pieces import Results, errors, results_of
@@ -42,7 +41,7 @@ def test_processes_that_share_rows_give_what_one_gives(job: dict[str, Any], foun
 @pytest.mark.parametrize("model_type", OTHERS)
 def test_types_whose_states_do_not_go_through_the_cache_are_refused(model_type: str) -> None:
     with pytest.raises(ValueError, match="Processes cannot share rows of this"):
-        check_shares_rows(stateful(tiny_model(model_type)))
+        stateful(tiny_model(model_type)).check_shares_rows()
 
 
 @pytest.mark.parametrize(
