@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.cli.report import draw, in_columns, summary_table, w
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.metrics.diagnosis.measure import chosen_parts, diagnose_model
+from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
 from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, diagnosis_page, facts, reasons
 from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
 from hf_recurrent_lengthgen.metrics.parts import PARTS
@@ -68,6 +69,8 @@ def run(arguments: Sequence[str]) -> int:
     page = write_page(folder, diagnosis_page(diagnosis))
     print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
     print(f"{told_of_cache(inputs.cache)}\nReport: {page}")
+    for step in next_steps(diagnosis):
+        print("\n".join([f"\nNext: {step.why}.", *(f"  {command}" for command in step.commands)]))
     return 0
 
 

@@ -8,12 +8,13 @@ class on `AnyDocument` is written with its own kind and version.
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import core_schema
+
+from hf_recurrent_lengthgen.evaluation.views import summary, to_frame
 
 Document = TypeVar("Document")
 Scalar = bool | int | float | str | None
@@ -36,7 +37,7 @@ class AnyDocument:
 
 
 def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Document]]:
-    """Give a dataclass a file form, and a `repr` that names its fields.
+    """Give a dataclass a file form, a short `repr`, and `to_frame()`, all its numbers as a table.
 
     A field added later needs a default, so that older files can be read; removing a field would make them unreadable.
     Raise `version` with every field that is added, here or in the dataclasses that it holds.
@@ -44,15 +45,10 @@ def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Doc
 
     def register(cls: type[Document]) -> type[Document]:
         _SCHEMAS[cls] = (kind, version)
-        cls.__repr__ = _field_names  # type: ignore[method-assign]
+        cls.__repr__, cls.to_frame = summary, to_frame  # type: ignore[attr-defined, method-assign]
         return cls
 
     return register
-
-
-def _field_names(document: Any) -> str:
-    """Results hold thousands of numbers, which nobody wants to see at once."""
-    return f"{type(document).__name__} with {', '.join(field.name for field in fields(document))}"
 
 
 def to_json(document: Any) -> str:

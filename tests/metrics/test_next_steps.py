@@ -1,0 +1,60 @@
+"""What a diagnosis tells one to do next follows from what it found, and its commands are commands."""
+
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import Step, next_steps
+from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from tests.cli.helps import parser_of
+from tests.metrics.diagnoses import diagnosed, hybrid, states
+
+COMMAND = "lengthgen diagnose folder/a folder/b --data 'my text.txt' --length 512 --sequences=8"
+
+
+def steps(*models: DiagnosedModel) -> list[Step]:
+    given = [replace(model, evaluation=replace(model.evaluation, command=COMMAND)) for model in models]
+    return next_steps(Diagnosis("", tuple(given)))
+
+
+def test_a_model_that_fails_is_trained_and_measured_again() -> None:
+    (step,) = steps(diagnosed("base", "a", 1.4, states({(1, 2): 47.3})))
+    assert step.commands == (
+        "lengthgen train --model folder/a --intervention state_passing --output a-cured --data 'my text.txt'",
+        "lengthgen diagnose folder/a a-cured --roles base,cured --data 'my text.txt' --length 512",
+    )
+
+
+def test_a_cure_that_is_not_enough_goes_on_and_one_that_holds_is_read_further() -> None:
+    base = diagnosed("base", "a", 1.4, states({(1, 2): 47.3}))
+    (step,) = steps(base, diagnosed("cured", "b", 0.4, states({(1, 2): 3.0})))
+    assert "train it longer" in step.why
+    assert step.commands[0].startswith("lengthgen train --model folder/b --intervention state_passing --max-steps 400")
+    (step,) = steps(base, diagnosed("cured", "b", 0.0, states({})))
+    assert step.commands == ("lengthgen evaluate folder/b --length 4096 --data 'my text.txt'",)
+    (step,) = steps(diagnosed("other", "b", 0.05, width=0.04))
+    assert step.commands == ("lengthgen diagnose folder/b --sequences 128 --data 'my text.txt' --length 512",)
+
+
+def test_harm_of_attention_is_not_said_to_be_cured_by_states() -> None:
+    found = hybrid()
+    assert found.attention is not None
+    (step,) = steps(diagnosed("base", "a", 1.4, found))
+    assert "state_passing" in step.commands[0]
+    apart = replace(found.attention, recurrent=found.attention.attention, attention=found.attention.recurrent)
+    (step,) = steps(diagnosed("base", "a", 1.4, replace(found, attention=apart)))
+    assert "attention's" in step.why
+    assert "--intervention none --training-length 128" in step.commands[0]
+
+
+@pytest.mark.parametrize("role", ["base", "cured", "other", "control"])
+@pytest.mark.parametrize("harm", [0.0, 0.05, 1.4])
+def test_each_command_can_be_parsed(role: str, harm: float) -> None:
+    model = diagnosed(role, "a", harm, width=0.04)  # type: ignore[arg-type]
+    for step in steps(model):
+        for command in step.commands:
+            program, name, *words = shlex.split(command)
+            assert program == "lengthgen"
+            _, left = parser_of(name).parse_known_args(words)
+            assert not left
