@@ -12,18 +12,9 @@ from hf_recurrent_lengthgen.models import STATEFUL_CLASSES, StatefulMambaConfig,
 from hf_recurrent_lengthgen.models.state_on_disk import load_state, read_tensors, save_state, write_tensors
 from hf_recurrent_lengthgen.models.state_value import LayerShape, map_state, zero_state
 
-from .families import FAMILIES, VARIANTS, build, random_tokens, variant_id
+from .families import VARIANTS, build, random_tokens, variant_id
 from .family import TINY, Family
 from .family_fla import HGRN2, LINEAR_ATTENTION
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@pytest.mark.parametrize("value", [0, -8])
-def test_sizes_that_are_not_positive_are_refused_by_name(family: Family, value: int) -> None:
-    sizes = {"hidden_size", "num_hidden_layers", "intermediate_size", "conv_size", "state_size", "training_length"}
-    for name in sizes & set(family.config().to_dict()):
-        with pytest.raises(ValueError, match=name):
-            family.causal_lm_class(family.config(**{name: value}))
 
 
 def test_a_falcon_mamba_file_without_epsilon_has_its_norms(tmp_path: Path) -> None:
