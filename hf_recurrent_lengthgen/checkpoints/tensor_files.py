@@ -6,6 +6,7 @@ and one tensor. `tensor_writing.py` is the other direction.
 
 import os
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,13 @@ DTYPES = {
 }
 """Dtypes by their names in safetensors files."""
 
+ROOTS = ("backbone.", "blocks.", "model.", "module.")
+"""How the names of a whole model may begin."""
+COMPILED = "_orig_mod."
+"""In the names of the parameters of a module that `torch.compile` wraps."""
+GGML = {b"fmgg": "ggml", b"lmgg": "ggml", b"tjgg": "ggml", b"GGUF": "GGUF"}
+"""First bytes of files of rwkv.cpp and llama.cpp (0x67676d66 and others), and what they are called."""
+
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Dtypes to which weights can be converted."""
 
@@ -65,7 +73,8 @@ class TensorFiles:
 
     Attributes:
         paths: The weight files.
-        metas: Shape and dtype of each tensor, in the order of the files.
+        metas: Shape and dtype of each tensor, in the order of the files. What `torch.compile` (`_orig_mod.`) and
+            classes around a model (`model.`, `module.`) put into all names is left out of them.
 
     Raises:
         ValueError: without weights, and for files that are damaged, missing, outside the folder, or hold anything but
@@ -76,14 +85,18 @@ class TensorFiles:
         path = _weight_file(Path(source))
         self.paths = _indexed(path) if path.name.endswith(".index.json") else (path,)
         self.metas: dict[str, Meta] = {}
-        self._files: dict[str, Path] = {}
+        self._stored: dict[str, tuple[Path, str]] = {}
         self._opened: tuple[Path, _Safetensors | _Pickled] | None = None
         for file in self.paths:
-            metas = self._open(file).metas
+            stored = self._open(file).metas
+            metas = {name.replace(COMPILED, ""): meta for name, meta in stored.items()}
             if twice := sorted(self.metas.keys() & metas.keys()):
                 raise ValueError(f"{file} and files before it both hold {', '.join(twice)}: {AGAIN}.")
             self.metas |= metas
-            self._files |= dict.fromkeys(metas, file)
+            self._stored |= {name: (file, kept) for name, kept in zip(metas, stored, strict=True)}
+        around = _wrapper(self.metas)
+        self.metas = {name.removeprefix(around): meta for name, meta in self.metas.items()}
+        self._stored = {name.removeprefix(around): place for name, place in self._stored.items()}
         self.close()
 
     def keys(self) -> list[str]:
@@ -95,7 +108,8 @@ class TensorFiles:
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU. It may be a view of the mapped file, for weights larger than memory: do not write to
         either."""
-        return self._open(self._files[name]).tensor(name)
+        file, stored = self._stored[name]
+        return self._open(file).tensor(stored)
 
     def close(self) -> None:
         """Unmap the open file; reading opens it again."""
@@ -106,6 +120,20 @@ class TensorFiles:
             self._opened = None  # unmapped before the next file is mapped
             self._opened = (path, (_Safetensors if path.suffix == ".safetensors" else _Pickled)(path))
         return self._opened[1]
+
+
+def _wrapper(names: Iterable[str]) -> str:
+    """What classes around a model, of training scripts and DistributedDataParallel, put before all names."""
+    prefix, rest = "", list(names)
+    while rest:
+        wrapper = rest[0].partition(".")[0] + "."
+        inner = [name.removeprefix(wrapper) for name in rest]
+        if wrapper not in ("model.", "module.") or not all(name.startswith(wrapper) for name in rest):
+            break
+        if wrapper == "model." and not any(name.startswith(ROOTS) for name in inner):
+            break  # the layers of a model without head
+        prefix, rest = prefix + wrapper, inner
+    return prefix
 
 
 def _weight_file(source: Path) -> Path:
@@ -162,7 +190,13 @@ class _Safetensors:
 class _Pickled:
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
-            mappable = file.read(4) == b"PK\x03\x04"  # torch before 1.6 wrote no zip archives
+            begins = file.read(4)
+        if begins in GGML:
+            raise ValueError(
+                f"{path} is a {GGML[begins]} file, of rwkv.cpp or llama.cpp, which cannot be converted: give the "
+                ".pth or .safetensors file that it was made from."
+            )
+        mappable = begins == b"PK\x03\x04"  # torch before 1.6 wrote no zip archives
         try:
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
         except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:

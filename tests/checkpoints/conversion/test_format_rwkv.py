@@ -256,3 +256,17 @@ def test_the_layouts_of_the_authors_lead_to_each_other(generation: int, tmp_path
     }
     convert_checkpoint(str(tmp_path / "repository"), tmp_path / "again")
     assert_computes(tmp_path / "again", weights)
+
+
+def test_names_of_a_compiled_module_are_read(tmp_path: Path) -> None:
+    weights = draw(rwkv7_shapes(SMALL))
+    compiled = {f"_orig_mod.{name}": value for name, value in weights.items()}
+    convert_checkpoint(str(write_pth(compiled, tmp_path / "theirs.pth")), tmp_path / "ours")
+    assert_computes(tmp_path / "ours", weights)
+
+
+@pytest.mark.parametrize(("begins", "kind"), [(b"fmgg", "ggml"), (b"GGUF", "GGUF")])
+def test_files_of_ggml_are_called_by_their_name(begins: bytes, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(begins + bytes(100))
+    with pytest.raises(ValueError, match=f"is a {kind} file, .*give the .pth"):
+        convert_checkpoint(str(tmp_path / "model.bin"), tmp_path / "ours")
