@@ -166,7 +166,6 @@ def test_reentrant_checkpointing_and_kept_keys_under_checkpointing_are_refused(m
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"attention_mask": torch.ones(2, 1, 9, 9)}, "must let each token see"),
         ({"use_cache": True}, "use_cache and (cache|past_key_values) cannot be used with states"),
         ({"past_key_values": Cache(layers=[])}, "use_cache and (cache|past_key_values) cannot be used with states"),
         ({"position_ids": torch.arange(3, 12)[None]}, "position_ids must count the real tokens"),
