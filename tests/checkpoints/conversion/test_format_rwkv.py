@@ -41,6 +41,7 @@ from .rwkv_reference import (
     draw,
     even_draw,
     rwkv5_shapes,
+    rwkv6_shapes,
     rwkv7_shapes,
 )
 
@@ -259,7 +260,7 @@ def test_the_layouts_of_the_authors_lead_to_each_other(generation: int, tmp_path
 
 
 def test_names_of_a_compiled_module_are_read(tmp_path: Path) -> None:
-    weights = draw(rwkv7_shapes(SMALL))
+    weights = draw(rwkv6_shapes(SMALL))
     compiled = {f"_orig_mod.{name}": value for name, value in weights.items()}
     convert_checkpoint(str(write_pth(compiled, tmp_path / "theirs.pth")), tmp_path / "ours")
     assert_computes(tmp_path / "ours", weights)
