@@ -107,9 +107,8 @@ def test_the_last_logit_of_a_right_padded_row_is_that_of_its_last_token(family: 
     ("mask", "message"),
     [
         (torch.ones(2, 4), "attention_mask must have the shape of the tokens, (2, 5), got (2, 4)"),
-        (torch.ones(2, 1, 5, 5), "must let each token see all tokens of its own sequence"),
         (torch.ones(5), "got (5,)"),
-        (torch.tensor([[1, 1, 1, 3, 3], [1, 1, 1, 1, 1]]), "1 at real tokens and 0 at padding, or 1, 2, ..."),
+        (torch.tensor([[1, 1, 1, 3, 3], [1, 1, 1, 1, 1]]), "1 at real tokens and 0 at padding only"),
         (torch.tensor([[0, 0, 0, -1e4, 0], [0, 0, 0, 0, 0]]), "1 at real tokens and 0 at padding"),
     ],
 )

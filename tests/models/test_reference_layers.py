@@ -243,7 +243,7 @@ for name in ("softmax", "linear"):
         ),
         ({"attention_kind": "linear"}, "do nothing without attention_layers"),
         ({"attention_head_dim": 8}, "do nothing without attention_layers"),
-        ({"attention_layers": [0], "forgetting": {"retention": 0.9}}, "would go on keeping all tokens"),
+        ({"attention_layers": [0], "forgetting": {"delta_scale": 0.9}}, "would go on keeping all tokens"),
     ],
     ids=str,
 )
