@@ -113,5 +113,5 @@ def test_expanded_layers_of_hybrids_do_not_forget_everything() -> None:
 
 
 def test_what_has_one_initialization_is_not_drawn_as_transformers_does() -> None:
-    with pytest.raises(ValueError, match='"reinit-transformers" is for Mamba: .*StatefulGLA'):
+    with pytest.raises(ValueError, match=r'"reinit-transformers" is for Mamba: .*StatefulGLA'):
         expand_state(build(GLA), layers="all", initialization="reinit-transformers")
