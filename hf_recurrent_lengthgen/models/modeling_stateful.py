@@ -168,7 +168,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         cache: Generation cache. It holds a state, so it excludes `initial_state`. The first token
             continues from that state, even at position 0.
         use_cache: Whether to return a cache. None means `config.use_cache`, but False in training, in models with
-            a stateless layer, and without `output_final_state`.
+            a stateless layer, without `output_final_state`, and under torch.export.
         output_hidden_states: Whether to return `hidden_states`.
         position_ids: (B, T) or (1, T). A recurrent model ignores positions that count up. Where they restart, at 0
             or at the first position of the row, a new sequence begins from zero, or from the active learned state,
@@ -247,9 +247,11 @@ class StatefulBackbone(StatefulPreTrainedModel):
         batch_size, length = rows.shape
         if initial_state is not None and cache is not None:
             raise ValueError("Give initial_state or cache, not both: each of them is the state to start from.")
+        if use_cache and torch.compiler.is_exporting():
+            raise ValueError("A program of torch.export gives no cache: leave use_cache out, and carry states.")
         if use_cache is None:
             use_cache = self.config.use_cache and output_final_state and rows.group is None
-            use_cache = use_cache and not (self.training or self.stateless_layers)
+            use_cache = use_cache and not (self.training or self.stateless_layers or torch.compiler.is_exporting())
         own = cache is not None and cache.may_overwrite  # so this model has made its state
         stateless = initial_state is None and cache is None and rows.group is None and not use_cache
         if not (own or stateless):

@@ -111,6 +111,11 @@ def read_rows(given: Mapping[str, Any], seen: int = 0) -> Rows:
     shape = token_shape(given.get("input_ids"), given.get("inputs_embeds"))
     real = real_tokens(mask_of_new_tokens(given.get("attention_mask"), seen, shape))
     said = {name: given[name] for name in ("position_ids", "seq_idx", *BORDERS) if given.get(name) is not None}
+    if said and torch.compiler.is_exporting():
+        raise ValueError(
+            f"A program of torch.export cannot take {sorted(said)}: they decide how many sequences there are. Leave "
+            "them out, with one sequence in each row."
+        )
     return Rows(shape, real, _starts(said, shape, real)) if said else Rows(shape, real)
 
 

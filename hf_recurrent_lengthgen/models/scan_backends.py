@@ -15,9 +15,12 @@ Shape suffixes of all scans: B batch, T time, H heads, P head (value) dim, G gro
 dim, Q chunk; a state is (B, H, P, N) or (B, D, N).
 """
 
+import re
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +30,8 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 ScanBackend = Literal["torch", "kernel"]
+# Every copy of this file, as in checkpoints, has operators of its own. torch names them in ASCII, folders need not.
+_OPERATORS = f"{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}_{zlib.crc32(__name__.encode()):08x}"
 INSTALL_HINT = 'pip install "hf_recurrent_lengthgen[kernels]"'
 
 
@@ -108,22 +113,68 @@ def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def chunked_scan(function: Any, *rule: type) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`function.apply(*rule, chunk_size, initial_state, *inputs)`, which torch.compile leaves as it is.
+class _Context(SimpleNamespace):
+    """Of an `autograd.Function` whose forward and backward are called by themselves."""
 
-    It would unroll the loop over chunks, for minutes and for one length.
+    saved_tensors: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+def chunked_scan(function: Any, *rule: type) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`function.apply(*rule, chunk_size, initial_state, *inputs)`, for torch.compile and torch.export one operator.
+
+    They would unroll the loops over chunks, for minutes and for one length. The operator keeps its inputs only, and
+    runs the forward pass again in its backward pass.
 
     Args:
-        function: An `autograd.Function` that takes the state before the first token and inputs, and gives outputs and
-            the state after the last token.
+        function: An `autograd.Function` that takes the state before the first token and inputs, and gives outputs, of
+            the shape of the first input, and the state after the last token, both contiguous. Its `backward` gives
+            the gradients of all arguments, None for those before the state.
         rule: What the function takes first, if anything.
     """
+    name = f"{_OPERATORS}::{function.__name__}" + "".join(f"_{part.__name__}" for part in rule)
 
-    @torch.compiler.disable
+    def run(tensors: list[Tensor], chunk_size: int) -> tuple[Tensor, Tensor]:
+        y, final_state = function.forward(_Context(), *rule, chunk_size, *tensors)
+        return y, final_state
+
+    def run_back(grad_y: Tensor, grad_final: Tensor, tensors: list[Tensor], chunk_size: int) -> list[Tensor]:
+        context = _Context()
+        with torch.no_grad(), without_autocast(grad_y.device.type):
+            function.forward(context, *rule, chunk_size, *tensors)
+            return list(function.backward(context, grad_y, grad_final)[len(rule) + 1 :])
+
+    def keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+        tensors, ctx.chunk_size = inputs
+        ctx.save_for_backward(*tensors)
+
+    def backward(ctx, grad_y, grad_final):  # type: ignore[no-untyped-def]
+        return backward_operator(grad_y, grad_final, list(ctx.saved_tensors), ctx.chunk_size), None
+
+    operator = torch.library.custom_op(name, run, mutates_args=())
+    backward_operator = torch.library.custom_op(f"{name}_backward", run_back, mutates_args=())
+    operator.register_fake(_empty_results)
+    backward_operator.register_fake(_empty_gradients)
+    operator.register_autograd(backward, setup_context=keep)
+
     def scan(chunk_size: int, initial_state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():
+            results: tuple[Tensor, Tensor] = operator([initial_state, *inputs], chunk_size)
+            return results
         return function.apply(*rule, chunk_size, initial_state, *inputs)
 
     return scan
+
+
+def _empty_results(tensors: list[Tensor], chunk_size: int) -> tuple[Tensor, Tensor]:
+    state, first, *_ = tensors
+    return first.new_empty(first.shape), state.new_empty(state.shape)
+
+
+def _empty_gradients(grad_y: Tensor, grad_final: Tensor, tensors: list[Tensor], chunk_size: int) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in tensors]
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import _register_namedtuple
 
 from .configuration_stateful import extra
 
@@ -55,7 +56,9 @@ class WindowedLayerState(NamedTuple):
     window: Tensor
 
 
-torch.serialization.add_safe_globals([LayerState, WindowedLayerState])
+for _kind in (LayerState, WindowedLayerState):  # torch.export saves and loads programs that take and give them
+    _register_namedtuple(_kind, serialized_type_name=f"{__name__}.{_kind.__name__}")
+    torch.serialization.add_safe_globals([_kind])
 
 RecurrentState = tuple[LayerState, ...]  # or WindowedLayerState; only scan_window.py uses its third part
 

@@ -1,6 +1,7 @@
 """Which layers a state expansion enlarges, their new sizes, and the config of the expanded model."""
 
 import copy
+import math
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
@@ -80,6 +81,8 @@ def expansion_plan(
     given: dict[str, Any] = {"factor": factor, "state_size": state_size, "num_heads": num_heads}
     if sum(value is not None for value in given.values()) > 1:
         raise ValueError(f"Give one of factor, state_size and num_heads, got {given}.")
+    if factor is not None and not (math.isfinite(factor) and factor > 1):
+        raise ValueError(f"factor must be a finite number above 1, got {factor}.")
     other = "num_heads" if growth.size == "state_size" else "state_size"
     if given[other] is not None:
         raise ValueError(f"{other} does not apply to {config.model_type}: its state grows by {growth.size} or factor.")
