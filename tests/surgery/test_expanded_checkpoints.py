@@ -194,7 +194,7 @@ def test_every_recurrent_type_of_transformers_is_expanded_or_refused_with_the_re
 @pytest.mark.parametrize(
     ("family", "changes", "arguments", "message"),
     [
-        (MAMBA2, {}, {"factor": 1}, "state_size of layer 0 is 5 and would become 5"),
+        (MAMBA2, {}, {"factor": 1}, "factor must be a finite number above 1, got 1"),
         (MAMBA2, {}, {"factor": 1.5}, "would become 7.5: give a larger integer"),
         (MAMBA2, {}, {"num_heads": 1}, "num_heads does not apply to stateful_mamba2: its state grows by state_size"),
         (MAMBA2, {}, {"state_size": 9, "factor": 2}, "Give one of factor, state_size and num_heads"),
