@@ -306,3 +306,10 @@ def _read_weights(name: str, loader: Any, loading: dict[str, Any]) -> tuple[Any,
             f"The weights in {name} were not opened: they are pickles that are damaged or would run code "
             f"({str(error).partition(chr(10))[0]}). Do not use them; if you trust them, convert them to safetensors."
         ) from error
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(
+            f"AutoModelForCausalLM of Transformers does not load {name}, so it is no causal language model, or one "
+            "beside others: load it with its own class, and give that to stateful."
+        ) from error
