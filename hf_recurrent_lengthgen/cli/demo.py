@@ -143,8 +143,8 @@ def base_config(settings: DemoSettings, vocab_size: int) -> StatefulMamba2Config
 
 def _steps(steps: int, learning_rate: float) -> list[object]:
     return [
-        *("--max-steps", steps, "--learning-rate", learning_rate, "--lr-scheduler-type", "cosine", "--weight-decay", 0),
-        *("--logging-steps", max(1, steps // 5), "--save-strategy", "no"),
+        *("--max-steps", steps, "--learning-rate", learning_rate, "--lr-scheduler-type", "cosine"),
+        *("--weight-decay", 0, "--logging-steps", max(1, steps // 5), "--save-strategy", "no"),
     ]
 
 
