@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import importlib.util
 import json
 import re
 import sys
@@ -101,6 +102,10 @@ def read_options(
         ValueError: for a file that cannot be used, for options without effect or in contradiction, and as the config
             raises.
     """
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--import", dest="file")
+    if (file := own.parse_known_args(arguments)[0].file) is not None:
+        _run_file(file)
     given = [*([] if config_file is None else _flags_of(config_file)), *arguments]
     values = parse(given)
     trainer = INTERVENTIONS[values["intervention"]]
@@ -111,6 +116,26 @@ def read_options(
     _check_named(values, named)
     _check(run, training, named)
     return run, training, trainer
+
+
+def _run_file(file: str) -> None:
+    """Run a Python file, whose trainers are interventions from then on.
+
+    Raises:
+        ValueError: for a file that cannot be run, with the reason.
+    """
+    path, name = Path(file).resolve(), Path(file).stem
+    if getattr(sys.modules.get(name), "__file__", None) == str(path):
+        return  # it was run already
+    spec = importlib.util.spec_from_file_location(name, path) if path.suffix == ".py" and path.is_file() else None
+    if spec is None or spec.loader is None or name in sys.modules:
+        raise ValueError(f"--import {file}: give a Python file that is there and not called as another module.")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # its classes are pickled by this name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"--import {file} fails: {type(error).__name__}: {error}") from error
 
 
 def parse(arguments: Sequence[str]) -> dict[str, Any]:
@@ -183,6 +208,8 @@ class RunParser(HfArgumentParser):
         if "type" in options and "metavar" not in options and len(options.get("choices", ())) not in range(1, 5):
             known = {int: "N", float: "X", str: "TEXT"}
             options["metavar"] = "BOOL" if "const" in options else known.get(options["type"], "NAME")
+        if name == "import_file":  # import is no name for a field
+            flags, options["dest"], options["metavar"] = ("--import", *flags), name, "FILE.py"
         if name == "output_dir":  # the name in all other commands
             flags, options["dest"], options["metavar"] = ("--output", *flags), name, "FOLDER"
         action = self._groups[heading].add_argument(*flags, **options)
@@ -255,9 +282,11 @@ def _flags_of(path: str) -> list[str]:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options as 'option: value' lines, got {type(values).__name__}.")
+    if isinstance(own := values.get("import"), str):
+        _run_file(own)  # before the options that it defines are known
     flags, known = [], _known()
     for name, value in values.items():
-        key = "output_dir" if name == "output" else str(name)  # as on the command line
+        key = str({"output": "output_dir", "import": "import_file"}.get(name, name))  # as on the command line
         if key not in known:
             raise ValueError(f"{path}: unknown option {key!r}; {_hint(key)}.")
         if isinstance(value, list):

@@ -136,6 +136,7 @@ class RunArguments:
         eval_strategy=MEASURED,
         task=TEXT,
     )
+    import_file: str | None = _option("method", "Python file with own interventions (default: none)")
     intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names
     chunks_before_reset: int = _option(
         "method", "in tbtt: chunks of training_length after which a state is reset to zero, 0 for never", 12

@@ -3,15 +3,17 @@
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli import train as command
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import command_parser, read_options
-from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.trainers import INTERVENTIONS, StatePassingConfig, StatePassingTrainer
 from tests.cli.training import TINY, Train, parsed, write
 
 
@@ -268,3 +270,50 @@ def test_an_option_of_another_intervention_is_named(capsys: pytest.CaptureFixtur
         with pytest.raises(SystemExit):
             read_options(["--model", "m", "--use-cpu", f"--{option}", "1"])
         assert f"; {option} goes with intervention {what}" in capsys.readouterr().err
+
+
+OWN = """
+from dataclasses import dataclass, field
+from hf_recurrent_lengthgen.checkpoints.methods import Method
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, RandomNoise
+from hf_recurrent_lengthgen.trainers.checks import zero_state_of
+
+@dataclass
+class OwnConfig(InitialStateConfig):
+    own_size: float = field(default=0.5, metadata={"help": "The size of it."})
+
+class OwnTrainer(InitialStateTrainer):
+    config_class = OwnConfig
+    about = Method("own", "own noise")
+
+    @staticmethod
+    def initial_state_source(args, trainer):
+        return RandomNoise(args.own_size, zero_state_of(trainer))
+"""
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_an_intervention_from_a_file(
+    in_file: bool, train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"own_method_{in_file}".lower()
+    own = write(tmp_path / f"{name}.py", OWN)
+    given: dict[str, Any] = {"intervention": "own", "own_size": 2.5}
+    known = dict(INTERVENTIONS)
+    try:
+        if in_file:
+            config = write(tmp_path / "run.yaml", json.dumps({"import": str(own), **given}))
+            assert train(str(config), model=checkpoint) == 0
+        else:
+            assert train(model=checkpoint, **{"import": own}, **given) == 0
+        lineage = read_lineage(tmp_path / "out")
+        assert lineage is not None
+        assert lineage.steps[0].training is not None
+        assert lineage.steps[0].training.settings[0].method["own_size"] == 2.5
+        broken = write(tmp_path / f"broken_{name}.py", "x = undefined\n")
+        assert train(model=checkpoint, **{"import": broken}) == 1
+        assert "fails: NameError: name 'undefined' is not defined" in capsys.readouterr().err
+    finally:
+        sys.modules.pop(name)
+        INTERVENTIONS.clear()
+        INTERVENTIONS.update(known)
