@@ -112,7 +112,7 @@ def test_a_model_that_was_expanded_is_not_expanded_again(toys: ModuleType, tmp_p
         ({"expand_layers": 7}, "layers must be some of the recurrent layers, 0, 1, got \\[7\\]"),
         ({"expand_initialization": ""}, "initialization must be"),
         ({"expand_num_heads": 1}, "num_heads does not apply to stateful_mamba2"),
-        ({"expand_factor": 1.0}, "would become 4"),
+        ({"expand_factor": 1.0}, "factor must be a finite number above 1"),
         ({"mixture": {"learned": 1.0}}, r", got \['learned'\]"),
     ],
 )
