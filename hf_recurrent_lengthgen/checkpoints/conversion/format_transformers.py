@@ -33,6 +33,7 @@ def _from_config(config: Any) -> Settings:
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in OUR_FIELDS}
     if model_type == "mamba":
         settings.pop("mixer_rms_eps", None)
+    settings["rescale_prenorm_residual"] = False  # of initialization; Transformers 5 rescales loaded weights, too
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     return settings | {"model_type": model_type, "architectures": [architecture]}
 

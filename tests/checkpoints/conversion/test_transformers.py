@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles, same_bits
+from hf_recurrent_lengthgen.models import STATEFUL_CLASSES, StatefulMamba2Config, StatefulMambaConfig
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
@@ -98,6 +99,17 @@ def test_the_way_back_changes_no_bit_and_loads_upstream(name: str, dtype: torch.
     assert not any(found[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched"))
     for key, value in model.state_dict().items():
         assert same_bits(loaded.state_dict()[key].to(dtype), value), key
+
+
+@pytest.mark.parametrize("family", [StatefulMambaConfig, StatefulMamba2Config])
+def test_weights_that_were_rescaled_at_initialization_load_upstream_as_they_are(family: Any, tmp_path: Path) -> None:
+    sizes = SIZES | (MAMBA2 if family is StatefulMamba2Config else {})
+    model = STATEFUL_CLASSES[family.model_type.removeprefix("stateful_")](family(**sizes, initialization="mamba-ssm"))
+    model.save_pretrained(tmp_path / "ours")
+    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "transformers")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    for key, value in model.state_dict().items():
+        assert same_bits(loaded.state_dict()[key], value), key
 
 
 def test_shards_are_read_and_written(tmp_path: Path) -> None:
