@@ -20,7 +20,7 @@ lengthgen recipe copy my-recipes
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen recipe", DESCRIPTION, EXAMPLES)
     actions = parser.add_subparsers(
-        title="actions", prog="lengthgen recipe", dest="action", required=True, metavar="ACTION"
+        title="actions", prog="lengthgen recipe", dest="action", required=True, metavar="list|show|copy"
     )
 
     def add_action(name: str, what: str, argument: str = "") -> CommandParser:

@@ -44,7 +44,7 @@ STATE = {"metavar": "STATE", "help": "state file, or a folder of them, whose las
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen state", DESCRIPTION, EXAMPLES)
     actions = parser.add_subparsers(
-        title="actions", prog="lengthgen state", dest="action", required=True, metavar="ACTION"
+        title="actions", prog="lengthgen state", dest="action", required=True, metavar="read|show|ask"
     )
 
     def add_action(name: str, what: str, examples: str, description: str = "") -> CommandParser:
