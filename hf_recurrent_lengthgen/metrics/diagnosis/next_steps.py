@@ -62,7 +62,10 @@ def _after_failure(model: DiagnosedModel) -> Step:
         steps = ("--intervention", "state_passing", "--max-steps", str(MORE * STEPS), "--output", output)
         training = _command("train", model, *steps)
     else:
-        why = f"{name} has never started from a state as it reaches: train it from states of its own (state passing)"
+        why = (
+            f"{name} has never started from a state like those it reaches: train it from states of its own (state "
+            "passing), best with a tenth of the learning rate of its pre-training (--learning-rate)"
+        )
         training = _command("train", model, "--intervention", "state_passing", "--output", output)
     roles = ("--roles", "base,cured")
     return Step(why, (training, _command("diagnose", model, output, *roles, length=True)))
