@@ -150,7 +150,7 @@ class SortingStrings(TaskStrings):
         if self.vocabulary < self.longest:
             raise ValueError(
                 f"vocabulary is {self.vocabulary}, but sorting {self.longest} different symbols needs at least "
-                f"{self.longest}."
+                f"{self.longest}: take shorter strings, or a larger vocabulary."
             )
 
     def _parts(self, rows: Array, lengths: Array) -> StringParts:
@@ -183,7 +183,7 @@ class AssociativeRecall(TaskStrings):
         if self.vocabulary // 2 < self.longest:
             raise ValueError(
                 f"vocabulary is {self.vocabulary}, of which half are keys, but recalling {self.longest} pairs needs "
-                f"at least {2 * self.longest}."
+                f"at least {2 * self.longest}: take fewer pairs, or a larger vocabulary."
             )
 
     def _parts(self, rows: Array, lengths: Array) -> StringParts:
