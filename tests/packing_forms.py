@@ -64,6 +64,7 @@ def wrong_forms(words: list[str]) -> dict[str, tuple[dict[str, Any], str]]:
             "must have the shape of the tokens",
         ),
         "masks by layer": ({"attention_mask": {"full_attention": numbers}}, "must be a tensor"),
+        "a length without borders": ({"max_length_q": 8}, "max_length_q is 8, but rows have 17 tokens"),
         "borders that go down": ({"cu_seq_lens_q": borders.flip(0)}, "must count up from 0"),
         "borders by layer": ({"cu_seq_lens_k": {"full_attention": borders}}, "must count up from 0"),
         "borders across rows": ({"cu_seq_lens_q": borders[[0, -1]]}, "with a border between rows"),

@@ -309,12 +309,14 @@ class AlignmentSettings:
     args: InitialStateConfig
 
     @classmethod
-    def of(cls, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None) -> "AlignmentSettings":
-        """From the arguments of a trainer.
+    def of(
+        cls, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None, gives_states: bool
+    ) -> "AlignmentSettings":
+        """From the arguments of a trainer; `gives_states` is whether its method gives initial states.
 
         Raises:
-            ValueError: if the model or `own_loss` has a loss other than next-token cross-entropy, or if the length
-                does not allow the shifts.
+            ValueError: if the model or `own_loss` has a loss other than next-token cross-entropy, if the length does
+                not allow the shifts, or if the second crop is to start from zero as both crops do.
         """
         if own_loss is not None:
             raise ValueError(
@@ -325,6 +327,11 @@ class AlignmentSettings:
                 "The alignment loss would leave out the model's router loss: set output_router_logits=False."
             )
         settings = cls(args)
+        if settings.second_from_zero and not gives_states:
+            raise ValueError(
+                "alignment_second_state='zero' has no effect where both crops start from zero: leave it out, or use a "
+                "method that gives states, such as TbttTrainer or StatePassingTrainer."
+            )
         if settings.length is not None:
             settings._check(settings.length, f"With alignment_length {settings.length}")
         return settings
@@ -379,6 +386,8 @@ class AlignmentSettings:
                 f"Rows have {tokens} tokens, but crops of {length} that start up to {high} tokens apart need "
                 f"{length + high}: give longer rows, or a smaller alignment_length or alignment_max_extra."
             )
+        if tokens > length + high:
+            logger.warning_once(f"Of rows of {tokens} tokens, the alignment loss reads {length + high} at most.")
         extra = sample_extra(replace(place, micro_batch=0), low, high)
         crops = two_crops(inputs, length, extra)
         targets = shifted_targets(crops)

@@ -138,7 +138,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         if self.args.alignment_alpha:
             from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
-            self._align = AlignmentSettings.of(self.args, self.model, self._own_loss)
+            self._align = AlignmentSettings.of(self.args, self.model, self._own_loss, self.needs_states)
         self.compute_loss_func = self._own_loss if self._align is None else self._not_aligned
 
     def _not_aligned(self, *_: Any, **__: Any) -> NoReturn:

@@ -32,6 +32,7 @@ from hf_recurrent_lengthgen.checkpoints.adapters import (
     refuse_adapter,
     with_adapter,
 )
+from hf_recurrent_lengthgen.checkpoints.tensor_files import stored_tensors
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.layer_sizes import described_class, says_more
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPERSEDED, SUPPORTED
@@ -66,6 +67,15 @@ def check_name(name: str) -> None:
     here = path.exists() or (path.parent != Path() and path.parent.is_dir()) or len(path.parts) > 2
     if here and not path.is_dir():
         raise ValueError(f"{name} is no folder here: give a checkpoint folder, or a name on the Hub (owner/name).")
+
+
+def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
+    """Raise a `ValueError` for parameters that are integers in the files and were cast; buffers may be masks."""
+    parameters = dict(model.named_parameters())
+    for path in sorted(folder.glob("model*.safetensors")):
+        for key, meta in stored_tensors(path).items():
+            if key in parameters and not meta.dtype.is_floating_point:
+                raise ValueError(f"{path} holds {key} as {meta.dtype}, but weights must be floating-point numbers.")
 
 
 def _check_tied(name: str, model: Any) -> None:
@@ -261,6 +271,7 @@ def _load(
         advice = f" If they have the names of another library, {_to_convert(name)}" if foreign else ""
         raise ValueError(f"The weights in {name} do not fit its config.json, {words}.{advice}")
     if "quantization_config" not in settings:
+        _check_dtypes(Path(name), model)
         _check_tied(name, model)
     _check_finite(name, model)
     return stateful(model) if model_type in SUPPORTED and model_type not in STATEFUL_CLASSES else model

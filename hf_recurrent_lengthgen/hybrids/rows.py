@@ -104,6 +104,9 @@ class StockRows:
         for name in TOKENS:
             if moved.get(name) is not None:
                 moved[name] = self.to_front(moved[name])
+        for name in TARGETS:
+            if moved.get(name) is not None and moved[name].shape != self.given.shape:
+                raise ValueError(f"{name} must have shape {self.given.shape}, got {tuple(moved[name].shape)}.")
         if moved.get("shift_labels") is not None:
             moved["labels"] = moved["shift_labels"]  # without them, stock models compute no loss
         self._keep(moved)

@@ -5,7 +5,7 @@ A mask (B, T) of 1 and 0 tells padding. Where sequences begin inside rows, any o
 - `position_ids` (B or 1, T), which restart;
 - `seq_idx` (B or 1, T), the number of each token's sequence;
 - borders of sequences among all B * T tokens, (N + 1,), as kernels of attention take them. The largest lengths
-  (`LONGEST`) that go with them are not needed.
+  (`LONGEST`) that go with them say nothing alone.
 
 Shapes: B rows, T tokens, N sequences.
 """
@@ -116,7 +116,16 @@ def read_rows(given: Mapping[str, Any], seen: int = 0) -> Rows:
             f"A program of torch.export cannot take {sorted(said)}: they decide how many sequences there are. Leave "
             "them out, with one sequence in each row."
         )
-    return Rows(shape, real, _starts(said, shape, real)) if said else Rows(shape, real)
+    if said:
+        return Rows(shape, real, _starts(said, shape, real))
+    if real is None and not torch.compiler.is_compiling():
+        shorter = [name for name in LONGEST if given.get(name) is not None and int(given[name]) < shape[1]]
+        if shorter:
+            raise ValueError(
+                f"{shorter[0]} is {int(given[shorter[0]])}, but rows have {shape[1]} tokens: say where sequences "
+                "begin (position_ids, seq_idx or cu_seq_lens_q)."
+            )
+    return Rows(shape, real)
 
 
 @torch.compiler.disable

@@ -31,6 +31,15 @@ def test_models_without_states_load_as_they_are_where_they_may(tmp_path: Path) -
         load_model(str(tmp_path))
 
 
+def test_weights_that_are_integers_are_refused(tmp_path: Path) -> None:
+    StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "backbone.layers.0.mixer.out_proj.weight"
+    save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"out_proj.weight as torch.int8, but weights must be floating-point"):
+        load_model(str(tmp_path))
+
+
 def test_masks_among_the_weights_are_passed_over(tmp_path: Path) -> None:
     sizes = SIZES | {"intermediate_size": 16, "num_attention_heads": 2}
     GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)).save_pretrained(tmp_path)

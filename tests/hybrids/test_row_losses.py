@@ -63,6 +63,8 @@ def test_shifted_labels_replace_labels(model_type: str) -> None:
     shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
     given = {"input_ids": tokens, "attention_mask": mask, "output_final_state": True}
     torch.testing.assert_close(model(**given, shift_labels=shifted).loss, model(**given, labels=labels).loss)
+    with pytest.raises(ValueError, match=r"labels must have shape \(\d+, \d+\), got \(1, "):
+        model(**given, labels=labels[:1])
 
 
 @torch.no_grad()

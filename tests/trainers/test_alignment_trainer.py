@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingTrainer,
     TbttConfig,
     TbttTrainer,
+    ZeroStateTrainer,
 )
 from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
@@ -278,6 +279,13 @@ def test_the_second_crop_starts_where_it_is_told(
 # --- refusals ---
 
 
+@pytest.mark.parametrize("kind", [AlignmentTrainer, ZeroStateTrainer])
+def test_a_second_crop_from_zero_needs_states_for_the_first(toys: ModuleType, tmp_path: Path, kind: Any) -> None:
+    config = kind.config_class(str(tmp_path), **toys.QUIET | PLAIN, alignment_second_state="zero")
+    with pytest.raises(ValueError, match="has no effect where both crops start from zero"):
+        kind(toys.tiny_model(), config, train_dataset=toys.sequences(4))
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
@@ -366,7 +374,7 @@ def test_without_alpha_nothing_is_aligned(toys: ModuleType, tmp_path: Path) -> N
 
 def test_blocks_of_three_halves_are_read_as_crops_of_an_even_length(toys: ModuleType) -> None:
     args = AlignmentConfig.alone()
-    settings = AlignmentSettings.of(args, toys.tiny_model(), None)
+    settings = AlignmentSettings.of(args, toys.tiny_model(), None, True)
     block = next(iter(PackedBlocks(torch.arange(400) % toys.VOCABULARY, 192)))
     rows = {name: ids[None] for name, ids in block.items()}
     assert rows["input_ids"].shape == (1, 193)

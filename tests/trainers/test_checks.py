@@ -108,6 +108,8 @@ PLAIN = {
             {"average_tokens_across_devices": False},
             "would make the weight of a token depend on the other tokens of its process",
         ),
+        ({"accelerator_config": SimpleNamespace(even_batches=False)}, "even_batches=False"),
+        ({"accelerator_config": SimpleNamespace(use_seedable_sampler=False)}, "gives 2 processes other rows than one"),
         ({"train_sampling_strategy": "group_by_length"}, "orders rows by the batches of one process"),
     ],
     ids=str,

@@ -182,6 +182,19 @@ def test_an_optimizer_of_ones_own_is_recorded_as_it_is(toys: ModuleType, base: P
     assert (settings.learning_rate, settings.lr_scheduler_type) == (0.3, "StepLR")
 
 
+def test_another_optimizer_of_ones_own_is_refused(toys: ModuleType, base: Path, tmp_path: Path) -> None:
+    def own(kind: Any, **settings: Any) -> Callable[[Any], Any]:
+        return lambda parameters: (kind(parameters, lr=0.1, **settings), None)
+
+    make(toys, base, tmp_path, own(torch.optim.AdamW), save_steps=2).train()
+    checkpoint = str(tmp_path / "checkpoint-2")
+    make(toys, base, tmp_path, own(torch.optim.AdamW)).train(checkpoint)
+    with pytest.raises(ValueError, match=r"another optimizer: weight_decay was 0.01 and is 0.5"):
+        make(toys, base, tmp_path, own(torch.optim.AdamW, weight_decay=0.5)).train(checkpoint)
+    with pytest.raises(ValueError, match=r"another optimizer: optim was adamw_torch_fused and is SGD"):
+        make(toys, base, tmp_path, own(torch.optim.SGD)).train(checkpoint)
+
+
 def one_cycle(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[Any], Any]:
     def own(parameters: Any) -> Any:
         optimizer = kind(parameters, lr=0.01, **settings)  # type: ignore[call-arg]

@@ -42,6 +42,10 @@ def check_arguments(args: TrainingArguments) -> None:
             raise ValueError(
                 "Reentrant activation checkpointing loses gradients through recurrent states: set use_reentrant=False."
             )
+    if getattr(args.accelerator_config, "split_batches", False):
+        raise ValueError("split_batches in accelerator_config would make batches smaller than said: leave it out.")
+    if not getattr(args, "dataloader_in_order", True) and args.dataloader_num_workers > 1:
+        raise ValueError("dataloader_in_order=False gives batches in an order that no run repeats: leave it out.")
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started > args.world_size:
         raise ValueError(
@@ -59,6 +63,12 @@ def _check_same_on_processes(args: TrainingArguments) -> None:
             "average_tokens_across_devices=False would make the weight of a token depend on the other tokens of its "
             "process: leave it out."
         )
+    for name in ("even_batches", "use_seedable_sampler"):
+        if getattr(args.accelerator_config, name, None) is False:
+            raise ValueError(
+                f"{name}=False in accelerator_config gives {args.world_size} processes other rows than one: leave it "
+                "out."
+            )
     strategy = args.train_sampling_strategy
     if str(getattr(strategy, "value", strategy)) not in ("random", "sequential"):
         raise ValueError(

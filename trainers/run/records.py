@@ -32,6 +32,8 @@ logger = logging.get_logger(__name__)
 
 _MAY_CHANGE = ("learning_rate", "max_steps", "warmup_steps", "max_grad_norm", "precision", "neftune_noise_alpha")
 """What a resume may change (`APPLIED`)."""
+_OF_OPTIMIZER = ("optim", "epsilon", "weight_decay")
+"""What it may not, since it loads the optimizer; betas and momentum may have been moved by a schedule."""
 _NO_EFFECT = ("assume_shuffled", "nonfinite_states")
 """Settings that only control what is refused, so they do not change the result."""
 
@@ -177,6 +179,10 @@ class RunRecord:
         if self._before:
             last = self._before[-1]
             pairs = {item.name: (getattr(last, item.name), getattr(now, item.name)) for item in fields(Settings)}
+            wrong = [name for name in _OF_OPTIMIZER if pairs[name][0] != pairs[name][1]]
+            if wrong:
+                words = ", ".join(f"{name} was {pairs[name][0]} and is {pairs[name][1]}" for name in wrong)
+                raise ValueError(f"Cannot resume with another optimizer: {words}. Give that of the first part.")
             self.changes = {name: pair for name, pair in pairs.items() if name in _MAY_CHANGE and pair[0] != pair[1]}
             now = replace(last, from_step=self._start, **{name: pair[1] for name, pair in self.changes.items()})
         self._now = (now,)
