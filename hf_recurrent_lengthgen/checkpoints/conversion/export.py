@@ -96,7 +96,8 @@ def our_config(settings: Settings | None, where: str) -> Any:
     if settings is None or model_type not in FAMILIES:
         has = "no config.json" if settings is None else f"the model type {model_type!r}"
         raise ValueError(
-            f"{where} has {has}, so it is no checkpoint of this package: convert it with `lengthgen convert`."
+            f"{where} has {has}, so it is no checkpoint of this package: convert it with `lengthgen convert`. Hybrids "
+            "are in the layout of Transformers already."
         )
     kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
     with config_errors(f"The config.json of {where}"):
