@@ -195,6 +195,8 @@ def _from_config(config: Any) -> Settings:
     settings = {name: getattr(config, back.get(name, name), None) for name in sorted(_field_names(kind))}
     settings |= {name: getattr(config, name, default) for name, default in special.implementation.items()}
     settings |= special.neutral
+    if "rescale_prenorm_residual" in settings:  # of initialization; Transformers 5 rescales loaded weights, too
+        settings["rescale_prenorm_residual"] = False
     settings |= {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     settings |= {"tie_word_embeddings": is_tied(config), "model_type": kind}
     return {name: plain(value) for name, value in settings.items()} | {
