@@ -58,7 +58,12 @@ def check_trainer(trainer: Any) -> None:
     check_arguments(args)
     keep_states_in_full_precision(trainer.accelerator.state)
     if args.context_parallel_size > 1:
-        base_of(model).check_shares_rows()
+        if not hasattr(base := base_of(model), "check_shares_rows"):
+            raise ValueError(
+                f"{type(base).__name__} takes no sequence_group, so processes cannot share its rows: leave "
+                "context_parallel_size out, or give a causal language model of this package or stateful(model)."
+            )
+        base.check_shares_rows()
         if trainer.compute_loss_func is not None:
             raise ValueError(
                 "compute_loss_func gets labels of whole rows, which processes that share rows do not have: leave it "

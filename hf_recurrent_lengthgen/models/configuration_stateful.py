@@ -144,6 +144,9 @@ class StatefulConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
+        length = self.training_length
+        if length is not None and (not isinstance(length, int) or length < 1):
+            raise ValueError(f"training_length must be a number of tokens of at least 1, or None, got {length!r}.")
         self.check()
 
     @classmethod

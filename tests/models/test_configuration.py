@@ -97,6 +97,7 @@ def test_infinite_step_limits_survive_saving(tmp_path: Path) -> None:
         ({"scan_backend": "triton"}, "scan_backend must be one of ('auto', 'torch', 'kernel'), got 'triton'"),
         ({"hidden_act": "gelu"}, "hidden_act must be \"silu\", got 'gelu'"),
         ({"n_groups": 3}, "num_heads (4) must be a multiple of n_groups (3)"),
+        ({"training_length": 0}, "training_length must be a number of tokens of at least 1, or None, got 0"),
     ],
 )
 def test_a_configuration_that_cannot_be_honored_is_refused(changes: dict[str, object], message: str) -> None:

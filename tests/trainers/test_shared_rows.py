@@ -130,3 +130,6 @@ def test_a_loss_function_of_whole_rows_is_refused(toys: ModuleType, tmp_path: Pa
     trainer.args.context_parallel_size, trainer.compute_loss_func = 2, lambda *_, **__: None
     with pytest.raises(ValueError, match="compute_loss_func gets labels of whole rows"):
         check_trainer(trainer)
+    trainer.model = toys.SumModel()
+    with pytest.raises(ValueError, match="SumModel takes no sequence_group"):
+        check_trainer(trainer)
