@@ -125,6 +125,7 @@ def read_settings(source: Source) -> Settings | None:
     if not (source.folder / "config.json").is_file():
         return None
     settings: Settings = PreTrainedConfig.get_config_dict(source.folder)[0]
+    settings.pop("_commit_hash", None)  # older releases of Transformers add it
     if settings.get("quantization_config"):
         raise ValueError(f"{source.folder} holds quantized weights: give the checkpoint that was quantized.")
     return settings
