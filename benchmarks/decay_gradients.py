@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import measure  # noqa: F401  (it finds tests/models, where the definitions of scans are)
 import torch
 from torch import Tensor
 

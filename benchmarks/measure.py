@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+sys.path.append(str(Path(__file__).parents[1]))  # the definitions of scans are in tests/models
+
 
 def times_of_turns(
     rounds: int, competitors: Mapping[str, Callable[[], object]], clock: Callable[[], float] = time.perf_counter

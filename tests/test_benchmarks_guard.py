@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,13 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in set(sys.modules) - before:  # modules of this folder have common names, such as "forgetting"
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
             del sys.modules[name]
+
+
+def test_it_runs_as_the_makefile_runs_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(FOLDER / "guard.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=FOLDER.parent, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def rows(guard: Any, theirs: list[float]) -> list[Any]:
