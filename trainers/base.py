@@ -116,8 +116,15 @@ class InitialStateTrainer(ResumableTrainer, ABC):
 
     def __init_subclass__(cls, **keyword: Any) -> None:
         super().__init_subclass__(**keyword)
-        if "about" in vars(cls):
-            INTERVENTIONS[cls.about.name] = cls
+        if "about" not in vars(cls):
+            return
+        other = INTERVENTIONS.get(cls.about.name, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"The method name {cls.about.name!r} of {cls.__name__} belongs to {other.__name__} already: choose "
+                "another name."
+            )
+        INTERVENTIONS[cls.about.name] = cls  # a notebook cell may define it again
 
     def prepared(self, model: Any, args: Any) -> Any:
         """The model to train, made from the model given."""

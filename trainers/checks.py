@@ -56,6 +56,8 @@ def check_trainer(trainer: Any) -> None:
     check_trainable(model, trainer.learns_state)
     check_no_forgetting(model)
     check_arguments(args)
+    if args.nonfinite_states != "stop" and not takes_states(model):
+        raise ValueError(f"{type(model).__name__} has no states, so nonfinite_states does nothing: leave it out.")
     keep_states_in_full_precision(trainer.accelerator.state)
     if args.context_parallel_size > 1:
         if not hasattr(base := base_of(model), "check_shares_rows"):
@@ -71,6 +73,11 @@ def check_trainer(trainer: Any) -> None:
             )
     if args.bptt_chunk_length is not None:
         check_chunkable(innermost_model(model))
+    for name in ("train_dataset", "eval_dataset"):
+        data = getattr(trainer, name)
+        for each in data.values() if isinstance(data, dict) else [data]:
+            if each is not None and has_length(each) and not len(each):
+                raise ValueError(f"{name} has no rows: give more text, or cut it into shorter rows.")
     check_evaluation_data(trainer.eval_dataset)
 
 
@@ -125,7 +132,7 @@ def check_batch(model: nn.Module | None, inputs: Mapping[str, Any]) -> None:
         return
     if isinstance(ids := inputs.get("input_ids"), Tensor):
         check_token_ids(ids, vocabulary)
-    for name in token_labels(inputs):
+    for name in token_labels(base_of(model), inputs):
         check_token_ids(inputs[name], vocabulary, name, IGNORED_LABEL)
 
 
@@ -135,7 +142,7 @@ def usable_ids(
     """The inputs without ids and labels outside the vocabulary; `ask` has `check_batch` refuse them before weights
     change, so that the device is not waited for."""
     vocabulary: Any = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
-    names = [] if vocabulary is None else ["input_ids", *token_labels(inputs)]
+    names = [] if vocabulary is None else ["input_ids", *token_labels(base_of(model), inputs)]
     usable, questions = dict(inputs), []
     for name in names:
         ids = inputs.get(name)
@@ -196,6 +203,11 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: "AlignmentSettin
         raise ValueError(
             f"{type(trainer).__name__} needs rows that continue those of the previous step: give ContinuedChunks "
             f"from hf_recurrent_lengthgen.data as train_dataset, got {type(dataset).__name__}."
+        )
+    strategy = args.train_sampling_strategy
+    if str(getattr(strategy, "value", strategy)) != "random":
+        raise ValueError(
+            f"train_sampling_strategy {strategy!r} would separate rows that continue one another: leave it out."
         )
     if dataset.reset_at_document:
         if not trainer.needs_continued_data:

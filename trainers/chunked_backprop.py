@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput
+from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput, scored_labels
+from hf_recurrent_lengthgen.models.rows import Rows, read_rows
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state, keep_rows
 
 TAKEN = (
@@ -51,8 +52,8 @@ def chunked_forward(
             targets divided by `num_items_in_batch`, as in Transformers.
         inputs: `input_ids` (B, S), `labels` or `shift_labels` (B, S), and optionally `attention_mask` (B, S),
             `initial_state`, `num_items_in_batch` and `output_final_state`, with the meaning that they have for the
-            model. Padding may be on the left or right and may fill whole chunks. Without it, `seq_idx` (B, S) says
-            where sequences begin inside rows, from the zero state.
+            model. Padding may be on the left or right and may fill whole chunks. `seq_idx` (B, S) says where
+            sequences begin inside rows, from the zero state.
         chunk_length: C. The last chunk may be shorter.
         window: Chunks after which the gradient through the state is stopped; None for never. The gradient into
             `initial_state` comes from the first window.
@@ -64,17 +65,18 @@ def chunked_forward(
         ValueError: for other inputs, and padding inside a row that cannot be scored in chunks.
     """
     _check_inputs(inputs)
-    input_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    targets = _targets(inputs) if mask is None else _scored(_targets(inputs), mask, chunk_length)
+    input_ids, mask, numbers = inputs["input_ids"], inputs.get("attention_mask"), inputs.get("seq_idx")
+    rows = read_rows({"input_ids": input_ids, "attention_mask": mask, "seq_idx": numbers})
+    targets = _targets(inputs, rows)
+    if rows.real is not None:
+        _check_padding(targets, rows.real, chunk_length)
     counted = inputs.get("num_items_in_batch")
     num_items = (targets != IGNORED_LABEL).sum() if counted is None else counted
 
-    numbers = inputs.get("seq_idx")
-
     def run(start: int, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         chunk = slice(start, start + chunk_length)
-        if numbers is not None and state is not None and start:
-            state = keep_rows(state, numbers[:, start] == numbers[:, start - 1])
+        if rows.starts is not None and state is not None and start:
+            state = keep_rows(state, ~_begins_anew(rows.starts, rows.real, chunk))
         chunk_targets = targets[:, chunk].contiguous()  # the loss of Transformers makes a view of them
         output = forward(
             input_ids=input_ids[:, chunk],
@@ -195,27 +197,29 @@ def _check_inputs(inputs: Mapping[str, Any]) -> None:
         )
 
 
-def _targets(inputs: Mapping[str, Any]) -> Tensor:
-    """The target of output t at position t, (B, S); at the end of a chunk, the first token of the next chunk."""
+def _targets(inputs: Mapping[str, Any], rows: Rows) -> Tensor:
+    """The target of output t at position t, (B, S), as scored on the whole row."""
     shifted = inputs.get("shift_labels")
-    return F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
+    if shifted is not None:
+        return scored_labels(shifted, rows, shifted=True)
+    return F.pad(scored_labels(inputs["labels"], rows)[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
-def _scored(targets: Tensor, mask: Tensor, chunk_length: int) -> Tensor:
-    """Targets with -100 before the first real token of a row, as the model has them on a whole row.
+def _begins_anew(starts: Tensor, real: Tensor | None, chunk: slice) -> Tensor:
+    """Whether the first real token of a chunk begins a sequence, (B,): the chunk alone does not show it."""
+    if real is None:
+        return starts[:, chunk.start]
+    return (starts[:, chunk] & (real[:, chunk].cumsum(1) == 1)).any(1)
 
-    Raises:
-        ValueError: if padding at the beginning of a later chunk has targets. Its output is that of the last real
-            token, which is not in the chunk.
-    """
-    nothing_seen = mask.cumsum(1) == 0
-    targets = targets.masked_fill(nothing_seen, IGNORED_LABEL)
-    nothing_in_chunk = torch.cat([part.cumsum(1) == 0 for part in mask.split(chunk_length, dim=1)], dim=1)
-    lost = nothing_in_chunk & ~nothing_seen & (targets != IGNORED_LABEL)
+
+def _check_padding(targets: Tensor, real: Tensor, chunk_length: int) -> None:
+    """Raise a `ValueError` if padding at the beginning of a later chunk has targets: its output is that of the last
+    real token, which is not in the chunk."""
+    nothing_in_chunk = torch.cat([part.cumsum(1) == 0 for part in real.split(chunk_length, dim=1)], dim=1)
+    lost = nothing_in_chunk & (targets != IGNORED_LABEL)
     if bool(lost.any()):
         row, position = lost.nonzero()[0].tolist()
         raise ValueError(
             f"Row {row} has padding with a target at position {position}, at the beginning of a chunk and after real "
             "tokens. Label padding with -100, and move padding inside a row to its end."
         )
-    return targets

@@ -192,8 +192,8 @@ class MetricCallback(AttachedCallback):
             try:
                 with undisturbed(model):
                     numbers = numbers_of(f"eval_{name}", function(model))
-                if not numbers:
-                    raise ValueError("it returned no number")
+                if not numbers or numbers.keys() & values.keys():
+                    raise ValueError(f"it returned {'names of another metric' if numbers else 'no number'}")
             except Exception as error:
                 kind = ValueError if isinstance(error, ValueError) else RuntimeError
                 failure = kind(f"The metric {name!r} failed at step {step}: {type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.utils.data import IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.trainers import (
@@ -163,3 +164,25 @@ def test_ids_that_are_no_integers_are_refused(toys: ModuleType, tmp_path: Path) 
     trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=rows)
     with pytest.raises(ValueError, match=r"input_ids must be integers, got torch.float32 of shape \(8, 2\)"):
         trainer.train()
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_empty_data_are_refused(name: str, toys: ModuleType, tmp_path: Path) -> None:
+    args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True)
+    for empty in ([], {"one": toys.sequences(2), "two": []}) if name == "eval_dataset" else ([],):
+        with pytest.raises(ValueError, match=f"{name} has no rows"):
+            ZeroStateTrainer(toys.tiny_model(), args, **{name: empty})
+
+
+def test_a_setting_that_would_do_nothing_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
+    args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True, nonfinite_states="reset")
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no states, so nonfinite_states does nothing"):
+        ZeroStateTrainer(model, args, train_dataset=toys.sequences(4))
+
+
+def test_a_method_does_not_take_the_name_of_another() -> None:
+    with pytest.raises(ValueError, match="method name 'none' of Mine belongs to ZeroStateTrainer already"):
+
+        class Mine(ZeroStateTrainer):
+            about = ZeroStateTrainer.about

@@ -116,6 +116,20 @@ def test_padding_counts_as_in_the_whole_sequence(side: str) -> None:
     close(backward(model, chunks, state), backward(model, whole, state))
 
 
+@pytest.mark.parametrize("padding", ["none", "left", "right", "over a border"])
+def test_labels_of_packed_rows_are_those_of_the_whole(padding: str) -> None:
+    model, inputs = build(MAMBA2, torch.float64).train(), text(0)
+    mask, numbers = torch.ones_like(inputs["input_ids"]), torch.zeros_like(inputs["input_ids"])
+    numbers[0, [3, CHUNK_LENGTH, 11]] = numbers[1, 2 * CHUNK_LENGTH] = 1
+    mask[0, {"none": slice(0), "left": slice(7), "right": slice(9, None), "over a border": slice(9, 13)}[padding]] = 0
+    labels = inputs["labels"].masked_fill(mask == 0, -100)
+    state = leaves(random_state(model, 2))
+    inputs |= {"labels": labels, "seq_idx": numbers.cumsum(1), "attention_mask": mask, "initial_state": state}
+    whole, chunks = model(**inputs), chunked_forward(model.forward, inputs, CHUNK_LENGTH)
+    torch.testing.assert_close(chunks.loss, whole.loss, rtol=1e-6, atol=0.0)
+    close(backward(model, chunks, state), backward(model, whole, state))
+
+
 def test_padding_in_a_row_is_refused_only_where_it_is_scored_at_the_beginning_of_a_chunk() -> None:
     model, inputs = build(MAMBA2).train(), text(0)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

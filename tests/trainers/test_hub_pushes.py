@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_recurrent_lengthgen.checkpoints.cards import write_card_of_run
+from hf_recurrent_lengthgen.checkpoints.records import Lineage, write_lineage
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
@@ -130,6 +132,21 @@ def test_a_run_with_a_lineage_gets_the_card_of_it(
     assert not [name for name, content in files.items() if b"hf_test" in content]
     with pytest.raises(StopIteration):
         next(name for name in files if str(tmp_path) in files[name].decode(errors="replace"))
+
+
+def test_a_card_with_what_was_asked_for_is_trainers(toys: ModuleType, make_config: MakeConfig, tmp_path: Path) -> None:
+    trainer = StatePassingTrainer(toys.tiny_model(), make_config(), train_dataset=toys.sequences(8))
+    trainer.train()
+    trainer.save_model()
+    trainer.card_writer = write_card_of_run
+    write_lineage(trainer.output_dir, Lineage())
+    trainer.create_model_card()
+    card = Path(trainer.output_dir) / "README.md"
+    assert "generated_from_trainer" not in card.read_text()
+    card.unlink()
+    trainer.create_model_card(license="mit")
+    assert "license: mit" in card.read_text()
+    assert "generated_from_trainer" in card.read_text()
 
 
 def test_secrets_are_refused_and_paths_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,6 +191,13 @@ def test_a_failing_metric_is_named(toys: ModuleType, tmp_path: Path, metric: Any
     assert trainer.model.training
 
 
+def test_names_that_meet_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+    trainer = toys.resumable_trainer(tmp_path, save_strategy="no")
+    MetricCallback({"a": lambda model: {"b": 1.0}, "a_b": lambda model: 2.0}, every_steps=2).attach(trainer)
+    with pytest.raises(ValueError, match=r"'a_b' failed at step 0: .*names of another metric"):
+        trainer.train()
+
+
 def test_unusable_settings_are_refused(toys: ModuleType, tmp_path: Path) -> None:
     fine = {"a": lambda model: 1.0}
     with pytest.raises(ValueError, match=r"at least one metric, with different names, got \[\]"):

@@ -1,7 +1,7 @@
 """Loss and gradients are means over the targets that are scored, however texts stand in rows."""
 
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import ByT5Tokenizer, DataCollatorForLanguageModeling
 
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.trainers.run.scored_targets import with_scored_labels
 
 MakeConfig = Callable[..., StatePassingConfig]
 TEXTS = [[1, 3, 3, 7, 4, 2, 9, 9, 12, 5, 6, 8], [4, 4, 10], [5, 1, 16, 2], [11, 6, 14, 3, 13]]
@@ -98,3 +99,13 @@ def test_a_loss_of_ones_own_gets_the_labels_that_are_counted(toys: ModuleType, m
     config = make_config(per_device_train_batch_size=4, max_steps=1)
     StatePassingTrainer(toys.tiny_model(), config, train_dataset=padded_left(), compute_loss_func=own).train()
     assert seen == [(TARGETS, TARGETS)]
+
+
+def test_labels_of_another_head_stay_as_they_are() -> None:
+    """A model that classifies tokens scores the first one, too."""
+    batch = {"input_ids": torch.tensor([[0, 5, 6]]), "attention_mask": torch.tensor([[0, 1, 1]])}
+    batch["labels"] = torch.tensor([[-100, 1, 0]])
+    head: Any = SimpleNamespace(get_output_embeddings=lambda: None)
+    assert with_scored_labels(head, batch)["labels"].tolist() == [[-100, 1, 0]]
+    head.get_output_embeddings = lambda: torch.nn.Linear(1, 1)
+    assert with_scored_labels(head, batch)["labels"].tolist() == [[-100, -100, 0]]

@@ -222,6 +222,7 @@ def test_data_whose_rows_do_not_continue_are_refused(toys: ModuleType, tbtt: Cal
     ("fields", "told"),
     [
         ({"ignore_data_skip": True}, "ignore_data_skip is not supported"),
+        ({"train_sampling_strategy": "sequential"}, "would separate rows that continue one another"),
         ({"alignment_alpha": 0.1}, "alignment_length must be the length of the chunks, 9"),
         (
             {"alignment_alpha": 0.1, "alignment_length": 9},

@@ -54,13 +54,23 @@ class PushingTrainer(Trainer):
         return super().push_to_hub(*args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The card of `card_writer` if a lineage records the run; else Trainer's. A card from elsewhere stays."""
+        """The card of `card_writer` if a lineage records the run and no arguments are given; else Trainer's.
+
+        A card from elsewhere stays.
+        """
         if not self.is_world_process_zero():
             return
         kept, repository = has_card_of_another(self.output_dir), str(self.hub_model_id or "")
-        if self.card_writer is not None and recorded(self.output_dir):
+        asked = args or any(value for name, value in kwargs.items() if name != "model_name")
+        if self.card_writer is not None and not asked and recorded(self.output_dir):
             kept = self.card_writer(self.output_dir, repository or None, not kept) or kept
         if not kept:
+            if self.card_writer is None and recorded(self.output_dir):
+                logger.warning(
+                    "The card is Trainer's, which knows neither method nor base: before the push, set "
+                    "trainer.card_writer = hf_recurrent_lengthgen.checkpoints.cards.write_card_of_run, or afterwards "
+                    f"lengthgen card {self.output_dir}."
+                )
             super().create_model_card(*args, **kwargs)
         if repository:  # it is uploaded next
             check_texts(self.output_dir, self.args.hub_token)

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, StreamRowSampler
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.trainers.checks import takes_states
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
@@ -58,7 +59,7 @@ class SameRowsTrainer(PushingTrainer):
 
     def _scored(self, batch: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
         """A batch with only the labels that the model scores; unchanged for a model without states."""
-        return with_scored_labels(batch, rows) if self._takes_states else batch
+        return with_scored_labels(base_of(self.model), batch, rows) if self._takes_states else batch
 
     # --- training ---
 
@@ -154,10 +155,10 @@ class SameRowsTrainer(PushingTrainer):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Trainer's; on several processes, with the mean loss over the tokens that are targets on all of them."""
         inputs = self._scored(dict(inputs))
-        if self.args.world_size == 1 or not token_labels(inputs):
+        if self.args.world_size == 1 or not (names := token_labels(base_of(self.model), inputs)):
             return super().prediction_step(model, inputs, *args, **kwargs)
         present = present_rows(self.accelerator, token_shape_of(inputs)[0], self.args.row_process_index)
-        inputs, scored = without_repeated_rows(inputs, present)
+        inputs, scored = without_repeated_rows(inputs, names, present)
         loss_only = args[0] if args else kwargs.get("prediction_loss_only")
         if self._shared.group is None or not loss_only:  # predictions are of whole rows
             loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
@@ -236,11 +237,11 @@ def present_rows(accelerator: Any, rows: int, index: int) -> int:
     return min(max(left, 0), rows)
 
 
-def without_repeated_rows(inputs: dict[str, Any], present: int) -> tuple[dict[str, Any], Tensor]:
-    """A batch of tokens without targets in rows after the first `present`, and how many targets are left."""
+def without_repeated_rows(inputs: dict[str, Any], names: list[str], present: int) -> tuple[dict[str, Any], Tensor]:
+    """A batch without targets (labels of these names) in rows after the first `present`, and how many are left."""
     kept = {
         name: torch.cat([inputs[name][:present], torch.full_like(inputs[name][present:], IGNORED_LABEL)])
-        for name in token_labels(inputs)
+        for name in names
     }
     targets = kept["shift_labels"] if "shift_labels" in kept else kept["labels"][..., 1:]
     return {**inputs, **kept}, targets.ne(IGNORED_LABEL).sum()

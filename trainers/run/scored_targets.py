@@ -3,20 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.models.modeling_heads import scored_labels
 from hf_recurrent_lengthgen.models.rows import Rows, read_rows
 
 
-def token_labels(inputs: Mapping[str, Any]) -> list[str]:
-    """The names of labels with one token per token of `inputs`."""
+def token_labels(model: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
+    """The names of labels with one token per token of `inputs`; none for a model with another head than a language
+    model's, such as one that classifies tokens. A model without `get_output_embeddings` counts as a language model."""
+    head = getattr(model, "get_output_embeddings", None)
+    if head is not None and head() is None:
+        return []
     shape = token_shape_of(inputs)
     given = {name: inputs.get(name) for name in ("labels", "shift_labels")}
     return [name for name, labels in given.items() if isinstance(labels, Tensor) and labels.shape == shape]
 
 
-def with_scored_labels(inputs: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
+def with_scored_labels(model: nn.Module, inputs: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
     """A batch with -100 in the labels that a model with states does not score (see `scored_labels`).
 
     `rows` are those of the batch, if they were read.
@@ -24,7 +28,7 @@ def with_scored_labels(inputs: dict[str, Any], rows: Rows | None = None) -> dict
     Raises:
         ValueError: for an attention mask or positions that such a model refuses.
     """
-    names = token_labels(inputs)
+    names = token_labels(model, inputs)
     if not names:
         return inputs
     rows = read_rows(inputs) if rows is None else rows
