@@ -117,6 +117,10 @@ class _OnTexts(InitialStateTrainer):
                 "SFTTrainer computes its loss and metrics from the labels of whole rows, so processes cannot share "
                 "rows: leave context_parallel_size out."
             )
+        if getattr(args, "bptt_chunk_length", None) is not None:
+            raise ValueError(
+                "SFTTrainer needs the losses of single tokens, which chunks do not keep: leave bptt_chunk_length out."
+            )
         if getattr(args, "alignment_alpha", 0) and args.loss_type == "dft":
             raise ValueError(
                 "alignment_alpha works with cross-entropy only, not with loss_type='dft': leave one of them out."

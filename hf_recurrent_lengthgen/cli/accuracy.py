@@ -35,7 +35,7 @@ def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen accuracy", DESCRIPTION, EXAMPLES, method="task")
     parser.model.add_argument("models", **MODELS)
     add = parser.method.add_argument
-    lengths = "lengths of strings; pairs with recall (default: 1, 2 and 4 times the longest in training)"
+    lengths = "lengths of strings; pairs with recall (default: the longest in training, twice and four times that)"
     add("--lengths", type=counts, metavar="N,...", help=lengths)
     add("--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)")
     run_options = "--csv", "--device", "--batch-size", "--chunk-length", "--seed", "--trust-remote-code"

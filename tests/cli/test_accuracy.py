@@ -228,7 +228,7 @@ def test_the_document_names_weights_data_and_seed(checkpoint: Callable[..., Path
     [
         ({}, [], "names no task: give checkpoints of lengthgen train --task"),
         ({"name": "copying", "length": [2, 3], "vocabulary": 30}, [], "vocab_size 12 is too small: copying"),
-        ({"name": "recall", "length": [2, 2], "vocabulary": 8}, [], "recalling 8 pairs needs at least 16"),
+        ({"name": "recall", "length": [2, 2], "vocabulary": 8}, ["--lengths", "8"], "recalling 8 pairs needs"),
         ({"name": "copying", "length": [2, 2], "vocabulary": 8}, ["--device", "moon"], "Cannot use the device 'moon'"),
         ({"name": "sort", "length": [2, 2], "vocabulary": 8}, [], "The task is 'sort', but must be one of"),
         ({"name": "copying", "length": [2, 2], "more": 8}, [], "is damaged"),

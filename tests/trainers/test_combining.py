@@ -303,6 +303,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     [
         ({"alignment_alpha": 0.1, "loss_type": "dft"}, "loss_type='dft'"),
         ({"alignment_alpha": 0.1, "alignment_length": 8}, "padding"),
+        ({"bptt_chunk_length": 4}, "leave bptt_chunk_length out"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:

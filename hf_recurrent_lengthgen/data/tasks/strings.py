@@ -7,6 +7,7 @@ string.
 Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vocabulary` + 3 ids.
 """
 
+import math
 import operator
 from abc import abstractmethod
 from collections.abc import Callable
@@ -64,6 +65,11 @@ class TaskStrings(KeyedRows):
         if not 1 <= self.vocabulary <= MOST_SYMBOLS:
             raise ValueError(f"vocabulary must be from 1 to {MOST_SYMBOLS}, got {vocabulary}.")
         super().__init__(length, samples, seed)
+
+    @property
+    def longest_possible(self) -> float:
+        """The longest string that the vocabulary allows, in symbols (pairs for recall)."""
+        return math.inf
 
     @abstractmethod
     def _parts(self, rows: Array, lengths: Array) -> StringParts:
@@ -146,8 +152,12 @@ class SortingStrings(TaskStrings):
     def __init__(self, length: Lengths, vocabulary: int = 512, samples: int = 1_000_000, seed: int = 0) -> None:
         super().__init__(length, vocabulary, samples, seed)
 
+    @property
+    def longest_possible(self) -> int:
+        return self.vocabulary
+
     def _check(self) -> None:
-        if self.vocabulary < self.longest:
+        if self.longest_possible < self.longest:
             raise ValueError(
                 f"vocabulary is {self.vocabulary}, but sorting {self.longest} different symbols needs at least "
                 f"{self.longest}: take shorter strings, or a larger vocabulary."
@@ -179,8 +189,12 @@ class AssociativeRecall(TaskStrings):
     def __init__(self, pairs: Lengths, vocabulary: int = 512, samples: int = 1_000_000, seed: int = 0) -> None:
         super().__init__(pairs, vocabulary, samples, seed)
 
+    @property
+    def longest_possible(self) -> int:
+        return self.vocabulary // 2
+
     def _check(self) -> None:
-        if self.vocabulary // 2 < self.longest:
+        if self.longest_possible < self.longest:
             raise ValueError(
                 f"vocabulary is {self.vocabulary}, of which half are keys, but recalling {self.longest} pairs needs "
                 f"at least {2 * self.longest}: take fewer pairs, or a larger vocabulary."

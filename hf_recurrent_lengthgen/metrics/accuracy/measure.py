@@ -64,7 +64,8 @@ def measure_accuracy(
 
     Args:
         task: Data like those that the model was trained on.
-        lengths: Symbols (pairs for recall) per string; by default 1, 2 and 4 times the longest of `task`.
+        lengths: Symbols (pairs for recall) per string; by default 1, 2 and 4 times the longest of `task`, as far as
+            its vocabulary allows.
         label: Name of the model for people.
         training_length: Symbols of the longest string in training, if known.
         settings: Seed (`EVALUATION_SEED` is added), rows and tokens of each per forward pass, and the command that is
@@ -75,7 +76,8 @@ def measure_accuracy(
         ValueError: as `count_right`, and for a length that is impossible with the task's vocabulary.
     """
     began, record = time.perf_counter(), model_record(model)
-    lengths = sorted(lengths or [multiple * task.longest for multiple in (1, 2, 4)])
+    multiples = [times * task.longest for times in (1, 2, 4) if times * task.longest <= task.longest_possible]
+    lengths = sorted(lengths or multiples)
     # all are checked before the first is read
     data = [task.resized(length, samples, EVALUATION_SEED + settings.seed) for length in lengths]
     digest, accuracies = hashlib.sha256(), []
