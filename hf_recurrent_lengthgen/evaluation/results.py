@@ -105,8 +105,8 @@ class PartResult(AnyDocument):
     left_out: tuple[str, ...] = ()
     """What could not be measured, and why, in sentences."""
 
-    def bins(self) -> Iterable[tuple[int, int, Estimate]]:
-        """Values by range of positions [start, stop), for tables; by default none."""
+    def bins(self) -> Iterable[tuple[str, int, int, Estimate]]:
+        """Names of metrics and their values by range of positions [start, stop), for tables; by default none."""
         return ()
 
 

@@ -65,6 +65,7 @@ class DiagnosisSettings(EvaluationSettings):
     Attributes:
         parts: Names of the parts to measure in addition to the evaluation; None for all.
         patched_heads: Number of heads that are exchanged one by one, see `patch_heads`; 0 for no patching.
+        remembrance_distances: Distances for Effective Remembrance beside total variation, see `DISTANCES` there.
         repeated_token: The token of the constant prompt, such as a line break; None for no such prompt.
     """
 
@@ -75,6 +76,11 @@ class DiagnosisSettings(EvaluationSettings):
         PATCHED_HEADS,
         "number of heads whose states are exchanged one by one, beside all drifting heads together; 0 exchanges none "
         "(default: %(default)s)",
+    )
+    remembrance_distances: tuple[str, ...] = option(
+        (),
+        "distances of predictions in which Effective Remembrance is measured and drawn beside total variation, of "
+        "jensen_shannon and cosine, separated by commas (default: none)",
     )
     seed: int = option(0, "seed of random draws (default: %(default)s)")
     repeated_token: int | None = None

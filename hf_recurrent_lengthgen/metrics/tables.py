@@ -35,8 +35,9 @@ def rows_of(result: Any) -> list[Row]:
 
     Evaluations and diagnoses have one row per model, metric and bin of positions [start, stop): `nll` (nats per
     token), `harm` (nats), `in_window_nll`, and in diagnoses `remembrance`, the total variation of predictions without
-    the tokens before `start`. Retrieval has one row per model, depth or bAbI task, and length (tokens), with Wilson's
-    interval; accuracy one per model and length, with the interval of whole answers.
+    the tokens before `start`, and `remembrance_` with the names of other distances. Retrieval has one row per model,
+    depth or bAbI task, and length (tokens), with Wilson's interval; accuracy one per model and length, with the
+    interval of whole answers.
 
     Raises:
         ValueError: for other types.
@@ -91,9 +92,9 @@ def _evaluation_rows(role: str, evaluation: EvaluationResult) -> Iterator[Row]:
 
 
 def _part_rows(model: DiagnosedModel) -> Iterator[Row]:
-    for name, part in model.parts.items():
-        for start, stop, value in part.bins():
-            yield _bin(model.role, model.evaluation, name, start, stop, value.mean, value.low, value.high)
+    for part in model.parts.values():
+        for metric, start, stop, value in part.bins():
+            yield _bin(model.role, model.evaluation, metric, start, stop, value.mean, value.low, value.high)
 
 
 def _retrieval_rows(result: RetrievalResult) -> Iterator[Row]:

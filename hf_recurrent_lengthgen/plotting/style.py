@@ -49,11 +49,20 @@ def role_colors(roles: Sequence[Role]) -> list[str]:
 
 def new_axes(y_label: str) -> tuple[Figure, Axes]:
     """A figure of the common shape: readable at phone width, with room for labels at the right."""
-    figure = Figure(figsize=(4.8, 3.2))
-    FigureCanvasAgg(figure)
-    axes = plain_axes(figure, (0.125, 0.165, 0.615, 0.735))
-    set_left_title(axes, y_label)
+    figure, [axes] = stacked_axes([y_label])
     return figure, axes
+
+
+def stacked_axes(y_labels: Sequence[str], height: float = 3.2) -> tuple[Figure, list[Axes]]:
+    """Axes of the common shape one below the other, `height` inches each."""
+    total = height * len(y_labels)
+    figure, panels = Figure(figsize=(4.8, total)), []
+    FigureCanvasAgg(figure)
+    for place, y_label in enumerate(y_labels, 1):
+        box = (0.125, (total - place * height + 0.528) / total, 0.615, (height - 0.848) / total)
+        panels.append(plain_axes(figure, box))
+        set_left_title(panels[-1], y_label)
+    return figure, panels
 
 
 def set_left_title(
@@ -196,6 +205,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     halves = [(text.count("\n") + 1) * size * LABEL_GAP / height / 2 for text, size in texts]
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = [min(max(float(to_axes.transform((axes.get_xlim()[1], y))[1]), 0.0), 1.0) for y, _, _ in ordered]
+    heights[0] = max(heights[0], halves[0])  # above the number at the end of the axis
     for lower, upper in pairwise(range(len(ordered))):
         heights[upper] = max(heights[upper], heights[lower] + halves[lower] + halves[upper])
     # The topmost label may now stand too high: push the pile down again.

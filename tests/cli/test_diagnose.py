@@ -48,7 +48,7 @@ def llama(tmp_path: Path) -> Path:
 def test_a_diagnosis_of_all_parts(
     diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert diagnose(checkpoint, "--roles", "base") == 0
+    assert diagnose(checkpoint, "--roles", "base", "--remembrance-distances", "jensen_shannon, cosine") == 0
     found = read_result(tmp_path / "out" / "result.json", Diagnosis)
     [model] = found.models
     assert model.role == "base"
@@ -57,7 +57,7 @@ def test_a_diagnosis_of_all_parts(
     assert isinstance(states, StateDiagnosis)
     assert len(states.ranking) == 2 * 2
     assert isinstance(remembrance, Remembrance)
-    assert remembrance.length == 32
+    assert (remembrance.length, list(remembrance.others)) == (32, ["jensen_shannon", "cosine"])
     assert isinstance(prompt, ConstantPrompt)
     assert prompt.token == 13  # ByT5's bytes begin at 3
     shown = capsys.readouterr().out
@@ -67,7 +67,10 @@ def test_a_diagnosis_of_all_parts(
     assert f"Report: {tmp_path / 'out' / 'index.html'}" in shown
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"index.html", "result.json", "context_harm.png", "context_harm.svg"} <= names
-    HTMLParser().feed((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "Change of the prediction (Jensen-Shannon)" in page
+    assert "the cosine similarity of the probabilities is taken from 1" in page
+    HTMLParser().feed(page)
 
 
 @pytest.mark.slow

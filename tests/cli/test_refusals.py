@@ -30,6 +30,7 @@ REFUSED = [
         for roles in ("base", "base,best", "base,cured,control", ",")
     ),
     (f"{DIAGNOSE} --parts state", "parts must be some of states, remembrance"),
+    (f"{DIAGNOSE} --remembrance-distances cosine,js", "some of total_variation, jensen_shannon, cosine; got js"),
     (f"{DIAGNOSE} --data stdlib --text-column x", "the text column 'x' does nothing"),
     (f"{DIAGNOSE} --length 8", "must be above the training length, 8"),
     ("expand {ours} --output {stock}", "exists already and is not an empty folder"),

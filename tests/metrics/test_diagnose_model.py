@@ -85,6 +85,17 @@ def test_parts_that_are_not_asked_for_are_left_out(model: Any, tokens: np.ndarra
         diagnosed(model, tokens, parts=("state",))
     with pytest.raises(ValueError, match=r"patched_heads must be at least 0, got -1"):
         diagnosed(model, tokens, patched_heads=-1)
+    with pytest.raises(ValueError, match="do nothing for the parts misalignment: add remembrance"):
+        diagnosed(model, tokens, parts=("misalignment",), remembrance_distances=("cosine",))
+
+
+def test_remembrance_has_the_distances_that_are_asked_for(tokens: np.ndarray, tmp_path: Path) -> None:
+    model, cache = build(MAMBA2).eval(), ResultCache(tmp_path)
+    for names in ((), ("cosine",)):  # the first result in the cache is not taken for the second
+        found = diagnosed(model, tokens, cache, parts=("remembrance",), remembrance_distances=names).found(Remembrance)
+        assert found == effective_remembrance(model, tokens, T, QUIET_EVALUATION, distances=names)
+        assert found is not None
+        assert list(found.others) == list(names)
 
 
 def test_what_cannot_be_measured_is_said(tokens: np.ndarray) -> None:

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from scipy.spatial.distance import cityblock
+from scipy.spatial.distance import cityblock, cosine, jensenshannon
+from scipy.special import rel_entr
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
@@ -18,6 +20,7 @@ from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.remembrance.measure import (
+    DISTANCES,
     Remembrance,
     effective_remembrance,
     remembrance_values,
@@ -70,15 +73,17 @@ def token_ids(length: int, sequences: int = 2) -> np.ndarray:
 
 
 def by_definition(model: Any, tokens: np.ndarray, length: int, starts: list[int]) -> np.ndarray:
-    """Definition 3.3 with scipy's distance: one forward pass for each start point, (S, n)."""
-    values = np.empty((len(tokens), len(starts)))
+    """Definition 3.3 with scipy's distances: one forward pass for each start point, (S, 3, n)."""
+    values = np.empty((len(tokens), 3, len(starts)))
     for sequence, text in enumerate(torch.from_numpy(tokens[:, :length])):
         with torch.no_grad():
             q = [
                 model(input_ids=text[None, start:]).logits[0, -1].double().softmax(-1).numpy()
                 for start in [0, *starts]
             ]
-        values[sequence] = [cityblock(q[0], cut) / 2 for cut in q[1:]]
+        for index, cut in enumerate(q[1:]):
+            bits = sum(rel_entr(p, (q[0] + cut) / 2).sum() / math.log(2) / 2 for p in (q[0], cut))
+            values[sequence, :, index] = cityblock(q[0], cut) / 2, math.sqrt(max(bits, 0)), cosine(q[0], cut)
     return values
 
 
@@ -88,9 +93,11 @@ def by_definition(model: Any, tokens: np.ndarray, length: int, starts: list[int]
 def test_values_are_those_of_the_definition(name: str, length: int, starts: list[int]) -> None:
     model, tokens = small_model(name), token_ids(length + 2)
     expected = by_definition(model, tokens, length, starts)
-    assert expected[:, starts.index(1)].min() > 1e-5
-    values = remembrance_values(model, tokens, length, starts, progress=False)
+    assert expected[:, 0, starts.index(1)].min() > 1e-5
+    values = remembrance_values(model, tokens, length, starts, distances=tuple(DISTANCES), progress=False)
     np.testing.assert_allclose(values, expected, rtol=1e-6, atol=1e-7)
+    backwards = remembrance_values(model, tokens, length, starts, distances=("cosine", "total_variation"))
+    np.testing.assert_array_equal(backwards, values[:, [2, 0]])
     assert values.min() >= 0
     assert values.max() <= 1
 
@@ -103,15 +110,15 @@ def test_pieces_do_not_change_the_values(batch_size: int | None, chunk_length: i
         values = remembrance_values(
             model, tokens, 17, starts, batch_size=batch_size, chunk_length=chunk_length, progress=False
         )
-        np.testing.assert_allclose(values, by_definition(model, tokens, 17, starts), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(values, by_definition(model, tokens, 17, starts)[:, :1], rtol=1e-6, atol=1e-7)
 
 
 @needs_hybrids
 def test_a_hybrid_keeps_the_keys_and_values_of_each_start_point() -> None:
     model, tokens, starts = stateful(tiny_model("bamba")).eval(), token_ids(33), [0, 1, 16, 32]
     values = remembrance_values(model, tokens, 33, starts, chunk_length=5, progress=False)
-    np.testing.assert_allclose(values, by_definition(model, tokens, 33, starts), rtol=1e-4, atol=1e-6)
-    assert values[:, 1].min() > 1e-5
+    np.testing.assert_allclose(values, by_definition(model, tokens, 33, starts)[:, :1], rtol=1e-4, atol=1e-6)
+    assert values[:, 0, 1].min() > 1e-5
 
 
 def test_a_window_on_the_state_joins_the_batch_too() -> None:
@@ -119,7 +126,53 @@ def test_a_window_on_the_state_joins_the_batch_too() -> None:
     model = small_model("mamba2")
     with forgetting(model, window=6):
         values = remembrance_values(model, tokens, 40, starts, progress=False)
-        np.testing.assert_allclose(values, by_definition(model, tokens, 40, starts), rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(values, by_definition(model, tokens, 40, starts)[:, :1], rtol=1e-6, atol=1e-7)
+
+
+def distances(p: Any, q: Any, dtype: torch.dtype = torch.float64) -> list[float]:
+    return [float(distance(*(torch.as_tensor(x, dtype=dtype) for x in (p, q)))) for distance in DISTANCES.values()]
+
+
+def test_distances_by_hand() -> None:
+    # Two halves each that share a token: the middle is (1/2, 1/4, 1/4), so the divergence is 3/2 - 1 = 1/2 bit.
+    assert distances([0.5, 0.5, 0, 0], [0.5, 0, 0.5, 0]) == pytest.approx([0.5, math.sqrt(0.5), 0.5], rel=1e-14)
+    # 3/4 of a token against another's: 1 - H(1/4) bits, H of both entropies; cosine 6 / 10.
+    bits = 1 + (0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
+    assert distances([0.75, 0.25], [0.25, 0.75]) == pytest.approx([0.5, math.sqrt(bits), 0.4], rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_distances_of_equal_and_of_disjoint_predictions(dtype: torch.dtype) -> None:
+    tiny = [1 - 2e-38, 1e-38, 1e-45, 0]  # the third one is subnormal in float32
+    assert distances(tiny, tiny, dtype) == [0, 0, 0]
+    assert distances([0.3, 0.7, 0, 0], [0, 0, 1e-38, 1], dtype) == pytest.approx([1, 1, 1], abs=1e-6)
+    assert distances([1, 0], [1 - 1e-30, 1e-30], torch.float64)[0] == pytest.approx(5e-31)
+    # The second token alone differs: its probability times log2 of it over its half, over 2.
+    assert distances([1, 0], [1, 1e-30], dtype)[1] == pytest.approx(math.sqrt(0.5e-30), rel=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2e-6), (torch.float64, 1e-12)], ids=str)
+def test_distances_are_those_of_scipy(dtype: torch.dtype, error: float) -> None:
+    logits = torch.from_numpy(np.random.default_rng(3).normal(size=(2, 20, 5003))) * torch.logspace(-1, 2, 20)[:, None]
+    p, q = logits.softmax(-1).to(dtype)  # from nearly uniform to one token, the others at 0 in float32
+    assert float(p.min() == 0) == (dtype == torch.float32)
+    for name, oracle in (
+        ("total_variation", lambda a, b: cityblock(a, b) / 2),
+        ("jensen_shannon", lambda a, b: jensenshannon(a, b, base=2)),
+        ("cosine", cosine),
+    ):
+        expected = [oracle(a, b) for a, b in zip(p.double().numpy(), q.double().numpy(), strict=True)]
+        np.testing.assert_allclose(DISTANCES[name](p, q), expected, rtol=error, atol=error)
+        np.testing.assert_array_equal(DISTANCES[name](p, q), DISTANCES[name](q, p))
+
+
+def test_distances_of_nearly_equal_predictions_do_not_cancel() -> None:
+    p = torch.full((100,), 0.01, dtype=torch.float64)
+    step = torch.tensor([1e-8, -1e-8], dtype=torch.float64).repeat(50)
+    variation, shannon, angle = distances(p, p + step)
+    assert variation == pytest.approx(5e-7, rel=1e-6)
+    assert shannon == pytest.approx(1e-6 / math.sqrt(8 * math.log(2)), rel=1e-6)  # sum of step^2 / p / 8 nats
+    assert angle == pytest.approx(5e-13, rel=1e-3)  # half the squared angle, |step| / |p| = 1e-7 / 0.1
 
 
 def test_a_model_that_ignores_its_context_remembers_nothing(counter_model: type, random_tokens: np.ndarray) -> None:
@@ -151,9 +204,10 @@ class Shouter(nn.Module):
 def test_a_model_that_shouts_its_first_token_remembers_all() -> None:
     tokens = token_ids(50)
     tokens[:, 0] = 0  # the others are from 3 on
-    result = effective_remembrance(Shouter(), tokens, 12, QUIET, length=50)
-    means = [value.mean for value in result.total_variation]
-    assert means == pytest.approx([0.0] + [1.0] * (len(means) - 1), abs=1e-12)
+    result = effective_remembrance(Shouter(), tokens, 12, QUIET, length=50, distances=("cosine", "jensen_shannon"))
+    assert list(result.distances) == ["total_variation", "cosine", "jensen_shannon"]
+    for values in result.distances.values():
+        assert [value.mean for value in values] == pytest.approx([0.0] + [1.0] * (len(values) - 1), abs=1e-12)
     assert result.beyond_training == Estimate(1.0, 1.0, 1.0)
 
 
@@ -178,15 +232,18 @@ def test_default_start_points() -> None:
 
 def test_the_result_has_intervals_over_sequences_and_a_file_form(tmp_path: Any) -> None:
     model, tokens = small_model("mamba2"), token_ids(16, 3)
-    result = effective_remembrance(model, tokens, 4, QUIET, starts=[12, 3, 0])
-    assert result == effective_remembrance(model, tokens, 4, QUIET, starts=[0, 3, 12])
+    result = effective_remembrance(model, tokens, 4, QUIET, starts=[12, 3, 0], distances=["jensen_shannon"])
+    assert replace(result, others={}) == effective_remembrance(model, tokens, 4, QUIET, starts=[0, 3, 12])
     assert (result.length, result.starts, result.sequences) == (16, (0, 3, 12), 3)
-    by_sequence = by_definition(model, tokens, 16, [12])[:, 0]
-    half = 4.302653 * by_sequence.std(ddof=1) / math.sqrt(3)  # t table, 2 degrees of freedom
-    found = result.at(12)
-    mean = by_sequence.mean()
-    np.testing.assert_allclose([found.mean, found.low, found.high], [mean, mean - half, mean + half], rtol=1e-5)
-    assert result.beyond_training == found
+    expected = by_definition(model, tokens, 16, [12])[:, :2, 0]
+    for values, by_sequence in zip(result.distances.values(), expected.T, strict=True):
+        half = 4.302653 * by_sequence.std(ddof=1) / math.sqrt(3)  # t table, 2 degrees of freedom
+        found, mean = values[2], by_sequence.mean()
+        np.testing.assert_allclose([found.mean, found.low, found.high], [mean, mean - half, mean + half], rtol=1e-5)
+    assert result.beyond_training == result.at(12) == result.total_variation[2]
+    assert {(metric, start, stop) for metric, start, stop, _ in result.bins()} == {
+        (metric, start, 16) for metric in ("remembrance", "remembrance_jensen_shannon") for start in (0, 3, 12)
+    }
     write_result(tmp_path / "remembrance.json", result)
     assert read_result(tmp_path / "remembrance.json", Remembrance) == result
     alone = effective_remembrance(model, tokens[:1], 4, QUIET, starts=[3])
@@ -212,6 +269,7 @@ def test_broken_predictions_are_named(counter_model: type, random_tokens: np.nda
         ({"length": 0}, "length must be at least 1|length and count must be at least 1"),
         ({"length": 132}, r"\(3, 131\) are too few"),
         ({"training_length": 0}, "training_length must be at least 1, got 0"),
+        ({"distances": ["js"]}, "Distances must be some of total_variation, jensen_shannon, cosine; got js"),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,27 @@ def test_lines_show_the_means_and_bands_the_intervals() -> None:
     bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
     order = [text.get_text() for text in sorted(bold, key=lambda text: text.get_position()[1])]
     assert order == ["cured", "base"]
+
+
+def test_each_distance_has_a_panel_with_the_models_that_have_it() -> None:
+    base, cured = MODELS.values()
+    base = replace(
+        base, others={"cosine": tuple(Estimate(value.mean / 4, None, None) for value in base.total_variation)}
+    )
+    figure = remembrance_figure({"base": base, "cured": cured}, ["base", "cured"])
+    variation, cosine = figure.axes
+    assert [axes.get_title(loc="left").partition(" (")[2] for axes in figure.axes] == [
+        "total variation)",
+        "1 - cosine)",
+    ]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["", "Number of last tokens kept"]
+    curve, mark = cosine.lines
+    assert list(curve.get_ydata()) == [value.mean for value in base.others["cosine"]]
+    assert (curve.get_color(), list(mark.get_xdata())) == (ROLE_COLORS["base"], [16, 16])
+    assert [list(line.get_ydata()) for line in variation.lines[:2]] == [
+        [value.mean for value in result.total_variation] for result in MODELS.values()
+    ]
+    assert (variation.get_ylim(), cosine.get_ylim()) == ((0, 1), pytest.approx((0, 0.2)))
 
 
 def test_one_sequence_has_no_band() -> None:

@@ -14,15 +14,19 @@ from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluated
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel
 from hf_recurrent_lengthgen.metrics.part import Part
 from hf_recurrent_lengthgen.metrics.parts import PARTS
+from hf_recurrent_lengthgen.metrics.remembrance.measure import check_distances
 
 DEFAULTS = DiagnosisSettings()
 
 
 def chosen_parts(settings: DiagnosisSettings) -> list[Part[Any]]:
-    """The parts that the settings name; a `ValueError` for unknown names."""
+    """The parts that the settings name; a `ValueError` for unknown names, and for distances that no part measures."""
     names = tuple(PARTS) if settings.parts is None else settings.parts
     if unknown := [name for name in names if name not in PARTS]:
         raise ValueError(f"parts must be some of {', '.join(PARTS)}; got {', '.join(unknown)}.")
+    check_distances(settings.remembrance_distances)
+    if settings.remembrance_distances and "remembrance" not in names:
+        raise ValueError(f"remembrance_distances do nothing for the parts {', '.join(names)}: add remembrance.")
     return [part for name, part in PARTS.items() if name in names]
 
 

@@ -2,7 +2,7 @@
 
 Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), Definition 3.3: EffRem_T(t) = d(q(.|x_{0:T}), q(.|x_{t:T})) for a
 distance d of probability distributions, averaged over texts x. Glossary: `length` is T, `starts` are the t, q is the
-prediction of the next token. d is the total variation (Eq. 3), from 0 to 1.
+prediction of the next token. d is the total variation (Eq. 3) and, if named, other `DISTANCES` (Appendix G).
 
 t = T is refused: without any token there is no prediction.
 
@@ -11,8 +11,8 @@ tokens. With a model that carries keys and values, or nothing, each start point 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -47,13 +47,51 @@ Row = tuple[int, int]
 """Start point and sequence."""
 
 
-@document("remembrance", version=2)
+def total_variation(p: Tensor, q: Tensor) -> Tensor:
+    """Half the sum of |p - q| (Eq. 3)."""
+    return (p - q).abs().sum(-1) / 2
+
+
+def jensen_shannon(p: Tensor, q: Tensor) -> Tensor:
+    """Jensen-Shannon distance: the square root of the divergence in bits.
+
+    With r = (p - q) / (p + q), the divergence is the sum of (p + q) ((1 + r) log2(1 + r) + (1 - r) log2(1 - r)) / 4.
+    No term is below 0, so that nearly equal distributions do not cancel.
+    """
+    both = p + q
+    r = (p - q) / both.where(both > 0, 1)
+    nats = torch.special.xlog1py(1 + r, r) + torch.special.xlog1py(1 - r, -r)
+    return ((both * nats).sum(-1) / (4 * math.log(2))).clamp(min=0).sqrt()
+
+
+def cosine(p: Tensor, q: Tensor) -> Tensor:
+    """1 - cosine similarity, as half the squared distance of the unit vectors, which does not cancel."""
+    unit_p, unit_q = (x / x.norm(dim=-1, keepdim=True) for x in (p, q))
+    return (unit_p - unit_q).square().sum(-1) / 2
+
+
+DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "total_variation": total_variation,
+    "jensen_shannon": jensen_shannon,
+    "cosine": cosine,
+}
+"""Of probabilities (..., V) and (..., V) -> (...): 0 for equal ones, 1 for those that share no token."""
+
+
+def check_distances(names: Sequence[str]) -> None:
+    """Raise a `ValueError` that lists the distances for one that does not exist."""
+    if unknown := [name for name in names if name not in DISTANCES]:
+        raise ValueError(f"Distances must be some of {', '.join(DISTANCES)}; got {', '.join(unknown)}.")
+
+
+@document("remembrance", version=3)
 @dataclass(frozen=True)
 class Remembrance(PartResult):
     """Effective Remembrance (Buitrago Ruiz and Gu, 2025, Definition 3.3) at the end of texts of `length` tokens.
 
     Entry i of `total_variation` compares the prediction after all tokens with the prediction after the last
-    `length - starts[i]` tokens. It is 0 if the tokens before `starts[i]` make no difference, and at most 1.
+    `length - starts[i]` tokens. It is 0 if the tokens before `starts[i]` make no difference, and at most 1. `others`
+    has the same in other `DISTANCES`, by name.
     """
 
     training_length: int
@@ -62,13 +100,20 @@ class Remembrance(PartResult):
     confidence: float
     starts: tuple[int, ...]
     total_variation: tuple[Estimate, ...]
+    others: dict[str, tuple[Estimate, ...]] = field(default_factory=dict)
+
+    @property
+    def distances(self) -> dict[str, tuple[Estimate, ...]]:
+        return {"total_variation": self.total_variation, **self.others}
 
     def at(self, start: int) -> Estimate:
         """Total variation for one of `starts`."""
         return self.total_variation[self.starts.index(start)]
 
-    def bins(self) -> Iterable[tuple[int, int, Estimate]]:
-        return ((start, self.length, value) for start, value in zip(self.starts, self.total_variation, strict=True))
+    def bins(self) -> Iterable[tuple[str, int, int, Estimate]]:
+        for name, values in self.distances.items():
+            metric = "remembrance" if name == "total_variation" else f"remembrance_{name}"
+            yield from ((metric, start, self.length, value) for start, value in zip(self.starts, values, strict=True))
 
     @property
     def beyond_training(self) -> Estimate | None:
@@ -97,6 +142,7 @@ def effective_remembrance(
     *,
     length: int | None = None,
     starts: Sequence[int] | None = None,
+    distances: Sequence[str] = (),
 ) -> Remembrance:
     """Effective Remembrance at `length` for all start points, with intervals over sequences.
 
@@ -107,19 +153,26 @@ def effective_remembrance(
         settings: Confidence, progress, and rows (a sequence from one start point) and tokens per forward pass.
         length: T; by default 4 training lengths.
         starts: The t, in any order, from 0 to T - 1; by default those of `start_points`.
+        distances: Names of `DISTANCES` to measure beside total variation, which the result always has.
 
     Raises:
-        ValueError: for unusable tokens, lengths or starts, and for predictions that are not finite.
+        ValueError: for unusable tokens, lengths, starts or distances, and for predictions that are not finite.
     """
     if training_length < 1:
         raise ValueError(f"training_length must be at least 1, got {training_length}.")
     length = LENGTHS_OF_TRAINING * training_length if length is None else length
     starts = start_points(length, training_length) if starts is None else tuple(sorted(starts))
-    values = remembrance_values(model, tokens, length, starts, **settings.reading)
-    mean, low, high = t_interval(values, settings.confidence)
-    bounds = ([None] * len(starts) if bound is None else bound.tolist() for bound in (low, high))
-    estimates = tuple(Estimate(*parts) for parts in zip(mean.tolist(), *bounds, strict=True))
-    return Remembrance(training_length, length, len(values), settings.confidence, starts, estimates)
+    names = tuple(dict.fromkeys(("total_variation", *distances)))
+    values = remembrance_values(model, tokens, length, starts, distances=names, **settings.reading)
+    found = {name: _estimates(values[:, index], settings.confidence) for index, name in enumerate(names)}
+    variation = found.pop("total_variation")
+    return Remembrance(training_length, length, len(values), settings.confidence, starts, variation, found)
+
+
+def _estimates(values: np.ndarray, confidence: float) -> tuple[Estimate, ...]:
+    mean, low, high = t_interval(values, confidence)
+    bounds = ([None] * len(mean) if bound is None else bound.tolist() for bound in (low, high))
+    return tuple(Estimate(*parts) for parts in zip(mean.tolist(), *bounds, strict=True))
 
 
 @torch.inference_mode()
@@ -129,13 +182,15 @@ def remembrance_values(
     length: int,
     starts: Sequence[int],
     *,
+    distances: Sequence[str] = ("total_variation",),
     batch_size: int | None = None,
     chunk_length: int | None = None,
     progress: bool = True,
 ) -> np.ndarray:
-    """Total variation of each sequence and start, (S, n) float64, in the order of `starts`; arguments and errors are
-    those of `effective_remembrance`.
+    """D distances of each sequence and start, (S, D, n) float64, in the order of `distances` and `starts`; arguments
+    and errors are those of `effective_remembrance`.
     """
+    check_distances(distances)
     if length < 1:
         raise ValueError(f"length must be at least 1 token, got {length}.")
     if len(starts) == 0 or len({*starts}) < len(starts) or min(starts) < 0 or max(starts) >= length:
@@ -147,7 +202,7 @@ def remembrance_values(
     array = check_tokens(tokens, reader.vocabulary, length - 1)[:, :length]
     batch, chunk, budget = sweep_plan(reader, length, len(starts), batch_size, chunk_length)
     read = sorted({0, *starts})
-    values = np.empty((len(array), len(read)))
+    values = np.empty((len(array), len(distances), len(read)))
     total = len(array) * sum(length - start for start in read)
     with evaluation_mode(reader.model), progress_bar(total, "start points", progress) as bar:
         together = max(1, batch // len(read)) if reader.carried_by_row else batch
@@ -159,8 +214,9 @@ def remembrance_values(
                 # The first rows start at 0, one per sequence of the group.
                 whole = predictions[: len(group)] if whole is None else whole
                 for prediction, (start, sequence) in zip(predictions, rows, strict=True):
-                    values[sequence, read.index(start)] = (whole[sequence - first] - prediction).abs().sum() / 2
-    return values[:, [read.index(start) for start in starts]].clip(max=1)
+                    found = [float(DISTANCES[name](whole[sequence - first], prediction)) for name in distances]
+                    values[sequence, :, read.index(start)] = found
+    return values[..., [read.index(start) for start in starts]].clip(max=1)
 
 
 def sweep_plan(

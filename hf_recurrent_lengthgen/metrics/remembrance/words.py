@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
 from hf_recurrent_lengthgen.evaluation.measurement import Measurement
 from hf_recurrent_lengthgen.evaluation.results import Role
+from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.evaluation.words import cell, interval_text
 from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
 from hf_recurrent_lengthgen.metrics.remembrance.measure import (
@@ -22,43 +24,66 @@ from hf_recurrent_lengthgen.plotting.style import (
     draw_band,
     label_ends,
     mark_training_lengths,
-    new_axes,
     position_axis,
     role_colors,
+    stacked_axes,
+)
+
+NAMES = {"total_variation": "total variation", "jensen_shannon": "Jensen-Shannon", "cosine": "1 - cosine"}
+"""Distances as they are drawn."""
+OTHERS = (
+    "Other distances of the two predictions (Appendix G there), also from 0 to 1: the Jensen-Shannon distance is the "
+    "square root of the divergence in bits; the cosine similarity of the probabilities is taken from 1."
 )
 
 
 def _compute(task: Measurement) -> Remembrance:
-    length = min(LENGTHS_OF_TRAINING * task.training_length, task.length + 1)
+    settings, given = task.settings, (task.model, task.tokens, task.training_length)
+    assert isinstance(settings, DiagnosisSettings)
+    length, names = min(LENGTHS_OF_TRAINING * task.training_length, task.length + 1), settings.remembrance_distances
     return task.kept(
         "remembrance",
         Remembrance,
-        lambda: effective_remembrance(task.model, task.tokens, task.training_length, task.settings, length=length),
+        lambda: effective_remembrance(*given, settings, length=length, distances=names),
+        distances=sorted(names),
     )
 
 
 def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role]) -> Figure:
-    """Change of predictions (total variation) if only the last tokens are kept, with intervals.
+    """Change of predictions if only the last tokens are kept, with intervals; a panel for each distance that a model
+    has (Buitrago Ruiz and Gu, 2025, Figures 1 and 13).
 
     Right of the training length it should be 0. `roles` are the roles of the models, for their colors.
     """
-    figure, axes = new_axes("Change of the prediction (total variation)")
-    ends = []
+    names = [name for name in NAMES if any(name in result.distances for result in models.values())]
+    titles = [f"Change of the prediction ({NAMES[name]})" for name in names]
+    figure, panels = stacked_axes(titles, 3.2 if len(names) == 1 else 2.4)
+    for name, axes in zip(names, panels, strict=True):
+        _draw(axes, models, roles, name)
+    for axes in panels[:-1]:
+        axes.set_xlabel("")
+    return figure
+
+
+def _draw(axes: Axes, models: Mapping[str, Remembrance], roles: Sequence[Role], distance: str) -> None:
+    """The curves of the models that have this distance."""
+    ends, tallest = [], 0.0
     for (name, result), role, color in zip(models.items(), roles, role_colors(roles), strict=True):
-        x, values = [result.length - start for start in result.starts], result.total_variation
+        if distance not in result.distances:
+            continue
+        x, values = [result.length - start for start in result.starts], result.distances[distance]
         axes.plot(x, [value.mean for value in values], color=color, linewidth=2, linestyle=ROLE_LINES[role])
         draw_band(axes, x, values, color)
         # All curves end at 0, where all tokens are kept, so labels have the order at one training length.
         beside = min(range(len(x)), key=lambda place: abs(x[place] - result.training_length))
         ends.append((values[beside].mean, name, color))
-    tallest = max(value.high or value.mean for result in models.values() for value in result.total_variation)
+        tallest = max(tallest, *(value.high or value.mean for value in values))
     axes.set_ylim(0, min(1.0, 0.2 * math.ceil(5.5 * tallest + 1e-9)) or 0.2)
     axes.yaxis.set_major_locator(MultipleLocator(0.2))
     position_axis(axes, 1, max(result.length for result in models.values()))
     mark_training_lengths(axes, [result.training_length for result in models.values()])
     axes.set_xlabel("Number of last tokens kept", fontsize=FONT_SIZE - 0.5, color=MUTED)
     label_ends(axes, ends)
-    return figure
 
 
 def remembrance_text(result: Remembrance) -> str:
@@ -105,10 +130,11 @@ REMEMBRANCE = Part(
             bands=True,
         )
     },
-    definitions=lambda _: (
+    definitions=lambda results: (
         "Effective Remembrance (Buitrago Ruiz and Gu, 2025, Definition 3.3) is the total variation between the "
         "predictions after all tokens and after the last ones only: 0 if the earlier tokens make no difference, at "
         "most 1. Distant tokens change the predictions of a model that breaks without helping it; a model that holds "
         "may do so by forgetting them. lengthgen retrieve measures whether a model retrieves distant tokens.",
+        *([OTHERS] if any(result.others for result in results) else []),
     ),
 )
