@@ -94,7 +94,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         if isinstance(model, str):
             from hf_recurrent_lengthgen.checkpoints.loading import load_model  # reaches all hybrids
 
-            model = load_model(model)
+            model = load_model(model, needs_states=self.needs_states)
         self._shared = SharedRows.of(args)
         super().__init__(self.prepared(model, args), args, *positional, **keyword)
         self.data_collator = without_padding(self.data_collator)

@@ -185,12 +185,14 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
     Args:
         model: A model from `load_model`.
         rank, alpha: Rank and alpha of LoRA.
-        targets: Names, or ends of names, of linear layers; None for `lora_target_modules` of the model or its config.
+        targets: Names, or ends of names, of linear layers; None for `lora_target_modules` of the model or its config,
+            and those of PEFT for a model without (Llama: q_proj and v_proj).
 
     Raises:
         ValueError: for targets that are no linear layers of the model, or share weights.
     """
     from peft import LoraConfig, get_peft_model  # takes seconds
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as OF_PEFT
 
     linear = {f".{name}": module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     owners = Counter(id(module.weight) for module in model.modules() if isinstance(module, nn.Linear | nn.Embedding))
@@ -199,7 +201,8 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
         """For each layer of this name, the number of layers with the same weight."""
         return [owners[id(weight)] for name, weight in linear.items() if name.endswith(f".{target}")]
 
-    defaults: Any = getattr(model, "lora_target_modules", None) or getattr(model.config, "lora_target_modules", ())
+    own: Any = getattr(model, "lora_target_modules", None) or getattr(model.config, "lora_target_modules", ())
+    defaults = own or OF_PEFT.get(model.config.model_type, ())
     targets = sorted(targets or filter(owners_of, defaults))  # not all variants of a family have all of them
     if shared := [target for target in targets if max(owners_of(target), default=1) > 1]:
         raise ValueError(

@@ -137,6 +137,7 @@ def load_model(
     *,
     merge: bool = False,
     base: str | None = None,
+    needs_states: bool = True,
 ) -> Any:
     """Load a language model of any family that takes and returns states.
 
@@ -156,13 +157,15 @@ def load_model(
         merge: Merge an adapter into its base, and return the model without PEFT; an adapter on a weight that layers
             share stays beside it, with a warning.
         base: The base of an adapter or learned state, if it is not the one that its config names.
+        needs_states: Whether an architecture that cannot take states (Llama, GPT-NeoX, code of a checkpoint) is
+            refused; if not, it loads as in Transformers.
 
     Raises:
         ValueError: for a folder without a checkpoint, an architecture that cannot take states, damaged weights, and
             weights that are missing, left over or do not have the shapes of the config; for an adapter that is a
             pickle, does not fit its base, or whose base is missing or has changed.
     """
-    return _load(name, trust_remote_code, dtype, stateless=False, merge=merge, base=base)
+    return _load(name, trust_remote_code, dtype, stateless=not needs_states, merge=merge, base=base)
 
 
 def load_language_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
@@ -258,7 +261,8 @@ def _load(
             reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
             raise ValueError(
                 f"{name} is of type {model_type!r}, which cannot be given states{reason}. Supported are checkpoints "
-                f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}."
+                f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}. Plain "
+                "training and output alignment (lengthgen train --intervention none) need no states and take any type."
             )
         loading["trust_remote_code"] = trust_remote_code
     elif says_more(config):

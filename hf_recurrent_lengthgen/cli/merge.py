@@ -13,6 +13,7 @@ from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
+from hf_recurrent_lengthgen.trainers.checks import takes_states
 
 DESCRIPTION = """\
 Add the weights of an adapter (LoRA of PEFT) to its base model and save a whole checkpoint: with code, tokenizer and
@@ -42,8 +43,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ValueError(f"{adapter} holds no adapter_config.json, so there is nothing to merge.")
     check_new(output)
     base = options.base or base_of_adapter(adapter)
-    model = load_model(adapter, trust, base=base)
-    start = lineage_of(adapter)
+    model = load_model(adapter, trust, base=base, needs_states=False)
+    start, checks = lineage_of(adapter), [["lengthgen", "verify", str(output)]] if takes_states(model) else []
     added = adapter_of(model)
     assert added is not None
     layers = ", ".join(added.targets)
@@ -54,6 +55,6 @@ def run(arguments: Sequence[str]) -> int:
 
     save_checkpoint(merge_adapter(model), tokenizer_to_copy(adapter, trust), output, record)
     shown = os.path.relpath(base) if Path(base).resolve().is_relative_to(Path.cwd()) else base
-    compare = shlex.join(["lengthgen", "evaluate", shown, str(output), "--roles", "base,cured"])
-    print(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', str(output)])}, then {compare}")
+    compare = ["lengthgen", "evaluate", shown, str(output), "--roles", "base,cured"]
+    print(f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*checks, compare]))}")
     return 0

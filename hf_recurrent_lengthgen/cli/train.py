@@ -29,6 +29,7 @@ from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
+from hf_recurrent_lengthgen.trainers.checks import takes_states
 from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
@@ -69,7 +70,7 @@ def train(
     """
     _check_folders(settings, training)
     set_seed(training.seed)
-    model = _model(settings)
+    model = _model(settings, trainer_class.needs_states)
     length_before = getattr(model.config, "training_length", None)
     if not (settings.of_symbols or settings.training_length or length_before):
         print(f"No training length in the config of {settings.model}: training at {USUAL_LENGTH} tokens.")
@@ -108,7 +109,7 @@ def train(
         trainer.push_to_hub()  # once more, now with the lineage
     if trainer.is_world_process_zero():
         text = [] if settings.of_symbols else _text_to_evaluate(settings)
-        print(_next_step(settings, training, length_before, text))
+        print(_next_step(settings, training, length_before, text, takes_states(model)))
     return trainer
 
 
@@ -133,10 +134,10 @@ def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None
         )
 
 
-def _model(settings: RunArguments) -> Any:
+def _model(settings: RunArguments, needs_states: bool) -> Any:
     """A new model or the given one, with an adapter if `lora_r` is given."""
     if not settings.from_scratch:
-        model = load_model(settings.model, settings.trust_remote_code)
+        model = load_model(settings.model, settings.trust_remote_code, needs_states=needs_states)
         return model if settings.lora_r is None else _with_adapter(model, settings)
     model = _new_model(settings.model, settings.trust_remote_code)
     if settings.mimetic:
@@ -260,11 +261,16 @@ def _text_to_evaluate(settings: RunArguments) -> list[str]:
 
 
 def _next_step(
-    settings: RunArguments, training: InitialStateConfig, length_before: int | None = None, text: Sequence[str] = ()
+    settings: RunArguments,
+    training: InitialStateConfig,
+    length_before: int | None = None,
+    text: Sequence[str] = (),
+    has_states: bool = True,
 ) -> str:
     """The message after a training: what was saved, and how to use, check or measure it.
 
-    `length_before` is the training length of the model before, and `text` are options of `lengthgen evaluate`.
+    `length_before` is the training length of the model before, and `text` are options of `lengthgen evaluate`. A model
+    without states is one of Transformers, which `lengthgen verify` does not take.
     """
     output = str(training.output_dir)
     command = ["lengthgen", "accuracy" if settings.of_symbols else "evaluate"]
@@ -284,8 +290,10 @@ def _next_step(
 Saved the learned state to {output}. Next: {shlex.join(command)}
 In Python, load_model({output!r}) loads it with its base, {settings.model}."""
     else:
-        then = ["verify", output] if not holds_adapter(output) else ["merge", output, "--output", f"{output}-merged"]
-        saved = f"Saved to {output}. Next: {shlex.join(['lengthgen', *then])}, then {shlex.join(command)}"
+        then = [["lengthgen", "verify", output]] if has_states else []
+        if holds_adapter(output):
+            then = [["lengthgen", "merge", output, "--output", f"{output}-merged"]]
+        saved = f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*then, command]))}"
     if settings.task != "passkey":
         return saved
     retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * settings.length)]

@@ -147,7 +147,7 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
     rows = values_of(arguments)
     per_step = 2 * int(rows["per_device_train_batch_size"]) * int(rows["gradient_accumulation_steps"])
     assert per_step * int(rows["training_length"]) == TOKENS_PER_STEP
-    measuring = re.findall(r"\nlengthgen (retrieve|accuracy|evaluate|diagnose|harness) (.*)\n", text)
+    measuring = re.findall(r"\nlengthgen (retrieve|accuracy|evaluate|diagnose) (.*)\n", text)
     assert len(measuring) > 6
     for name, arguments in measuring:
         words = shlex.split(arguments)
@@ -155,6 +155,9 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
         options = vars(parser(*[words] * len(signature(parser).parameters)).parse_args(words))
         made = [model.removesuffix("/checkpoint-*") for model in options.get("models", ())]
         assert {model.removeprefix("output/") for model in made if model.startswith("output/")} <= RUNS.keys()
+    harness = re.findall(r"\nlengthgen harness --tasks (\S+) --model-args pretrained=output/([^\s,]+)", text)
+    assert [run for _, run in harness] == ["alignment-llama"] * 2
+    assert all([*RECIPES.with_name("harness").rglob(f"{task}.yaml")] for task, _ in harness)
 
 
 def values_of(arguments: str) -> dict[str, Any]:
@@ -211,7 +214,8 @@ def test_models_are_files_here_official_checkpoints_or_results_of_other_runs(val
         or model in expanded
         or model.removeprefix("output/") in RUNS
         or re.fullmatch(
-            r"AntonV/mamba2-(130m|370m|780m|1\.3b)-hf|state-spaces/mamba-[13]\d0m-hf|fla-hub/gla-.*",
+            r"AntonV/mamba2-(130m|370m|780m|1\.3b)-hf|state-spaces/mamba-[13]\d0m-hf|fla-hub/gla-.*"
+            r"|meta-llama/Llama-2-7b-hf|output/llama-2-7b-8k",
             model,
         )
     )
@@ -229,6 +233,8 @@ def test_batches_learning_rates_and_lengths_are_the_papers(run: str) -> None:
     name, rate = paper_name(values["model"]), float(values["learning_rate"])
     if run.startswith("alignment"):
         assert rows == 64
+        if "llama" in run:  # arXiv:2506.11769, 5.1 and 5.2
+            assert (values["training_length"], values["max_steps"]) == ("8192" if "8k" in run else "4096", "200")
         return
     if "task_length" in values:
         if "symbols" in values["model"]:  # arXiv:2410.11135, section 5 and reproducibility statement
