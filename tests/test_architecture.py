@@ -63,6 +63,7 @@ MAY_IMPORT = {
         "metrics.context_harm.windows",
         "metrics.misalignment",
         "metrics.remembrance.measure",
+        "metrics.retrieval.measure",
         "checkpoints.adapters",
         "checkpoints.methods",
         "checkpoints.records",

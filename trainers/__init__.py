@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         effective_remembrance_at,
         misalignment,
         nll_by_length,
+        retrieval,
     )
     from hf_recurrent_lengthgen.trainers.mixed_states import MixedStates, MixedStatesConfig, MixedStatesTrainer
     from hf_recurrent_lengthgen.trainers.random_noise import RandomNoise, RandomNoiseConfig, RandomNoiseTrainer
@@ -69,6 +70,7 @@ __all__ = [
     "effective_remembrance_at",
     "misalignment",
     "nll_by_length",
+    "retrieval",
 ]
 _METHODS = {
     "alignment": ("AlignmentConfig", "AlignmentTrainer"),

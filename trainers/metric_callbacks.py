@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_recurrent_lengthgen.data.tasks import RetrievalGrid
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, check_training_length, estimate, last_octave
@@ -34,6 +35,7 @@ from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
 from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
 from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINING, effective_remembrance
+from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback
 
 QUIET = EvaluationSettings(progress=False)
@@ -67,7 +69,7 @@ class MetricCallback(AttachedCallback):
 
     Args:
         metrics: Metrics, or functions by name.
-        every_steps: Optimizer steps between measurements.
+        every_steps: Optimizer steps between measurements; None to measure with each evaluation only.
         at_start: Also measure before the first step, so that a failing metric fails at once, not after hours.
         at_end: Also measure after the last step, whatever its number.
 
@@ -78,7 +80,7 @@ class MetricCallback(AttachedCallback):
     def __init__(
         self,
         metrics: Sequence[Metric] | Mapping[str, MetricFunction],
-        every_steps: int,
+        every_steps: int | None = None,
         at_start: bool = True,
         at_end: bool = True,
     ) -> None:
@@ -87,7 +89,7 @@ class MetricCallback(AttachedCallback):
         names = [metric.name for metric in self.metrics]
         if not names or not all(names) or len(set(names)) < len(names):
             raise ValueError(f"metrics must hold at least one metric, with different names, got {names}.")
-        if every_steps < 1:
+        if every_steps is not None and every_steps < 1:
             raise ValueError(f"every_steps must be at least 1, got {every_steps}.")
         self.every_steps, self.at_start, self.at_end = every_steps, at_start, at_end
         self._trainer: Trainer | None = None
@@ -143,7 +145,8 @@ class MetricCallback(AttachedCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         # At the end of training, some trackers have closed their files already.
-        if state.global_step % self.every_steps == 0 or (self.at_end and control.should_training_stop):
+        due = self.every_steps is not None and state.global_step % self.every_steps == 0
+        if due or (self.at_end and control.should_training_stop):
             self._measure(state, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -312,6 +315,29 @@ def misalignment(
         return long_short_misalignment(model, tokens, training_length, samples=samples, seed=seed, progress=False)
 
     return Metric(name, measure, greater_is_better=False)
+
+
+def retrieval(grid: RetrievalGrid, lengths: Sequence[int], name: str = "retrieval") -> Metric:
+    """Share of right greedy answers at each length, over all rows of the grid, with Wilson's intervals.
+
+    The `accuracy` of `RetrievalResult.by_length`, which `lengthgen retrieve` prints, from 0 to 1. Checkpoints and
+    learning rates are chosen by it in Chen et al., 2024 (arXiv:2410.07145), F.1.
+
+    Args:
+        grid: The same prompts each time, such as `PasskeyGrid(tokenizer, depths, samples)`; use another seed than in
+            the final evaluation.
+        lengths: Tokens of prompt and answer.
+        name: Name of the metric; the length is appended: "retrieval_2048".
+    """
+
+    def measure(model: nn.Module) -> dict[str, Estimate]:
+        shares = retrieval_accuracy(model, grid, lengths, settings=QUIET).by_length
+        found = {length: share for length, share in zip(sorted(lengths), shares, strict=True) if share.samples}
+        if without := sorted(set(lengths) - found.keys()):
+            raise ValueError(f"no question fits into {without[0]} tokens together with its facts: leave it out")
+        return {str(n): Estimate(share.right / share.samples, *share.interval()) for n, share in found.items()}
+
+    return Metric(name, measure, greater_is_better=True)
 
 
 def _check_reach(tokens: Tokens, training_length: int) -> None:

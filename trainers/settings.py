@@ -13,7 +13,7 @@ AT_LEAST_ONE = (
     *("alignment_length", "alignment_max_extra", "alignment_min_extra", "training_length", "bptt_chunk_length"),
     *("bptt_window", "context_parallel_size", "eval_accumulation_steps", "expand_count", "expand_num_heads"),
     *("expand_state_size", "gradient_accumulation_steps", "lora_alpha", "lora_r", "per_device_eval_batch_size"),
-    *("per_device_train_batch_size", "task_vocabulary"),
+    *("per_device_train_batch_size", "retrieval_samples", "task_vocabulary"),
 )
 MAY_BE_NONE = ("max_grad_norm",)  # Trainer takes None, although the annotation does not say so
 PROBABILITIES = ("state_drop_probability",)

@@ -29,6 +29,7 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
 from hf_recurrent_lengthgen.cli.report import draw
 from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODELS, add_shared
 from hf_recurrent_lengthgen.data.tasks import (
+    DEPTHS,
     PASSKEY_STYLES,
     BabilongGrid,
     BabiQuestion,
@@ -68,7 +69,6 @@ lengthgen retrieve my-mamba2 --task niah --lengths 4k,8k,16k,32k --data essays -
 lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --shots 2
 """
 DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
-DEFAULT_DEPTHS = "10"
 MOST_DEPTHS = 1000
 TASKS = ("passkey", "niah", "babilong")
 OF_TASKS = {"data": ("niah", "babilong"), "depths": ("passkey", "niah"), "shots": ("babilong",)}
@@ -96,7 +96,7 @@ def command_parser() -> CommandParser:
         metavar="N | X,...",
         help="number n of depths, 0 (start of the text), 1/n, ..., (n - 1)/n as in Chen et al. (2024), B.1: without "
         "the end, 1, which is the easiest; or the depths themselves "
-        f"(default: {DEFAULT_DEPTHS}) [task passkey or niah]",
+        f"(default: {len(DEPTHS)}) [task passkey or niah]",
     )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
     styles, what = tuple(PASSKEY_STYLES), "wording of the prompt (default: %(default)s) [task passkey]"
@@ -165,7 +165,7 @@ def _depths(text: str) -> list[float]:
 
 def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[RetrievalGrid, DataSource]:
     sizes = {"samples": options.samples, "seed": options.seed}
-    depths = options.depths or _depths(DEFAULT_DEPTHS)
+    depths = options.depths or DEPTHS
     if options.task == "passkey":
         passkeys = PasskeyGrid(tokenizer, depths, style=options.task_style, **sizes)
         return passkeys, DataSource("repeated sentences")

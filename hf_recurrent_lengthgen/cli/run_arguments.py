@@ -136,6 +136,19 @@ class RunArguments:
         eval_strategy=MEASURED,
         task=TEXT,
     )
+    retrieval_lengths: list[int] | None = _option(
+        "run",
+        "before training and in each evaluation, also measure the share of passkeys that the model retrieves from "
+        "prompts of so many tokens, at 10 depths: eval_retrieval_N, which --metric-for-best-model may name (default: "
+        "none)",
+        metavar="N",
+        eval_strategy=MEASURED,
+        task=TOKENS,
+    )
+    retrieval_samples: int = _option("run", "passkeys for each depth and length", 2, retrieval_lengths=ANY)
+    retrieval_style: str = _option(
+        "run", "their wording, as --task-style of lengthgen retrieve", "pass key", retrieval_lengths=ANY
+    )
     import_file: str | None = _option("method", "Python file with own interventions (default: none)")
     intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names
     chunks_before_reset: int = _option(

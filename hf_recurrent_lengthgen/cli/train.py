@@ -20,15 +20,18 @@ from hf_recurrent_lengthgen.cli.processes import ending_processes
 from hf_recurrent_lengthgen.cli.run_arguments import USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, training_rows
 from hf_recurrent_lengthgen.data import split_names
-from hf_recurrent_lengthgen.data.tasks import (
-    StringCollator,
-    TaskStrings,
-)
+from hf_recurrent_lengthgen.data.tasks import DEPTHS, PasskeyGrid, StringCollator, TaskStrings
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
-from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, LearnedStateConfig
+from hf_recurrent_lengthgen.trainers import (
+    InitialStateConfig,
+    InitialStateTrainer,
+    LearnedStateConfig,
+    MetricCallback,
+    retrieval,
+)
 from hf_recurrent_lengthgen.trainers.checks import takes_states
 from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
@@ -92,6 +95,7 @@ def train(
         train_dataset=rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
+        callbacks=_metrics(settings, training, tokenizer),
     )
     _record_method(trainer, _method(settings, training), training)
     trainer.facts = RunFacts(
@@ -111,6 +115,14 @@ def train(
         text = [] if settings.of_symbols else _text_to_evaluate(settings)
         print(_next_step(settings, training, length_before, text, takes_states(model)))
     return trainer
+
+
+def _metrics(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> list[MetricCallback]:
+    """What is measured in each evaluation beside the loss."""
+    if not settings.retrieval_lengths:
+        return []
+    grid = PasskeyGrid(tokenizer, DEPTHS, settings.retrieval_samples, training.seed, settings.retrieval_style)
+    return [MetricCallback([retrieval(grid, settings.retrieval_lengths)])]
 
 
 def _write_card(*arguments: Any) -> bool:

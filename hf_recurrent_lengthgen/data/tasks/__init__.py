@@ -2,12 +2,13 @@
 
 from .answers import Task
 from .babilong import BabilongPrompts, BabiQuestion, babi_files, read_babi
-from .grids import BabilongGrid, NeedleGrid, PasskeyGrid, RetrievalGrid
+from .grids import DEPTHS, BabilongGrid, NeedleGrid, PasskeyGrid, RetrievalGrid
 from .keyed_rows import EVALUATION_SEED, KeyedRows, StringCollator
 from .passkey import PASSKEY_STYLES, PasskeyPrompts, passkey_prompt
 from .strings import STRING_TASKS, AssociativeRecall, CopyingStrings, SortingStrings, TaskStrings, string_task
 
 __all__ = [
+    "DEPTHS",
     "EVALUATION_SEED",
     "PASSKEY_STYLES",
     "STRING_TASKS",

@@ -20,6 +20,9 @@ from hf_recurrent_lengthgen.data.tasks.babilong import (
 from hf_recurrent_lengthgen.data.tasks.needle import needle_prompt, random_needle
 from hf_recurrent_lengthgen.data.tasks.passkey import PasskeyTemplate, random_key
 
+DEPTHS = tuple(index / 10 for index in range(10))
+"""Usual depths of a needle: from the start of the text, without the end, which is the easiest (Chen et al., 2024)."""
+
 
 class RetrievalGrid(ABC):
     """Prompts by row and length.
