@@ -1,9 +1,12 @@
 """`lengthgen accuracy`: how many symbols models copy, recall or sort right, at the training length and beyond."""
 
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
@@ -14,7 +17,7 @@ from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
 from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure
+from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure, accuracy_over_steps_figure
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
 from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
@@ -23,11 +26,14 @@ from hf_recurrent_lengthgen.plotting.names import short_names
 DESCRIPTION = """\
 Measure how many symbols models copy, recall or sort right, as in "Mimetic initialization" (Trockman et al., 2024): of
 all symbols, and of whole answers by greedy decoding. Models are checkpoints of `lengthgen train --task copying` and
-the like, whose config names the task. Writes accuracy.json, accuracy.png and accuracy.svg.
+the like, whose config names the task. Writes accuracy.json, accuracy.png and accuracy.svg: accuracy by length, or over
+the steps of training if all models are folders checkpoint-N, at least two of one run.
 """
 EXAMPLES = """\
 lengthgen accuracy copier
 lengthgen accuracy copier other-copier --lengths 50,100,200,300 --samples 1000
+lengthgen accuracy copier/checkpoint-* other-copier/checkpoint-* --lengths 50,100
+lengthgen accuracy copier/checkpoint-* other-copier/checkpoint-* --lengths 50,100
 """
 
 
@@ -46,8 +52,10 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     check_given_once(options.models)
-    models = [load_model(name, options.trust_remote_code, merge=True) for name in options.models]
-    task = _task(options.models, [getattr(model.config, "task", None) for model in models])
+    runs = _runs(options.models)
+    names = [name for steps in runs.values() for name in steps.values()] or options.models
+    models = [load_model(name, options.trust_remote_code, merge=True) for name in names]
+    task = _task(names, [getattr(model.config, "task", None) for model in models])
     output = make_output_folder(options.output)
     settings = EvaluationSettings(
         options.batch_size,
@@ -56,14 +64,31 @@ def run(arguments: Sequence[str]) -> int:
         command=shlex.join(["lengthgen", "accuracy", *arguments]),
     )
     results = []
-    for name, model in zip(short_names(options.models), models, strict=True):
+    for name, model in zip(short_names(names), models, strict=True):
         placed, label = on_device(model, options.device), model_label(name, model.config)
         given = options.lengths, label, task.longest, settings
         results.append(measure_accuracy(placed, task, *given, samples=options.samples))
     comparison = AccuracyComparison(tuple(results))
     print(_table(comparison))
-    print(f"\nResults: {_write(output, comparison, options.csv)}")
+    print(f"\nResults: {_write(output, comparison, options.csv, runs)}")
     return 0
+
+
+def _runs(models: Sequence[str]) -> dict[str, dict[int, str]]:
+    """Run -> step -> model, with ascending steps.
+
+    Empty unless all models are folders checkpoint-N, and at least two of one run.
+    """
+    runs: dict[str, dict[int, str]] = {}
+    for name in models:
+        path = Path(name).resolve()
+        step = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
+        if step is None:
+            return {}
+        runs.setdefault(str(path.parent), {})[int(step[1])] = name
+    if len(runs) == len(models):
+        return {}
+    return {name: dict(sorted(run.items())) for name, run in zip(short_names([*runs]), runs.values(), strict=True)}
 
 
 def _task(models: Sequence[str], records: Sequence[Any]) -> TaskStrings:
@@ -103,12 +128,17 @@ def _curves(comparison: AccuracyComparison) -> dict[str, dict[int, tuple[float, 
     }
 
 
-def _write(folder: Path, comparison: AccuracyComparison, csv: bool) -> Path:
+def _write(folder: Path, comparison: AccuracyComparison, csv: bool, runs: Mapping[str, Iterable[int]]) -> Path:
     """Write JSON, table and picture; returns the path of the picture."""
     write_result(folder / "accuracy.json", comparison)
     if csv:
         write_csv(folder / "accuracy.csv", rows_of(comparison))
-    first = comparison.models[0]
+    first, curves = comparison.models[0], _curves(comparison)
     unit = "pairs" if first.task == "recall" else "symbols"
-    draw(accuracy_figure(_curves(comparison), unit, first.training_length), folder / "accuracy")
+    found = ({length: symbols for length, (symbols, _) in curve.items()} for curve in curves.values())
+    if over_steps := {run: {step: next(found) for step in steps} for run, steps in runs.items()}:
+        figure = accuracy_over_steps_figure(over_steps, unit)
+    else:
+        figure = accuracy_figure(curves, unit, first.training_length)
+    draw(figure, folder / "accuracy")
     return folder / "accuracy.png"

@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     string_task,
 )
 from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_over_steps_figure
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
@@ -164,8 +165,8 @@ def test_several_checkpoints_are_compared(
     assert note.startswith("copying, 5 symbols: share of right symbols, and of whole answers")
 
 
-def copier() -> Any:
-    """A model that copies the first three symbols and says the first letter of the alphabet then."""
+def copier(copied: int = 3) -> Any:
+    """A model that copies the first three symbols, or so many, and says the first letter of the alphabet then."""
 
     class Copier(torch.nn.Module):
         def __init__(self) -> None:
@@ -177,7 +178,7 @@ def copier() -> Any:
         def forward(self, input_ids: Tensor) -> Any:
             length = (input_ids.shape[1] - 1) // 2
             known = torch.full_like(input_ids, 3)
-            known[:, length : length + 3] = input_ids[:, :3]
+            known[:, length : length + copied] = input_ids[:, :copied]
 
             class Output:
                 logits = torch.nn.functional.one_hot(known, 12) * self.scale
@@ -196,6 +197,46 @@ def test_a_model_that_knows_three_symbols(tmp_path: Path, monkeypatch: pytest.Mo
     assert (six.length, six.symbols.samples, six.answers.samples) == (6, 1200, 200)
     assert 600 < six.symbols.right < 960  # three of six, and chance
     assert six.answers.right < 20
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["a/checkpoint-10", "a/checkpoint-9"], {"a": {9: 2, 10: 3}}),
+        (["b/checkpoint-10", "a/checkpoint-9", "b/checkpoint-9"], {"b": {9: 2, 10: 3}, "a": {9: 2}}),
+        (["b/checkpoint-10", "a/checkpoint-10"], None),  # one of each run
+        (["a/checkpoint-10", "a/checkpoint-9", "a"], None),  # the step of the last is not in its name
+    ],
+)
+def test_checkpoints_of_a_run_are_drawn_over_its_steps(
+    given: list[str], expected: dict[str, dict[int, int]] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+
+    def keep(runs: Any, unit: str) -> Any:
+        drawn.append(runs)
+        return accuracy_over_steps_figure(runs, unit)
+
+    monkeypatch.setattr("hf_recurrent_lengthgen.cli.accuracy.accuracy_over_steps_figure", keep)
+    # all three symbols are right after 10 steps, after 9 the first two, and the third by chance, one in six
+    monkeypatch.setattr(
+        "hf_recurrent_lengthgen.cli.accuracy.load_model", lambda name, *_, **__: copier(2 if "-9" in name else 3)
+    )
+    names = [str(tmp_path / name) for name in given]
+    arguments = ["--output", str(tmp_path / "out"), "--lengths", "2,3", "--samples", "50"]
+    assert main(["accuracy", *names, *arguments]) == 0
+    found = read_result(tmp_path / "out" / "accuracy.json", AccuracyComparison).models
+    if expected is None:
+        assert drawn == []
+        return
+    (runs,) = drawn
+    assert {run: [*steps] for run, steps in runs.items()} == {run: [*steps] for run, steps in expected.items()}
+    for run, steps in expected.items():
+        for step, copied in steps.items():
+            assert runs[run][step][2] == 1
+            assert runs[run][step][3] == pytest.approx(1 if copied == 3 else (2 + 1 / 6) / 3, abs=0.06)
+    in_order = [f"{run}/checkpoint-{step}" for run, steps in expected.items() for step in steps]
+    assert [result.model for result in found] == [n if len(expected) > 1 else n.split("/")[1] for n in in_order]
 
 
 def test_the_document_names_weights_data_and_seed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

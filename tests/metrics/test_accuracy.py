@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.data.tasks import AssociativeRecall, CopyingStrings, TaskStrings
-from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure
+from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure, accuracy_over_steps_figure
 from hf_recurrent_lengthgen.metrics.accuracy.measure import count_right, measure_accuracy
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -127,3 +127,14 @@ def test_solid_lines_are_symbols_and_dashed_ones_whole_answers() -> None:
 def test_a_known_training_length_is_optional_and_one_length_is_enough() -> None:
     axes = accuracy_figure({"one": {50: (1.0, 0.9)}}, "pairs").axes[0]
     assert not any("trained on" in text.get_text() for text in axes.texts)
+
+
+def test_each_run_and_length_has_a_line_over_steps() -> None:
+    one, two = {20: {50: 0.9, 100: 0.4}, 10: {50: 0.5, 100: 0.1}}, {10: {50: 0.3, 100: 0.2}}
+    axes = accuracy_over_steps_figure({"one": one, "two": two}, "symbols").axes[0]
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
+    assert lines == [([10, 20], [0.5, 0.9]), ([10, 20], [0.1, 0.4]), ([10], [0.3]), ([10], [0.2])]
+    assert {text.get_text() for text in axes.texts} == {"one 50", "one 100", "two 50", "two 100"}
+    alone = accuracy_over_steps_figure({"one": one}, "pairs").axes[0]
+    assert {text.get_text() for text in alone.texts} == {"50 pairs", "100 pairs"}
+    assert len({line.get_color() for line in alone.get_lines()}) == 2
