@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     runs = _runs(options.models)
     names = [name for steps in runs.values() for name in steps.values()] or options.models
     models = [load_model(name, options.trust_remote_code, merge=True) for name in names]
-    task = _task(names, [getattr(model.config, "task", None) for model in models])
+    task = task_of(names, [getattr(model.config, "task", None) for model in models])
     output = make_output_folder(options.output)
     settings = EvaluationSettings(
         options.batch_size,
@@ -91,7 +91,7 @@ def _runs(models: Sequence[str]) -> dict[str, dict[int, str]]:
     return {name: dict(sorted(run.items())) for name, run in zip(short_names([*runs]), runs.values(), strict=True)}
 
 
-def _task(models: Sequence[str], records: Sequence[Any]) -> TaskStrings:
+def task_of(models: Sequence[str], records: Sequence[Any]) -> TaskStrings:
     """The task in the configs of all models."""
     for model, record in zip(models, records, strict=True):
         if record is None:

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
-from hf_recurrent_lengthgen.cli.inputs import make_output_folder
-from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.shared_options import MODEL, add_shared
+from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
+from hf_recurrent_lengthgen.cli.accuracy import task_of
+from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
+from hf_recurrent_lengthgen.cli.measuring import shared_tokenizer
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
+from hf_recurrent_lengthgen.data.tasks.strings import DELIMITER_ID, END_ID
 from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
 from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
 from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, save_maps
@@ -20,49 +24,62 @@ from hf_recurrent_lengthgen.plotting.names import short_names
 MOST_TOKENS = 1024
 DESCRIPTION = """\
 Show what each layer of a model looks at on a text (attention maps of Trockman et al., 2024), how far back it can look
-(mask), and how its B and C projections are correlated. Writes maps.png and maps.npz.
+(mask), and how its B and C projections are correlated; layers of softmax attention, too. Several models stand side by
+side. Writes maps.png, and maps.npz (of several models maps-1.npz and so on).
 """
 EXAMPLES = """\
 lengthgen maps demo-output/base --text "def f(x): return f(x"
 lengthgen maps my-copying-model --token-ids 3 7 5 1 3 7 5 --layers 3
+lengthgen maps copying-mimetic copying-attention --layers 3 --task-length 20
 """
 
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen maps", DESCRIPTION, EXAMPLES)
-    parser.model.add_argument("model", **MODEL)
+    parser.model.add_argument("models", **MODELS)
     add_shared(parser, "--tokenizer")
     parser.model.add_argument("--layers", type=int, nargs="+", metavar="N", help="layers, from 0 (default: all)")
     text = parser.data.add_mutually_exclusive_group(required=True)
     what = f"text to read, of up to {MOST_TOKENS} tokens; the picture shows single tokens of some dozens"
     text.add_argument("--text", metavar="TEXT", help=what)
     text.add_argument("--token-ids", type=int, nargs="+", metavar="ID", help="token ids instead of a text")
+    string = (
+        "number of symbols (of pairs in recall): a string of the task that the models were trained on, and its answer"
+    )
+    text.add_argument("--task-length", type=positive, metavar="N", help=string)
     add_shared(parser, "--output", "--trust-remote-code", output="maps")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    ids, words = _tokens(options)
-    model: Any = base_of(load_model(options.model, options.trust_remote_code, merge=True))
+    check_given_once(options.models)
+    models: list[Any] = [base_of(load_language_model(name, options.trust_remote_code)) for name in options.models]
+    ids, words = _tokens(options, models)
     if not 0 < len(ids) <= MOST_TOKENS:
         raise ValueError(f"The text has {len(ids)} tokens, but must have 1 to {MOST_TOKENS}.")
-    if min(ids) < 0 or max(ids) >= model.config.vocab_size:
-        raise ValueError(f"Token ids must be from 0 to {model.config.vocab_size - 1}, got {min(ids)} to {max(ids)}.")
-    [label] = short_names([options.model])
-    maps = attention_maps(model, torch.tensor(ids), words, options.layers, label)
+    vocabulary = min(model.config.vocab_size for model in models)
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        raise ValueError(f"Token ids must be from 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}.")
+    labeled = zip(models, short_names(options.models), strict=True)
+    found = [attention_maps(model, torch.tensor(ids), words, options.layers, label) for model, label in labeled]
     output = make_output_folder(options.output)
-    save_maps(output / "maps.npz", maps)
-    save_png(attention_maps_figure(maps), output / "maps.png")
-    print(table(maps))
-    print(f"\nPicture: {output / 'maps.png'}, arrays: {output / 'maps.npz'}")
+    for number, maps in enumerate(found, 1):
+        save_maps(output / (f"maps-{number}.npz" if len(found) > 1 else "maps.npz"), maps)
+        print(f"{maps.model}\n{table(maps)}\n" if len(found) > 1 else f"{table(maps)}\n")
+    save_png(attention_maps_figure(*found), output / "maps.png")
+    print(f"Picture: {output / 'maps.png'}, arrays: {output / ('maps-*.npz' if len(found) > 1 else 'maps.npz')}")
     return 0
 
 
-def _tokens(options: argparse.Namespace) -> tuple[list[int], list[str]]:
+def _tokens(options: argparse.Namespace, models: Sequence[Any]) -> tuple[list[int], list[str]]:
+    if options.task_length is not None:
+        task = task_of(options.models, [getattr(model.config, "task", None) for model in models])
+        ids = task.resized(options.task_length, 1, EVALUATION_SEED)[0]["input_ids"].tolist()
+        return ids, [{DELIMITER_ID: "|", END_ID: "."}.get(token, str(token)) for token in ids]
     if options.token_ids is not None:
         return options.token_ids, [str(token) for token in options.token_ids]
-    tokenizer = load_tokenizer(options.tokenizer or options.model, options.trust_remote_code)
+    tokenizer = shared_tokenizer(options)
     ids = tokenizer(options.text, add_special_tokens=False)["input_ids"]
     return ids, [str(tokenizer.decode([token])) for token in ids]
 

@@ -1,4 +1,5 @@
-"""The inputs of the scans of a model's layers, recorded while the model runs, also with the code of a checkpoint.
+"""The inputs of the scans of a model's layers, recorded while the model runs, also with the code of a checkpoint, and
+the weights of softmax attention.
 
 The `scan` of every mixer (`models/layers_mixer.py`) is replaced within a `with` block.
 
@@ -59,6 +60,35 @@ def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]])
                 del mixer.scan
             else:
                 mixer.scan = scan
+
+
+@contextmanager
+def recorded_attention(model: nn.Module, read: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `read(layer, weights)` with the weights (B, H, T, T) of each causal softmax attention of Transformers.
+
+    It is computed with weights ("eager") within the block. Modules that do not know their layer, since several layers
+    share them (Zamba), are left out.
+    """
+    modules: Any = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
+    attending: Any = model
+    implementation = attending.config._attn_implementation
+
+    def look(module: Any, _: Any, output: Any) -> None:
+        for weights in output[1:] if isinstance(output, tuple) else ():
+            square = isinstance(weights, Tensor) and weights.ndim == 4 and weights.shape[2] == weights.shape[3]
+            if square and not weights.triu(1).any() and bool((weights >= 0).all()):
+                read(module.layer_idx, weights)
+
+    hooks = [each.register_forward_hook(look) for each in modules]
+    try:
+        if implementation != "eager":
+            attending.set_attn_implementation("eager")
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if implementation != "eager":
+            attending.set_attn_implementation(implementation)
 
 
 class ScanSums(NamedTuple):

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import Mamba2Config, Mamba2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
@@ -39,3 +39,29 @@ def test_tokens_and_layers_of_a_stock_model(tmp_path: Path) -> None:
     with np.load(tmp_path / "out" / "maps.npz") as maps:
         header = json.loads(str(maps["header"]))
     assert (header["tokens"], [layer["layer"] for layer in header["layers"]]) == (["8", "0", "5"], [0, 2])
+
+
+def test_models_side_by_side_on_a_string_of_their_task(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"vocab_size": 384, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    llama.config.task = {"name": "copying", "length": [3, 5], "vocabulary": 4}
+    llama.save_pretrained(tmp_path / "llama")
+    ours = load_model(str(checkpoint))
+    ours.config.task = llama.config.task
+    ours.save_pretrained(tmp_path / "ours")
+    arguments = ["maps", str(tmp_path / "ours"), str(tmp_path / "llama"), "--layers", "0", "--task-length", "4"]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line in ("ours", "llama")] == ["ours", "llama"]
+    assert (tmp_path / "out" / "maps.png").exists()
+    for number, kind in ((1, "Mamba-2"), (2, "softmax attention")):
+        with np.load(tmp_path / "out" / f"maps-{number}.npz") as maps:
+            header = json.loads(str(maps["header"]))
+        assert [layer["kind"] for layer in header["layers"]] == [kind]
+        *string, end = header["tokens"]
+        assert (string[4], string[:4], end) == ("|", string[5:], ".")
+        assert {*string[:4]} <= {"3", "4", "5", "6"}
+    assert main(["maps", str(checkpoint), "--task-length", "4"]) == 1
+    assert "names no task: give checkpoints of lengthgen train --task" in capsys.readouterr().err

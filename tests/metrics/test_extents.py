@@ -47,7 +47,7 @@ DRAWN: dict[str, Callable[[Callable[..., Figure]], Callable[[Names], Figure]]] =
     **dict.fromkeys(("state_std_figure", "retention_figure", "distance_map_figure", "patching_figure"), of_states),
     **dict.fromkeys(("heat_map_figure", "retrieval_accuracy_figure"), of_retrieval),
     "attention_harm_figure": lambda figure: lambda names: figure(attended(names), "byte"),
-    "attention_maps_figure": lambda figure: lambda names: figure(maps_of(2, list("abc"), names[-1])),
+    "attention_maps_figure": lambda figure: lambda names: figure(*(maps_of(2, list("abc"), name) for name in names)),
     "accuracy_figure": lambda figure: (
         lambda names: figure(
             {name: {8: (1.0, 0.5), 512: (0.5 + 0.1 * place, 0.0)} for place, name in enumerate(names)}, "symbols", 400

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps, channel_maps
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
@@ -27,8 +29,10 @@ from hf_recurrent_lengthgen.models import (
     StatefulMambaForCausalLM,
 )
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
+from tests.hybrids.tiny_models import tiny_model
+from tests.versions import needs_hybrids
 
-ALL = slice(None)
+ALL, SOFTMAX = slice(None), "softmax attention"
 SIZES: dict[str, Any] = {"vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2}
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2])
 
@@ -218,6 +222,49 @@ def test_softmax_and_linear_attention_layers_have_maps_too() -> None:
     assert (maps.layers[1].linear_distance, maps.layers[1].cosine) == (None, None)
     linear = attention_maps(mamba2(attention_layers=[1], attention_kind="linear"), IDS).layers[1]
     assert (linear.kind, linear.linear_distance) == ("linear attention", pytest.approx(0, abs=1e-6))
+
+
+STOCK: dict[str, Any] = {
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(intermediate_size=8, num_attention_heads=4, num_key_value_heads=2, **SIZES)
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=23, n_embd=8, n_head=2, n_layer=2)),
+}
+
+
+@pytest.mark.parametrize("make", STOCK.values(), ids=STOCK)
+def test_attention_of_transformers_has_its_weights_as_maps(make: Any) -> None:
+    model = randomized(make())
+    maps = attention_maps(model, IDS)
+    assert (model.config._attn_implementation, [layer.kind for layer in maps.layers]) == ("sdpa", [SOFTMAX] * 2)
+    assert not any(module._forward_hooks for module in model.modules())
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(IDS[None], output_attentions=True).attentions
+    for layer, weights in zip(maps.layers, expected, strict=True):
+        np.testing.assert_allclose(layer.average, weights[0].mean(0), rtol=1e-5, atol=1e-7)
+        np.testing.assert_array_equal(layer.mask, np.tri(7))
+    heads = channel_maps(model, IDS, 1, slice(1, 2)).float()
+    torch.testing.assert_close(heads, expected[1][0, 1:2], rtol=1e-5, atol=1e-7)
+    assert np.abs(maps.layers[1].average - maps.layers[0].average).max() > 0.01
+
+
+@needs_hybrids
+@pytest.mark.parametrize(
+    ("model_type", "layers"),
+    [("bamba", [(0, "Mamba-2"), (1, SOFTMAX), (2, "Mamba-2")]), ("falcon_h1", [(1, "Mamba-2"), (1, SOFTMAX)])],
+)
+def test_attention_stands_beside_the_scans_of_a_hybrid(model_type: str, layers: list[tuple[int, str]]) -> None:
+    stock = tiny_model(model_type).eval()
+    stock.set_attn_implementation("eager")
+    maps = attention_maps(stateful(tiny_model(model_type)).eval(), IDS, layers=[layer for layer, _ in layers])
+    assert [(layer.layer, layer.kind) for layer in maps.layers] == layers
+    with torch.no_grad():
+        expected = [weights for weights in stock(IDS[None], output_attentions=True).attentions if weights is not None]
+    found = next(layer for layer in maps.layers if layer.kind == SOFTMAX)
+    weights = expected[1 if len(expected) > 1 else 0][0].mean(0)
+    np.testing.assert_allclose(found.average, weights, rtol=1e-4, atol=1e-6)
+    assert (found.linear_distance, found.cosine) == (None, None)
 
 
 def test_a_model_with_the_code_of_its_checkpoint(tmp_path: Path) -> None:

@@ -29,6 +29,17 @@ def test_each_layer_has_its_map_and_its_mask() -> None:
         assert all(image.mask.tolist() == np.triu(np.ones((5, 5), dtype=bool), 1).tolist() for image in shown)
 
 
+def test_models_stand_side_by_side_with_their_names() -> None:
+    figure = attention_maps_figure(maps_of(1, list("ab"), "mimetic"), maps_of(2, list("ab"), "attention"))
+    titles = [title for axes in figure.axes if axes.images and (title := axes.get_title(loc="left"))]
+    assert [title.splitlines()[:2] for title in titles] == [
+        ["mimetic", "Layer 0, Mamba-2"],
+        ["attention", "Layer 0, Mamba-2"],
+        ["attention", "Layer 1, Mamba-2"],
+    ]
+    assert figure.get_suptitle().startswith("attention maps (channel average)")
+
+
 def test_scales_are_symmetric_for_maps_and_from_0_to_1_for_masks() -> None:
     figure = attention_maps_figure(maps_of(3, list("abcd")))
     for axes in figure.axes:

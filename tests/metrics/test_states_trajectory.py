@@ -258,6 +258,7 @@ def test_the_sketch_holds_means_of_neighbours_among_the_sorted_elements() -> Non
         start += count
 
 
+SOFTMAX = "softmax attention"
 STOCK: dict[str, Any] = {
     "mamba2": (Mamba2Config, {"num_heads": 4, "head_dim": 8, "n_groups": 2, "time_step_limit": (0.2, 0.7)}),
     "mamba": (MambaConfig, {"time_step_rank": 3}),
@@ -291,13 +292,15 @@ def test_wrapped_models_of_transformers_have_the_inputs_of_our_classes(model_typ
 
 @needs_hybrids
 @pytest.mark.parametrize(
-    ("model_type", "known"), [("bamba", [0, 2]), ("jamba", [0, 2]), ("zamba", []), ("qwen3_next", [])]
+    ("model_type", "known", "unknown"), [("zamba", [], [0, 1, 2]), ("qwen3_next", [], [0, 2]), ("jamba", [0, 2], [])]
 )
-def test_hybrids_have_inputs_in_their_mamba_layers(model_type: str, known: list[int]) -> None:
+def test_hybrids_have_inputs_in_their_mamba_layers(model_type: str, known: list[int], unknown: list[int]) -> None:
     model, tokens = stateful(tiny_model(model_type)), random_tokens(2, 9)
     layers = observed(model, tokens, (1, 4, 8)).layers
     assert [index for index, layer in enumerate(layers) if layer.inputs is not None] == known
-    unknown = [index for index in range(len(layers)) if index not in known]
+    if not unknown:
+        assert [layer.kind for layer in attention_maps(model, tokens[0]).layers] == ["Mamba-1", SOFTMAX, "Mamba-1"]
+        return
     with pytest.raises(ValueError, match=rf"The layers {re.escape(str(unknown))} of .* have no attention maps"):
         attention_maps(model, tokens[0])
 

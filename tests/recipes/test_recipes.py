@@ -61,6 +61,7 @@ SIZES = {
     # arXiv:2410.11135: Figures 9, 2 and 3; N of Mamba-1 is 32, see section 5
     "symbols-mamba2-14m": (2, 1024, 32, 64),
     "symbols-mamba2-53m": (8, 1024, 32, 64),
+    "symbols-attention-51m": (8, 1024, 32, 64),
     "symbols-mamba2-159m": (24, 1024, 32, 64),
     "symbols-mamba-163m": (24, 1024, None, 32),
     # arXiv:2509.22630, C.5: 24 layers; one head of 512 keys, four of 128, and so on

@@ -18,23 +18,26 @@ PANEL = 2.15
 """Side of a panel in inches."""
 
 
-def attention_maps_figure(maps: AttentionMaps) -> Figure:
-    """Two panels per layer: the channel average of its maps above, its average mask below.
+def attention_maps_figure(*models: AttentionMaps) -> Figure:
+    """Two panels per layer: the channel average of its maps above, its average mask below; those of several models
+    side by side, as in Figure 4.
 
     Rows are the tokens of the output, columns the tokens of the input. Weights above 0 are red, weights below 0 blue.
     Each map has its own scale, on which color grows with the square root of the weight, so that a hundredth of the
     largest weight is still visible. Masks range from 0 (forgotten), or the least of all layers below it, to 1 (kept).
     """
-    count = len(maps.layers)
+    shown = [(maps, layer) for maps in models for layer in maps.layers]
+    count = len(shown)
     columns = min(count, 4 if count <= 12 else 6)
     bands = -(-count // columns)
     figure = Figure(figsize=(PANEL * columns * 1.15 + 0.5, PANEL * bands * 2 + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
-    name, _ = fitted(maps.model, figure.get_figwidth() * 72 * 0.97, FONT_SIZE, 2)
+    alone = len(models) == 1
+    name = fitted(models[0].model, figure.get_figwidth() * 72 * 0.97, FONT_SIZE, 2)[0] + "\n" if alone else ""
     figure.suptitle(
-        f"{name}\nabove: attention maps\nbelow: masks"
+        f"{name}above: attention maps\nbelow: masks"
         if columns < 3
-        else f"{name}\nattention maps (channel average), and below each its average mask",
+        else f"{name}attention maps (channel average), and below each its average mask",
         fontsize=FONT_SIZE,
         color=INK,
         x=0.01,
@@ -44,8 +47,8 @@ def attention_maps_figure(maps: AttentionMaps) -> Figure:
     grid = figure.subplots(2 * bands, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_visible(False)
-    masks, least = [], min(0.0, *(float(layer.mask.min()) for layer in maps.layers))
-    for index, layer in enumerate(maps.layers):
+    masks, least = [], min(0.0, *(float(layer.mask.min()) for _, layer in shown))
+    for index, (maps, layer) in enumerate(shown):
         band, column = divmod(index, columns)
         above, below = grid[2 * band, column], grid[2 * band + 1, column]
         image = _map_panel(above, layer.average)
@@ -54,7 +57,9 @@ def attention_maps_figure(maps: AttentionMaps) -> Figure:
         bar.set_ticks(ticks, labels=[f"{tick:.4g}" for tick in ticks])
         bar.ax.minorticks_off()
         bar.ax.tick_params(labelsize=FONT_SIZE - 4, colors=MUTED, labelcolor=INK)
-        above.set_title(_title(layer), fontsize=FONT_SIZE - 2.5, color=INK, loc="left", parse_math=False)
+        name, size = fitted("" if alone else maps.model, PANEL * 72, FONT_SIZE - 2.5, 1)
+        title = _title(layer) if alone else f"{name}\n{_title(layer)}"
+        above.set_title(title, fontsize=size, color=INK, loc="left", parse_math=False)
         masks.append(_panel(below, layer.mask, cmap="viridis", vmin=least, vmax=1.0))
         _token_axes(above, maps.tokens, names=False)
         _token_axes(below, maps.tokens, names=True)
@@ -103,7 +108,7 @@ def _token_axes(axes: Axes, tokens: Sequence[str], names: bool) -> None:
     if len(tokens) <= LABELED_TOKENS:
         positions, labels = list(range(len(tokens))), [_visible(token) for token in tokens]
         size = min(size, 60 * PANEL / len(tokens))
-        turn = 90 if any(len(label) > 2 for label in labels) else 0
+        turn = 90 if any(len(label) > 2 or len(label) * len(labels) > LABELED_TOKENS for label in labels) else 0
     else:
         step = 10 ** int(np.log10(len(tokens) - 1))
         positions = list(range(0, len(tokens), step if len(tokens) / step > 2.5 else step // 2))

@@ -20,17 +20,21 @@ where B_j = beta_j k_j in `scan_delta`. Its mask is the share of what k_j wrote 
 k_j^T (A_{j+1} ... A_i)^T k_j / |k_j|^2, which may be below 0, also where no beta is above 1. RWKV-7's bonus for the
 current token, after the norm, is not included.
 
+Softmax attention has its weights as maps, one for each head, beside the other layers of hybrids and in Transformers.
+
 Shapes: T tokens, D channels or heads, N states (keys).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_recurrent_lengthgen.evaluation.provenance import model_record
-from hf_recurrent_lengthgen.evaluation.recorded_scans import layers_of, recorded_scans
+from hf_recurrent_lengthgen.evaluation.recorded_scans import layers_of, recorded_attention, recorded_scans
 from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, LayerMaps
 from hf_recurrent_lengthgen.models.layers_known import key_and_query_weights, known_mixers
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
@@ -79,8 +83,11 @@ def attention_maps(
 ) -> AttentionMaps:
     """Channel average and average mask of the layers of a model on one text, from the zero state.
 
+    A layer with a scan and softmax attention side by side (Falcon-H1) has an entry for each.
+
     Args:
-        model: A model of this package, also one loaded with the code of its checkpoint.
+        model: A model of this package, also one loaded with the code of its checkpoint, or one of Transformers with
+            softmax attention (Llama, GPT-2).
         input_ids: (T,) or (1, T).
         tokens: T words for the tokens; None for their ids.
         layers: Layer indices, from 0; None for all.
@@ -88,7 +95,8 @@ def attention_maps(
 
     Raises:
         ValueError: for more than one text, a number of words other than T, a layer that does not exist or whose scan
-            has no such map (RWKV-5 and RWKV-6 give the current token its own weight), and a model whose recurrence is
+            has no such map (RWKV-5 and RWKV-6 give the current token its own weight), a recurrent model that was not
+            loaded by `load_model` or wrapped by `stateful`, and a model whose recurrence is
             made to forget (`retention`, `insertion` or `window`; a `delta_scale` is part of the steps, so of the
             maps).
     """
@@ -98,14 +106,14 @@ def attention_maps(
         raise ValueError(f"tokens must have one word per token, {tokens_1T.shape[1]}, got {len(words)}.")
     correlations = projection_correlations(model)
     results = []
-    for layer, scan in _scans(model, tokens_1T, layers).items():
+    for layer, scan in _scans(model, tokens_1T, layers):
         if isinstance(scan, Tensor):
-            average, mask, distance = scan, torch.ones_like(scan).tril(), None
+            average, distance, correlation = scan.mean(0), None, None
+            mask = torch.ones_like(average).tril()
         else:
             average, mask = _averages(scan)
-            linear = scan.linear.tril()
+            linear, correlation = scan.linear.tril(), correlations.get(layer)
             distance = float((average - linear).norm() / linear.norm())
-        correlation = correlations.get(layer)
         results.append(
             LayerMaps(
                 layer=layer,
@@ -122,9 +130,12 @@ def attention_maps(
 
 @torch.no_grad()
 def channel_maps(model: nn.Module, input_ids: Tensor, layer: int, channels: slice) -> Tensor:
-    """M_d (Eq. 8) of some channels (heads) of a layer, (c, T, T) in float64; arguments as in `attention_maps`."""
-    scan = _scans(model, _one_text(input_ids), [layer])[layer]
-    return scan[None] if isinstance(scan, Tensor) else scan.maps(channels)[0]
+    """M_d (Eq. 8) of some channels (heads) of a layer, (c, T, T) in float64; arguments as in `attention_maps`.
+
+    They are those of its scan, if it has attention, too.
+    """
+    scan = _scans(model, _one_text(input_ids), [layer])[0][1]
+    return scan[channels] if isinstance(scan, Tensor) else scan.maps(channels)[0]
 
 
 @torch.no_grad()
@@ -210,36 +221,42 @@ def _delta_maps(q: Tensor, k: Tensor, beta: Tensor, g: Tensor, a: Tensor, b: Ten
 # --- what the layers scan ---
 
 
-def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> dict[int, _Scan | Tensor]:
-    """The scan of each of `layers`; for softmax attention, its weights."""
-    blocks = layers_of(model)
+def _scans(model: Any, tokens_1T: Tensor, layers: Sequence[int] | None) -> list[tuple[int, _Scan | Tensor]]:
+    """What each of `layers` has: a scan, the weights (H, T, T) of softmax attention, or both in this order."""
+    stateful = hasattr(model, "zero_state")
+    if not (stateful or isinstance(model, PreTrainedModel)):
+        layers_of(model)  # which says how to load it
     if Forgetting.of(model.config).in_recurrence:
         raise ValueError(
             f"The model is made to forget ({model.config.forgetting}), so its maps are not those that it learned: "
             "give the checkpoint that it was made from, or switch forgetting off."
         )
-    wanted = list(range(len(blocks)) if layers is None else layers)
-    if not wanted or not set(wanted) <= set(range(len(blocks))):
-        raise ValueError(f"layers must be some of 0 to {len(blocks) - 1}, got {wanted}; None takes all.")
+    count = model.config.num_hidden_layers
+    wanted = list(range(count) if layers is None else layers)
+    if not wanted or not set(wanted) <= set(range(count)):
+        raise ValueError(f"layers must be some of 0 to {count - 1}, got {wanted}; None takes all.")
     device = next(model.parameters()).device
-    record: dict[int, _Scan | Tensor] = {}
+    record: list[tuple[int, _Scan | Tensor]] = []
 
     def keeping(read: Callable[..., _Scan | Tensor]) -> Callable[..., None]:
         def keep(layer: int, *args: Tensor) -> None:
             if layer in wanted:
-                record[layer] = read(*args)
+                record.append((layer, read(*args)))
 
         return keep
 
     readers = {name: keeping(read) for name, read in _READERS.items()}
-    with evaluation_mode(model), recorded_scans(model, readers):
-        model.base_model(tokens_1T.to(device), output_final_state=True)
-    if unknown := [layer for layer in wanted if layer not in record]:
+    scans = recorded_scans(model, readers) if stateful else nullcontext()
+    with evaluation_mode(model), scans, recorded_attention(model, keeping(lambda weights: weights[0].double())):
+        model.base_model(tokens_1T.to(device), **({"output_final_state": True} if stateful else {"use_cache": False}))
+    if not record and not stateful:
+        layers_of(model)
+    if unknown := sorted({*wanted} - {layer for layer, _ in record}):
         raise ValueError(
             f"The layers {unknown} of {type(model).__name__} have no attention maps. Layers of Mamba, GLA, HGRN-2, "
-            "linear attention and the delta rule have them, and softmax attention in models of these families."
+            "linear attention and the delta rule have them, and softmax attention, except that which layers share."
         )
-    return {layer: record[layer] for layer in sorted(set(wanted))}
+    return sorted(record, key=lambda found: (found[0], isinstance(found[1], Tensor)))
 
 
 def _read_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *_: Tensor) -> _Scan:
@@ -323,8 +340,8 @@ def _read_linear(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> _Scan:
 
 
 def _read_attention(q: Tensor, k: Tensor, *_: Tensor) -> Tensor:
-    """Weights of causal softmax attention with one head, (T, T), from q and k (1, 1, T, N)."""
-    scores = q[0, 0].double() @ k[0, 0].double().T * q.shape[-1] ** -0.5
+    """Weights of causal softmax attention, (H, T, T), from q and k (1, H, T, N)."""
+    scores = q[0].double() @ k[0].double().mT * q.shape[-1] ** -0.5
     return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
 
 

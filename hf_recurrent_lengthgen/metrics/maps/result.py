@@ -22,8 +22,8 @@ class LayerMaps:
             B and C, steps of 1, no decay and no erasure; None for softmax attention.
         cosine: Cosine of W_B and W_C as vectors; None for a layer without them.
         identity: Cosine of W_C^T W_B and the identity, at most sqrt(N / D); None for a layer without them.
-        average: (T, T) float32, the mean of the maps M_d over the channels (section 2): entry (i, j) is the weight of
-            token j in the output at token i, 0 for j > i.
+        average: (T, T) float32, the mean of the maps M_d over the channels (section 2) or heads: entry (i, j) is the
+            weight of token j in the output at token i, 0 for j > i.
         mask: (T, T) float32, the share that is left at i of what was written at j, mean over channels and states: 1 if
             nothing is forgotten. For the delta rule, the share that the key of j still reads at i.
     """
