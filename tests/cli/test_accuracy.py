@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.cli import accuracy as command
 from hf_recurrent_lengthgen.cli import train_rows
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data.tasks import (
@@ -21,7 +22,6 @@ from hf_recurrent_lengthgen.data.tasks import (
     string_task,
 )
 from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_over_steps_figure
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
@@ -202,41 +202,30 @@ def test_a_model_that_knows_three_symbols(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["a/checkpoint-10", "a/checkpoint-9"], {"a": {9: 2, 10: 3}}),
-        (["b/checkpoint-10", "a/checkpoint-9", "b/checkpoint-9"], {"b": {9: 2, 10: 3}, "a": {9: 2}}),
-        (["b/checkpoint-10", "a/checkpoint-10"], None),  # one of each run
-        (["a/checkpoint-10", "a/checkpoint-9", "a"], None),  # the step of the last is not in its name
+        (["a/checkpoint-10", "a/checkpoint-9"], {"a": [9, 10]}),
+        (["b/checkpoint-10", "a/checkpoint-9", "b/checkpoint-9"], {"b": [9, 10], "a": [9]}),
+        (["b/checkpoint-10", "a/checkpoint-10"], {}),  # one of each run
+        (["a/checkpoint-10", "a/checkpoint-9", "a"], {}),  # the step of the last is not in its name
     ],
 )
 def test_checkpoints_of_a_run_are_drawn_over_its_steps(
-    given: list[str], expected: dict[str, dict[int, int]] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: list[str], expected: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-
-    def keep(runs: Any, unit: str) -> Any:
-        drawn.append(runs)
-        return accuracy_over_steps_figure(runs, unit)
-
-    monkeypatch.setattr("hf_recurrent_lengthgen.cli.accuracy.accuracy_over_steps_figure", keep)
+    draw = command.accuracy_over_steps_figure
+    monkeypatch.setattr(command, "accuracy_over_steps_figure", lambda *runs: drawn.append(runs[0]) or draw(*runs))
     # all three symbols are right after 10 steps, after 9 the first two, and the third by chance, one in six
-    monkeypatch.setattr(
-        "hf_recurrent_lengthgen.cli.accuracy.load_model", lambda name, *_, **__: copier(2 if "-9" in name else 3)
-    )
+    monkeypatch.setattr(command, "load_model", lambda name, *_, **__: copier(2 if "-9" in name else 3))
     names = [str(tmp_path / name) for name in given]
-    arguments = ["--output", str(tmp_path / "out"), "--lengths", "2,3", "--samples", "50"]
-    assert main(["accuracy", *names, *arguments]) == 0
-    found = read_result(tmp_path / "out" / "accuracy.json", AccuracyComparison).models
-    if expected is None:
-        assert drawn == []
-        return
-    (runs,) = drawn
-    assert {run: [*steps] for run, steps in runs.items()} == {run: [*steps] for run, steps in expected.items()}
+    assert main(["accuracy", *names, "--output", str(tmp_path / "out"), "--lengths", "2,3", "--samples", "50"]) == 0
+    shares = {9: {2: 1.0, 3: (2 + 1 / 6) / 3}, 10: {2: 1.0, 3: 1.0}}
+    assert len(drawn) == bool(expected)
     for run, steps in expected.items():
-        for step, copied in steps.items():
-            assert runs[run][step][2] == 1
-            assert runs[run][step][3] == pytest.approx(1 if copied == 3 else (2 + 1 / 6) / 3, abs=0.06)
-    in_order = [f"{run}/checkpoint-{step}" for run, steps in expected.items() for step in steps]
-    assert [result.model for result in found] == [n if len(expected) > 1 else n.split("/")[1] for n in in_order]
+        assert [*drawn[0][run]] == steps
+        assert all(drawn[0][run][step] == pytest.approx(shares[step], abs=0.06) for step in steps)
+    found = read_result(tmp_path / "out" / "accuracy.json", AccuracyComparison).models
+    in_order = [f"{run}/checkpoint-{step}" for run, steps in expected.items() for step in steps] or given
+    assert all(name.endswith(result.model) for name, result in zip(in_order, found, strict=True))
 
 
 def test_the_document_names_weights_data_and_seed(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

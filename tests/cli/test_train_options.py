@@ -237,6 +237,8 @@ SCRATCH = "--mimetic --model m.json"
         ("mimetic_c 8", "", SCRATCH, "mimetic"),
         ("mimetic_offset 0", "--mimetic false", SCRATCH, "mimetic"),
         ("lora_alpha 4", "", "--lora-r 2", "lora_r"),
+        ("retrieval_lengths 300", "", f"{PASSKEY} --eval-strategy steps", "eval_strategy steps or epoch and task"),
+        ("retrieval_samples 3", "", "--eval-strategy steps --retrieval-lengths 300", "retrieval_lengths"),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(
