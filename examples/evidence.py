@@ -85,10 +85,10 @@ STUDIES = {
         1.5,
     ),
     "alignment": Study(
-        "What can the alignment loss do, alone and beside state passing?",
-        [f"alignment/run.py --seeds {seed}" for seed in SEEDS],
+        "What can the alignment loss do, alone, beside state passing, and for a Transformer?",
+        ["alignment/llama.py", *(f"alignment/run.py --seeds {seed}" for seed in SEEDS)],
         "alignment/run.py --report",
-        0.4,
+        0.6,
     ),
     "passkey": Study(
         "Does fitted noise help to find passkeys, and do more training tokens?",

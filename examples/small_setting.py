@@ -232,8 +232,10 @@ class Stages:
 class Study(Stages):
     """Stages in the setting of `lengthgen demo`."""
 
+    full, tiny = SETTINGS, TINY
+
     def __init__(self, options: argparse.Namespace) -> None:
-        settings = TINY if options.tiny else SETTINGS
+        settings = self.tiny if options.tiny else self.full
         tokenizer = byte_tokenizer()
         self.vocabulary = len(tokenizer)
         train = load_stream("stdlib", "train", tokenizer)

@@ -1,13 +1,17 @@
 """The study of output alignment runs in miniature, arm by arm, and continues where it was stopped."""
 
+import itertools
 import json
 import runpy
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 RUN = Path(__file__).parents[1] / "examples/alignment/run.py"
 ARMS = ("passed/jeffreys_1", "tbtt_zero/sce")
@@ -56,3 +60,40 @@ def test_divergences_are_those_of_the_formulas(module: dict[str, Any]) -> None:
     assert module["divergences"]("at", a, b) == pytest.approx(
         {"at_sce": float(sum(sce)) / 5, "at_jeffreys": float(sum(jeffreys)) / 5}
     )
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, Any]]]:
+    monkeypatch.setattr(sys, "path", [str(RUN.parent), *sys.path])
+    sys.modules.pop("run", None)  # another study's
+    yield partial(runpy.run_path, str(RUN.with_name("llama.py")))
+    sys.modules.pop("run", None)
+
+
+def test_the_loss_after_a_context_is_that_of_the_last_bytes(llama: Callable[..., dict[str, Any]]) -> None:
+    study = llama()
+    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.5)).eval()
+    texts, nll = torch.randint(11, (3, 17)), []
+    with torch.inference_mode():
+        for text, t in itertools.product(texts, range(13, 17)):  # four targets, of which the first has 5 tokens before
+            halved = torch.arange(t - 8)[None] / 2
+            nll.append(-model(text[None, 8:t], position_ids=halved).logits[0, -1].log_softmax(-1)[text[t]])
+        found = [study["late_loss"](study["interpolated"](model, factor), texts, 8, 4) for factor in (2.0, 1.0)]
+    assert found[0] == pytest.approx(torch.stack(nll).mean().item(), abs=2e-4)
+    assert abs(found[0] - found[1]) > 1e-3
+
+
+@pytest.mark.usefixtures("small_corpus")
+@pytest.mark.slow
+def test_llamas_are_studied_once(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--tiny", "--seeds", "3", "--output", tmp_path / "out", "--results", tmp_path / "results"]
+    monkeypatch.setattr(sys, "argv", ["llama.py", *map(str, arguments)])
+    llama(run_name="__main__")
+    printed = capsys.readouterr().out
+    assert printed.count("seed 3 llama/") == 4
+    assert (tmp_path / "results/llama.png").read_bytes().startswith(b"\x89PNG")
+    llama(run_name="__main__")
+    assert capsys.readouterr().out == printed[printed.index("| positions") :]

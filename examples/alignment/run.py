@@ -32,8 +32,8 @@ from study_pages import legend_below, markdown, over_seeds, panels
 HERE = Path(__file__).resolve().parent
 NOTHING = 1e-30
 """An alpha without effect in float32: the crops of the alignment loss, without the loss."""
-PAIRS = 8
-"""Pairs of contexts of each text, as in `long_short_misalignment`."""
+PAIRS, TEXTS = 8, 16
+"""Pairs of contexts of each text, as in `long_short_misalignment`, and texts that they are taken from."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class AlignmentStudy(Study):
     def divergences_inside(self, model: Any, length: int) -> dict[str, float]:
         """Of the predictions after two contexts of T/2 to T tokens: the pairs of `long_short_misalignment`, seed 0."""
         contexts: tuple[list[Tensor], list[Tensor]] = [], []
-        for number, text in enumerate(torch.as_tensor(self.texts)):
+        for number, text in enumerate(torch.as_tensor(self.texts[:TEXTS])):
             for end, sizes in context_pairs(len(text), length, PAIRS, 0, number):
                 for logits, size in zip(contexts, sizes, strict=True):
                     logits.append(model(text[None, end - size : end], logits_to_keep=1).logits[0, -1])
