@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
 from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, diagnosis_page, facts, reasons
 from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
 from hf_recurrent_lengthgen.metrics.parts import PARTS
-from hf_recurrent_lengthgen.metrics.repeated_token import newline_token
+from hf_recurrent_lengthgen.metrics.repeated_token import CONSTANT_PROMPT, single_token
 from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
 
 DESCRIPTION = f"""\
@@ -50,9 +50,13 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     settings = settings_of(DiagnosisSettings, options, ["lengthgen", "diagnose", *arguments])
-    chosen_parts(settings)
+    parts = [part.name for part in chosen_parts(settings)]
+    if settings.repeated_text is not None and CONSTANT_PROMPT.name not in parts:
+        raise ValueError(
+            f"--repeated-text is for the {CONSTANT_PROMPT.name}, which --parts leaves out: {', '.join(parts)}."
+        )
     inputs = load_inputs(options)
-    settings = dataclasses.replace(settings, repeated_token=newline_token(inputs.tokenizer))
+    settings = dataclasses.replace(settings, repeated_token=_repeated_token(inputs.tokenizer, settings.repeated_text))
     diagnosed = []
     for subject in inputs.subjects:
         announce(subject, inputs, "Diagnosing")
@@ -72,6 +76,17 @@ def run(arguments: Sequence[str]) -> int:
     for step in next_steps(diagnosis):
         print("\n".join([f"\nNext: {step.why}.", *(f"  {command}" for command in step.commands)]))
     return 0
+
+
+def _repeated_token(tokenizer: Any, text: str | None) -> int | None:
+    """None for a tokenizer without a line break; a `ValueError` for a given text that is not one token."""
+    token = single_token(tokenizer, "\n" if text is None else text)
+    if token is None and text is not None:
+        count = len(tokenizer.encode(text, add_special_tokens=False))
+        raise ValueError(
+            f"--repeated-text must be one token of the tokenizer, got {text!r}, which it reads as {count} tokens."
+        )
+    return token
 
 
 def why_table(diagnosis: Diagnosis) -> str:

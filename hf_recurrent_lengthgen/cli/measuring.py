@@ -32,6 +32,8 @@ from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.plotting.names import short_names
 
 Settings = TypeVar("Settings", bound=EvaluationSettings)
+TEXT: Any = str | None
+"""Type of a setting that is a text as it is, and not names."""
 MODEL_OPTIONS = (
     *("--tokenizer", "--training-length"),
     *("--device", "--dtype", "--cache", "--no-cache", "--trust-remote-code"),
@@ -75,9 +77,7 @@ def add_options(parser: CommandParser, settings: type[EvaluationSettings], outpu
     add_shared(parser, *MODEL_OPTIONS, "--output", "--csv", *HOW.keys() & fields.keys(), output=output)
     for name, field in fields.items():
         if name not in HOW:
-            number = field.type is int
-            metavar = "N" if number else "NAME,..."
-            kind: Any = int if number else None
+            kind, metavar = {int: (int, "N"), TEXT: (str, "TEXT")}.get(field.type, (None, "NAME,..."))
             parser.method.add_argument(name, type=kind, default=field.default, metavar=metavar, **field.metadata)
 
 
@@ -86,11 +86,11 @@ def _options_of(settings: type[EvaluationSettings]) -> list[Field[Any]]:
 
 
 def settings_of(settings: type[Settings], options: argparse.Namespace, command: Sequence[str]) -> Settings:
-    """The settings from the options of a command; a text option holds names with commas between."""
+    """The settings from the options of a command; options of several names have commas between them."""
     given = {field.name: getattr(options, field.name) for field in _options_of(settings)}
-    for name, value in given.items():
-        if isinstance(value, str):
-            given[name] = tuple(filter(None, (one.strip() for one in value.split(","))))
+    for field in _options_of(settings):
+        if isinstance(value := given[field.name], str) and field.type != TEXT:
+            given[field.name] = tuple(filter(None, (one.strip() for one in value.split(","))))
     return settings(**given, command=shlex.join(command), progress=sys.stderr.isatty())
 
 

@@ -66,7 +66,8 @@ class DiagnosisSettings(EvaluationSettings):
         parts: Names of the parts to measure in addition to the evaluation; None for all.
         patched_heads: Number of heads that are exchanged one by one, see `patch_heads`; 0 for no patching.
         remembrance_distances: Distances for Effective Remembrance beside total variation, see `DISTANCES` there.
-        repeated_token: The token of the constant prompt, such as a line break; None for no such prompt.
+        repeated_text: The text that the constant prompt repeats; None for a line break.
+        repeated_token: Its token, which is what is read; None for no such prompt.
     """
 
     parts: tuple[str, ...] | None = option(
@@ -83,6 +84,9 @@ class DiagnosisSettings(EvaluationSettings):
         "jensen_shannon and cosine, separated by commas (default: none)",
     )
     seed: int = option(0, "seed of random draws (default: %(default)s)")
+    repeated_text: str | None = option(
+        None, "text of one token, which the constant prompt repeats (default: a line break)"
+    )
     repeated_token: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,10 +1,11 @@
-"""Loss on a prompt of one repeated token: does a model still predict it after reading nothing new for a long time?
+"""Loss and states on a prompt of one repeated token: does a model still predict it after nothing new for a long time?
 
-Chen et al., 2024 (arXiv:2410.07145), section 4 and Appendix I, read the "newlines" prompt, which holds nothing but
-newlines. The prompt is not random, so one text is enough, and there are no intervals.
+Chen et al., 2024 (arXiv:2410.07145), section 4 and Appendices G and I, read the "newlines" prompt, which holds nothing
+but newlines. The prompt is not random, so one text is enough, and there are no intervals.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,11 @@ from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.evaluation.statistics import bin_means, make_curve, position_edges
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
+from hf_recurrent_lengthgen.metrics.states.distance import SMALLEST_DRIFT
+from hf_recurrent_lengthgen.metrics.states.measure import describe_states
+from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
+from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver, sample_positions
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,14 +34,15 @@ FAILURE_FACTOR = 2.0
 """A model fails where its loss exceeds this factor times the largest loss inside the training length (section 4.2)."""
 
 
-@document("constant_prompt")
+@document("constant_prompt", version=2)
 @dataclass(frozen=True)
 class ConstantPrompt(PartResult):
     """NLL of a prompt of one repeated token (the "newlines" prompt of Chen et al., 2024, section 4).
 
     `inside` is the highest bin inside the training length without the first bin, `beyond` the highest bin beyond it.
     `exceeded_from` is the start of the first bin beyond the training length above `factor` times `inside`. If there is
-    none, it is None, and the model is said to have forgotten the beginning of the prompt.
+    none, it is None, and the model is said to have forgotten the beginning of the prompt. `states` are the statistics
+    of the states on this prompt (section 3.3, Appendix G); None for a model without recurrent states.
     """
 
     token: int
@@ -46,14 +53,19 @@ class ConstantPrompt(PartResult):
     beyond: float
     factor: float
     exceeded_from: int | None
+    states: StateDiagnosis | None = None
 
 
-def newline_token(tokenizer: Any) -> int | None:
-    """The id of the token that is exactly one newline inside a text; None if there is none."""
+def single_token(tokenizer: Any, text: str = "\n") -> int | None:
+    """The id of the token that is exactly `text` inside a text; None if it is several tokens, or none.
+
+    Whether the tokenizer would merge the repeated text, as some merge two newlines, makes no difference: the prompt
+    repeats the id.
+    """
     # a tokenizer that puts a space before every text encodes a lone newline as two tokens: use the one after a letter
-    alone, letter, inside = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "a", "a\n"))
+    alone, letter, inside = (tokenizer.encode(one, add_special_tokens=False) for one in (text, "a", f"a{text}"))
     for ids in (alone, inside[len(letter) :] if inside[: len(letter)] == letter else []):
-        if len(ids) == 1 and tokenizer.decode(ids) == "\n":
+        if len(ids) == 1 and tokenizer.decode(ids) == text:
             return int(ids[0])
     return None
 
@@ -67,14 +79,14 @@ def constant_prompt(
     chunk_length: int | None = None,
     progress: bool = True,
 ) -> ConstantPrompt:
-    """NLL by position of a text that repeats `token`, and whether it rises beyond the training length.
+    """NLL by position of a text that repeats `token`, whether it rises beyond the training length, and the states.
 
     It rises if a bin is above `FAILURE_FACTOR` times the highest bin inside, without the first bin: the rule of
     section 4.2 for ordinary texts.
 
     Args:
         model, chunk_length, progress: As in `stream_nll`.
-        token: The repeated token; `newline_token(tokenizer)` for the paper's prompt.
+        token: The repeated token; `single_token(tokenizer)` for the paper's prompt.
         training_length: Tokens per training sequence, at least 2.
         length: Positions to score, above `training_length`.
 
@@ -87,7 +99,12 @@ def constant_prompt(
             f"the training length; got {training_length} and {length}."
         )
     prompt = np.broadcast_to(np.int64(token), (1, length + 1))
-    nll = stream_nll(model, prompt, chunk_length=chunk_length, progress=progress).nll
+    positions, states = sample_positions(length, training_length), None
+    observer = StateObserver(model, 1, positions) if hasattr(base_of(model), "zero_state") else None
+    with observer or nullcontext():
+        nll = stream_nll(model, prompt, chunk_length=chunk_length, progress=progress, observer=observer).nll
+    if observer is not None and any(layer.recurrent is not None for layer in observer.trajectory().layers):
+        states = describe_states(model, observer.trajectory(), training_length, fixed=True)
     edges = position_edges(length, training_length, 0, BINS_PER_OCTAVE)
     curve = make_curve(edges, bin_means(nll, edges))
     inside = max(curve.mean[1 : edges.index(training_length)])
@@ -103,6 +120,7 @@ def constant_prompt(
         beyond=max(mean for _, mean in beyond),
         factor=FAILURE_FACTOR,
         exceeded_from=next((start for start, mean in beyond if mean > FAILURE_FACTOR * inside), None),
+        states=states,
     )
 
 
@@ -114,7 +132,9 @@ def _compute(task: Measurement) -> ConstantPrompt:
     assert isinstance(settings, DiagnosisSettings)
     token = settings.repeated_token
     if token is None:
-        raise ValueError("The tokenizer has no single token for a line break.")
+        raise ValueError(
+            "The tokenizer has no single token for a line break: give a text that is one token with --repeated-text."
+        )
     reading: Any = {"chunk_length": settings.chunk_length, "progress": settings.progress}
     return task.kept(
         "constant prompt",
@@ -161,8 +181,16 @@ def constant_prompt_text(result: ConstantPrompt) -> str:
     )
     limit = f"{result.factor:g} times the highest loss inside"
     if result.exceeded_from is None:
-        return f"The loss is {highest}. Up to {result.length:,} tokens it never exceeds {limit}."
-    return f"The loss is {highest}. At {result.exceeded_from:,} tokens it exceeds {limit}."
+        when = f"Up to {result.length:,} tokens it never exceeds {limit}."
+    else:
+        when = f"At {result.exceeded_from:,} tokens it exceeds {limit}."
+    if result.states is None:
+        return f"The loss is {highest}. {when}"
+    drifting, (furthest, *_) = result.states.drifting, result.states.ranking
+    return (
+        f"The loss is {highest}. {when} {len(drifting):,} of {len(result.states.heads):,} {furthest.unit}s drift on "
+        f"this prompt, {furthest.name} the furthest: {furthest.late_distance:,.3g} standard deviations."
+    )
 
 
 def _fact(result: ConstantPrompt) -> Fact:
@@ -170,10 +198,20 @@ def _fact(result: ConstantPrompt) -> Fact:
     return Fact("Constant prompt", "holds" if start is None else f"fails at {start:,} tokens")
 
 
+def _states_picture(name: str, caption: str) -> Picture[ConstantPrompt]:
+    def draw(models: Mapping[str, ConstantPrompt], *_: Any) -> "Figure":
+        from hf_recurrent_lengthgen.metrics.states import figure
+
+        drawn: Figure = getattr(figure, name)({model: result.states for model, result in models.items()})
+        return drawn
+
+    return Picture(draw, caption, lambda result: result.states is not None)
+
+
 CONSTANT_PROMPT = Part(
     name="constant prompt",
     title="Constant prompt",
-    summary="the loss on a text of line breaks only",
+    summary="the loss and the states on a text of line breaks only",
     result=ConstantPrompt,
     compute=_compute,
     section="One token repeated",
@@ -190,11 +228,20 @@ CONSTANT_PROMPT = Part(
         "constant_prompt": Picture(
             lambda result, roles, unit: constant_prompt_figure(result, roles),
             "Loss on a text that repeats one token. A model whose loss is above the dotted line has failed.",
-        )
+        ),
+        "constant_prompt_std": _states_picture(
+            "state_std_figure", "On this text. Convolutions hold a few tokens only, so their states (dotted) settle."
+        ),
+        "constant_prompt_mean": _states_picture("state_mean_figure", "On this text. Some heads may leave training."),
+        "constant_prompt_inputs": _states_picture(
+            "state_inputs_figure",
+            "On this text. If the largest element grows more than the spread does, few channels of the head explode.",
+        ),
     },
     definitions=lambda _: (
         "The constant prompt repeats one token (the “newlines” prompt of Chen et al., 2024, section 4). It is easy "
         "text, on which some models fail because their states overflow. A model that holds on it may still fail on "
-        "other texts.",
+        "other texts. A head drifts on it if its distance over the last octave of positions is above "
+        f"{SMALLEST_DRIFT:g} and above those inside the training length.",
     ),
 )

@@ -73,6 +73,25 @@ def test_a_diagnosis_of_all_parts(
     HTMLParser().feed(page)
 
 
+def test_another_token_can_be_repeated(
+    diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = ("--parts", "constant prompt", "--repeated-text")
+    assert diagnose(checkpoint, *prompt, ",") == 0
+    found = read_result(tmp_path / "out" / "result.json", Diagnosis).models[0].found(ConstantPrompt)
+    assert found is not None
+    assert found.token == ord(",") + 3
+    assert found.states is not None
+    assert (tmp_path / "out" / "constant_prompt_mean.png").is_file()
+    for refused, reason in (
+        ((*prompt, "ab"), "must be one token of the tokenizer, got 'ab', which it reads as 2 tokens"),
+        ((*prompt, ""), "got '', which it reads as 0 tokens"),
+        (("--parts", "states", "--repeated-text", "a"), "for the constant prompt, which --parts leaves out: states"),
+    ):
+        assert diagnose(checkpoint, *refused) != 0
+        assert reason in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_models_of_all_kinds_side_by_side(
     diagnose: Diagnose,

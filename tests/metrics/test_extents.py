@@ -45,6 +45,7 @@ def attended(names: Names) -> dict[str, Any]:
 DRAWN: dict[str, Callable[[Callable[..., Figure]], Callable[[Names], Figure]]] = {
     **dict.fromkeys(("position_wise_figure", "context_harm_figure", "in_window_figure"), of_models),
     **dict.fromkeys(("state_std_figure", "retention_figure", "distance_map_figure", "patching_figure"), of_states),
+    **dict.fromkeys(("state_mean_figure", "state_inputs_figure"), of_states),
     **dict.fromkeys(("heat_map_figure", "retrieval_accuracy_figure"), of_retrieval),
     "attention_harm_figure": lambda figure: lambda names: figure(attended(names), "byte"),
     "attention_maps_figure": lambda figure: lambda names: figure(*(maps_of(2, list("abc"), name) for name in names)),

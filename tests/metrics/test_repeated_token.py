@@ -9,11 +9,24 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
-from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt, constant_prompt, newline_token
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.metrics.repeated_token import (
+    CONSTANT_PROMPT,
+    ConstantPrompt,
+    constant_prompt,
+    constant_prompt_text,
+    single_token,
+)
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from tests.hybrids.tiny_models import tiny_model
+from tests.metrics.test_states import one_head_keeps_all
+from tests.metrics.test_states_trajectory import states_by_token, units_of
+from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, RWKV7, Family, build, variant_id
+from tests.versions import needs_hybrids
 
 VOCABULARY = 7
 
@@ -72,6 +85,73 @@ def test_the_curve_is_that_of_one_forward_pass_over_the_token() -> None:
     assert np.ptp(nll) > 0
 
 
+def assert_states_of(found: ConstantPrompt, states: dict[int, Any]) -> None:
+    """Mean, standard deviation and largest element of each head are those of the states after so many tokens."""
+    assert found.states is not None
+    for place, position in enumerate(found.states.positions):
+        for head in found.states.heads:
+            elements = units_of(states[position][head.layer].recurrent.numpy())[0, head.head]
+            expected = [elements.mean(), elements.std(), np.abs(elements).max()]
+            np.testing.assert_allclose(
+                [head.mean[place], head.std[place], head.largest[place]], expected, rtol=6e-4
+            )  # four digits are kept
+
+
+@pytest.mark.parametrize("family", [MAMBA2, GLA, RWKV6, RWKV7, MAMBA], ids=variant_id)
+def test_states_are_those_of_a_loop_over_the_token(family: Family) -> None:
+    model = build(family, torch.float64)
+    found = constant_prompt(model, 3, 8, 40, chunk_length=7, progress=False)
+    states = dict(enumerate(states_by_token(family, model, torch.full((1, 41), 3)), start=1))
+    assert_states_of(found, states)
+    assert found.states is not None
+    assert len(found.states.heads) == sum(units_of(layer.recurrent.numpy()).shape[1] for layer in states[1])
+    for part in found.states.conv if family is MAMBA2 else ():  # 4 heads of 8, 2 groups of 5
+        rows = {"x": slice(0, 32), "B": slice(32, 42), "C": slice(42, 52)}[part.part]
+        conv = [states[position][part.layer].conv[0, rows].numpy() for position in found.states.positions]
+        np.testing.assert_allclose(part.mean, [one.mean() for one in conv], rtol=6e-4)
+        np.testing.assert_allclose(part.std, [one.std() for one in conv], rtol=6e-4)
+    assert {part.layer for part in found.states.conv} == {n for n, layer in enumerate(states[1]) if layer.conv.numel()}
+
+
+@needs_hybrids
+def test_layers_of_a_hybrid_without_a_recurrent_part_are_left_out() -> None:
+    model = stateful(tiny_model("bamba")).double()
+    found = constant_prompt(model, 3, 8, 40, progress=False)
+    assert found.states is not None
+    assert {head.layer for head in found.states.heads} == {0, 2}
+    with torch.no_grad():
+        states = {n: model(torch.full((1, n), 3), output_final_state=True).final_state for n in found.states.positions}
+    assert_states_of(found, states)
+
+
+def test_a_head_that_keeps_all_grows_with_the_number_of_tokens(tmp_path: Any) -> None:
+    found = constant_prompt(one_head_keeps_all(), 3, 16, 512, progress=False)
+    assert found.states is not None
+    assert [head.name for head in found.states.drifting] == ["layer 1, head 2"]
+    (head,) = found.states.drifting
+    before = found.states.positions.index(128)  # the convolutions are full
+    for growing in (head.std, head.mean, head.largest):
+        assert growing[-1] / growing[before] == pytest.approx(512 / 128, rel=0.05)
+    assert head.inputs["step"][-1] == pytest.approx(head.inputs["step"][before], rel=0.01)
+    assert found.states.left_out == ()
+    assert "1 of 8 heads drift on this prompt, layer 1, head 2 the furthest" in constant_prompt_text(found)
+    assert list(CONSTANT_PROMPT.pictures)[1:] == [f"constant_prompt_{name}" for name in ("std", "mean", "inputs")]
+    for picture in list(CONSTANT_PROMPT.pictures.values())[1:]:
+        assert picture.shows(found)
+        assert any(
+            "trained on 16" in one.get_text() for one in picture.draw({"a": found}, ["base"], "byte").axes[0].texts
+        )
+    write_result(tmp_path / "prompt.json", found)
+    assert read_result(tmp_path / "prompt.json", ConstantPrompt) == found
+
+
+def test_a_model_without_states_has_its_loss_only() -> None:
+    sizes = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    found = constant_prompt(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)), 3, 8, 32, progress=False)
+    assert found.states is None
+    assert [picture.shows(found) for picture in CONSTANT_PROMPT.pictures.values()] == [True, False, False, False]
+
+
 class Tokenizer:
     """Splits a text at the pieces that it knows."""
 
@@ -101,7 +181,9 @@ class Tokenizer:
     ids=["bytes", "merged newlines", "a space before each text"],
 )
 def test_the_newline_is_found(tokenizer: Any, expected: int) -> None:
-    assert newline_token(tokenizer) == expected
+    assert single_token(tokenizer) == expected
+    assert single_token(tokenizer, "a") is not None
+    assert single_token(tokenizer, "\na") is single_token(tokenizer, "") is None
 
 
 @pytest.mark.parametrize(
@@ -116,7 +198,7 @@ def test_the_newline_is_found(tokenizer: Any, expected: int) -> None:
     ids=["only inside words", "unknown", "dropped"],
 )
 def test_a_tokenizer_without_a_newline_has_none(tokenizer: Any) -> None:
-    assert newline_token(tokenizer) is None
+    assert single_token(tokenizer) is None
 
 
 @pytest.mark.parametrize(

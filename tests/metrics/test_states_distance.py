@@ -185,6 +185,18 @@ def test_order_of_elements_and_of_sequences_makes_no_difference() -> None:
     np.testing.assert_allclose(drift_of(states[:, :, ::-1]).distance, drift_of(states).distance[:, ::-1], rtol=1e-9)
 
 
+def test_one_text_is_enough_if_it_is_not_random() -> None:
+    states = normal(heads=3, sequences=1)
+    states[PLACE[256] :, :, 1] *= 4
+    states[PLACE[56], :, 2] *= 6  # further inside training than beyond it
+    states[PLACE[256] :, :, 2] *= 4
+    (drift,) = state_drift(trajectory_of(states), T, fixed=True)
+    assert drift is not None
+    assert drift.drifts.tolist() == [False, True, False]
+    assert drift.leaves_at == (None, 256, None)
+    assert drift.late[1] == pytest.approx(3, rel=0.1)
+
+
 def test_dead_heads_do_not_drift() -> None:
     drift = drift_of(np.zeros((len(POSITIONS), 4, 2, 4, 4)))
     assert not drift.drifts.any()

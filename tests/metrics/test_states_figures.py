@@ -16,10 +16,18 @@ from hf_recurrent_lengthgen.metrics.states.figure import (
     distance_map_figure,
     patching_figure,
     retention_figure,
+    state_inputs_figure,
+    state_mean_figure,
     state_std_figure,
 )
-from hf_recurrent_lengthgen.metrics.states.result import HeadPatching, HeadStates, PatchedHeads, StateDiagnosis
-from hf_recurrent_lengthgen.plotting.style import INK
+from hf_recurrent_lengthgen.metrics.states.result import (
+    ConvStates,
+    HeadPatching,
+    HeadStates,
+    PatchedHeads,
+    StateDiagnosis,
+)
+from hf_recurrent_lengthgen.plotting.style import INK, MUTED
 from tests.metrics.diagnoses import hybrid
 
 POSITIONS = (8, 16, 32, 48, 64, 128, 256, 512)
@@ -27,13 +35,16 @@ Pair = dict[str, StateDiagnosis]
 
 
 def head(layer: int, number: int, growth: float) -> HeadStates:
-    """Its std is 3 at 64 and grows with a power of the position."""
+    """Its std is 3 at 64 and grows with a power of the position, as its mean, -6 there, and its largest element."""
     std = tuple(3 * (position / 64) ** growth for position in POSITIONS)
     distance = tuple(abs(value / 3 - 1) for value in std)
     retention = tuple(-position / (100 + 1000 * growth) for position in POSITIONS)
     drifts = growth > 0.5
     leaves_at = 256 if drifts else None
-    return HeadStates(layer, "head", number, std, distance, distance[-1], drifts, leaves_at, retention)
+    mean, largest = (tuple(factor * value for value in std) for factor in (-2, 5))
+    inputs = {"key": (1.0, 2.0) * 4} if layer else {}
+    moments: Any = (mean, largest, inputs)
+    return HeadStates(layer, "head", number, std, distance, distance[-1], drifts, leaves_at, retention, *moments)
 
 
 def estimate(value: float) -> Estimate:
@@ -69,7 +80,7 @@ def colors_of(figure: Figure, panel: int) -> list[Any]:
     return [line.get_color() for line in figure.axes[panel].get_lines() if line.get_color() in (DRIFT, STEADY)]
 
 
-@pytest.mark.parametrize("figure_of", [state_std_figure, retention_figure])
+@pytest.mark.parametrize("figure_of", [state_std_figure, retention_figure, state_mean_figure])
 def test_drifting_heads_are_orange_and_named(pair: Pair, figure_of: Any) -> None:
     figure = figure_of(pair)
     assert colors_of(figure, 0) == [STEADY, STEADY, DRIFT, DRIFT]
@@ -89,6 +100,32 @@ def test_lines_are_the_ratio_to_the_training_length(pair: Pair) -> None:
     np.testing.assert_allclose(whole.get_ydata(), np.sqrt(np.array(POSITIONS) / 64))
     lines = [line for line in retention_figure(pair).axes[0].get_lines() if line.get_color() == DRIFT]
     np.testing.assert_allclose(lines[0].get_ydata(), np.exp(-np.array(POSITIONS) / 1100))
+
+
+def test_means_are_in_standard_deviations_and_dead_heads_have_none(pair: Pair) -> None:
+    dead = dataclasses.replace(pair["base"].heads[0], std=(0.0,) * 8, mean=(0.0,) * 8)
+    figure = state_mean_figure({"a": dataclasses.replace(pair["base"], heads=(dead, *pair["base"].heads[1:]))})
+    lines = [line for line in figure.axes[0].get_lines() if line.get_color() == DRIFT]
+    np.testing.assert_allclose(lines[0].get_ydata(), -2 * np.array(POSITIONS) / 64)
+    assert figure.axes[0].get_ylim() == pytest.approx((-1.3 * 16, 1.3))
+
+
+def test_inputs_have_a_panel_for_each_that_is_known(pair: Pair) -> None:
+    figure = state_inputs_figure({"a": pair["base"]})
+    assert [axes.get_title("left") for axes in figure.axes] == ["a: largest element", "a: keys"]
+    assert [len(colors_of(figure, panel)) for panel in (0, 1)] == [4, 2]
+    (line,) = (line for line in figure.axes[1].get_lines() if line.get_color() == DRIFT)
+    np.testing.assert_allclose(line.get_ydata(), [1, 2] * 4)
+
+
+def test_convolutions_are_dotted(pair: Pair) -> None:
+    conv = (ConvStates(0, "x", (0.0,) * 8, (2.0, 6.0) * 4),)
+    figure = state_std_figure({"a": dataclasses.replace(pair["base"], conv=conv)})
+    (line,) = (
+        line for line in figure.axes[0].get_lines() if line.get_color() == MUTED and line.get_linestyle() == ":"
+    )
+    np.testing.assert_allclose(line.get_ydata(), [1, 3] * 4)
+    assert any("Dotted: convolutions" in text for text in texts(figure))
 
 
 def test_heads_of_unknown_scans_have_no_retention(pair: Pair) -> None:

@@ -148,6 +148,15 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
     rows = values_of(arguments)
     per_step = 2 * int(rows["per_device_train_batch_size"]) * int(rows["gradient_accumulation_steps"])
     assert per_step * int(rows["training_length"]) == TOKENS_PER_STEP
+    [(sigmas, loop)] = re.findall(r"for sigma in (.*); do\n(.*?)\ndone\n", text, flags=re.DOTALL)
+    [arguments] = re.findall(
+        r"\|\| lengthgen train (.*) \$resume", loop.replace("$sigma", "3").replace("$arm", "output/noise-3")
+    )
+    assert (
+        values_of(arguments).items()
+        >= {"noise_sigma": "3", "output_dir": "output/noise-3", "max_steps": "100"}.items()
+    )
+    runs = RUNS.keys() | {f"noise-{sigma}" for sigma in sigmas.split()}
     measuring = re.findall(r"\nlengthgen (retrieve|accuracy|evaluate|diagnose) (.*)\n", text)
     assert len(measuring) > 6
     for name, arguments in measuring:
@@ -155,7 +164,7 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
         parser = import_module(f"hf_recurrent_lengthgen.cli.{name}").command_parser
         options = vars(parser(*[words] * len(signature(parser).parameters)).parse_args(words))
         made = [model.removesuffix("/checkpoint-*") for model in options.get("models", ())]
-        assert {model.removeprefix("output/") for model in made if model.startswith("output/")} <= RUNS.keys()
+        assert {model.removeprefix("output/") for model in made if model.startswith("output/")} <= runs
     harness = re.findall(r"\nlengthgen harness --tasks (\S+) --model-args pretrained=output/([^\s,]+)", text)
     assert [run for _, run in harness] == ["alignment-llama"] * 2
     assert all([*RECIPES.with_name("harness").rglob(f"{task}.yaml")] for task, _ in harness)

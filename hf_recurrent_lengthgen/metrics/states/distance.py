@@ -21,7 +21,9 @@ positions is
   octave, with the lower bound of their paired t-interval over sequences. The confidence is shared by all intervals of
   the model (Bonferroni).
 
-Fewer than FEWEST_SEQUENCES sequences cannot decide the last condition, so no head is said to drift then. In models of
+Fewer than FEWEST_SEQUENCES sequences cannot decide the last condition, so no head is said to drift then. A text
+that is not random, such as one repeated token, needs no halves and no intervals: its null level is the largest
+distance of a training position from D_ref, and the last condition does not apply. In models of
 12 stationary heads that forget within 6 T tokens, less than 1 in 100 heads is taken for drifting with 4 to 16 texts.
 
 Standard deviations count as at least SMALLEST_STD of the magnitude of a head's elements in training, so that rounding
@@ -84,6 +86,8 @@ def state_drift(
     training_length: int,
     smallest: float = SMALLEST_DRIFT,
     confidence: float = CONFIDENCE,
+    *,
+    fixed: bool = False,
 ) -> tuple[Drift | None, ...]:
     """Distances of all layers; None for a layer without a recurrent part.
 
@@ -92,9 +96,10 @@ def state_drift(
         training_length: T.
         smallest: Distance above which a head can drift.
         confidence: Two-sided confidence of the intervals over sequences, of all heads together.
+        fixed: Whether the text is not random, so that one is enough.
 
     Raises:
-        ValueError: as in `reference_positions`, and for fewer than two sequences.
+        ValueError: as in `reference_positions`, and for fewer than two sequences of a random text.
     """
     inside = reference_positions(trajectory.positions, training_length)
     heads = sum(layer.recurrent.mean.shape[2] for layer in trajectory.layers if layer.recurrent is not None)
@@ -102,7 +107,7 @@ def state_drift(
     return tuple(
         None
         if layer.recurrent is None
-        else _drift(layer, trajectory.positions, inside, training_length, smallest, of_one)
+        else _drift(layer, trajectory.positions, inside, training_length, smallest, None if fixed else of_one)
         for layer in trajectory.layers
     )
 
@@ -113,13 +118,14 @@ def _drift(
     inside: list[int],
     training_length: int,
     smallest: float,
-    confidence: float,
+    confidence: float | None,
 ) -> Drift:
+    """Without a confidence, of a text that is not random."""
     assert layer.recurrent is not None
     assert layer.sketch is not None
     mean, variance = (values.astype(np.float64) for values in layer.recurrent[:2])
     sequences = mean.shape[1]
-    if sequences < 2:
+    if sequences < 2 and confidence is not None:
         raise ValueError(
             f"State distances need at least two sequences, to tell a drift from a different text, got {sequences}."
         )
@@ -135,21 +141,25 @@ def _drift(
     everyone = np.arange(sequences)
     reference = pooled(inside, everyone)
     distance = np.stack([_wasserstein(pooled([n], everyone), reference) for n in range(len(positions))]) / scale
-    random = np.random.default_rng(0)
-    null = np.zeros(len(scale))
-    for _ in range(HALVES):
-        order = random.permutation(sequences)
-        one, other = order[: sequences // 2], order[sequences // 2 :]
-        rest = pooled(inside, other)
-        null = np.maximum(null, np.max([_wasserstein(pooled([n], one), rest) for n in inside], 0) / scale)
     late = [n for n, position in enumerate(positions) if position > max(training_length, positions[-1] / 2)]
-    coarse = pooled_levels(np.moveaxis(sketch[inside], 2, 0), layer.masses, np.cumsum([0.0, *layer.masses]))
-    own = np.sqrt((sketch - coarse) ** 2 @ layer.masses) / scale  # of each sequence, (n, S, U)
-    rise = t_interval(own[late].mean(0) - own[inside].mean(0), confidence).low
-    assert rise is not None  # there are two sequences
+    if confidence is None:
+        null, shown = distance[inside].max(0), np.ones(len(scale), dtype=bool)
+    else:
+        random = np.random.default_rng(0)
+        null = np.zeros(len(scale))
+        for _ in range(HALVES):
+            order = random.permutation(sequences)
+            one, other = order[: sequences // 2], order[sequences // 2 :]
+            rest = pooled(inside, other)
+            null = np.maximum(null, np.max([_wasserstein(pooled([n], one), rest) for n in inside], 0) / scale)
+        coarse = pooled_levels(np.moveaxis(sketch[inside], 2, 0), layer.masses, np.cumsum([0.0, *layer.masses]))
+        own = np.sqrt((sketch - coarse) ** 2 @ layer.masses) / scale  # of each sequence, (n, S, U)
+        rise = t_interval(own[late].mean(0) - own[inside].mean(0), confidence).low
+        assert rise is not None  # there are two sequences
+        shown = (rise > 0) & (sequences >= FEWEST_SEQUENCES)
     threshold = np.maximum(null, smallest)
     last = distance[late].mean(0)
-    drifts = (last > threshold) & (rise > 0) & (sequences >= FEWEST_SEQUENCES)
+    drifts = (last > threshold) & shown
     leaves = (_leaves(distance[:, unit], threshold[unit], positions, training_length) for unit in range(len(scale)))
     leaves_at = tuple(place if drifting else None for place, drifting in zip(leaves, drifts, strict=True))
     return Drift(distance, null, last, drifts, leaves_at)

@@ -42,35 +42,96 @@ WIDTH, HEIGHT, LEFT, RIGHT, TITLE, BOTTOM, GAP = 4.8, 1.75, 0.55, 1.05, 0.8, 0.5
 """Inches."""
 Diagnoses = Mapping[str, StateDiagnosis]
 Curves = Callable[[StateDiagnosis, HeadStates], Sequence[float] | None]
+Reading = Callable[[HeadStates], Sequence[float] | None]
+INPUTS: dict[str, Reading] = {
+    "largest element": lambda head: head.largest,
+    "steps": lambda head: head.inputs.get("step"),
+    "keys": lambda head: head.inputs.get("key"),
+    "values": lambda head: head.inputs.get("value"),
+}
+"""Panels of `state_inputs_figure`."""
 
 
 def state_std_figure(diagnoses: Diagnoses) -> Figure:
-    """Standard deviation of each head's state and of the whole state, relative to that at the training length, by
-    position (Buitrago Ruiz and Gu, 2025, Figures 4 and 9)."""
-    figure, panels = _panels(
-        diagnoses,
-        "Spread of each head's state",
-        "Standard deviation relative to that at the training length.\nOrange: heads that drift. Dashed: the whole",
+    """Standard deviation of each head's state, of the whole state and of convolution states, relative to that at the
+    training length, by position (Buitrago Ruiz and Gu, 2025, Figures 4, 9; Chen et al., 2024, Figures 5, 16, 17)."""
+    explanation = (
+        "Standard deviation relative to that at the training length.\nOrange: heads that drift. Dashed: the whole"
     )
+    panels = {name: (diagnosis, lambda head: head.std) for name, diagnosis in diagnoses.items()}
+    return _relative_figure(panels, "Spread of each head's state", f"{explanation}. Dotted: convolutions", whole=True)
+
+
+def state_inputs_figure(diagnoses: Diagnoses) -> Figure:
+    """Largest element of each head's state and inputs of its recurrence, relative to those at the training length, by
+    position (Chen et al., 2024, Figures 6 and 7); a panel for each that is known."""
+    panels = {
+        f"{name}: {what}": (diagnosis, reading)
+        for name, diagnosis in diagnoses.items()
+        for what, reading in INPUTS.items()
+        if any(map(reading, diagnosis.heads))
+    }
+    explanation = "Relative to that at the training length, mean since the last position.\nOrange: heads that drift"
+    return _relative_figure(panels, "What goes into each head's state, and its largest element", explanation)
+
+
+def _relative_figure(
+    drawn: Mapping[str, tuple[StateDiagnosis, Reading]], title: str, explanation: str, whole: bool = False
+) -> Figure:
+    """A panel for each name with a line per head, relative to the training length, on a logarithmic scale."""
+    diagnoses = {name: diagnosis for name, (diagnosis, _) in drawn.items()}
+    figure, panels = _panels(diagnoses, title, explanation)
     _position_axes(panels, diagnoses)
     shown = [
         value
-        for diagnosis in diagnoses.values()
-        for std in (diagnosis.std, *(head.std for head in diagnosis.heads))
-        for value in _relative(std, diagnosis)[_first_place(diagnosis) :]
+        for diagnosis, reading in drawn.values()
+        for values in [*map(reading, diagnosis.heads), *(_spreads(diagnosis) if whole else ())]
+        for value in _relative(values or (), diagnosis)[_first_place(diagnosis) :]
         if value > 0
     ]
     low, high = min([0.5, *shown]) / 1.15, max([2.0, *shown]) * 1.3
     ticks = [value for power in range(-9, 10) for value in (10.0**power, 3 * 10.0**power) if low <= value <= high]
-    for axes, diagnosis in zip(panels, diagnoses.values(), strict=True):
+    for axes, (diagnosis, reading) in zip(panels, drawn.values(), strict=True):
         axes.set_yscale("log")
         axes.set_ylim(low, high)
         axes.yaxis.set_major_locator(FixedLocator(ticks))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}x"))
-        whole = _relative(diagnosis.std, diagnosis)
-        axes.plot(diagnosis.positions, whole, color=INK, linewidth=1.6, linestyle=(0, (4, 2)), zorder=3)
-        _draw_heads(axes, diagnosis, lambda states, head: _relative(head.std, states), [(whole[-1], "whole", INK)])
+        ends = []
+        if whole:
+            std = _relative(diagnosis.std, diagnosis)
+            axes.plot(diagnosis.positions, std, color=INK, linewidth=1.6, linestyle=(0, (4, 2)), zorder=3)
+            ends.append((std[-1], "whole", INK))
+            for spread in _spreads(diagnosis)[1 : DRAWN_HEADS + 1]:
+                axes.plot(diagnosis.positions, _relative(spread, diagnosis), color=MUTED, linewidth=1, linestyle=":")
+        _draw_heads(axes, diagnosis, _relative_curve(reading), ends)
+    return figure
+
+
+def state_mean_figure(diagnoses: Diagnoses) -> Figure:
+    """Mean of each head's state, in its standard deviations at the training length, by position (Buitrago Ruiz and Gu,
+    2025, appendix C; Chen et al., 2024, Figures 5 and 16)."""
+    figure, panels = _panels(
+        diagnoses,
+        "Mean of each head's state",
+        "In its standard deviations at the training length.\nOrange: heads that drift (L0 H5: layer 0, head 5)",
+    )
+    _position_axes(panels, diagnoses)
+    shown = [
+        value
+        for diagnosis in diagnoses.values()
+        for head in diagnosis.heads
+        for value in _mean_in_stds(diagnosis, head)[_first_place(diagnosis) :]
+        if math.isfinite(value)
+    ]
+    powers = [10.0**power for power in range(10)]
+    for axes, diagnosis in zip(panels, diagnoses.values(), strict=True):
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(1.3 * min([-1.0, *shown]), 1.3 * max([1.0, *shown]))
+        axes.yaxis.set_major_locator(FixedLocator([*(-power for power in powers), 0.0, *powers]))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        _draw_heads(axes, diagnosis, _mean_in_stds)
     return figure
 
 
@@ -271,10 +332,24 @@ def _first_place(diagnosis: StateDiagnosis) -> int:
     return next(place for place, n in enumerate(diagnosis.positions) if n >= diagnosis.training_length / 8)
 
 
-def _relative(values: Sequence[float], diagnosis: StateDiagnosis) -> list[float]:
-    """Values relative to the one at the last position inside the training length."""
-    inside = [value for value, n in zip(values, diagnosis.positions, strict=True) if n <= diagnosis.training_length]
-    return [value / inside[-1] if inside[-1] else math.nan for value in values]
+def _relative(values: Sequence[float], diagnosis: StateDiagnosis, to: Sequence[float] | None = None) -> list[float]:
+    """Values relative to the one of `to`, or of theirs, at the last position inside the training length."""
+    place = max(place for place, n in enumerate(diagnosis.positions) if n <= diagnosis.training_length)
+    scale = (values if to is None else to)[place] if values else 0.0
+    return [value / scale if scale else math.nan for value in values]
+
+
+def _relative_curve(reading: Reading) -> Curves:
+    return lambda diagnosis, head: (values := reading(head)) and _relative(values, diagnosis)
+
+
+def _spreads(diagnosis: StateDiagnosis) -> list[Sequence[float]]:
+    """Standard deviations of the whole state and of the parts of convolution states."""
+    return [diagnosis.std, *(part.std for part in diagnosis.conv)]
+
+
+def _mean_in_stds(diagnosis: StateDiagnosis, head: HeadStates) -> list[float]:
+    return _relative(head.mean, diagnosis, head.std)
 
 
 def _cell_edges(positions: Sequence[int]) -> list[float]:

@@ -29,6 +29,7 @@ from hf_recurrent_lengthgen.metrics.states.distance import Drift, pooled_std, st
 from hf_recurrent_lengthgen.metrics.states.patching import Head, Heads, heads_of, patch_heads, patched_place
 from hf_recurrent_lengthgen.metrics.states.result import (
     FEWEST_SEQUENCES,
+    ConvStates,
     HeadPatching,
     HeadStates,
     PatchedHeads,
@@ -116,15 +117,20 @@ def describe_states(
     trajectory: StateTrajectory,
     training_length: int,
     confidence: float = CONFIDENCE,
+    *,
+    fixed: bool = False,
 ) -> StateDiagnosis:
-    """The diagnosis without exchanges, from the trajectory of the states; arguments as in `diagnose_states`."""
+    """The diagnosis without exchanges, from the trajectory of the states.
+
+    Arguments as in `diagnose_states`; `fixed` as in `state_drift`: one text is enough if it is not random.
+    """
     recurrent = [layer for layer in trajectory.layers if layer.recurrent is not None]
     if not recurrent:
         raise ValueError(
             f"{type(model).__name__} has no recurrent state that could drift: it only carries the inputs of "
             "convolutions, which hold its last tokens."
         )
-    drifts = state_drift(trajectory, training_length, confidence=confidence)
+    drifts = state_drift(trajectory, training_length, confidence=confidence, fixed=fixed)
     layers = enumerate(zip(trajectory.layers, drifts, strict=True))
     sequences = recurrent[0].recurrent.mean.shape[1]  # type: ignore[union-attr]
     return StateDiagnosis(
@@ -135,7 +141,8 @@ def describe_states(
         std=_whole_std(recurrent),
         heads=tuple(head for index, (layer, drift) in layers if drift for head in _heads(index, layer, drift)),
         patching=None,
-        left_out=tuple(_left_out(model, recurrent, sequences)),
+        left_out=tuple(_left_out(model, recurrent, FEWEST_SEQUENCES if fixed else sequences)),
+        conv=tuple(part for index, layer in enumerate(trajectory.layers) for part in _conv(index, layer)),
     )
 
 
@@ -226,6 +233,9 @@ def _heads(index: int, layer: LayerTrajectory, drift: Drift) -> list[HeadStates]
     assert layer.recurrent is not None
     mean, variance = (values.astype(np.float64) for values in layer.recurrent[:2])
     std, inputs = pooled_std(mean, variance), layer.inputs
+    largest = np.abs(layer.recurrent.extreme).max(1)
+    known = {} if inputs is None else {name: of for name, of in inputs._asdict().items() if of is not None}
+    log_retention = known.pop("log_retention", None)
     return [
         HeadStates(
             index,
@@ -236,9 +246,23 @@ def _heads(index: int, layer: LayerTrajectory, drift: Drift) -> list[HeadStates]
             _rounded(drift.late[head]),
             bool(drift.drifts[head]),
             drift.leaves_at[head],
-            None if inputs is None else _curve(inputs.log_retention[:, :, head].mean(1)),
+            None if log_retention is None else _curve(log_retention[:, :, head].mean(1)),
+            _curve(mean[:, :, head].mean(1)),
+            _curve(largest[:, head]),
+            {name: _curve(of[:, :, head].mean(1)) for name, of in known.items()},
         )
         for head in range(len(drift.late))
+    ]
+
+
+def _conv(index: int, layer: LayerTrajectory) -> list[ConvStates]:
+    if layer.conv is None:
+        return []
+    mean, variance = (values.astype(np.float64) for values in layer.conv[:2])
+    std = pooled_std(mean, variance)
+    return [
+        ConvStates(index, part, _curve(mean[:, :, place].mean(1)), _curve(std[:, place]))
+        for place, part in enumerate(layer.conv_parts)
     ]
 
 

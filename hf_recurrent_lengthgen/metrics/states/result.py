@@ -4,7 +4,7 @@ Positions are numbers of tokens read. Every curve has one value per position of 
 group of neighbouring channels if a layer has no heads. `distance.py` defines distances, `patching.py` patching.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import Estimate, PartResult
@@ -22,6 +22,10 @@ class HeadStates:
         std: Standard deviation over all sequences and all elements.
         distance, late_distance, drifts, leaves_at: See `distance.Drift`.
         log_retention: Of `trajectory.InputStatistics`, mean over sequences; None if the layer's scan is not known.
+        mean: Mean over all sequences and all elements.
+        largest: Magnitude of the largest element: far above `std` if few channels explode (Chen et al., Figure 6).
+        inputs: The others of `trajectory.InputStatistics` that are known, "step", "key" and "value" among them
+            (Figure 7: Delta_t, B_t, x_t), mean over sequences.
     """
 
     layer: int
@@ -33,11 +37,27 @@ class HeadStates:
     drifts: bool
     leaves_at: int | None
     log_retention: Values | None
+    mean: Values = ()
+    largest: Values = ()
+    inputs: dict[str, Values] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Name in texts: "layer 3, head 5"."""
         return f"layer {self.layer}, {self.unit} {self.head}"
+
+
+@dataclass(frozen=True)
+class ConvStates:
+    """A part ("x", "B", "C", ...) of the convolution state of a layer (Chen et al., 2024, Figure 17).
+
+    `mean` and `std` are over all sequences and elements.
+    """
+
+    layer: int
+    part: str
+    mean: Values
+    std: Values
 
 
 @dataclass(frozen=True)
@@ -95,7 +115,7 @@ class AttentionHarm:
     attention: tuple[Estimate, ...]
 
 
-@document("state_diagnosis", version=4)
+@document("state_diagnosis", version=5)
 @dataclass(frozen=True)
 class StateDiagnosis(PartResult):
     """The states of one model on one set of sequences, after the numbers of tokens in `positions`.
@@ -105,6 +125,7 @@ class StateDiagnosis(PartResult):
         heads: The units of all layers that have a recurrent state.
         patching: None if heads were not patched.
         attention: In hybrids, what long states and long attention do each alone.
+        conv: The parts of the convolution states of all layers that have one.
     """
 
     training_length: int
@@ -116,6 +137,7 @@ class StateDiagnosis(PartResult):
     patching: HeadPatching | None
     left_out: tuple[str, ...] = ()
     attention: AttentionHarm | None = None
+    conv: tuple[ConvStates, ...] = ()
 
     @property
     def names_heads(self) -> bool:

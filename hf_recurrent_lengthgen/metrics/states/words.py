@@ -17,6 +17,7 @@ from hf_recurrent_lengthgen.metrics.states.figure import (
     distance_map_figure,
     patching_figure,
     retention_figure,
+    state_mean_figure,
     state_std_figure,
 )
 from hf_recurrent_lengthgen.metrics.states.measure import measure_states
@@ -290,6 +291,11 @@ STATES = Part(
         ),
         "state_std": Picture(
             lambda result, *_: state_std_figure(result), "A state that has settled has a flat line. Dashed: the whole."
+        ),
+        "state_mean": Picture(
+            lambda result, *_: state_mean_figure(result),
+            "A state that has settled has a flat line; between -1 and 1 the scale is linear.",
+            lambda result: any(head.mean for head in result.heads),
         ),
         "state_retention": Picture(
             lambda result, *_: retention_figure(result),
