@@ -72,9 +72,10 @@ OUR_HELP = MOST_USED | {
     "alignment_length": "Length T in tokens of the two aligned crops. Default, and only value here: training_length.",
 }
 DESCRIPTION = f"""\
-Train or post-train a model that takes initial states. Each option can also stand in CONFIG.yaml, as a line
-"option: value"; the command line wins. The defaults are those of Buitrago Ruiz & Gu, 2025 (B.2): {PAPER_STEPS} steps,
-AdamW(0.9, 0.95), weight decay 0.01, cosine to 1e-5 after 10 % warm-up, gradients clipped at 1.
+Train or post-train a model that takes initial states; plain training and output alignment take any causal language
+model of Transformers. Each option can also stand in CONFIG.yaml, as a line "option: value"; the command line wins. The
+defaults are those of Buitrago Ruiz & Gu, 2025 (B.2): {PAPER_STEPS} steps, AdamW(0.9, 0.95), weight decay 0.01, cosine
+to 1e-5 after 10 % warm-up, gradients clipped at 1.
 
 An option whose help ends with [task passkey] goes with this choice of --task only, and so on. All other options of
 transformers.TrainingArguments are taken, too.
