@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from measure import in_own_process, peak_mib, take_turns
 from torch import nn
-from trainer_steps import DEMO
+from trainer_steps import SMALL
 
 from hf_recurrent_lengthgen.evaluation.streaming import TOKENS_PER_FORWARD
 from hf_recurrent_lengthgen.metrics.remembrance.measure import START_POINTS, remembrance_values, start_points
@@ -18,10 +18,10 @@ LENGTH, LENGTHS = 8192, (2048, 8192, 32_768)
 
 
 def model_and_tokens(length: int) -> tuple[StatefulMamba2ForCausalLM, np.ndarray]:
-    """The demo's model, random, and one random text."""
+    """A model of width 96, random, and one random text."""
     torch.manual_seed(0)
     tokens = np.random.default_rng(0).integers(0, 256, (1, length), dtype=np.uint8)
-    return StatefulMamba2ForCausalLM(StatefulMamba2Config(**DEMO)).eval(), tokens
+    return StatefulMamba2ForCausalLM(StatefulMamba2Config(**SMALL)).eval(), tokens
 
 
 def tokens_fed(model: nn.Module, run: Callable[[], object]) -> int:

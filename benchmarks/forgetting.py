@@ -48,7 +48,7 @@ def bench_window(rounds: int) -> dict[str, float]:
 
 
 def peak_of_window(length: str) -> dict[str, float]:
-    """Peak memory of a process that streams a text through the demo's model with a window of 1024."""
+    """Peak memory of a process that streams a text through a model of width 96 with a window of 1024."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.manual_seed(0)
     sizes = {"vocab_size": 259, "hidden_size": 96, "num_heads": 6, "head_dim": 32, "state_size": 32}

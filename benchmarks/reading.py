@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from trainer_steps import DEMO, WIDE
+from trainer_steps import SMALL, WIDE
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
@@ -37,7 +37,7 @@ def mamba2(sizes: dict[str, Any]) -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, tuple[int, int]]] = {
-    "demo": (partial(mamba2, DEMO), 128, (8, 4097)),
+    "small": (partial(mamba2, SMALL), 128, (8, 4097)),
     "wide": (partial(mamba2, WIDE), 256, (2, 2049)),
     "wide_50k": (partial(mamba2, WIDE | {"vocab_size": 50_288}), 256, (2, 1025)),
     "hybrid": (hybrid, 256, (2, 2049)),

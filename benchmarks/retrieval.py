@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from measure import take_turns
-from trainer_steps import DEMO
+from trainer_steps import SMALL
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.data.tasks import PasskeyGrid
@@ -17,10 +17,10 @@ from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2Fo
 DEPTHS = [place / 9 for place in range(10)]
 
 
-def demo_model() -> StatefulMamba2ForCausalLM:
-    """The demo's model with random weights and a vocabulary of bytes."""
+def small_model() -> StatefulMamba2ForCausalLM:
+    """A model of width 96 with random weights and a vocabulary of bytes."""
     torch.manual_seed(0)
-    return StatefulMamba2ForCausalLM(StatefulMamba2Config(**{**DEMO, "vocab_size": 384})).eval()
+    return StatefulMamba2ForCausalLM(StatefulMamba2Config(**{**SMALL, "vocab_size": 384})).eval()
 
 
 def reading(model: StatefulMamba2ForCausalLM, lengths: Sequence[int], samples: int, least: int) -> Callable[[], None]:
@@ -39,7 +39,7 @@ def reading(model: StatefulMamba2ForCausalLM, lengths: Sequence[int], samples: i
 
 def bench_retrieval(rounds: int) -> dict[str, float]:
     """Passkeys at 10 depths: 1k to 128k with 1 sample, once; 1k to 4k with 2, shared against each prompt anew."""
-    model, usual = demo_model(), shared_prefixes.WORTH_A_CALL
+    model, usual = small_model(), shared_prefixes.WORTH_A_CALL
     lengths = [2**power for power in range(10, 18)]
     began = time.perf_counter()
     reading(model, lengths, 1, usual)()

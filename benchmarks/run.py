@@ -31,7 +31,7 @@ from reading import bench_reading
 from retrieval import bench_retrieval
 from states import bench_states, peak_of_states
 from statex import bench_statex
-from trainer_steps import DEMO, bench_trainer
+from trainer_steps import SMALL, bench_trainer
 
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -59,9 +59,9 @@ def bench_stream(rounds: int) -> dict[str, float]:
 
 
 def stream_of(length: str) -> dict[str, float]:
-    """Evaluate one random stream with the demo's model."""
+    """Evaluate one random stream with a model of width 96."""
     torch.manual_seed(0)
-    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**DEMO))
+    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**SMALL))
     tokens = np.random.default_rng(0).integers(0, 256, (1, int(length) + 1), dtype=np.uint8)
     stream_nll(model, tokens[:, :16385], progress=False)  # warm-up
     began = time.perf_counter()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from measure import in_own_process, peak_mib
 from torch import nn
-from trainer_steps import DEMO, WIDE
+from trainer_steps import SMALL, WIDE
 
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
@@ -37,10 +37,10 @@ def read(model: nn.Module, tokens: np.ndarray, training_length: int, states: boo
 def bench_states(rounds: int) -> dict[str, float]:
     """An evaluation (NLL, harm, verdict) and its first pass, without and with state statistics of all heads.
 
-    The demo's dimensions, 8 texts of 32 training lengths of 128; and two layers of 130m's, 2 texts of 8 of 256.
+    A model of width 96, 8 texts of 32 training lengths of 128; and two layers of 130m's, 2 texts of 8 of 256.
     """
     result = {}
-    for name, sizes, training_length, shape in (("demo", DEMO, 128, (8, 4097)), ("wide", WIDE, 256, (2, 2049))):
+    for name, sizes, training_length, shape in (("small", SMALL, 128, (8, 4097)), ("wide", WIDE, 256, (2, 2049))):
         torch.manual_seed(0)
         model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes)).eval()
         tokens = np.random.default_rng(0).integers(0, 251, shape)
@@ -69,10 +69,10 @@ def bench_states(rounds: int) -> dict[str, float]:
 
 
 def peak_of_states(length: str) -> dict[str, float]:
-    """Peak memory of a process that takes the statistics along one stream with the demo's dimensions."""
+    """Peak memory of a process that takes the statistics along one stream with width 96."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.manual_seed(0)
-    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**DEMO)).eval()
+    model = StatefulMamba2ForCausalLM(StatefulMamba2Config(**SMALL)).eval()
     tokens = np.random.default_rng(0).integers(0, 251, (1, int(length) + 1), dtype=np.int32)
     positions = sample_positions(int(length), 128)
     observer = StateObserver(model, 1, positions)

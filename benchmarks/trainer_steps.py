@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_recurrent_lengthgen.cli.demo import DEFAULTS
 from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
@@ -27,13 +26,7 @@ WIDE: dict[str, Any] = {  # the dimensions of Mamba-2 130m in two layers, with a
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-DEMO = WIDE | {
-    "hidden_size": DEFAULTS.hidden_size,
-    "num_heads": 2 * DEFAULTS.hidden_size // DEFAULTS.head_dim,
-    "head_dim": DEFAULTS.head_dim,
-    "state_size": DEFAULTS.state_size,
-    "num_hidden_layers": DEFAULTS.num_layers,
-}
+SMALL = WIDE | {"hidden_size": 96, "num_heads": 6, "head_dim": 32, "state_size": 32}
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "random_noise": {"noise_sigma": 0.1},
@@ -63,7 +56,7 @@ def bench_trainer(rounds: int) -> dict[str, float]:
     result: dict[str, float] = {}
     for name, sizes, batch, length in (
         ("wide", WIDE, 1, LENGTH),
-        ("demo", DEMO, DEFAULTS.batch_size, DEFAULTS.training_length),
+        ("small", SMALL, 16, 128),
     ):
         steps = 3 if name == "wide" else 20
         stream = torch.arange(2 * steps * batch * (length + 1)) % 251

@@ -1,4 +1,7 @@
-"""What the studies share: stages that are trained, measured and kept, and the setting of `lengthgen demo`.
+"""What the studies share: stages that are trained, measured and kept, and two settings of small models of bytes.
+
+`Study` has the base of `lengthgen demo`, which fails from its own start; `SlowStudy` a Mamba-2, which fails because it
+starts with heads that forget almost nothing.
 
 A stage is one training run and its measurement. Its folder holds the checkpoint; `ArmResults` keep its result. A
 finished stage with the same settings is not run again, so an interrupted study continues where it stopped.
@@ -26,18 +29,41 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
-from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models import (
+    StatefulDeltaNetForCausalLM,
+    StatefulMamba2Config,
+    StatefulMamba2ForCausalLM,
+)
 from hf_recurrent_lengthgen.plotting.style import INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
 SETTINGS = replace(demo.DEFAULTS, cure_steps=200, evaluation_multiple=32, sequences=16)
-TINY = replace(
-    SETTINGS,
-    **{"hidden_size": 16, "head_dim": 16, "state_size": 4, "training_length": 16, "batch_size": 4},
-    **{"base_steps": 2, "cure_steps": 2, "evaluation_multiple": 4, "sequences": 2},
-)
+SHORT: dict[str, Any] = {"training_length": 16, "batch_size": 4, "base_steps": 2, "cure_steps": 2}
+SHORT |= {"evaluation_multiple": 4, "sequences": 2}
+TINY = replace(SETTINGS, hidden_size=16, num_heads=2, **SHORT)
+
+
+@dataclass(frozen=True)
+class SlowSettings:
+    """A Mamba-2 with a mimetic start (arXiv:2410.11135), trained, cured and measured as the base of the demo."""
+
+    hidden_size: int = 96
+    head_dim: int = 32
+    state_size: int = 32
+    num_layers: int = 2
+    mimetic_c: float = 5.0
+    mimetic_offset: int = 1
+    training_length: int = SETTINGS.training_length
+    batch_size: int = SETTINGS.batch_size
+    base_steps: int = SETTINGS.base_steps
+    base_learning_rate: float = SETTINGS.base_learning_rate
+    cure_steps: int = SETTINGS.cure_steps
+    cure_learning_rate: float = SETTINGS.cure_learning_rate
+    state_drop_probability: float = SETTINGS.state_drop_probability
+    evaluation_multiple: int = SETTINGS.evaluation_multiple
+    sequences: int = SETTINGS.sequences
 
 
 def options_of(description: str | None, results: Path | None = None) -> argparse.ArgumentParser:
@@ -232,7 +258,8 @@ class Stages:
 class Study(Stages):
     """Stages in the setting of `lengthgen demo`."""
 
-    full, tiny = SETTINGS, TINY
+    full: Any = SETTINGS
+    tiny: Any = TINY
 
     def __init__(self, options: argparse.Namespace) -> None:
         settings = self.tiny if options.tiny else self.full
@@ -252,18 +279,16 @@ class Study(Stages):
 
     @property
     def snapshots(self) -> tuple[int, ...]:
-        """Steps of the base after which it is measured, too: an eighth, a quarter and half of them."""
-        return tuple(sorted({max(1, self.settings.base_steps // part) for part in (8, 4, 2)}))
+        """Steps of the base after which it is measured, too: a sixteenth to half of them."""
+        return tuple(sorted({max(1, self.settings.base_steps // part) for part in (16, 8, 4, 2)}))
 
     def new_model(self, name: str, length: int, seed: int) -> Any:
         set_seed(seed)
         config = demo.base_config(replace(self.settings, training_length=length), self.vocabulary)
-        model = StatefulMamba2ForCausalLM(config)
-        mimetic_initialization(model, c=self.settings.mimetic_c, offset=self.settings.mimetic_offset)
-        return model
+        return StatefulDeltaNetForCausalLM(config)
 
     def base(self, seed: int) -> Result | None:
-        """The base model of the demo."""
+        """The base model of the setting."""
         training = Training(self.settings.base_steps, self.settings.base_learning_rate, snapshots=self.snapshots)
         return self.run("base", seed, training, ZeroStateTrainer, self.blocks())
 
@@ -303,6 +328,34 @@ class Study(Stages):
         axis.axhline(0, color=INK, linewidth=1, zorder=0)
         position_axis(axis, first, self.length)
         mark_training_lengths(axis, [length])
+
+
+class SlowStudy(Study):
+    """Stages of a Mamba-2 from a mimetic start."""
+
+    full = SlowSettings()
+    tiny = replace(full, hidden_size=16, head_dim=16, state_size=4, **SHORT)
+
+    def new_model(self, name: str, length: int, seed: int) -> Any:
+        set_seed(seed)
+        settings = self.settings
+        config = StatefulMamba2Config(
+            hidden_size=settings.hidden_size,
+            head_dim=settings.head_dim,
+            num_heads=2 * settings.hidden_size // settings.head_dim,
+            state_size=settings.state_size,
+            num_hidden_layers=settings.num_layers,
+            n_groups=1,
+            vocab_size=self.vocabulary,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=1,
+            tie_word_embeddings=True,
+            training_length=length,
+        )
+        model = StatefulMamba2ForCausalLM(config)
+        mimetic_initialization(model, c=settings.mimetic_c, offset=settings.mimetic_offset)
+        return model
 
 
 class _Snapshots(TrainerCallback):

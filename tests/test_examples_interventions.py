@@ -38,13 +38,14 @@ def test_the_interventions_are_compared(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
-def test_the_failure_study_reports_three_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_failure_study_reports_four_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_study("failure", monkeypatch, "--output", tmp_path / "out", "--seeds", 0)
     results = json.loads((tmp_path / "out" / "failure.json").read_text())
     series = [name.partition(":")[0] for name in results["stages"]]
     assert series.count("Training length") == 4
     assert series.count("Warm-up") == 3
-    assert {"Training length", "Tokens seen", "Warm-up"} == set(series)
+    assert series.count("Further steps") == 4  # the base, 1 and 2 of state passing, 2 plain
+    assert {"Training length", "Tokens seen", "Warm-up", "Further steps"} == set(series)
     assert all(set(seeds) == {"0"} for seeds in results["stages"].values())
     assert "| warm-up | 25 % of steps | 0 |" in (tmp_path / "out" / "failure.md").read_text()
     assert (tmp_path / "out" / "failure.png").is_file()

@@ -3,13 +3,15 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models import StatefulDeltaNetConfig, StatefulMamba2Config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -22,28 +24,14 @@ def blocks_of(language: str) -> list[str]:
 @pytest.fixture
 def demo_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with small checkpoints in place of those of a clone, of `make demo` and of a training."""
-    config = StatefulMamba2Config(
-        hidden_size=16,
-        num_heads=4,
-        head_dim=8,
-        state_size=8,
-        n_groups=1,
-        num_hidden_layers=1,
-        vocab_size=384,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
-        training_length=16,
-    )
-    for name in (
-        "demo-output/base",
-        "demo-output/cured",
-        "model_cards/mamba2-base",
-        "model_cards/mamba2-cured",
-        "cured",
-    ):
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_heads": 4, "num_hidden_layers": 1, "vocab_size": 384}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "training_length": 16}
+    mamba2 = StatefulMamba2Config(head_dim=8, state_size=8, n_groups=1, **sizes)
+    names = {"cured": mamba2, "model_cards/mamba2-base": mamba2, "model_cards/mamba2-cured": mamba2}
+    names |= dict.fromkeys(("demo-output/base", "demo-output/cured"), StatefulDeltaNetConfig(**sizes))
+    for name, config in names.items():
         torch.manual_seed(0)
-        StatefulMamba2ForCausalLM(config).save_pretrained(tmp_path / name)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
     for name in ("bamba-base", "bamba-cured"):
         (tmp_path / "model_cards" / name).symlink_to(ROOT / "model_cards" / name)

@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.trainers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import Result, Study, Training, options_of, parsed
+from small_setting import Result, SlowStudy, Training, options_of, parsed
 from study_pages import legend_below, markdown, over_seeds, panels
 
 HERE = Path(__file__).resolve().parent
@@ -69,7 +69,7 @@ TERMS = {
 }
 
 
-class AlignmentStudy(Study):
+class AlignmentStudy(SlowStudy):
     """Stages are named base, or SOURCE/TERM."""
 
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:

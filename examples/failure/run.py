@@ -1,8 +1,8 @@
-"""Train base models in different ways and see which of them fail beyond their training length.
+"""Train base models in different ways and see which of them fail beyond their training length, and what cures them.
 
-After Fig. 2, 3 and 11 of arXiv:2507.02782: training length at equal tokens, tokens seen, and warm-up. The model is the
-base of `lengthgen demo`; one thing is changed at a time. Writes into the output folder: failure.png, failure.md,
-failure.json, and a checkpoint per stage and seed. An interrupted run continues.
+After Fig. 1, 2, 3 and 11 of arXiv:2507.02782: training length at equal tokens, tokens seen, warm-up, and few steps of
+state passing. The model is the base of `lengthgen demo`; one thing is changed at a time. Writes to the output folder:
+failure.png, failure.md, failure.json, and a checkpoint per stage and seed. An interrupted run continues.
 """
 
 import sys
@@ -10,23 +10,41 @@ from pathlib import Path
 
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
-from hf_recurrent_lengthgen.trainers import ZeroStateTrainer
+from hf_recurrent_lengthgen.trainers import StatePassingTrainer, ZeroStateTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import Result, Study, Training, parse
+from small_setting import Result, Study, Training, options_of
 from study_pages import draw, markdown, over_seeds, panels
 
-COLORS = ("#56b4e9", "#009e73", "#d55e00", "#7a3b9c")
-LINES = ("solid", (0, (5, 2)), "solid", (0, (1, 1)))
+COLORS = ("#56b4e9", "#009e73", "#d55e00", "#7a3b9c", "#a8780f")
+LINES = ("solid", (0, (5, 2)), "solid", (0, (1, 1)), "solid")
 MULTIPLES = (0.25, 0.5, 1, 2)
 """Training lengths, in those of the demo."""
 WARMUPS = (0.02, 0.1, 0.25)
 """Shares of all steps; the demo's is the middle one."""
+CURES = (0.1, 0.25, 1)
+"""Steps of state passing after the base, in those of a cure."""
 
 
-def train(study: Study, seed: int) -> None:
-    """The stages of a seed, the most important first. The base of the demo is one of each series."""
+def cures(study: Study) -> dict[str, str]:
+    """Stages that go on from the base, with their labels: few steps of state passing, and plain ones, too."""
+    steps = sorted({max(1, int(share * study.settings.cure_steps)) for share in CURES})
+    labels = {f"state_passing_{n}": f"{n} of state passing" for n in steps}
+    return labels | {f"plain_{steps[-1]}": f"{steps[-1]} of plain training"}
+
+
+def train_base_and_cures(study: Study, seed: int) -> None:
+    """The base of the demo, which is one of each series, and a few steps more."""
     study.base(seed)
+    for name in cures(study):
+        trainer = ZeroStateTrainer if name.startswith("plain") else StatePassingTrainer
+        steps = int(name.rpartition("_")[2])
+        training = Training(steps, study.settings.cure_learning_rate, "base", study.settings.batch_size)
+        study.run(name, seed, training, trainer, study.blocks())
+
+
+def train_variations(study: Study, seed: int) -> None:
+    """Other training lengths and warm-ups, the most important first."""
     for multiple, warmup in ((0.5, None), (2, None), (None, 0.25), (0.25, None), (None, 0.02)):
         if multiple is None:
             train_with(study, seed, f"warmup_{warmup}", 1, warmup)
@@ -59,6 +77,8 @@ def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Resu
         },
         "Tokens seen": {label: ("base", key) for key, label in steps}
         | {f"{whole / 1e6:.2g} M tokens": ("base", "measured")},
+        "Further steps": {"base": ("base", "measured")}
+        | {label: (name, "measured") for name, label in cures(study).items()},
         "Warm-up": {f"{100 * w:g} % of steps": ("base" if w == 0.1 else f"warmup_{w}", "measured") for w in WARMUPS},
     }
     measured: dict[str, dict[str, dict[int, Result]]] = {}
@@ -123,9 +143,12 @@ def report(study: Study, seeds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(__doc__)
+    parser = options_of(__doc__)
+    parser.set_defaults(output="demo-output/failure")  # other studies have a stage "base", too
+    options = parser.parse_args()
     study = Study(options)
     if not options.report:
-        for seed in options.seeds:
-            train(study, seed)
+        for stages in (train_base_and_cures, train_variations):
+            for seed in options.seeds:
+                stages(study, seed)
     report(study, options.seeds)

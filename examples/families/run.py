@@ -37,7 +37,7 @@ from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from family_models import FAMILIES, SHARED, SPECIAL, STOCK
-from small_setting import Result, Study, Training, options_of, parsed
+from small_setting import Result, SlowStudy, Training, options_of, parsed
 from study_pages import fill, legend_below, markdown, over_seeds, panels
 
 HERE = Path(__file__).resolve().parent
@@ -78,7 +78,7 @@ EXTRA = ("fitted_noise_first", "fitted_noise_first_zero")
 """Methods that run when they are asked for: what makes fitted noise costly."""
 
 
-class FamilyStudy(Study):
+class FamilyStudy(SlowStudy):
     """Stages are named FAMILY/METHOD."""
 
     def new_model(self, name: str, length: int, seed: int) -> Any:
@@ -233,20 +233,25 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
     figures = {f"{name} figure": figure(study, name, part) for name, part in parts.items() if part}
     if study.results == HERE / "results":
         fill(HERE / "README.md", figures)
-        fill(ROOT / "README.md", {"families": summary(families)})
+        fill(ROOT / "README.md", {"families": summary(measured)})
         fill(ROOT / "docs/delta_rule.md", {"lengths": lengths_table(measured)})
     print(text)
 
 
 def summary(measured: Measured) -> str:
-    """Mean harm of the base, after plain training and after state passing; of the recurrent part in hybrids."""
+    """Mean harm of the base, after plain training and after state passing; of the recurrent part in hybrids.
+
+    Families from their own start come first, then those that are made to start with slow decays.
+    """
     shown = ("base", "control", "state_passing")
-    rows = [
-        [FAMILIES[family].label, *(f"{recurrent_harm(methods[method]):+.2f}" for method in shown)]
-        for family, methods in measured.items()
-        if methods.keys() >= {*shown}
-    ]
-    return markdown(["", *map(label_of, shown)], rows).replace("-0.00", "+0.00")
+    rows = []
+    for family, methods in sorted(measured.items(), key=lambda item: FAMILIES[item[0]].start is not None):
+        own = FAMILIES[family].start is None
+        if methods.keys() >= {*shown} and not family.endswith("_short") and (own or not family.endswith(VARIANTS)):
+            harms = (f"{recurrent_harm(methods[method]):+.2f}" for method in shown)
+            label = FAMILIES[family].label.removesuffix(", default start")
+            rows.append([label, "its own" if own else "slow decays", *harms])
+    return markdown(["", "start", *map(label_of, shown)], rows).replace("-0.00", "+0.00")
 
 
 def lengths_table(measured: Measured) -> str:

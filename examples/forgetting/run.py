@@ -1,7 +1,7 @@
 """Let one small model forget at inference, without training, and compare: position-wise loss and context harm.
 
 After Fig. 4 of arXiv:2410.07145: less retention and insertion (RRI), a sliding window on the states, and LongMamba's
-smaller steps. The model is the base of `lengthgen demo`, one per seed; state passing, a cure by training, stands
+smaller steps. The model is a Mamba-2 from a slow start, one per seed; state passing, a cure by training, stands
 beside. RRI is searched for on texts of the training split. Writes into the output folder: forgetting.png,
 forgetting.md, forgetting.json, both checkpoints and the searches of each seed, and the results. An interrupted run
 continues.
@@ -28,7 +28,7 @@ from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from forgetting_search import INSERTIONS, PAPER, forgetting_grid, rule_of, search_forgetting
-from small_setting import Result, Study, Training, parse
+from small_setting import Result, SlowStudy, Training, parse
 from study_pages import draw, markdown, nll_last, over_seeds, panels
 
 WINDOWS = (0.5, 1, 2, 4)
@@ -37,7 +37,7 @@ RETENTIONS = (1.0, 0.9999, 0.999, 0.99, 0.97, 0.9)
 """For the search: the last one halves a state within 7 bytes."""
 
 
-def on_longer_texts(study: Study) -> Study:
+def on_longer_texts(study: SlowStudy) -> SlowStudy:
     """The study with half as many texts of twice the length, to measure on."""
     settings = study.settings
     longer = copy(study)
@@ -57,7 +57,7 @@ def fixed_settings(length: int) -> dict[str, Forgetting]:
     return {"base": Forgetting(), "rri_paper": PAPER, **windows, "delta_scale": Forgetting(delta_scale=0.5)}
 
 
-def run_seed(study: Study, longer: Study, seed: int) -> None:
+def run_seed(study: SlowStudy, longer: SlowStudy, seed: int) -> None:
     """Train base and cured model, search, and measure under each setting; what is there is kept."""
     settings = study.settings
     study.base(seed)
@@ -70,7 +70,7 @@ def run_seed(study: Study, longer: Study, seed: int) -> None:
     measure(longer, "state_passing", "state_passing", Forgetting(), seed)
 
 
-def search(study: Study, seed: int) -> tuple[Forgetting, dict[str, float]]:
+def search(study: SlowStudy, seed: int) -> tuple[Forgetting, dict[str, float]]:
     """The best multipliers on texts of the training split, and the mean loss under all that were tried."""
     texts = evaluation_sequences(study.stream, max(1, study.settings.sequences // 2), study.length + 1)
     folder = study.folder("base", seed)
@@ -88,7 +88,7 @@ def search(study: Study, seed: int) -> tuple[Forgetting, dict[str, float]]:
 
 
 def measure(
-    study: Study, stage: str, name: str, rule: Forgetting, seed: int, more: dict[str, Any] | None = None
+    study: SlowStudy, stage: str, name: str, rule: Forgetting, seed: int, more: dict[str, Any] | None = None
 ) -> None:
     """Measure the model of a stage under a setting."""
     folder, trained = study.folder(stage, seed), study.kept.get(stage, seed)
@@ -106,7 +106,7 @@ def measure(
     print(f"seed {seed} {name} ({in_words(rule)}): harm {results['harm_last']['mean']:+.3f}", flush=True)
 
 
-def labels(study: Study) -> dict[str, str]:
+def labels(study: SlowStudy) -> dict[str, str]:
     """Settings in the order of the table."""
     length = study.settings.training_length
     windows = {f"window_{x:g}": f"window of {max(1, int(x * length))}" for x in WINDOWS}
@@ -127,7 +127,7 @@ def octaves(result: Result, length: int) -> dict[int, float]:
     return losses
 
 
-def tables(study: Study, measured: dict[str, dict[int, Result]]) -> str:
+def tables(study: SlowStudy, measured: dict[str, dict[int, Result]]) -> str:
     """Harm and losses; and the loss per octave, as means over seeds."""
     length = study.settings.training_length
     rows, by_octave = [], []
@@ -148,7 +148,7 @@ def tables(study: Study, measured: dict[str, dict[int, Result]]) -> str:
     return f"{markdown(head, rows)}\n{markdown(['loss at positions', *starts], by_octave)}"
 
 
-def figure(study: Study, measured: dict[str, dict[int, Result]]) -> None:
+def figure(study: SlowStudy, measured: dict[str, dict[int, Result]]) -> None:
     """Loss and harm against position, after Fig. 4 of arXiv:2410.07145, and the loss with each window."""
     length = study.settings.training_length
     methods = {
@@ -178,7 +178,7 @@ def figure(study: Study, measured: dict[str, dict[int, Result]]) -> None:
     save_png(picture, study.output / "forgetting.png")
 
 
-def report(study: Study, seeds: list[int]) -> None:
+def report(study: SlowStudy, seeds: list[int]) -> None:
     """Figure, tables and numbers of what is there."""
     measured: dict[str, dict[int, Result]] = {}
     for name in labels(study):
@@ -198,7 +198,7 @@ def report(study: Study, seeds: list[int]) -> None:
 
 if __name__ == "__main__":
     options = parse(__doc__)
-    study = Study(options)
+    study = SlowStudy(options)
     longer = on_longer_texts(study)
     if not options.report:
         for seed in options.seeds:

@@ -1,8 +1,8 @@
 """`lengthgen demo`: a small model fails beyond its training length, state passing cures it, plain training does not.
 
-The base model is Mamba-2 on bytes with mimetic initialization (Trockman et al., 2024, arXiv:2410.11135): its heads
-forget almost nothing, so it leaves the states of its training as soon as texts get longer. Everything is trained from
-scratch on text that every machine has, the source files of the Python standard library.
+The base model is DeltaNet on bytes, with rates of up to 2 (Grazzi et al., 2025, arXiv:2411.12537) and fla's own start:
+the delta rule has no decay, so its states leave those of training as soon as texts get longer. Everything is trained
+from scratch on text that every machine has, the source files of the Python standard library.
 """
 
 import shlex
@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.cli.shared_options import add_shared
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
-from hf_recurrent_lengthgen.models import StatefulMamba2Config
+from hf_recurrent_lengthgen.models import StatefulDeltaNetConfig
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,8 @@ class DemoSettings:
     """Sizes and budgets of the demo; lengths in tokens (bytes), `evaluation_multiple` in training lengths."""
 
     hidden_size: int = 96
-    head_dim: int = 32
-    state_size: int = 32
+    num_heads: int = 3
     num_layers: int = 2
-    mimetic_c: float = 5.0
-    mimetic_offset: int = 1
     training_length: int = 128
     batch_size: int = 16
     base_steps: int = 1000
@@ -47,7 +44,7 @@ DEFAULTS = DemoSettings()
 START = "start.json"
 ROLES = ("base", "cured", "control")
 DESCRIPTION = """\
-Train a small Mamba-2 on the sources of the Python standard library, see it fail beyond its training length, cure it
+Train a small DeltaNet on the sources of the Python standard library, see it fail beyond its training length, cure it
 with state passing, and compare with equally many plain steps. Takes about five minutes on two cores and downloads
 nothing. The output folder holds:
 
@@ -91,8 +88,7 @@ def run_demo(output: Path, seed: int = 0, settings: DemoSettings = DEFAULTS) -> 
     base_config(settings, len(byte_tokenizer())).to_json_file(output / START)
     stages = {
         f"Training a model from scratch on {settings.training_length}-byte pieces of text": [
-            *("--model", output / START, "--mimetic", "--mimetic-c", settings.mimetic_c),
-            *("--mimetic-offset", settings.mimetic_offset, "--output", output / "base", "--intervention", "none"),
+            *("--model", output / START, "--output", output / "base", "--intervention", "none"),
             *_steps(settings.base_steps, settings.base_learning_rate),
         ],
         "Curing it: a few more steps with state passing": [
@@ -123,15 +119,13 @@ def run_demo(output: Path, seed: int = 0, settings: DemoSettings = DEFAULTS) -> 
     return comparison
 
 
-def base_config(settings: DemoSettings, vocab_size: int) -> StatefulMamba2Config:
+def base_config(settings: DemoSettings, vocab_size: int) -> StatefulDeltaNetConfig:
     """The config of the base model."""
-    return StatefulMamba2Config(
+    return StatefulDeltaNetConfig(
         hidden_size=settings.hidden_size,
-        head_dim=settings.head_dim,
-        num_heads=2 * settings.hidden_size // settings.head_dim,
-        state_size=settings.state_size,
+        num_heads=settings.num_heads,
+        allow_neg_eigval=True,
         num_hidden_layers=settings.num_layers,
-        n_groups=1,
         vocab_size=vocab_size,
         pad_token_id=0,
         bos_token_id=1,

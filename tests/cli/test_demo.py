@@ -22,8 +22,7 @@ from tests.without_package import clean_process
 
 TINY = DemoSettings(
     hidden_size=16,
-    head_dim=16,
-    state_size=4,
+    num_heads=2,
     training_length=16,
     batch_size=2,
     base_steps=4,
@@ -97,7 +96,7 @@ def test_everything_is_written(finished: Finished) -> None:
     }
     for role in ROLES:
         names = {path.name for path in (finished.output / role).iterdir()}
-        assert names >= {"config.json", "model.safetensors", "modeling_stateful_mamba2.py", "tokenizer_config.json"}
+        assert names >= {"config.json", "model.safetensors", "modeling_stateful_delta_net.py", "tokenizer_config.json"}
 
 
 @pytest.mark.slow
@@ -126,7 +125,7 @@ def test_the_checkpoints_say_where_they_come_from(finished: Finished) -> None:
             assert step.training is not None
             titles = tuple(method.title for method in step.training.methods)
             told[role].append((titles, step.training.steps, step.training.tokens))
-    base = (("plain training", "mimetic initialization"), 4, 4 * 2 * 16)
+    base = (("plain training",), 4, 4 * 2 * 16)
     assert told == {
         "base": [base],
         "cured": [base, (("state passing",), 3, 3 * 2 * 16)],
