@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen.trainers import AlignmentTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rank_correlation import rank_correlation
-from small_setting import SETTINGS, TINY, Result, Training, options_of, parsed
+from small_setting import Result, SlowStudy, Training, options_of, parsed
 from study_pages import band, legend_below, markdown, mean_and_range, panels
 
 ALPHAS = {0.0: "#a8780f", 0.1: "#0072b2", 0.3: "#009e73", 1.0: "#aa4499"}
@@ -32,8 +32,8 @@ LLAMA = {"num_layers": 4, "hidden_size": 128, "batch_size": 4, "evaluation_multi
 class LlamaStudy(AlignmentStudy):
     """Stages are named llama/ALPHA."""
 
-    full = replace(SETTINGS, **LLAMA, base_steps=500, base_learning_rate=2e-3)
-    tiny = replace(TINY, evaluation_multiple=8)
+    full = replace(SlowStudy.full, **LLAMA, base_steps=500, base_learning_rate=2e-3)
+    tiny = replace(SlowStudy.tiny, evaluation_multiple=8)
 
     def new_model(self, name: str, length: int, seed: int) -> LlamaForCausalLM:
         set_seed(seed)
