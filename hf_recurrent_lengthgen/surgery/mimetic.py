@@ -44,8 +44,7 @@ def mimetic_initialization(
     """Initialize the Mamba-1, FalconMamba, Mamba-2 or GLA mixers of a model mimetically, in place.
 
     Mixers are recognized by their parameters (`layers_known.py`), so classes of Transformers and fla, hybrids and
-    models whose code came with a checkpoint work, too. The config and all other weights are kept, also `in_proj.bias`
-    and the rows of the step sizes in `in_proj` or `x_proj`.
+    models whose code came with a checkpoint work, too. The config and all other weights are kept.
 
     A switch is on, off, or None for the default of the mixer: in Mamba-1 all but `conv`, in Mamba-2 all, in GLA `a`,
     `bc` and, with short convolutions, `conv`.
@@ -58,9 +57,10 @@ def mimetic_initialization(
             its bias b has log(sigmoid(b)) / gate_logit_normalizer = A_n (`clamp_min` still bounds it). n = 1 is a
             fixed point of the scaling in c and keeps decaying by exp(-1) per token, as in the paper, unless offset is
             above 0.
-        delta: Step sizes near 1 (Eq. 4): the bias inside the softplus is softplus^-1(1). Mamba-2: `dt_bias`, and 1
-            must lie inside `time_step_limit`. Mamba-1: the bias of `dt_proj`, whose weight becomes 0 (the rows of
-            `x_proj` before it do not, else no gradient would reach either). GLA has no step size.
+        delta: Step sizes of 1 for every input (section 3: W_Delta = 0 and b_Delta = softplus^-1(1) in Eq. 4). Mamba-2:
+            the rows of the steps in `in_proj` become 0 and `dt_bias` is set; 1 must lie inside `time_step_limit`.
+            Mamba-1: the weight of `dt_proj` becomes 0 and its bias is set (the rows of `x_proj` before it stay, else
+            no gradient would reach either). GLA has no step size.
         bc: Correlated tokens (section 3): `W_C <- (W_C + W_B) / 2`, group by group; in GLA `W_Q <- (W_Q + W_K) / 2`,
             head by head.
         conv: Identity convolution: last tap 1, all other taps and the bias 0. GLA: those of q, k and v.
@@ -103,8 +103,12 @@ def _set_steps(mixer: KnownMixer) -> None:
     if mixer.kind == "Mamba-1":
         mixer.module.dt_proj.weight.zero_()
         mixer.module.dt_proj.bias.fill_(DELTA_BIAS)
-    else:
-        mixer.module.dt_bias.fill_(DELTA_BIAS)
+        return
+    mixer.module.dt_bias.fill_(DELTA_BIAS)
+    projection, heads = mixer.module.in_proj, mixer.module.dt_bias.numel()
+    projection.weight[-heads:].zero_()  # rows [z, x, B, C, dt]
+    if projection.bias is not None:
+        projection.bias[-heads:].zero_()
 
 
 def _chosen(model: nn.Module, layers: Iterable[int] | None) -> list[KnownMixer]:

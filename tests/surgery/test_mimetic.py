@@ -40,7 +40,7 @@ SIZES: dict[str, Any] = {
 }
 CHANGED = {
     "a": {"mixer.A_log"},
-    "delta": {"mixer.dt_bias"},
+    "delta": {"mixer.dt_bias", "mixer.in_proj.weight", "mixer.in_proj.bias"},
     "bc": {"mixer.in_proj.weight"},
     "conv": {"mixer.conv1d.weight", "mixer.conv1d.bias"},
 }
@@ -82,12 +82,15 @@ def test_a_is_a_power_of_the_heads_number() -> None:
     torch.testing.assert_close(a_log, torch.tensor([0.0, -5.5451774, -8.7888983, -11.0903549]))
 
 
-def test_a_step_is_one() -> None:
+def test_a_step_is_one_whatever_the_input() -> None:
     model: Any = stateful_model()
+    mixer = model.backbone.layers[2].mixer
+    others = mixer.in_proj.weight[:28].detach().clone()
     mimetic_initialization(model, **only("delta"))
-    dt_bias = model.backbone.layers[2].mixer.dt_bias
-    torch.testing.assert_close(dt_bias, torch.tensor([0.5413249, 0.5413249]))
-    torch.testing.assert_close(torch.log1p(dt_bias.exp()), torch.ones(2))
+    torch.testing.assert_close(mixer.dt_bias, torch.tensor([0.5413249, 0.5413249]))
+    steps = torch.nn.functional.softplus(mixer.in_proj(torch.randn(5, 4))[:, 28:] + mixer.dt_bias)
+    torch.testing.assert_close(steps, torch.ones(5, 2))
+    assert torch.equal(mixer.in_proj.weight[:28], others)
 
 
 def test_c_rows_become_the_mean_of_b_and_c_rows_of_the_same_group() -> None:
@@ -356,9 +359,13 @@ def test_layers_of_hybrids_are_those_of_the_model(model_type: str) -> None:
     mimetic_initialization(model, layers=mixers[-1:])
     assert {int(name.split(".")[2]) for name in changed_names(before, model)} == {mixers[-1]}
     mimetic_initialization(model, c=2.0, offset=1)
-    decays = {name: value[..., 0] for name, value in model.named_parameters() if name.endswith("A_log")}
-    for value in decays.values():
-        torch.testing.assert_close(-value.exp(), torch.full_like(value, -1 / 4))
+    weights = dict(model.named_parameters())
+    for name, value in weights.items():
+        if name.endswith("A_log"):
+            torch.testing.assert_close(-value[..., 0].exp(), torch.full_like(value[..., 0], -1 / 4))
+        if name.endswith("mixer.dt_bias") or name.endswith("mamba.dt_bias"):
+            # Mamba-2: the last rows of in_proj make the steps
+            assert not weights[name.replace("dt_bias", "in_proj.weight")][-len(value) :].any()
 
 
 def test_attention_in_the_place_of_a_mixer_keeps_its_number_and_its_weights() -> None:
