@@ -74,6 +74,8 @@ METHODS = {
 Measured = dict[str, dict[str, dict[int, Result]]]
 VARIANTS = ("_default", "_negative", "_short")
 """Ends of the names of families that differ from another in one thing."""
+FAILS = 0.02
+"""Harm of a base that fails, in nats per byte."""
 EXTRA = ("fitted_noise_first", "fitted_noise_first_zero")
 """Methods that run when they are asked for: what makes fitted noise costly."""
 
@@ -241,16 +243,17 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
 def summary(measured: Measured) -> str:
     """Mean harm of the base, after plain training and after state passing; of the recurrent part in hybrids.
 
-    Families from their own start come first, then those that are made to start with slow decays.
+    Only of those that fail. First those that do from their own start, then those that start with slow decays.
     """
     shown = ("base", "control", "state_passing")
     rows = []
     for family, methods in sorted(measured.items(), key=lambda item: FAMILIES[item[0]].start is not None):
         own = FAMILIES[family].start is None
         if methods.keys() >= {*shown} and not family.endswith("_short") and (own or not family.endswith(VARIANTS)):
-            harms = (f"{recurrent_harm(methods[method]):+.2f}" for method in shown)
-            label = FAMILIES[family].label.removesuffix(", default start")
-            rows.append([label, "its own" if own else "slow decays", *harms])
+            harms = [recurrent_harm(methods[method]) for method in shown]
+            if harms[0] >= FAILS:
+                label = FAMILIES[family].label.removesuffix(", default start")
+                rows.append([label, "own" if own else "slow", *(f"{harm:+.2f}" for harm in harms)])
     return markdown(["", "start", *map(label_of, shown)], rows).replace("-0.00", "+0.00")
 
 
