@@ -62,7 +62,7 @@ def train_with(study: Study, seed: int, name: str, multiple: float, warmup: floa
 
 
 def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Result]]]:
-    """What is there: panel -> label -> seed -> measurement."""
+    """What is there: panel -> label -> seed -> measurement, of panels with something to compare."""
     settings = study.settings
     step = settings.batch_size * settings.training_length
     whole = settings.base_steps * step
@@ -87,7 +87,7 @@ def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Resu
         for label, (stage, key) in labels.items():
             kept = {seed: study.result(stage, seed) for seed in seeds}
             measured[panel][label] = {seed: result[key] for seed, result in kept.items() if result is not None}
-    return measured
+    return {panel: labels for panel, labels in measured.items() if sum(map(bool, labels.values())) > 1}
 
 
 def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> None:
