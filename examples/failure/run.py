@@ -104,7 +104,7 @@ def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> N
                 draw(axis, list(results.values()), curve, first, color=color, linestyle=line, label=label)
         position_axis(axis, first, study.length)
         if panel == "Training length":
-            for multiple, color in zip(MULTIPLES, COLORS, strict=True):
+            for multiple, color in zip(MULTIPLES, COLORS, strict=False):
                 axis.axvline(multiple * length, color=color, linewidth=1, linestyle=(0, (2, 2)))
         else:
             mark_training_lengths(axis, [length])
