@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_recurrent_lengthgen.cli import evaluate, train
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
@@ -41,6 +42,7 @@ class DemoSettings:
 
 
 DEFAULTS = DemoSettings()
+SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 START = "start.json"
 ROLES = ("base", "cured", "control")
 DESCRIPTION = """\
@@ -127,11 +129,9 @@ def base_config(settings: DemoSettings, vocab_size: int) -> StatefulDeltaNetConf
         allow_neg_eigval=True,
         num_hidden_layers=settings.num_layers,
         vocab_size=vocab_size,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=1,
         tie_word_embeddings=True,
         training_length=settings.training_length,
+        **SPECIAL,
     )
 
 
