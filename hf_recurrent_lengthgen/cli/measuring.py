@@ -77,7 +77,7 @@ def add_options(parser: CommandParser, settings: type[EvaluationSettings], outpu
     add_shared(parser, *MODEL_OPTIONS, "--output", "--csv", *HOW.keys() & fields.keys(), output=output)
     for name, field in fields.items():
         if name not in HOW:
-            kind, metavar = {int: (int, "N"), TEXT: (str, "TEXT")}.get(field.type, (None, "NAME,..."))
+            kind, metavar = {int: (int, "N"), TEXT: (None, "TEXT")}.get(field.type, (None, "NAME,..."))
             parser.method.add_argument(name, type=kind, default=field.default, metavar=metavar, **field.metadata)
 
 

@@ -54,6 +54,12 @@ DRAWN: dict[str, Callable[[Callable[..., Figure]], Callable[[Names], Figure]]] =
             {name: {8: (1.0, 0.5), 512: (0.5 + 0.1 * place, 0.0)} for place, name in enumerate(names)}, "symbols", 400
         )
     ),
+    "accuracy_over_steps_figure": lambda figure: (
+        lambda names: figure(
+            {name: {100: {8: 0.1, 512: 0.0}, 90_000: {8: 1.0, 512: 0.1 * place}} for place, name in enumerate(names)},
+            "symbols",
+        )
+    ),
     "remembrance_figure": lambda figure: (
         lambda names: figure({name: remembrance([0, 0.3, 0.4, 0.5, 0.6, 0.7]) for name in names}, ROLES[: len(names)])
     ),
