@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.trainers import InitialStateConfig
 
 ACTIONS = {
     "recipe": ("list", "show", "copy"),
-    "state": ("read", "show", "ask", "crop"),
+    "state": ("read", "show", "ask"),
 }
 """Commands whose actions have a help of their own."""
 
@@ -76,6 +76,7 @@ def line_of(name: str, found: Any) -> str:
 
 
 CONSTANTS = {
+    "DEPTHS": "Where a passkey stands in its prompt, in shares of it: i/10.",
     "EVALUATION_SEED": "The seed of rows for evaluation; training takes small ones.",
     "FAMILIES": "The language model of each family, by our model type.",
     "STATEFUL_CLASSES": "The class that takes the weights of an upstream model type.",
