@@ -51,10 +51,10 @@ STUDIES = {
         5.5,
     ),
     "failure": Study(
-        "When does a model begin to fail in its training?",
+        "When does a model begin to fail in its training, and how little cures it?",
         [f"failure/run.py --seeds {seed}" for seed in SEEDS],
         "failure/run.py --report",
-        0.3,
+        1.1,
     ),
     "interventions": Study(
         "What does each intervention cure and cost?",

@@ -39,14 +39,15 @@ from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
-SETTINGS = replace(demo.DEFAULTS, cure_steps=200, evaluation_multiple=32, sequences=16)
+FEWER: dict[str, Any] = {"cure_steps": 200, "evaluation_multiple": 32, "sequences": 16}
+SETTINGS = replace(demo.DEFAULTS, **FEWER)
 SHORT: dict[str, Any] = {"training_length": 16, "batch_size": 4, "base_steps": 2, "cure_steps": 2}
 SHORT |= {"evaluation_multiple": 4, "sequences": 2}
 TINY = replace(SETTINGS, hidden_size=16, num_heads=2, **SHORT)
 
 
 @dataclass(frozen=True)
-class SlowSettings:
+class SlowSettings(demo.Budget):
     """A Mamba-2 with a mimetic start (arXiv:2410.11135), trained, cured and measured as the base of the demo."""
 
     hidden_size: int = 96
@@ -55,15 +56,6 @@ class SlowSettings:
     num_layers: int = 2
     mimetic_c: float = 5.0
     mimetic_offset: int = 1
-    training_length: int = SETTINGS.training_length
-    batch_size: int = SETTINGS.batch_size
-    base_steps: int = SETTINGS.base_steps
-    base_learning_rate: float = SETTINGS.base_learning_rate
-    cure_steps: int = SETTINGS.cure_steps
-    cure_learning_rate: float = SETTINGS.cure_learning_rate
-    state_drop_probability: float = SETTINGS.state_drop_probability
-    evaluation_multiple: int = SETTINGS.evaluation_multiple
-    sequences: int = SETTINGS.sequences
 
 
 def options_of(description: str | None, results: Path | None = None) -> argparse.ArgumentParser:
@@ -333,7 +325,7 @@ class Study(Stages):
 class SlowStudy(Study):
     """Stages of a Mamba-2 from a mimetic start."""
 
-    full = SlowSettings()
+    full = SlowSettings(**FEWER)
     tiny = replace(full, hidden_size=16, head_dim=16, state_size=4, **SHORT)
 
     def new_model(self, name: str, length: int, seed: int) -> Any:
@@ -347,11 +339,9 @@ class SlowStudy(Study):
             num_hidden_layers=settings.num_layers,
             n_groups=1,
             vocab_size=self.vocabulary,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=1,
             tie_word_embeddings=True,
             training_length=length,
+            **demo.SPECIAL,
         )
         model = StatefulMamba2ForCausalLM(config)
         mimetic_initialization(model, c=settings.mimetic_c, offset=settings.mimetic_offset)

@@ -33,7 +33,6 @@ EXAMPLES = """\
 lengthgen accuracy copier
 lengthgen accuracy copier other-copier --lengths 50,100,200,300 --samples 1000
 lengthgen accuracy copier/checkpoint-* other-copier/checkpoint-* --lengths 50,100
-lengthgen accuracy copier/checkpoint-* other-copier/checkpoint-* --lengths 50,100
 """
 
 

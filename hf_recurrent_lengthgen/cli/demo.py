@@ -24,12 +24,9 @@ from hf_recurrent_lengthgen.models import StatefulDeltaNetConfig
 
 
 @dataclass(frozen=True)
-class DemoSettings:
-    """Sizes and budgets of the demo; lengths in tokens (bytes), `evaluation_multiple` in training lengths."""
+class Budget:
+    """Lengths in tokens (bytes), steps and texts; `evaluation_multiple` is in training lengths."""
 
-    hidden_size: int = 96
-    num_heads: int = 3
-    num_layers: int = 2
     training_length: int = 128
     batch_size: int = 16
     base_steps: int = 1000
@@ -41,13 +38,22 @@ class DemoSettings:
     sequences: int = 32
 
 
+@dataclass(frozen=True)
+class DemoSettings(Budget):
+    """Sizes and budgets of the demo."""
+
+    hidden_size: int = 96
+    num_heads: int = 3
+    num_layers: int = 2
+
+
 DEFAULTS = DemoSettings()
 SPECIAL: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 START = "start.json"
 ROLES = ("base", "cured", "control")
 DESCRIPTION = """\
 Train a small DeltaNet on the sources of the Python standard library, see it fail beyond its training length, cure it
-with state passing, and compare with equally many plain steps. Takes about five minutes on two cores and downloads
+with state passing, and compare with equally many plain steps. Takes about seven minutes on two cores and downloads
 nothing. The output folder holds:
 
   index.html   page with figures and numbers: open it in a browser
