@@ -5,7 +5,8 @@ Mimetic initialization lets it learn in a few minutes; StatePassingTrainer and i
 
 import argparse
 
-from hf_recurrent_lengthgen.data.tasks import CopyingStrings, StringCollator
+from hf_recurrent_lengthgen.data import PaddingCollator
+from hf_recurrent_lengthgen.data.tasks import CopyingStrings
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
@@ -43,7 +44,7 @@ arguments = InitialStateConfig(
     save_strategy="no",
     report_to="none",
 )
-trainer = ZeroStateTrainer(model, arguments, train_dataset=strings, data_collator=StringCollator())
+trainer = ZeroStateTrainer(model, arguments, train_dataset=strings, data_collator=PaddingCollator())
 trainer.train()
 trainer.save_model()
 

@@ -114,7 +114,7 @@ def test_decays_learn_at_their_own_rate(names: dict[str, Any], tmp_path: Path) -
     model = names["new_model"](arm, 10, seed=0)
     arguments = InitialStateConfig(output_dir=str(tmp_path), learning_rate=0.003, weight_decay=0.1, report_to="none")
     trainer = names["with_decay_rate"](ZeroStateTrainer, 10.0)(
-        model, arguments, train_dataset=arm.data(0), data_collator=names["StringCollator"]()
+        model, arguments, train_dataset=arm.data(0), data_collator=names["PaddingCollator"]()
     )
     optimizer = trainer.create_optimizer()
     rates = [(id(p), group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]

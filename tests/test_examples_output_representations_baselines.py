@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from hf_recurrent_lengthgen.data.tasks import StringCollator
+from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2Model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "output_representations"))
@@ -125,7 +125,7 @@ def test_trainer_trains_and_evaluates_it(backbone: str, tmp_path: Path) -> None:
     )
     data = BitStrings("length", (1, 5), 2000)
     trainer = Trainer(
-        model, arguments, StringCollator(), train_dataset=data, eval_dataset=data.resized((1, 5), 64, 2**40)
+        model, arguments, PaddingCollator(), train_dataset=data, eval_dataset=data.resized((1, 5), 64, 2**40)
     )
     untrained = trainer.evaluate()["eval_loss"]
     trainer.train()

@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_recurrent_lengthgen.data.tasks import StringCollator
+from hf_recurrent_lengthgen.data import PaddingCollator
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "output_representations"))
 from bit_strings import REPRESENTATIONS, BitStrings, errors_by_length
@@ -90,7 +90,7 @@ def test_the_data_of_appendix_f_have_uniform_numbers_of_ones_in_uniform_places()
 @pytest.mark.parametrize("uniform_mean", [False, True])
 def test_rows_depend_on_seed_and_index_alone(uniform_mean: bool) -> None:
     rows = BitStrings("sum", (1, 9), 40, 3, "log", uniform_mean)
-    together: Any = DataLoader(rows, batch_size=20, collate_fn=StringCollator())
+    together: Any = DataLoader(rows, batch_size=20, collate_fn=PaddingCollator())
     for number, batch in enumerate(together):
         expected = rows.batch(range(20 * number, 20 * number + 20))
         assert all(torch.equal(batch[name], expected[name]) for name in expected)

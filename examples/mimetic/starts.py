@@ -11,7 +11,8 @@ from small_setting import Result, Stages, Training
 from transformers import set_seed
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.data.tasks import StringCollator, TaskStrings, string_task
+from hf_recurrent_lengthgen.data import PaddingCollator
+from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
@@ -117,7 +118,7 @@ class Measurement:
 class StringStudy(Stages):
     """Stages are arms."""
 
-    collator = StringCollator()
+    collator = PaddingCollator()
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options, Measurement(samples=4) if options.tiny else Measurement(), "accuracy by symbol")

@@ -19,7 +19,7 @@ from matplotlib.ticker import NullLocator
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
 from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
-from hf_recurrent_lengthgen.data.tasks import StringCollator
+from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2Model
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, MUTED, mark_training_lengths
@@ -114,7 +114,7 @@ def run(stage: Stage, seed: int, setting: Setting, output: Path) -> Result:
         use_cpu=True,
     )
     with quiet_libraries("warnings", "bars"):
-        trainer = Trainer(model, arguments, StringCollator(), train_dataset=data)
+        trainer = Trainer(model, arguments, PaddingCollator(), train_dataset=data)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     errors = errors_by_length(model, data, setting.lengths, setting.samples)

@@ -19,8 +19,8 @@ from hf_recurrent_lengthgen.cli.options import command_parser, read_options
 from hf_recurrent_lengthgen.cli.processes import ending_processes
 from hf_recurrent_lengthgen.cli.run_arguments import USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, training_rows
-from hf_recurrent_lengthgen.data import split_names
-from hf_recurrent_lengthgen.data.tasks import DEPTHS, PasskeyGrid, StringCollator, TaskStrings
+from hf_recurrent_lengthgen.data import PaddingCollator, split_names
+from hf_recurrent_lengthgen.data.tasks import DEPTHS, PasskeyGrid, TaskStrings
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
@@ -91,7 +91,7 @@ def train(
     trainer = trainer_class(
         model,
         training,
-        data_collator=StringCollator() if settings.of_symbols else None,
+        data_collator=PaddingCollator() if settings.of_symbols else None,
         train_dataset=rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,

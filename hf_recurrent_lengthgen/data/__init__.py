@@ -1,5 +1,6 @@
 """Training and evaluation data from text: corpora or files -> one token stream -> blocks, chunks or sequences."""
 
+from .collating import PaddingCollator
 from .continued import ChunkKey, ContinuedChunks, StreamRowSampler, keep_long_documents
 from .corpora import Corpus, Document, load_texts, split_names, standard_library_corpus
 from .packing import IGNORED_LABEL, PackedBlocks, evaluation_sequences
@@ -13,6 +14,7 @@ __all__ = [
     "Corpus",
     "Document",
     "PackedBlocks",
+    "PaddingCollator",
     "StreamRowSampler",
     "byte_tokenizer",
     "evaluation_sequences",

@@ -3,7 +3,7 @@
 from .answers import Task
 from .babilong import BabilongPrompts, BabiQuestion, babi_files, read_babi
 from .grids import DEPTHS, BabilongGrid, NeedleGrid, PasskeyGrid, RetrievalGrid
-from .keyed_rows import EVALUATION_SEED, KeyedRows, StringCollator
+from .keyed_rows import EVALUATION_SEED, KeyedRows
 from .passkey import PASSKEY_STYLES, PasskeyPrompts, passkey_prompt
 from .strings import STRING_TASKS, AssociativeRecall, CopyingStrings, SortingStrings, TaskStrings, string_task
 
@@ -23,7 +23,6 @@ __all__ = [
     "PasskeyPrompts",
     "RetrievalGrid",
     "SortingStrings",
-    "StringCollator",
     "Task",
     "TaskStrings",
     "babi_files",

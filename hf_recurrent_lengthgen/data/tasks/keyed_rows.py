@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks.keyed_random import LENGTH_STREAM, Array, random_integers
 
-PADDING_ID = 0
 EVALUATION_SEED = 2**40
 """Seed of rows for evaluation; training uses small seeds."""
 Lengths = int | tuple[int, int] | list[int]
@@ -38,7 +36,7 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
     """Rows of random strings; row i depends only on the seed and i.
 
     An item is `{"input_ids": (T,), "labels": ...}`, int64. Rows of several lengths have an "attention_mask" (T,) of
-    ones, which `StringCollator` pads. A `DataLoader` requests a whole batch at once (`__getitems__`). Rows are
+    ones, which `PaddingCollator` pads. A `DataLoader` requests a whole batch at once (`__getitems__`). Rows are
     generated on access, so `samples` may be as large as a run needs.
 
     Args:
@@ -131,22 +129,3 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
             choices = self.longest - self.shortest + 1
             lengths = self.shortest + random_integers(self.seed, rows, 1, choices, LENGTH_STREAM)[:, 0]
         return self._rows(rows, lengths)
-
-
-class StringCollator:
-    """Collates items of several lengths into a batch, padded on the right with token 0, label -100 and mask 0.
-
-    Items of one length do not need it: Trainer's default collator takes them.
-    """
-
-    _fill = {"input_ids": PADDING_ID, "labels": IGNORED_LABEL, "attention_mask": 0}  # noqa: RUF012
-
-    def __call__(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Tensors (B, T), and (B,) of numbers."""
-        batch = {}
-        for name, first in items[0].items():
-            parts = [item[name] for item in items]
-            batch[name] = (
-                torch.nn.utils.rnn.pad_sequence(parts, True, self._fill[name]) if first.ndim else torch.stack(parts)
-            )
-        return batch

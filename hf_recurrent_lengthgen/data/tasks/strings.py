@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_recurrent_lengthgen.data.collating import PADDING_ID
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers, random_orders
-from hf_recurrent_lengthgen.data.tasks.keyed_rows import PADDING_ID, KeyedRows, Lengths, Rows
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import KeyedRows, Lengths, Rows
 
 DELIMITER_ID, END_ID, FIRST_SYMBOL_ID = 1, 2, 3
 MOST_SYMBOLS = 2**31  # of `random_integers`

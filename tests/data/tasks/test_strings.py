@@ -12,12 +12,12 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.data.tasks import (
     STRING_TASKS,
     AssociativeRecall,
     CopyingStrings,
     SortingStrings,
-    StringCollator,
     TaskStrings,
     string_task,
 )
@@ -165,7 +165,7 @@ def test_workers_read_the_same_batches(task: TaskStrings) -> None:
     wanted = [task.batch(range(start, start + 4)) for start in range(0, 8, 4)]
     few = task.resized((task.shortest, task.longest), 8, task.seed)
     for workers in (0, 2):
-        loader: Any = DataLoader(few, batch_size=4, num_workers=workers, collate_fn=StringCollator())
+        loader: Any = DataLoader(few, batch_size=4, num_workers=workers, collate_fn=PaddingCollator())
         for found, expected in zip(loader, wanted, strict=True):
             assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -173,7 +173,7 @@ def test_workers_read_the_same_batches(task: TaskStrings) -> None:
 def test_padding_is_on_the_right_without_labels() -> None:
     task = CopyingStrings((1, 4), 3, 50)
     batch = task.batch(range(50))
-    collated = StringCollator()(task.__getitems__(range(50)))
+    collated = PaddingCollator()(task.__getitems__(range(50)))
     assert collated.keys() == batch.keys()
     for name in batch:
         assert torch.equal(collated[name], batch[name])

@@ -1,0 +1,47 @@
+"""Rows of several lengths as one batch."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .packing import IGNORED_LABEL
+
+PADDING_ID = 0
+_FILL = {
+    "input_ids": PADDING_ID,
+    "attention_mask": 0,
+    "labels": IGNORED_LABEL,
+    "shift_labels": IGNORED_LABEL,
+}
+
+
+class PaddingCollator:
+    """Collates rows into a batch, padded on the right to the longest; it needs neither a tokenizer nor a pad token.
+
+    Token ids are padded with 0 and labels with -100. Where lengths differ, the batch has an `attention_mask`, 1 at
+    real tokens. Numbers, such as the label of a whole row, are stacked.
+    """
+
+    def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Tensors (B, T), and (B,) of numbers, from items with `input_ids` (T,), as tensors or lists.
+
+        Raises:
+            ValueError: for values of several lengths whose padding is not known.
+        """
+        rows = [{name: torch.as_tensor(value) for name, value in item.items()} for item in items]
+        if len({len(row["input_ids"]) for row in rows}) > 1:
+            rows = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows]
+        return {name: _together(name, [row[name] for row in rows]) for name in rows[0]}
+
+
+def _together(name: str, parts: list[Tensor]) -> Tensor:
+    if len({part.shape for part in parts}) == 1:
+        return torch.stack(parts)
+    if name not in _FILL:
+        raise ValueError(
+            f"{name!r} of rows of several lengths cannot be padded: leave it out, or give an own data_collator. "
+            f"What is padded is {', '.join(_FILL)}."
+        )
+    return torch.nn.utils.rnn.pad_sequence(parts, True, _FILL[name])
