@@ -2,7 +2,8 @@
 
 from .collating import PaddingCollator
 from .continued import ChunkKey, ContinuedChunks, StreamRowSampler, keep_long_documents
-from .corpora import Corpus, Document, load_texts, split_names, standard_library_corpus
+from .corpora import Corpus, Document, load_rows, load_texts, split_names, standard_library_corpus
+from .examples import LabelledExamples
 from .packing import IGNORED_LABEL, PackedBlocks, evaluation_sequences
 from .pieces import piece_of_rows
 from .tokens import byte_tokenizer, token_stream
@@ -13,12 +14,14 @@ __all__ = [
     "ContinuedChunks",
     "Corpus",
     "Document",
+    "LabelledExamples",
     "PackedBlocks",
     "PaddingCollator",
     "StreamRowSampler",
     "byte_tokenizer",
     "evaluation_sequences",
     "keep_long_documents",
+    "load_rows",
     "load_texts",
     "piece_of_rows",
     "split_names",

@@ -119,8 +119,8 @@ def _is_validation(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _VALIDATION_ONE_IN == 0
 
 
-def load_texts(path_or_name: str | Path, split: str = "train", text_column: str = "text") -> list[str]:
-    """Texts of a dataset, one per row, read by the `datasets` library.
+def load_rows(path_or_name: str | Path, split: str = "train") -> datasets.Dataset:
+    """The rows of a dataset, read by the `datasets` library.
 
     Args:
         path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of files of one kind or a pattern such as
@@ -128,16 +128,14 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
             dataset on the Hub. A .txt file is one text; its line ends are read as "\\n".
         split: A split, or slices of it such as "train[:90%]" and "train[90%:]". A single file, the files of a pattern
             and a single `Dataset` saved to disk are the split "train".
-        text_column: The column that holds the text; "text" for a .txt file.
 
     Raises:
-        ValueError: for data that are missing or cannot be read, a column that is not text, a row without text, and
-            data without text.
+        ValueError: for data that are missing or cannot be read.
     """
     path = Path(path_or_name).expanduser()
     files = _files_of_splits(path_or_name)
     try:
-        dataset = _read_files(files, split) if files else datasets.load_dataset(str(path), split=split)
+        return _read_files(files, split) if files else datasets.load_dataset(str(path), split=split)
     # `datasets` raises StopIteration for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
@@ -145,12 +143,25 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
             f"cannot read split {split!r} of {str(path_or_name)!r}: {type(cause).__name__}: {cause}; "
             "give an existing file or folder that has data in this split, or the name of a Hub dataset"
         ) from error
+
+
+def load_texts(path_or_name: str | Path, split: str = "train", text_column: str = "text") -> list[str]:
+    """Texts of a dataset, one per row; see `load_rows` for the other arguments.
+
+    Args:
+        text_column: The column that holds the text; "text" for a .txt file.
+
+    Raises:
+        ValueError: for data that are missing or cannot be read, a column that is not text, a row without text, and
+            data without text.
+    """
+    dataset = load_rows(path_or_name, split)
     if text_column not in dataset.column_names:
         remedy = "choose one (text_column, --text-column)"
-        if chats := sorted({"messages", "conversations"} & set(dataset.column_names)):
+        if labelled := sorted({"messages", "conversations", "prompt"} & set(dataset.column_names)):
             remedy = (
-                f"chats ({chats[0]}) need a chat template and its special tokens: train on them with "
-                "combine(StatePassingTrainer, SFTTrainer), docs/with_trl.md"
+                f"{labelled[0]} has examples with answers: --task examples (LabelledExamples) trains on messages, or "
+                "prompt and completion; combine(StatePassingTrainer, SFTTrainer), docs/with_trl.md, on what TRL takes"
             )
         raise ValueError(
             f"{str(path_or_name)!r} has no column {text_column!r}; its columns are {dataset.column_names}; {remedy}"

@@ -171,7 +171,7 @@ def test_splits_of_a_folder_and_a_pattern(tmp_path: Path) -> None:
 
 def test_chats_are_refused_with_what_reads_them(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
-    with pytest.raises(ValueError, match=r"no column 'text'.*chats \(messages\).*combine\(StatePassingTrainer, SFTT"):
+    with pytest.raises(ValueError, match=r"no column 'text'.*messages has examples.*--task examples.*combine\(State"):
         load_texts(tmp_path / "chats.jsonl")
 
 

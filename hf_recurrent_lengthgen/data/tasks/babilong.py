@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, drawn_lengths, length_bounds
 
 BABILONG_TASKS = tuple(range(1, 11))
 _LONGEST_SENTENCE = 40  # words; longer text is cut there, so that facts can be placed between
@@ -127,25 +128,27 @@ class BackgroundText:
 
 
 class BabilongPrompts(Dataset[dict[str, Tensor]]):
-    """bAbI questions hidden in background text, each once, with exactly `length` tokens each.
+    """bAbI questions hidden in background text, each once, with `length` tokens each.
 
     Background sentences have the order of their texts, from a random sentence on; the last is cut. The facts are in
     order at uniformly random places between them. Both depend only on the seed and the index of the item. Questions
     whose facts do not fit into `length` are left out.
 
-    An item is `{"input_ids": (length,), "labels": (length,)}`, int64. Labels are -100 except on the answer and the
+    An item is `{"input_ids": (n,), "labels": (n,)}`, int64. Labels are -100 except on the answer and the
     period after it (which we add, as in passkey training), and the model shifts them.
 
     Args:
         questions: Questions from `read_babi`.
         background: Texts without bAbI's facts, such as books, or a `BackgroundText` with the same tokenizer; the first
             text follows the last.
-        length: Tokens per sample.
-        seed: Seed of places and background, at least 0.
+        length: Tokens per sample, or their minimum and maximum: (512, 8192) draws a length for each sample, at least
+            what its facts need.
+        seed: Seed of places, background and lengths, at least 0.
         shots: Questions that precede the text with their answers, without background, for evaluation.
 
     Attributes:
         left_out: Number of questions that do not fit.
+        longest: Maximum number of tokens of a sample.
 
     Raises:
         ValueError: if no question fits, and for a background without a sentence.
@@ -156,26 +159,32 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         tokenizer: PreTrainedTokenizerBase,
         questions: Sequence[BabiQuestion],
         background: Iterable[str] | BackgroundText,
-        length: int,
+        length: Lengths,
         seed: int = 0,
         shots: Sequence[BabiQuestion] = (),
     ) -> None:
-        self.length, self.seed = length, seed
+        self.shortest, self.longest = length_bounds(length, "BABILong prompts")
+        self.seed = seed
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}  # bAbI has few different sentences
         if not isinstance(background, BackgroundText):
             background = BackgroundText(tokenizer, background)
         self._background = background
         self._head = self._shots(shots)
-        rooms = [length - self._length_without_background(question) for question in questions]
+        rooms = [self.longest - self._length_without_background(question) for question in questions]
         self.questions = [question for question, room in zip(questions, rooms, strict=True) if room >= 0]
         self.left_out = len(questions) - len(self.questions)
         if not self.questions:
-            least = length - max(rooms) if rooms else 0
+            least = self.longest - max(rooms) if rooms else 0
             raise NoQuestionFitsError(
-                f"none of {len(questions)} questions fits into {length} tokens, the shortest needs {least}; give a "
-                "larger length, fewer shots, or other questions"
+                f"none of {len(questions)} questions fits into {self.longest} tokens, the shortest needs {least}; "
+                "give a larger length, fewer shots, or other questions"
             )
+
+    @property
+    def resume_record(self) -> dict[str, Any]:
+        """JSON values that a resumed run must share."""
+        return {"length": [self.shortest, self.longest], "seed": self.seed}
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -190,7 +199,9 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         index %= len(self)
         question = self.questions[index]
         generator = np.random.default_rng([self.seed, index])
-        body = self._take(generator, self.length - self._length_without_background(question))
+        needed = self._length_without_background(question)
+        (length,) = drawn_lengths(self.seed, np.array([index]), max(self.shortest, needed), self.longest)
+        body = self._take(generator, int(length) - needed)
         first = min(question.supporting)
         places = np.sort(generator.integers(0, len(body) + 1, len(question.facts)))
         for fact, place in reversed(list(zip(question.facts, places.tolist(), strict=True))):

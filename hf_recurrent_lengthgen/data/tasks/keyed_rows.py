@@ -18,6 +18,26 @@ EVALUATION_SEED = 2**40
 Lengths = int | tuple[int, int] | list[int]
 
 
+def length_bounds(length: Lengths, name: str) -> tuple[int, int]:
+    """The minimum and the maximum of a length.
+
+    Raises:
+        ValueError: for an impossible length.
+        TypeError: for numbers that are not whole.
+    """
+    bounds = [operator.index(bound) for bound in np.array(length, dtype=object, ndmin=1)]
+    if len(bounds) not in (1, 2) or not 1 <= bounds[0] <= bounds[-1]:
+        raise ValueError(
+            f"The length of {name} is {length!r}, but must be a number of at least 1, or a minimum and a maximum."
+        )
+    return bounds[0], bounds[-1]
+
+
+def drawn_lengths(seed: int, rows: Array, shortest: int, longest: int) -> Array:
+    """Uniform lengths from `shortest` to `longest`, (B,) int64, that depend only on the seed and the rows (B,)."""
+    return shortest + random_integers(seed, rows, 1, longest - shortest + 1, LENGTH_STREAM)[:, 0]
+
+
 class Rows(NamedTuple):
     """B rows, padded on the right to the longest.
 
@@ -56,13 +76,7 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
     name: str
 
     def __init__(self, length: Lengths, samples: int, seed: int) -> None:
-        bounds = [operator.index(bound) for bound in np.array(length, dtype=object, ndmin=1)]
-        if len(bounds) not in (1, 2) or not 1 <= bounds[0] <= bounds[-1]:
-            raise ValueError(
-                f"The length of {self.name} is {length!r}, but must be a number of at least 1, or a minimum and a "
-                "maximum."
-            )
-        self.shortest, self.longest = bounds[0], bounds[-1]
+        self.shortest, self.longest = length_bounds(length, self.name)
         self.samples, self.seed = operator.index(samples), operator.index(seed)
         if self.samples < 1 or not 0 <= self.seed < 2**63:
             raise ValueError(f"samples must be at least 1 and seed from 0 to 2**63 - 1, got {samples} and {seed}.")
@@ -124,8 +138,4 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
         if rows.size == 0 or rows.min() < -len(self) or rows.max() >= len(self):
             raise IndexError(f"rows {list(indices)} of {len(self)}")
         rows = rows % len(self)
-        lengths = np.full(len(rows), self.longest)
-        if self.shortest < self.longest:
-            choices = self.longest - self.shortest + 1
-            lengths = self.shortest + random_integers(self.seed, rows, 1, choices, LENGTH_STREAM)[:, 0]
-        return self._rows(rows, lengths)
+        return self._rows(rows, drawn_lengths(self.seed, rows, self.shortest, self.longest))

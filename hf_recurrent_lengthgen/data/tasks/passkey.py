@@ -7,6 +7,7 @@ key of 4 digits, the text says 5; keys have 5 here.) The other prompts are those
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, drawn_lengths, length_bounds
 
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -60,10 +62,10 @@ PASSKEY_STYLES = {
 
 
 class PasskeyTemplate:
-    """The pieces of all prompts of one length as token ids; each paragraph is on its own line.
+    """The pieces of prompts up to a length as token ids; each paragraph is on its own line.
 
     Args:
-        length: Tokens of prompt and answer.
+        length: Tokens of prompt and answer, or the most that `fill` can be asked for.
         style: One of `PASSKEY_STYLES`.
     """
 
@@ -76,15 +78,16 @@ class PasskeyTemplate:
         again = encode_next(tokenizer, self.texts.between + _FILLER)
         self.filler = torch.tensor(encode_next(tokenizer, f"\n{_FILLER}") + again * (max(length, 0) // len(again) + 1))
 
-    def fill(self, depth: float, key: str) -> Task:
+    def fill(self, depth: float, key: str, length: int | None = None) -> Task:
+        length = self.length if length is None else length
         if not 0 <= depth <= 1:
             raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end)")
         needle = encode_next(self.tokenizer, f"\n{self.texts.needle.format(key=key)}")
         answer, scored = encode_answer(self.tokenizer, key)
         shortest = len(self.head) + len(needle) + len(self.question) + len(answer)
-        room = self.length - shortest
+        room = length - shortest
         if room < 0:
-            raise ValueError(f"length is {self.length}, but a passkey prompt without filler has {shortest} tokens")
+            raise ValueError(f"length is {length}, but a passkey prompt without filler has {shortest} tokens")
         before = round(depth * room)
         after = room - before
         # both pieces of filler begin with its first sentence and are cut at their end
@@ -116,26 +119,36 @@ def passkey_prompt(
 
 
 class PasskeyPrompts(Dataset[dict[str, Tensor]]):
-    """Training samples of exactly `length` tokens; item i depends only on the seed and i.
+    """Training samples of `length` tokens; item i depends only on the seed and i.
 
-    An item is `{"input_ids": (length,), "labels": (length,)}`, int64. Labels are -100 except on the key and the period
-    after it, and the model shifts them. The key is uniform in 10000..99999, the depth in [0, 1].
+    An item is `{"input_ids": (n,), "labels": (n,)}`, int64. Labels are -100 except on the key and the period after it,
+    and the model shifts them. The key is uniform in 10000..99999, the depth in [0, 1], and n in the range of lengths:
+    in pieces of T tokens, one number of pieces is as frequent as another. `PaddingCollator` makes batches of them.
 
     Args:
-        length: Tokens per sample.
+        length: Tokens per sample, or their minimum and maximum: (128, 8192) draws a length for each sample.
         samples: Number of samples.
-        seed: Seed of keys and depths, at least 0.
+        seed: Seed of keys, depths and lengths, at least 0.
         style: See `passkey_prompt`.
+
+    Attributes:
+        longest: Maximum number of tokens of a sample.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, length: int, samples: int, seed: int = 0, style: str = "pass key"
+        self, tokenizer: PreTrainedTokenizerBase, length: Lengths, samples: int, seed: int = 0, style: str = "pass key"
     ) -> None:
         if samples < 1:
             raise ValueError(f"samples must be at least 1, got {samples}")
-        self.samples, self.seed = samples, seed
-        self._template = PasskeyTemplate(tokenizer, length, style)
-        self.task(0)  # refuses a length that is too short at once
+        self.samples, self.seed, self.style = samples, seed, style
+        self.shortest, self.longest = length_bounds(length, "passkey prompts")
+        self._template = PasskeyTemplate(tokenizer, self.longest, style)
+        self._template.fill(0, "10000", self.shortest)  # refuses a length that is too short at once
+
+    @property
+    def resume_record(self) -> dict[str, Any]:
+        """JSON values that identify the samples, except for their number; a resumed run must have the same."""
+        return {"length": [self.shortest, self.longest], "seed": self.seed, "style": self.style}
 
     def __len__(self) -> int:
         return self.samples
@@ -144,8 +157,10 @@ class PasskeyPrompts(Dataset[dict[str, Tensor]]):
         """Prompt and answer of item `index`."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        generator = np.random.default_rng([self.seed, index % len(self)])
-        return self._template.fill(generator.uniform(), random_key(generator))
+        index %= len(self)
+        generator = np.random.default_rng([self.seed, index])
+        (length,) = drawn_lengths(self.seed, np.array([index]), self.shortest, self.longest)
+        return self._template.fill(generator.uniform(), random_key(generator), int(length))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return training_item(self.task(index))

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
@@ -153,6 +155,19 @@ def test_questions_that_do_not_fit_are_counted(questions: list[BabiQuestion]) ->
     assert len(prompts[0]["input_ids"]) == shortest
     with pytest.raises(ValueError, match=f"none of 3 questions fits into {shortest - 1} tokens, .* needs {shortest}"):
         BabilongPrompts(byte_tokenizer(), questions, BACKGROUND, shortest - 1)
+
+
+def test_lengths_are_drawn_from_what_the_facts_need(questions: list[BabiQuestion]) -> None:
+    long = BabiQuestion(("A long fact. " * 30,), "Q?", "yes", (0,))
+    needed = len("Text: Question: Q?\nAnswer: yes.") + len(long.facts[0]) + 1
+    prompts = BabilongPrompts(byte_tokenizer(), [*questions[2:], long] * 300, BACKGROUND, (120, 500))
+    short, rest = ([len(prompts[index]["input_ids"]) for index in range(start, 600, 2)] for start in (0, 1))
+    for sizes, least in ((short, 120), (rest, needed)):
+        assert least <= min(sizes) <= max(sizes) <= prompts.longest == 500
+        assert chisquare(np.histogram(sizes, 4, (least, 501))[0]).pvalue > 0.001
+    few = BabilongPrompts(byte_tokenizer(), [*questions[2:], long], BACKGROUND, (120, 500))
+    assert torch.equal(few[1]["input_ids"], prompts[1]["input_ids"])
+    assert BabilongPrompts(byte_tokenizer(), [*questions[2:], long], BACKGROUND, (120, needed - 1)).left_out == 1
 
 
 def test_wrong_use_is_refused(questions: list[BabiQuestion]) -> None:

@@ -3,8 +3,10 @@
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -91,6 +93,23 @@ def test_samples_depend_on_seed_and_index_alone() -> None:
         samples[40]
 
 
+def test_lengths_are_drawn_so_that_numbers_of_pieces_are_uniform() -> None:
+    samples = PasskeyPrompts(byte_tokenizer(), (301, 1200), 900, seed=3)
+    items = [samples[index] for index in range(900)]
+    sizes = np.array([len(item["input_ids"]) for item in items])
+    assert 301 <= sizes.min() <= sizes.max() <= samples.longest == 1200
+    pieces = np.bincount(-(-sizes // 300))  # of 300 tokens
+    assert pieces[:2].tolist() == [0, 0]
+    assert chisquare(pieces[2:]).pvalue > 0.001
+    keys = [text_of(item["input_ids"][item["labels"] != -100]) for item in items]
+    assert all(text_of(item["input_ids"]).count(key[1:6]) == 3 for item, key in zip(items, keys, strict=True))
+    more = PasskeyPrompts(byte_tokenizer(), (301, 1200), 10**9, seed=3)
+    assert all(torch.equal(more[index]["input_ids"], items[index]["input_ids"]) for index in (899, 0, 7))
+    one, same = (PasskeyPrompts(byte_tokenizer(), length, 9, seed=3) for length in (400, (400, 400)))
+    assert all(torch.equal(one[index]["input_ids"], same[index]["input_ids"]) for index in range(9))
+    assert samples.resume_record == more.resume_record != one.resume_record
+
+
 def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     needle, question = "The pass key is 12345. Remember it. 12345 is the pass key.", "What is the pass key?"
@@ -98,6 +117,10 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
     assert len(passkey_prompt(tokenizer, shortest, 0.3, "12345").prompt) == shortest - 7
     with pytest.raises(ValueError, match=f"length is {shortest - 1}, .* has {shortest} tokens"):
         PasskeyPrompts(tokenizer, shortest - 1, 1)
+    with pytest.raises(ValueError, match=f"length is {shortest - 1}, .* has {shortest} tokens"):
+        PasskeyPrompts(tokenizer, (shortest - 1, 400), 1)
+    with pytest.raises(ValueError, match=r"The length of passkey prompts is \(400, 300\), but must be a number"):
+        PasskeyPrompts(tokenizer, (400, 300), 1)
     with pytest.raises(ValueError, match=r"depth is 1\.1"):
         passkey_prompt(tokenizer, 400, 1.1, "12345")
     with pytest.raises(ValueError, match="style is 'other', but must be one of"):

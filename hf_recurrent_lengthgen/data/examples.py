@@ -1,0 +1,140 @@
+"""Own examples, chats or prompts with completions, as rows with the loss on the answers.
+
+The losses are those of TRL's `SFTTrainer`: `assistant_only_loss` for chats, `completion_only_loss` for completions.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from .packing import IGNORED_LABEL
+
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class LabelledExamples(Dataset[dict[str, Tensor]]):
+    """One row for each example, however long: `{"input_ids": (n,), "labels": (n,)}`, int64; labels are -100 except on
+    what the model must answer, and the model shifts them. `PaddingCollator` makes batches of them.
+
+    An example has one of two forms:
+
+    - `messages`, a list of `{"role": ..., "content": ...}`, with the tokenizer's chat template; labels are on what the
+      template has between `{% generation %}` and `{% endgeneration %}`.
+    - `prompt` and `completion`, two texts; labels are on the completion and the end token after it. Before the prompt
+      stand the special tokens that the tokenizer puts there. Two lists of messages are taken, too, with labels on all
+      that the chat template makes of the completion.
+
+    `tools` and `chat_template_kwargs`, if there, go to the chat template.
+
+    Args:
+        examples: Mappings, such as a `datasets.Dataset`.
+        tokenizer: The tokenizer; for chats a fast one, whose template marks the answers.
+
+    Attributes:
+        lengths: Tokens of each row.
+        longest: Tokens of the longest row.
+
+    Raises:
+        ValueError: for examples of another form or without an answer, with the number of the row; for a prompt whose
+            end is one token with the completion; and for a tokenizer that cannot say where answers are.
+    """
+
+    def __init__(self, examples: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
+        self._rows: list[tuple[Tensor, Tensor]] = []  # token ids, int32, and whether they are answers
+        digest = hashlib.blake2b(digest_size=8)
+        for index, example in enumerate(logging.tqdm(examples, desc="Tokenizing", unit="examples", disable=None)):
+            try:
+                ids, answers = _encoded(example, tokenizer)
+                if not any(answers[1:]):
+                    raise ValueError("it has no answer to learn: remove it")
+            except ValueError as error:
+                raise ValueError(f"example {index}: {error}.") from error
+            row = torch.tensor(ids, dtype=torch.int32), torch.tensor(answers, dtype=torch.bool)
+            self._rows.append(row)
+            for part in row:
+                digest.update(part.numpy().tobytes())
+        if not self._rows:
+            raise ValueError("there is no example; give some")
+        self.lengths = [len(ids) for ids, _ in self._rows]
+        self.longest = max(self.lengths)
+        self.resume_record = {"digest": digest.hexdigest()}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids, answers = self._rows[index]
+        return {"input_ids": ids.long(), "labels": ids.long().masked_fill(~answers, IGNORED_LABEL)}
+
+
+def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """Token ids of an example, and whether each is part of an answer."""
+    given = {name for name, value in example.items() if value is not None}
+    if given & {"messages", "prompt", "completion"} == {"messages"}:
+        return _chat(example, tokenizer)
+    if given & {"messages", "prompt", "completion"} != {"prompt", "completion"}:
+        raise ValueError(f"its columns are {sorted(given)}, but must be messages, or prompt and completion")
+    prompt, completion = example["prompt"], example["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        before, whole = _text(prompt, tokenizer), _text(prompt + completion, tokenizer)
+        whole += [tokenizer.eos_token_id] if whole[-1:] != [tokenizer.eos_token_id] else []
+        remedy = "move the space or word at the end of the prompt to the beginning of the completion"
+    elif isinstance(prompt, list) and isinstance(completion, list):
+        before = _templated(prompt, example, tokenizer, add_generation_prompt=True)["input_ids"]
+        whole = _templated([*prompt, *completion], example, tokenizer)["input_ids"]
+        remedy = "give the whole chat as messages"
+    else:
+        raise ValueError("its prompt and completion must be two texts, or two lists of messages")
+    if whole[: len(before)] != before:
+        raise ValueError(f"the tokens of its prompt are others where the completion follows: {remedy}")
+    return whole, [place >= len(before) for place in range(len(whole))]
+
+
+def _text(text: str, tokenizer: Any) -> list[int]:
+    """Token ids of a text; without an end token that the tokenizer puts after every text."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no end token to put after the completion: set tokenizer.eos_token")
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token) else ids
+
+
+def _chat(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """As `_encoded`, for a chat."""
+    if tokenizer.chat_template and not _MARKS.search(tokenizer.get_chat_template(tools=example.get("tools"))):
+        raise ValueError(
+            "the chat template does not say which tokens are answers: put {% generation %} and {% endgeneration %} "
+            "around them in chat_template.jinja of the tokenizer (trl.get_training_chat_template has such templates "
+            "for known models), or give prompt and completion"
+        )
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not say which characters a token stands for, so the answers of a chat "
+            "cannot be found: give a fast tokenizer, or prompt and completion"
+        )
+    found = _templated(example["messages"], example, tokenizer, return_assistant_tokens_mask=True)
+    return found["input_ids"], [bool(answer) for answer in found["assistant_masks"]]
+
+
+def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **options: Any) -> Any:
+    """What the chat template makes of messages; keys without value, which `datasets` adds, are left out."""
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template: give one that has, or prompt and completion as texts")
+    if not isinstance(messages, list) or not all(isinstance(one, Mapping) and one.get("role") for one in messages):
+        raise ValueError('a chat must be a list of {"role": ..., "content": ...}')
+    chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    tools = example.get("tools")
+    options |= {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+    options |= example.get("chat_template_kwargs") or {}
+    try:
+        return tokenizer.apply_chat_template(chat, return_dict=True, **options)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses it ({error})") from error
