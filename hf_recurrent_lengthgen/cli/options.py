@@ -93,6 +93,13 @@ def continues(training: InitialStateConfig) -> bool:
     return isinstance(training, TbttConfig) or any(mixable()[name].needs_continued_data for name in shares)
 
 
+def _shuffles(training: InitialStateConfig, trainer: type[InitialStateTrainer]) -> bool:
+    """Whether only shuffled rows are taken: by the method, or by several processes."""
+    mixture = training.shares() if isinstance(training, MixedStatesConfig) else ()
+    methods = [mixable()[name] for name in mixture] or [trainer]
+    return training.world_size > 1 or any(method.needs_shuffled_data for method in methods)
+
+
 def read_options(
     arguments: Sequence[str], config_file: str | None = None
 ) -> tuple[RunArguments, InitialStateConfig, type[InitialStateTrainer]]:
@@ -116,6 +123,8 @@ def read_options(
     named = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in given}
     _check_named(values, named)
     _check(run, training, named)
+    if run.lengths_differ and "train_sampling_strategy" not in named and not _shuffles(training, trainer):
+        training.train_sampling_strategy = "group_by_length"
     return run, training, trainer
 
 
@@ -308,10 +317,14 @@ def _check_named(values: dict[str, Any], named: set[str]) -> None:
 def _check(run: RunArguments, training: InitialStateConfig, named: set[str]) -> None:
     """Raise a `ValueError` for contradictions; `named` are the options that were given."""
     resets = sorted(named & {"chunks_before_reset", "reset_at_document"})
-    if resets and not continues(training):
-        raise ValueError(f"{resets[0]} does nothing here: it goes with tbtt, as intervention or in the mixture.")
-    if run.task != "text" and (continues(training) or training.alignment_alpha):
-        raise ValueError(f"task {run.task} makes its own rows: leave out tbtt and alignment_alpha.")
+    if resets and not (continues(training) and run.task == "text"):
+        raise ValueError(
+            f"{resets[0]} does nothing here: it goes with tbtt, as intervention or in the mixture, on task text."
+        )
+    if run.task != "text" and training.alignment_alpha:
+        raise ValueError(f"task {run.task} makes its own rows: leave out alignment_alpha.")
+    if run.of_symbols and continues(training) and training.bptt_chunk_length is None:
+        raise ValueError(f"tbtt reads the rows of task {run.task} in pieces: give bptt_chunk_length, their tokens.")
     if training.alignment_length not in (None, run.training_length):
         raise ValueError(
             f"alignment_length is {training.alignment_length}, training_length {run.training_length}, but both are T: "

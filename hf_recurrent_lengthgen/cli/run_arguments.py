@@ -15,7 +15,10 @@ from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 from hf_recurrent_lengthgen.trainers.settings import check_settings
 
 TEXT = ("text", "babilong")
-TOKENS = ("text", "passkey", "babilong")
+DATA = (*TEXT, "examples")
+PROMPTS = ("passkey", "babilong", "examples")
+TOKENS = ("text", *PROMPTS)
+Tasks = Literal["text", "passkey", "babilong", "examples", "copying", "stack_copying", "recall", "sorting"]
 MEASURED = ("steps", "epoch")
 ANY = ()
 USUAL_LENGTH = 2048
@@ -61,7 +64,8 @@ class RunArguments:
     tokenizer: str | None = _shared("model", "--tokenizer", task=TOKENS)
     training_length: int | None = _option(
         "model",
-        help_of("--training-length", f"from the config of the model, else {USUAL_LENGTH}"),
+        help_of("--training-length", f"from the config of the model, else {USUAL_LENGTH}")
+        + "; prompts and examples are read in pieces of T by tbtt, and whole by others, where T is the longest row",
         metavar="T",
         task=TOKENS,
     )
@@ -87,21 +91,26 @@ class RunArguments:
     mimetic_offset: int = _option(
         "model", "its n counts from 1 + offset; a head, state or key at n = 1 decays", 0, mimetic=ANY
     )
-    data: str = _shared("data", "--data", STANDARD_LIBRARY, task=TEXT)
-    split: str | None = _option("data", help_of("--split", "train, or the only split"), metavar="NAME", task=TEXT)
+    data: str = _shared("data", "--data", STANDARD_LIBRARY, task=DATA)
+    split: str | None = _option("data", help_of("--split", "train, or the only split"), metavar="NAME", task=DATA)
     text_column: str = _shared("data", "--text-column", "text", task=TEXT)
     minimum_document_tokens: int = _option(
         "data", "leave out documents with fewer tokens; Chen et al., 2024, take 4096", 0, task=("text",)
     )
-    task: Literal["text", "passkey", "babilong", "copying", "stack_copying", "recall", "sorting"] = _option(
+    task: Tasks = _option(
         "data",
-        "what a row is: text; passkey, a prompt; babilong, a question of bAbI hidden in the text of --data; or random "
+        "what a row is: text; passkey, a prompt; babilong, a question of bAbI hidden in the text of --data; examples, "
+        "a chat (column messages of --data) or a prompt and its completion (columns prompt and completion); or random "
         "symbols (Trockman et al., 2024): copying, stack_copying (from the last to the first), recall (of values by "
         "their keys), sorting. In all but text only the answer counts in the loss",
         "text",
     )
-    task_length: str = _option(
-        "data", 'number of symbols (of pairs in recall), or a range such as "50-100"', "50", task=STRING_TASKS
+    task_length: str | None = _option(
+        "data",
+        "tokens of a prompt (default: training_length), or number of symbols (of pairs in recall; default: 50), or a "
+        'range such as "50-100". Where the lengths of prompts or examples differ, similar ones make a batch, '
+        "--train-sampling-strategy group_by_length, unless the method shuffles rows or there are several processes",
+        task=(*STRING_TASKS, "passkey", "babilong"),
     )
     task_vocabulary: int | None = _option(
         "data",
@@ -124,17 +133,17 @@ class RunArguments:
     )
     eval_data: str | None = _option(
         "data",
-        "text for eval_loss, as for --data (default: the same, if it has that split; passkeys, symbols: none)",
+        "data for eval_loss, as for --data (default: the same, if it has that split; passkeys, symbols: none)",
         metavar="DATA",
         eval_strategy=MEASURED,
-        task=TEXT,
+        task=DATA,
     )
     eval_split: str | None = _option(
         "data",
         HOW["--split"]["help"].replace("the data", "the text for eval_loss"),
         metavar="NAME",
         eval_strategy=MEASURED,
-        task=TEXT,
+        task=DATA,
     )
     retrieval_lengths: list[int] | None = _option(
         "run",
@@ -152,10 +161,10 @@ class RunArguments:
     import_file: str | None = _option("method", "Python file with own interventions (default: none)")
     intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names
     chunks_before_reset: int = _option(
-        "method", "in tbtt: chunks of training_length after which a state is reset to zero, 0 for never", 12
+        "method", "in tbtt on text: chunks of training_length after which a state is reset to zero, 0 for never", 12
     )
     reset_at_document: bool = _option(
-        "method", "in tbtt: reset states at the beginning of a document, anywhere in a row", False
+        "method", "in tbtt on text: reset states at the beginning of a document, anywhere in a row", False
     )
     resume: bool = _option("run", "continue from the newest complete checkpoint in --output", False)
     trust_remote_code: bool = _shared("run", "--trust-remote-code", False)
@@ -166,6 +175,13 @@ class RunArguments:
             raise ValueError(
                 f"intervention must be one of {', '.join(sorted(INTERVENTIONS))}, got {self.intervention!r}."
             )
+        if self.of_symbols and self.task_length is None:
+            self.task_length = "50"
+        bounds = (self.task_length or "").split("-")
+        if self.task_length is not None and not (len(bounds) <= 2 and all(one.strip().isdecimal() for one in bounds)):
+            raise ValueError(f'task_length is {self.task_length!r}, but must be a number or a range such as "50-100".')
+        if self.task == "examples" and self.data == STANDARD_LIBRARY:
+            raise ValueError("task examples needs data with messages, or with prompt and completion: give data.")
         if self.task == "babilong" and self.task_files is None:
             raise ValueError("task babilong needs task_files, the folder with the files of bAbI.")
         if self.lora_r is not None and self.from_scratch:
@@ -194,6 +210,16 @@ class RunArguments:
         """The training length, which is known once the model is."""
         assert self.training_length is not None
         return self.training_length
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """The length of rows, or its minimum and maximum: of `task_length`, else the training length."""
+        return [int(bound) for bound in (self.task_length or str(self.length)).split("-")]
+
+    @property
+    def lengths_differ(self) -> bool:
+        """Whether prompts or examples have several lengths."""
+        return self.task == "examples" or (self.task in PROMPTS and "-" in (self.task_length or ""))
 
     @property
     def chosen_split(self) -> str:

@@ -17,8 +17,8 @@ from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
 from hf_recurrent_lengthgen.cli.options import command_parser, read_options
 from hf_recurrent_lengthgen.cli.processes import ending_processes
-from hf_recurrent_lengthgen.cli.run_arguments import USUAL_LENGTH, RunArguments
-from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, training_rows
+from hf_recurrent_lengthgen.cli.run_arguments import PROMPTS, USUAL_LENGTH, RunArguments
+from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, training_rows, with_pieces
 from hf_recurrent_lengthgen.data import PaddingCollator, split_names
 from hf_recurrent_lengthgen.data.tasks import DEPTHS, PasskeyGrid, TaskStrings
 from hf_recurrent_lengthgen.evaluation.results import DataSource
@@ -74,24 +74,25 @@ def train(
     _check_folders(settings, training)
     set_seed(training.seed)
     model = _model(settings, trainer_class.needs_states)
-    length_before = getattr(model.config, "training_length", None)
-    if not (settings.of_symbols or settings.training_length or length_before):
-        print(f"No training length in the config of {settings.model}: training at {USUAL_LENGTH} tokens.")
-    settings = replace(settings, training_length=settings.training_length or length_before or USUAL_LENGTH)
-    if not settings.of_symbols and length_before not in (None, settings.length):
-        print(f"Training at {settings.length} tokens: the config of {settings.model} had {length_before}.")
+    given, length_before = settings.training_length, getattr(model.config, "training_length", None)
+    settings = replace(settings, training_length=given or length_before or USUAL_LENGTH)
+    if settings.task == "text":
+        _say_length(settings, given, length_before)
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.length
     eval_rows = evaluation_rows(settings, training, tokenizer) if training.eval_strategy != "no" else None
     rows = training_rows(settings, training, tokenizer)
+    if settings.task in PROMPTS:
+        settings = with_pieces(settings, training, rows.longest, given)
+        _say_length(settings, given, length_before)
     model.config.training_length = settings.length
     if isinstance(rows, TaskStrings):
         _record_task(model.config, rows)
     trainer = trainer_class(
         model,
         training,
-        data_collator=PaddingCollator() if settings.of_symbols else None,
+        data_collator=None if settings.task == "text" else PaddingCollator(),
         train_dataset=rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
@@ -112,9 +113,17 @@ def train(
     if training.push_to_hub:
         trainer.push_to_hub()  # once more, now with the lineage
     if trainer.is_world_process_zero():
-        text = [] if settings.of_symbols else _text_to_evaluate(settings)
+        text = [] if settings.of_symbols or settings.task == "examples" else _text_to_evaluate(settings)
         print(_next_step(settings, training, length_before, text, takes_states(model)))
     return trainer
+
+
+def _say_length(settings: RunArguments, given: int | None, before: int | None) -> None:
+    """Say a training length that nobody gave, or that the model did not have."""
+    if not (given or before):
+        print(f"No training length in the config of {settings.model}: training at {settings.length} tokens.")
+    if before not in (None, settings.length):
+        print(f"Training at {settings.length} tokens: the config of {settings.model} had {before}.")
 
 
 def _metrics(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> list[MetricCallback]:
@@ -200,8 +209,11 @@ def _data(settings: RunArguments) -> DataSource:
     if settings.of_symbols:
         return DataSource(f"{settings.task} of {settings.task_length} random symbols")
     if settings.task == "passkey":
-        return DataSource("passkey prompts", selection=f"style {settings.task_style}")
+        tokens = f", of {settings.task_length} tokens" if settings.task_length else ""
+        return DataSource("passkey prompts", selection=f"style {settings.task_style}{tokens}")
     source = data_source(settings.data, settings.chosen_split)
+    if settings.task == "examples":
+        return replace(source, selection="examples, with the loss on the answers")
     if settings.task == "babilong":
         return replace(source, name=f"questions of bAbI in {source.name}")
     least = settings.minimum_document_tokens
@@ -308,6 +320,6 @@ In Python, load_model({output!r}) loads it with its base, {settings.model}."""
         saved = f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*then, command]))}"
     if settings.task != "passkey":
         return saved
-    retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * settings.length)]
+    retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * max(settings.row_lengths))]
     retrieve += ["--task-style", settings.task_style]
     return f"{saved} for losses on text, and for passkeys {shlex.join(retrieve)}"

@@ -1,5 +1,6 @@
-"""The rows of `lengthgen train`: text, passkeys, questions or symbols."""
+"""The rows of `lengthgen train`: text, passkeys, questions, examples or symbols."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, load_documents, load_stream
 from hf_recurrent_lengthgen.cli.options import continues
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments
-from hf_recurrent_lengthgen.data import ContinuedChunks, PackedBlocks, keep_long_documents
+from hf_recurrent_lengthgen.data import ContinuedChunks, LabelledExamples, PackedBlocks, keep_long_documents, load_rows
 from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,
     BabilongPrompts,
@@ -40,6 +41,8 @@ def training_rows(settings: RunArguments, training: InitialStateConfig, tokenize
         return _symbols(settings, samples, training.seed)
     if settings.task == "passkey":
         return _passkeys(settings, samples, training.seed, tokenizer)
+    if settings.task == "examples":
+        return LabelledExamples(load_rows(settings.data, settings.chosen_split), tokenizer)
     if settings.task == "babilong":
         return _questions(settings, "train", settings.data, settings.chosen_split, training.seed, tokenizer)
     stream = stream_of(settings, settings.data, settings.chosen_split, tokenizer)
@@ -57,6 +60,35 @@ def training_rows(settings: RunArguments, training: InitialStateConfig, tokenize
     return PackedBlocks(stream, settings.length + max(lookahead - 1, 0))
 
 
+def with_pieces(settings: RunArguments, training: InitialStateConfig, longest: int, given: int | None) -> RunArguments:
+    """The settings with the training length of prompts or examples: the pieces of tbtt, else the longest row.
+
+    Args:
+        settings: With the training length given, or of the model, or the usual one.
+        training: Its `bptt_chunk_length` becomes the training length in tbtt, unless it was given.
+        longest: Tokens of the longest row.
+        given: The training length on the command line, or None.
+
+    Raises:
+        ValueError: for rows of one piece in tbtt, and for rows that are longer than the training length in others.
+    """
+    if continues(training):
+        piece = training.bptt_chunk_length = training.bptt_chunk_length or settings.length
+        if longest <= piece:
+            raise ValueError(
+                f"tbtt does nothing here: the longest row has {longest} tokens, and a piece has {piece}. Give longer "
+                "rows (task_length), shorter pieces (training_length), or --intervention none."
+            )
+        training.check()  # with the pieces
+        return settings
+    if given is not None and given < longest:
+        raise ValueError(
+            f"training_length is {given}, but rows are read whole, and the longest has {longest} tokens: leave "
+            "training_length out, or read rows in pieces of it with --intervention tbtt."
+        )
+    return replace(settings, training_length=given or longest)
+
+
 def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
     """The evaluation data: other text, keys or questions than the training data."""
     seed = training.seed + 1
@@ -65,6 +97,8 @@ def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokeni
     if settings.task == "passkey":
         return _passkeys(settings, TASK_EVALUATION_SAMPLES, seed, tokenizer)
     data = settings.chosen_eval_data
+    if settings.task == "examples":
+        return LabelledExamples(load_rows(data, settings.chosen_eval_split), tokenizer)
     if settings.task == "babilong":
         return _questions(settings, "test", data, settings.chosen_eval_split, seed, tokenizer)
     return PackedBlocks(stream_of(settings, data, settings.chosen_eval_split, tokenizer), settings.length)
@@ -82,18 +116,11 @@ def _text_column(settings: RunArguments, data: str) -> str:
 
 
 def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -> PasskeyPrompts:
-    return PasskeyPrompts(tokenizer, settings.length, samples, seed, style=settings.task_style)
+    return PasskeyPrompts(tokenizer, settings.row_lengths, samples, seed, style=settings.task_style)
 
 
 def _symbols(settings: RunArguments, samples: int, seed: int) -> TaskStrings:
-    """Strings of one length ("50") or of a range of lengths ("50-100")."""
-    bounds = settings.task_length.split("-")
-    if len(bounds) > 2 or not all(bound.strip().isdecimal() for bound in bounds):
-        raise ValueError(f'task_length is {settings.task_length!r}, but must be a number or a range such as "50-100".')
-    length = [int(bound) for bound in bounds]
-    return string_task(
-        settings.task, length[0] if len(length) == 1 else length, settings.task_vocabulary, samples, seed
-    )
+    return string_task(settings.task, settings.row_lengths, settings.task_vocabulary, samples, seed)
 
 
 def _questions(
@@ -103,7 +130,7 @@ def _questions(
     assert settings.task_files is not None
     questions = [question for file in babi_files(settings.task_files, files) for question in read_babi(file)]
     background = load_documents(data, split, _text_column(settings, data))
-    prompts = BabilongPrompts(tokenizer, questions, background, settings.length, seed)
+    prompts = BabilongPrompts(tokenizer, questions, background, settings.row_lengths, seed)
     if prompts.left_out:
         print(f"Left out {prompts.left_out} of {len(questions)} questions: their facts do not fit into a row.")
     return prompts

@@ -129,7 +129,7 @@ def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path],
         ({"task_length": "5-3"}, "length of copying is [5, 3]"),
         ({"task_length": "five"}, "task_length is 'five', but must be a number or a range"),
         ({"task_vocabulary": 10}, "copying with 10 symbols has 13 tokens, the model's vocab_size is 12"),
-        ({"intervention": "tbtt"}, "task copying makes its own rows"),
+        ({"intervention": "tbtt"}, "tbtt reads the rows of task copying in pieces: give bptt_chunk_length"),
         ({"alignment_alpha": 0.1}, "task copying makes its own rows"),
     ],
 )

@@ -178,7 +178,7 @@ def test_the_help_of_every_option_shown_says_what_holds_without_it() -> None:
         ({"mimetic": True}, "mimetic overwrites trained weights"),
         ({"resume_from_checkpoint": "x"}, "--resume takes the newest complete checkpoint"),
         ({"task": "babilong"}, "task babilong needs task_files"),
-        ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "own rows: leave out tbtt and alignment_alpha"),
+        ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "own rows: leave out alignment_alpha"),
         ({"alignment_max_extra": 2}, "have no effect without alignment_alpha"),
         ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, training_length 8"),
         ({"minimum_document_tokens": -1}, "minimum_document_tokens must be at least 0, got -1"),
@@ -214,6 +214,7 @@ def test_what_to_measure_next(arguments: str, length_before: int | None, followi
 
 
 PASSKEY = "--task passkey"
+EXAMPLES = "--task examples --data x.jsonl"
 BABILONG = "--task babilong --task-files f"
 SCRATCH = "--mimetic --model m.json"
 
@@ -223,12 +224,13 @@ SCRATCH = "--mimetic --model m.json"
     ("option", "elsewhere", "fitting", "what"),
     [
         ("data x.txt", PASSKEY, BABILONG, "task text or babilong"),
-        ("split train", PASSKEY, BABILONG, "task text or babilong"),
+        ("split train", PASSKEY, BABILONG, "task text or babilong or examples"),
+        ("text_column a", f"{EXAMPLES}", BABILONG, "task text or babilong"),
         ("eval_data stdlib", "", "--eval-strategy epoch", "eval_strategy steps or epoch and task text or babilong"),
         ("eval_data stdlib", f"{PASSKEY} --eval-strategy steps", f"{BABILONG} --eval-strategy steps", "eval_strategy"),
         ("eval_split validation", "", "--eval-strategy steps", "eval_strategy steps or epoch"),
         ("chunks_before_reset 12", "", "--intervention tbtt", "tbtt, as intervention or in the mixture"),
-        ("reset_at_document", "--intervention none", "--intervention tbtt", "tbtt, as intervention"),
+        ("reset_at_document", f"{EXAMPLES} --intervention tbtt", "--intervention tbtt", "tbtt, as intervention"),
         ("minimum_document_tokens 0", BABILONG, "", "task text"),
         ("task_files f", PASSKEY, "--task babilong", "task babilong"),
         ("task_style passkey", "", PASSKEY, "task passkey"),

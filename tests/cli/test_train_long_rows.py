@@ -1,0 +1,118 @@
+"""Prompts of several lengths and own examples: read whole, or in the pieces of tbtt."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_recurrent_lengthgen.cli.options import read_options
+from hf_recurrent_lengthgen.cli.train_rows import with_pieces
+from hf_recurrent_lengthgen.data import PaddingCollator
+from tests.cli.training import Train, trained_config, write
+
+PAIRS = [{"prompt": "a" * size, "completion": "bc"} for size in (3, 40, 17, 9, 30, 5)]
+LONGEST = 43  # with the end token
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    return write(tmp_path / "pairs.jsonl", "".join(json.dumps(row) + "\n" for row in PAIRS))
+
+
+@pytest.mark.parametrize("intervention", ["none", "state_passing"])
+def test_examples_are_trained_on_whole(
+    intervention: str,
+    pairs: Path,
+    train: Train,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches: list[Any] = []
+    collate = PaddingCollator.__call__
+
+    def seen(self: PaddingCollator, items: Any) -> Any:
+        batches.append(collate(self, items))
+        return batches[-1]
+
+    monkeypatch.setattr(PaddingCollator, "__call__", seen)
+    options = {"data": pairs, "task": "examples", "training_length": None, "intervention": intervention}
+    held_out = {"eval_data": pairs, "eval_split": "train[:2]", "eval_strategy": "steps", "eval_steps": 3}
+    assert train(model=checkpoint, **options, **held_out, num_train_epochs=1, max_steps=None) == 0
+    sizes = [(batch["input_ids"].shape[1], int(batch["labels"].ne(-100).sum())) for batch in batches]
+    assert [scored for _, scored in sizes] == [6] * 4  # bc and the end, of two rows
+    assert sizes[-1][0] == LONGEST
+    if intervention == "none":  # group_by_length begins with the longest
+        assert sizes[0][0] == LONGEST
+    shown = capsys.readouterr().out
+    assert f"Training at {LONGEST} tokens: the config of {checkpoint} had 8." in shown
+    assert "eval_loss" in shown
+    assert trained_config(tmp_path / "out")["training_length"] == LONGEST
+    lineage = (tmp_path / "out" / "lineage.json").read_text()
+    assert "examples, with the loss on the answers" in lineage
+
+
+def test_examples_need_their_columns(
+    pairs: Path, text_file: Path, train: Train, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for data, told in (
+        (None, "task examples needs data with messages, or with prompt and completion: give data"),
+        (text_file, "example 0: its columns are ['text'], but must be messages, or prompt and completion"),
+    ):
+        assert train(model=checkpoint, task="examples", data=data) == 1
+        assert told in capsys.readouterr().err
+    assert train(model=checkpoint, data=pairs) == 1
+    assert "prompt has examples with answers: --task examples" in capsys.readouterr().err
+    assert train(model=checkpoint, task="examples", data=pairs, training_length=42) == 1
+    assert "training_length is 42, but rows are read whole, and the longest has 43" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy"),
+    [
+        ("--task passkey --task-length 400-600 --intervention none", "group_by_length"),
+        ("--task passkey --task-length 400-600 --intervention tbtt", "group_by_length"),
+        ("--task examples --data x.jsonl --intervention learned", "group_by_length"),
+        ("--task examples --data x.jsonl --intervention state_passing", "random"),
+        ("--task examples --data x.jsonl --intervention none --train-sampling-strategy random", "random"),
+        ("""--task examples --data x.jsonl --intervention mixed --mixture {"zero":1}""", "group_by_length"),
+        ("""--task examples --data x.jsonl --intervention mixed --mixture {"state_passing":1}""", "random"),
+        ("--task passkey --task-length 400 --intervention none", "random"),
+        ("--task copying --task-length 4-6 --intervention none", "random"),
+        ("--intervention none", "random"),
+    ],
+)
+def test_similar_lengths_make_a_batch_where_the_method_takes_them(given: str, strategy: str) -> None:
+    _, training, _ = read_options(["--model", "m", "--output", "o", "--use-cpu", *given.split()])
+    assert training.train_sampling_strategy == strategy
+
+
+def test_the_training_length_is_the_piece_of_tbtt_or_the_longest_row() -> None:
+    def settled(given: int | None, longest: int, *arguments: str) -> tuple[int, int | None]:
+        common = ["--model", "m", "--output", "o", "--use-cpu", "--task", "passkey", "--training-length", "128"]
+        settings, training, _ = read_options([*common, *arguments])
+        settings = with_pieces(settings, training, longest, given)
+        return settings.length, training.bptt_chunk_length
+
+    tbtt, none = ("--intervention", "tbtt"), ("--intervention", "none")
+    assert settled(128, 8192, *tbtt) == (128, 128)
+    assert settled(None, 8192, *tbtt) == (128, 128)  # of the model
+    assert settled(128, 8192, *tbtt, "--bptt-chunk-length", "64") == (128, 64)
+    assert settled(None, 8192, *none) == (8192, None)
+    assert settled(9000, 8192, *none) == (9000, None)
+    with pytest.raises(ValueError, match="the longest row has 128 tokens, and a piece has 128"):
+        settled(128, 128, *tbtt)
+    with pytest.raises(ValueError, match="training_length is 128, but rows are read whole, and the longest has 129"):
+        settled(128, 129, *none)
+
+
+def test_passkeys_of_several_lengths(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"task": "passkey", "task_length": "320-400", "data": None, "training_length": None}
+    assert train(model=checkpoint, **options, intervention="none") == 0
+    assert trained_config(tmp_path / "out")["training_length"] == 400
+    assert "--lengths 800" in capsys.readouterr().out
+    assert "of 320-400 tokens" in (tmp_path / "out" / "lineage.json").read_text()
