@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from .packing import IGNORED_LABEL, _check_stream
+from .packing import IGNORED_LABEL, check_stream
 
 Item = dict[str, Tensor]
 _FROM_DATASETS = (datasets.Dataset, datasets.IterableDataset)
@@ -70,7 +70,7 @@ class ContinuedChunks(Dataset[Item]):
         separator_id: int | None = None,
         lookahead: int = 0,
     ) -> None:
-        _check_stream(stream)
+        check_stream(stream)
         _check_layout(length, chunks_before_reset)
         if reset_at_document and (separator_id is None or not bool(stream.eq(separator_id).any())):
             raise ValueError(
@@ -191,7 +191,7 @@ def keep_long_documents(stream: Tensor, separator_id: int, minimum_tokens: int) 
     Raises:
         ValueError: for a stream that is not one row of int64, and if no document is long enough.
     """
-    _check_stream(stream)
+    check_stream(stream)
     separators = stream.eq(separator_id).nonzero()[:, 0]
     lengths = separators.diff(prepend=torch.tensor([-1])) - 1
     last = len(stream) - int(lengths.sum()) - len(lengths)

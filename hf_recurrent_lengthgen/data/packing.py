@@ -26,7 +26,7 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, stream: Tensor, length: int) -> None:
-        _check_stream(stream)
+        check_stream(stream)
         if length < 1:
             raise ValueError(f"length is {length}, but a block needs at least 1 prediction")
         if len(stream) <= length:
@@ -72,7 +72,7 @@ def evaluation_sequences(stream: Tensor, count: int, length: int) -> Tensor:
     Raises:
         ValueError: if they do not fit into the stream, and for a count or length that is too small.
     """
-    _check_stream(stream)
+    check_stream(stream)
     if count < 1 or length < 2:
         raise ValueError(f"count is {count}, length {length}; at least 1 sequence of 2 tokens is needed")
     number_of_tokens = len(stream)
@@ -87,7 +87,7 @@ def evaluation_sequences(stream: Tensor, count: int, length: int) -> Tensor:
     return torch.stack([stream[start : start + length] for start in starts])
 
 
-def _check_stream(stream: Tensor) -> None:
+def check_stream(stream: Tensor) -> None:
     if stream.ndim != 1 or stream.dtype != torch.int64:
         raise ValueError(
             f"stream is {tuple(stream.shape)} {stream.dtype}, but must be one row of int64; use token_stream"

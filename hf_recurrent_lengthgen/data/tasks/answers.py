@@ -19,12 +19,14 @@ class Task(NamedTuple):
         answer: (m,), the answer and the period after it, on which training also has a loss.
         scored: Number of tokens of `answer` that must be right in evaluation: all before the period.
         distance: Tokens of the prompt after the needle (after the first of several facts); None if unknown.
+        mistakes: Wrong answers that say what went wrong, by kind, each (k,) without a period; a kind may have several.
     """
 
     prompt: Tensor
     answer: Tensor
     scored: int
     distance: int | None = None
+    mistakes: tuple[tuple[str, Tensor], ...] = ()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

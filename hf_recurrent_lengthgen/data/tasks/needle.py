@@ -32,6 +32,8 @@ _ADJECTIVES, _NOUNS = (
         "thunder tower window",
     )
 )
+WORDS = tuple(f"{adjective}-{noun}" for adjective in _ADJECTIVES for noun in _NOUNS)
+"""All that {word} can be."""
 
 
 def random_needle(generator: np.random.Generator) -> tuple[str, str]:

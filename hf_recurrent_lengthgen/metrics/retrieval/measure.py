@@ -2,10 +2,13 @@
 
 Accuracy by depth and length as in Chen et al., 2024 (arXiv:2410.07145), B.1 and Figure 2, Buitrago Ruiz and Gu, 2025
 (arXiv:2507.02782), B.3 and B.4, and Shen et al., 2025 (arXiv:2509.22630), C.4. Decoding is greedy (`greedy_hits`).
+Wrong answers that a task names (`Task.mistakes`) are looked for in the same way; a model whose cache cannot branch
+reads the prompt again for each.
 """
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -26,13 +29,25 @@ TOKENS_AT_ONCE = 2**25
 """Maximum number of prompt tokens in memory at once, 4 bytes each, unless a single cell has more."""
 
 
+class _Text(NamedTuple):
+    """A prompt with an answer (n,) int32, the number of the prompt in its cell, where the answer begins, and its kind.
+
+    The kind is one of `Task.mistakes`, or "" for the right answer.
+    """
+
+    ids: np.ndarray
+    prompt: int
+    start: int
+    kind: str
+
+
 class _Cell(NamedTuple):
-    """A cell: its place (row, column), and the prompts with their answers as (n,) int32."""
+    """A cell: its place (row, column), its prompts, and the texts to read."""
 
     place: tuple[int, int]
     digest: str
-    texts: list[np.ndarray]
     tasks: list[Task]
+    texts: list[_Text]
 
 
 def retrieval_accuracy(
@@ -50,7 +65,7 @@ def retrieval_accuracy(
 
     Args:
         model: Any causal language model. With a state that is a value, shared beginnings of prompts are read once.
-        grid: `PasskeyGrid`, `NeedleGrid` or `BabilongGrid`.
+        grid: `PasskeyGrid`, `NeedleGrid`, `KeyGrid` or `BabilongGrid`.
         lengths: Different numbers of tokens of prompt and answer.
         label: Name of the model in tables and figures.
         data: Description of the prompts' source; the digest is always computed from all prompts.
@@ -128,32 +143,36 @@ class _Run:
     def _cell(self, place: tuple[int, int]) -> _Cell:
         row, column = place
         tasks = self.grid.tasks(row, self.lengths[column])
-        # the period after an answer is not scored
-        texts = [np.concatenate([task.prompt, task.answer[: task.scored]]).astype("<i4") for task in tasks]
-        digest = hashlib.sha256()
-        for task, text in zip(tasks, texts, strict=True):
-            digest.update(f"{len(text)} {task.scored} {task.distance};".encode() + text.tobytes())
-        return _Cell(place, digest.hexdigest(), texts, tasks)
+        texts, digest = [], hashlib.sha256()
+        for prompt, task in enumerate(tasks):
+            # the period after an answer is not scored
+            for kind, answer in (("", task.answer[: task.scored]), *task.mistakes):
+                ids = np.concatenate([task.prompt, answer]).astype("<i4")
+                what = f"{len(ids)} {len(answer)} {task.distance} {kind}".rstrip()
+                digest.update(f"{what};".encode() + ids.tobytes())
+                texts.append(_Text(ids, prompt, len(task.prompt), kind))
+        return _Cell(place, digest.hexdigest(), tasks, texts)
 
     def measure(self) -> None:
         for group in self._groups():
-            owners = [cell for cell in group for _ in cell.tasks]
-            tasks = [task for cell in group for task in cell.tasks]
-            texts = [text for cell in group for text in cell.texts]
-            right: dict[tuple[int, int], list[bool]] = {cell.place: [] for cell in group}
+            texts = [(cell, text) for cell in group for text in cell.texts]
+            given: dict[tuple[int, int], dict[int, str]] = {cell.place: {} for cell in group}
+            left = {cell.place: len(cell.texts) for cell in group}
             for number, hits in greedy_hits(
                 self.reader,
-                texts,
-                [len(text) - task.scored for text, task in zip(texts, tasks, strict=True)],
+                [text.ids for _, text in texts],
+                [text.start for _, text in texts],
                 batch_size=self.settings.batch_size,
                 chunk_length=self.settings.chunk_length,
-                names=[self._name(cell.place) for cell in owners],
+                names=[self._name(cell.place) for cell, _ in texts],
                 title=f"{self.grid.task} up to {self.lengths[group[-1].place[1]]:,}" if self.settings.progress else "",
             ):
-                cell = owners[number]
-                right[cell.place].append(bool(hits.all()))
-                if len(right[cell.place]) == len(cell.tasks):
-                    self._keep(cell, sum(right[cell.place]))
+                cell, text = texts[number]
+                if hits.all() and given[cell.place].get(text.prompt) != "":  # each prompt counts once
+                    given[cell.place][text.prompt] = text.kind
+                left[cell.place] -= 1
+                if not left[cell.place]:
+                    self._keep(cell, Counter(given[cell.place].values()))
 
     def _groups(self) -> Iterator[list[_Cell]]:
         """The missing cells in groups that fit into memory."""
@@ -161,7 +180,7 @@ class _Run:
         size = 0
         for place in self.missing:
             cell = self._cell(place)
-            tokens = sum(map(len, cell.texts))
+            tokens = sum(len(text.ids) for text in cell.texts)
             if group and size + tokens > TOKENS_AT_ONCE:
                 yield group
                 group, size = [], 0
@@ -174,10 +193,12 @@ class _Run:
         where = "depth " if self.grid.depths is not None else ""
         return f"{self.grid.task}, {where}{self.grid.rows[place[0]]}, {self.lengths[place[1]]:,} tokens"
 
-    def _keep(self, cell: _Cell, right: int) -> None:
+    def _keep(self, cell: _Cell, given: Counter[str]) -> None:
         distances = [task.distance for task in cell.tasks]
         known = [distance for distance in distances if distance is not None]
-        result = RetrievalCell(right, len(distances), max(known) if len(known) == len(distances) else None)
+        distance = max(known) if len(known) == len(distances) else None
+        mistakes = {text.kind: given[text.kind] for text in cell.texts if text.kind}
+        result = RetrievalCell(given[""], len(distances), distance, mistakes)
         self.cells[cell.place] = result
         if self.cache:
             self.cache.put(self.missing[cell.place], asdict(result))

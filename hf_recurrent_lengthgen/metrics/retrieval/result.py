@@ -1,6 +1,6 @@
 """How often models retrieve what was far back in a text, by depth and length, as typed values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scipy.stats import binomtest
 
@@ -40,18 +40,22 @@ class RetrievalCell:
     """The right answers of greedy decoding at one depth (or for one bAbI task) and length.
 
     BABILong has fewer `samples`, or none, where facts do not fit. `distance` is the number of tokens from the last
-    token of the needle (or of the first fact needed) to the answer, the maximum over the samples.
+    token of the needle (or of the first fact needed) to the answer, the maximum over the samples. `mistakes` are the
+    wrong answers of each kind that the task knows ("another key", "earlier value"); others are of no kind.
     """
 
     right: int
     samples: int
     distance: int | None
+    mistakes: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         Share(self.right, self.samples)
+        if sum(self.mistakes.values()) > self.samples - self.right:
+            raise ValueError(f"{self.samples - self.right} wrong answers cannot have the mistakes {self.mistakes}.")
 
 
-@document("retrieval", version=2)
+@document("retrieval", version=3)
 @dataclass(frozen=True)
 class RetrievalResult:
     """One model on one task.
@@ -59,7 +63,8 @@ class RetrievalResult:
     Attributes:
         weights: SHA-256 of the model's parameters.
         training_length: In tokens; None if unknown.
-        task: "passkey", "niah" or "babilong", with the `style` of the prompt and `shots` solved examples before it.
+        task: "passkey", "niah", "keys" or "babilong", with the `style` of the prompt (in "keys" the numbers of keys and
+            values) and `shots` solved examples before it.
         rows: Names of the rows: depths in percent, bAbI tasks, or both.
         depths: Share of the text before the needle (in BABILong before the first fact needed), per row; None for facts
             at random places.
@@ -99,6 +104,13 @@ class RetrievalResult:
             for cells in zip(*self.cells, strict=True)
         )
 
+    @property
+    def mistakes_by_length(self) -> dict[str, tuple[int, ...]]:
+        """Wrong answers of each kind, all rows together, per length; empty for tasks without kinds."""
+        kinds = dict.fromkeys(kind for cells in self.cells for cell in cells for kind in cell.mistakes)
+        columns = [*zip(*self.cells, strict=True)]
+        return {kind: tuple(sum(cell.mistakes.get(kind, 0) for cell in cells) for cells in columns) for kind in kinds}
+
     def recall_length(self, accuracy: float = RECALL_ACCURACY) -> int | None:
         """T_recall: the longest length up to which the accuracy over all rows is at least `accuracy`.
 
@@ -114,7 +126,7 @@ class RetrievalResult:
         return longest
 
 
-@document("retrieval_comparison", version=2)
+@document("retrieval_comparison", version=3)
 @dataclass(frozen=True)
 class RetrievalComparison:
     """Several models on the same prompts, in the order in which they are shown."""

@@ -1,0 +1,241 @@
+"""Keys in real text: codes of names between the sentences and lines of a text, one of which is asked for at its end.
+
+    ... and went home. The code of calm-river is 48213. The next day
+    ...
+    What is the code of calm-river now? The code of calm-river is 48213.
+
+Other names distract, as in the multi-key needles of RULER (Hsieh et al., 2024, arXiv:2404.06654). A name may have
+several codes, of which the last counts: the earlier ones must be overwritten, as in Wang and Sun, 2025
+(arXiv:2506.08184). The wording is ours.
+
+Nothing can be guessed. Names and codes are uniform, and none occurs twice in a text. All names of a text have equally
+many codes, the last one at a uniform depth, the earlier ones uniformly before it, so that the question alone tells
+which name counts. Chance is 1 in 90,000 without the text, 1 in `keys` for the last code of some name (also for the
+last one of the text), and 1 in `keys` x `values` for some code of the text. Where the depth d of the asked code is
+given, the last code of the text is the answer with probability d^(`keys` - 1).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hf_recurrent_lengthgen.data.packing import check_stream, sampled_digest
+from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
+from hf_recurrent_lengthgen.data.tasks.grids import DepthGrid
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, length_bounds
+from hf_recurrent_lengthgen.data.tasks.needle import WORDS
+
+ANOTHER_KEY, EARLIER_VALUE = "another key", "earlier value"
+"""Kinds of wrong answers: a code of another name (confusion), an earlier code of this one (not overwritten)."""
+_FACT, _IS, _QUESTION = "The code of", " is", "\nWhat is the code of {name} now? The code of {name} is"
+_FIRST_CODE, _CODES = 10_000, 90_000
+_CODE_TOKENS = len(" 12345.")  # at most: a token has a character or more
+
+
+class KeyTexts:
+    """Random prompts in the text of one stream.
+
+    Args:
+        tokenizer: The tokenizer of the stream.
+        stream: (n,) int64, as from `token_stream`. The text of a prompt is a passage from a random end of a sentence
+            or line on; after the last token comes the first. Codes stand after sentences and between lines.
+        keys: Number of names in a prompt.
+        values: Number of codes of each name, of which the last counts.
+
+    Attributes:
+        shortest: Least length of a prompt with its answer; short names and codes leave some of it to the text.
+
+    Raises:
+        ValueError: for a stream in which no sentence or line ends, and for numbers out of range.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: Tensor, keys: int, values: int) -> None:
+        check_stream(stream)
+        if not 1 <= keys <= len(WORDS):
+            raise ValueError(f"keys is {keys}, but must be from 1 to {len(WORDS)}, the number of different names")
+        if not 1 <= values <= _CODES // keys:
+            raise ValueError(f"values is {values}, but must be from 1 to {_CODES // keys} with {keys} keys")
+        self.keys, self.values = keys, values
+        self._tokenizer, self._stream = tokenizer, stream
+        places, at_line = _places_for_facts(tokenizer, stream)
+        self._places, self._at_line = np.concatenate([places, places + len(stream)]), np.tile(at_line, 2)
+        self._heads = [encode_next(tokenizer, mark + _FACT) for mark in (" ", "\n")]
+        self._is = encode_next(tokenizer, _IS)
+        self._names = {word: encode_next(tokenizer, f" {word}") for word in WORDS}
+        longest = max(self._names, key=lambda word: len(self._names[word]))
+        fact = max(map(len, self._heads)) + len(self._names[longest]) + len(self._is) + _CODE_TOKENS
+        self.shortest = keys * values * fact + len(self._question(longest)) + _CODE_TOKENS
+
+    def check(self, length: int) -> None:
+        """Raise a `ValueError` for a length without room for the codes, or with more tokens than the stream."""
+        if length < self.shortest:
+            raise ValueError(
+                f"length is {length}, but a prompt with {self.keys} keys of {self.values} values needs "
+                f"{self.shortest} tokens; give a larger length, or fewer keys or values"
+            )
+        if length > len(self._stream):
+            raise ValueError(
+                f"length is {length}, but must be at most the {len(self._stream)} tokens of the text, which does not "
+                "repeat; give more text, or a shorter length"
+            )
+
+    def task(self, generator: np.random.Generator, length: int, depth: float | None = None) -> Task:
+        """A prompt up to "The code of {name} is" and its answer, of `length` tokens together.
+
+        Args:
+            generator: What is drawn from it depends neither on the length nor on the depth.
+            length: Number of tokens.
+            depth: Share of the text before the code that is asked for; None to draw it. Each code stands at the place
+                nearest to its depth.
+
+        Raises:
+            ValueError: as in `check`.
+        """
+        self.check(length)
+        names = [WORDS[index] for index in generator.choice(len(WORDS), self.keys, replace=False)]
+        codes = _FIRST_CODE + generator.choice(_CODES, self.keys * self.values, replace=False)
+        last = generator.uniform(size=(self.keys, 1))
+        if depth is not None:
+            last[0] = depth
+        earlier = last * np.sort(generator.uniform(size=(self.keys, self.values - 1)))
+        depths = np.concatenate([earlier, last], 1).ravel()
+        start = int(generator.integers(len(self._places) // 2))
+        answers = [encode_answer(self._tokenizer, str(code)) for code in codes]
+        facts = [self._names[names[i // self.values]] + self._is + answers[i][0] for i in range(len(codes))]
+        question, asked = self._question(names[0]), self.values - 1
+        answer, scored = answers[asked]
+        body, after = self._body(start, facts, depths, length - len(question) - len(answer), asked)
+        kinds = [EARLIER_VALUE] * asked + [ANOTHER_KEY] * (len(codes) - self.values)
+        others = [torch.tensor(ids[:size]) for ids, size in answers[:asked] + answers[self.values :]]
+        mistakes = tuple(zip(kinds, others, strict=True))
+        prompt = torch.cat([body, torch.tensor(question)])
+        return Task(prompt, torch.tensor(answer), scored, after + len(question), mistakes)
+
+    def _body(
+        self, start: int, facts: Sequence[list[int]], depths: np.ndarray, size: int, asked: int
+    ) -> tuple[Tensor, int]:
+        """`size` tokens of text and facts from a place of the stream on, and the tokens after the fact `asked`."""
+        text_size = size - sum(map(len, facts))  # without heads, which depend on the places
+        room = text_size - len(facts) * max(map(len, self._heads))
+        first = self._places[start]
+        stop = np.searchsorted(self._places, first + room, "right")
+        ends = self._places[start:stop] - first
+        chosen = np.abs(ends[:, None] - room * depths).argmin(0)
+        heads = [self._heads[line] for line in self._at_line[start + chosen].astype(int)]
+        text = self._stream[first : first + text_size - sum(map(len, heads))]
+        text = torch.cat([text, self._stream[: text_size - sum(map(len, heads)) - len(text)]])
+        pieces: list[Tensor] = []
+        done = written = end = 0
+        for fact in np.argsort(depths, kind="stable"):  # the codes of a name keep their order
+            pieces += [text[done : ends[chosen[fact]]], torch.tensor(heads[fact] + facts[fact])]
+            done = ends[chosen[fact]]
+            written += len(pieces[-2]) + len(pieces[-1])
+            end = written if fact == asked else end
+        return torch.cat([*pieces, text[done:]]), size - end
+
+    def _question(self, name: str) -> list[int]:
+        return encode_next(self._tokenizer, _QUESTION.format(name=name))
+
+
+def _places_for_facts(tokenizer: PreTrainedTokenizerBase, stream: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the tokens that begin with a line break, or with a space after a sentence; and which begin lines."""
+    used = torch.bincount(stream).nonzero()[:, 0].tolist()
+    anchor = encode(tokenizer, "a")  # some tokenizers strip the first space of a text
+    options = {"clean_up_tokenization_spaces": False}
+    before, *texts = tokenizer.batch_decode([anchor, *([*anchor, token] for token in used)], **options)
+    begins_line, begins_word, ends_sentence = table = np.zeros((3, used[-1] + 1), bool)
+    for token, text in zip(used, texts, strict=True):
+        own = text.removeprefix(before)
+        table[:, token] = own.startswith("\n"), own.startswith(" "), own.endswith((".", "!", "?"))
+    ids = stream.numpy()
+    at_line = begins_line[ids[1:]]
+    places = 1 + np.flatnonzero(at_line | (begins_word[ids[1:]] & ends_sentence[ids[:-1]]))
+    if not len(places):
+        raise ValueError(
+            "no sentence of the text ends with . ! or ? before a space, and no line ends, so that there is no place "
+            "for a code; give other text"
+        )
+    return places, at_line[places - 1]
+
+
+class KeyPrompts(Dataset[dict[str, Tensor]]):
+    """Training samples; item i depends only on the seed and i, and has its own passage of the stream.
+
+    An item is `{"input_ids": (T,), "labels": (T,)}`, int64. Labels are -100 except on the code and the period after
+    it, and the model shifts them. `PaddingCollator` pads items of several lengths.
+
+    Args:
+        tokenizer, stream, keys, values: As in `KeyTexts`; evaluation needs another stream.
+        length: Tokens per sample, or their minimum and maximum: (128, 1024) draws a length for each sample.
+        samples: Number of samples.
+        seed: Seed, at least 0.
+
+    Raises:
+        ValueError: as in `KeyTexts`, for its `check` of the lengths, and for less than one sample.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stream: Tensor,
+        length: Lengths,
+        samples: int,
+        seed: int = 0,
+        keys: int = 4,
+        values: int = 1,
+    ) -> None:
+        if samples < 1:
+            raise ValueError(f"samples must be at least 1, got {samples}")
+        self.shortest, self.longest = length_bounds(length, "keys")
+        self.samples, self.seed = samples, seed
+        self._texts = KeyTexts(tokenizer, stream, keys, values)
+        for bound in (self.shortest, self.longest):
+            self._texts.check(bound)
+        self.resume_record: dict[str, Any] = {
+            **{"length": [self.shortest, self.longest], "seed": seed, "keys": keys, "values": values},
+            **{"tokens": len(stream), "digest": sampled_digest(stream)},
+        }
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def task(self, index: int) -> Task:
+        """Prompt and answer of item `index`."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        generator = np.random.default_rng([self.seed, index % len(self)])
+        length = int(generator.integers(self.shortest, self.longest + 1))
+        return self._texts.task(generator, length)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return training_item(self.task(index))
+
+
+class KeyGrid(DepthGrid):
+    """Prompts of `KeyTexts`, a row for each depth of the code asked for; see `RetrievalGrid` for the arguments."""
+
+    task = "keys"
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stream: Tensor,
+        depths: Sequence[float],
+        samples: int,
+        seed: int = 0,
+        keys: int = 4,
+        values: int = 1,
+    ) -> None:
+        super().__init__(depths, samples, seed)
+        self.style = f"{keys} keys of {values} values"
+        self._texts = KeyTexts(tokenizer, stream, keys, values)
+
+    def tasks(self, row: int, length: int) -> list[Task]:
+        return [
+            self._texts.task(self._generator(row, sample), length, self.depths[row]) for sample in range(self.samples)
+        ]
