@@ -28,11 +28,13 @@ from hf_recurrent_lengthgen.cli.measuring import (
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
 from hf_recurrent_lengthgen.cli.report import draw
 from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODELS, add_shared
+from hf_recurrent_lengthgen.data import token_stream
 from hf_recurrent_lengthgen.data.tasks import (
     DEPTHS,
     PASSKEY_STYLES,
     BabilongGrid,
     BabiQuestion,
+    KeyGrid,
     NeedleGrid,
     PasskeyGrid,
     RetrievalGrid,
@@ -42,7 +44,11 @@ from hf_recurrent_lengthgen.data.tasks import (
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, retrieval_accuracy_figure
+from hf_recurrent_lengthgen.metrics.retrieval.figure import (
+    heat_map_figure,
+    mistakes_figure,
+    retrieval_accuracy_figure,
+)
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
@@ -57,6 +63,8 @@ if greedy decoding gives it. Writes retrieval.json and figures. Tasks:
 ("pass key"), Chen et al., 2024 ("passkey") or Shen et al., 2025 ("infinity-bench")
   niah      a number of 7 digits in running text (NIAH-single-2 of RULER in the wording of Shen et al., 2025); the \
 papers hide it in essays, this command in --data, from its beginning
+  keys      a code of 5 digits of one of --task-keys names, each with --task-values codes, of which the last counts, \
+between the sentences and lines of --data; wrong answers are counted by kind
   babilong  the questions qa1 to qa10 of bAbI, whose facts are spread through --data, at random places
 
 Prompts share what they begin with in models whose state is a value, so a second sample or depth costs less than a
@@ -70,8 +78,14 @@ lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k
 """
 DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
 MOST_DEPTHS = 1000
-TASKS = ("passkey", "niah", "babilong")
-OF_TASKS = {"data": ("niah", "babilong"), "depths": ("passkey", "niah"), "shots": ("babilong",)}
+TASKS = ("passkey", "niah", "keys", "babilong")
+OF_TASKS = {
+    "data": ("niah", "keys", "babilong"),
+    "depths": ("passkey", "niah", "keys"),
+    "task_keys": ("keys",),
+    "task_values": ("keys",),
+    "shots": ("babilong",),
+}
 """Options that do nothing with other tasks."""
 
 
@@ -81,7 +95,7 @@ def command_parser() -> CommandParser:
     parser.model.add_argument("models", **MODELS)
     add_shared(parser, "--data", "--split", "--text-column")
     for action in parser.data._group_actions:
-        action.help += " [task niah or babilong]"
+        action.help += f" [task {' or '.join(OF_TASKS['data'])}]"
     add("--task", choices=TASKS, default=TASKS[0], help="what is to be found, see above (default: %(default)s)")
     add(
         "--lengths",
@@ -96,11 +110,15 @@ def command_parser() -> CommandParser:
         metavar="N | X,...",
         help="number n of depths, 0 (start of the text), 1/n, ..., (n - 1)/n as in Chen et al. (2024), B.1: without "
         "the end, 1, which is the easiest; or the depths themselves "
-        f"(default: {len(DEPTHS)}) [task passkey or niah]",
+        f"(default: {len(DEPTHS)}) [task {' or '.join(OF_TASKS['depths'])}]",
     )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
     styles, what = tuple(PASSKEY_STYLES), "wording of the prompt (default: %(default)s) [task passkey]"
     add("--task-style", choices=styles, default=styles[0], help=what)
+    what = "number of names with codes in a prompt; one is asked for (default: %(default)s) [task keys]"
+    add("--task-keys", type=positive, default=4, metavar="N", help=what)
+    what = "number of codes of each name; the last one counts (default: %(default)s) [task keys]"
+    add("--task-values", type=positive, default=1, metavar="N", help=what)
     add(
         "--task-files",
         metavar="FOLDER",
@@ -121,7 +139,8 @@ def run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     for name, tasks in OF_TASKS.items():
         if options.task not in tasks and getattr(options, name) != parser.get_default(name):
-            parser.error(f"--{name} does nothing with --task {options.task}: give --task {' or '.join(tasks)}")
+            option = name.replace("_", "-")
+            parser.error(f"--{option} does nothing with --task {options.task}: give --task {' or '.join(tasks)}")
     if options.task == "babilong" and options.task_files is None:
         parser.error("--task babilong needs --task-files, the folder with the files of bAbI")
     check_given_once(options.models)
@@ -174,6 +193,9 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
     source = data_source(options.data, split)
     if options.task == "niah":
         return NeedleGrid(tokenizer, texts, depths, **sizes), source
+    if options.task == "keys":
+        numbers = {"keys": options.task_keys, "values": options.task_values}
+        return KeyGrid(tokenizer, token_stream(texts, tokenizer), depths, **sizes, **numbers), source
 
     def questions(part: str) -> dict[str, list[BabiQuestion]]:
         files = babi_files(options.task_files, part, options.babi_tasks)
@@ -200,7 +222,17 @@ def _table(results: Sequence[RetrievalResult]) -> str:
     )
     if any(not cell.samples for row in first.cells for cell in row):
         note += " Cells without samples, where no question fits, do not count."
-    return "\n".join([f"{'model'.ljust(width)}{head}{'T_recall':>10}", *rows, note])
+    return "\n".join([f"{'model'.ljust(width)}{head}{'T_recall':>10}", *rows, note, *_mistakes(results, width, head)])
+
+
+def _mistakes(results: Sequence[RetrievalResult], width: int, head: str) -> list[str]:
+    """Lines that count the wrong answers by kind, if the task has kinds."""
+    lines = []
+    for result in results:
+        for kind, numbers in result.mistakes_by_length.items():
+            cells = "".join(f"{number:>16}" for number in numbers)
+            lines.append(f"{result.model.ljust(width)}{cells}  {kind}")
+    return ["", f"{'model'.ljust(width)}{head}  wrong answers: what was said", *lines] if lines else []
 
 
 def _percent(share: Share, confidence: float) -> str:
@@ -215,4 +247,6 @@ def _write(folder: Path, results: Sequence[RetrievalResult]) -> Path:
     write_result(folder / "retrieval.json", RetrievalComparison(tuple(results)))
     draw(heat_map_figure(results), folder / "heat_map")
     draw(retrieval_accuracy_figure(results), folder / "accuracy")
+    if results[0].mistakes_by_length:
+        draw(mistakes_figure(results), folder / "mistakes")
     return folder / "heat_map.png"

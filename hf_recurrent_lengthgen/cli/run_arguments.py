@@ -14,11 +14,11 @@ from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 from hf_recurrent_lengthgen.trainers.settings import check_settings
 
-TEXT = ("text", "babilong")
+TEXT = ("text", "keys", "babilong")
 DATA = (*TEXT, "examples")
-PROMPTS = ("passkey", "babilong", "examples")
+PROMPTS = ("passkey", "keys", "babilong", "examples")
 TOKENS = ("text", *PROMPTS)
-Tasks = Literal["text", "passkey", "babilong", "examples", "copying", "stack_copying", "recall", "sorting"]
+Tasks = Literal["text", "passkey", "keys", "babilong", "examples", "copying", "stack_copying", "recall", "sorting"]
 MEASURED = ("steps", "epoch")
 ANY = ()
 USUAL_LENGTH = 2048
@@ -95,12 +95,12 @@ class RunArguments:
     split: str | None = _option("data", help_of("--split", "train, or the only split"), metavar="NAME", task=DATA)
     text_column: str = _shared("data", "--text-column", "text", task=TEXT)
     minimum_document_tokens: int = _option(
-        "data", "leave out documents with fewer tokens; Chen et al., 2024, take 4096", 0, task=("text",)
+        "data", "leave out documents with fewer tokens; Chen et al., 2024, take 4096", 0, task=("text", "keys")
     )
     task: Tasks = _option(
         "data",
-        "what a row is: text; passkey, a prompt; babilong, a question of bAbI hidden in the text of --data; examples, "
-        "a chat (column messages of --data) or a prompt and its completion (columns prompt and completion); or random "
+        "what a row is: text; passkey, a prompt; keys, codes of names in the text of --data, one of which is asked "
+        "for; babilong, a question of bAbI hidden in that text; examples, a chat (column messages of --data) or a prompt and its completion (columns prompt and completion); or random "
         "symbols (Trockman et al., 2024): copying, stack_copying (from the last to the first), recall (of values by "
         "their keys), sorting. In all but text only the answer counts in the loss",
         "text",
@@ -110,7 +110,7 @@ class RunArguments:
         "tokens of a prompt (default: training_length), or number of symbols (of pairs in recall; default: 50), or a "
         'range such as "50-100". Where the lengths of prompts or examples differ, similar ones make a batch, '
         "--train-sampling-strategy group_by_length, unless the method shuffles rows or there are several processes",
-        task=(*STRING_TASKS, "passkey", "babilong"),
+        task=(*STRING_TASKS, "passkey", "keys", "babilong"),
     )
     task_vocabulary: int | None = _option(
         "data",
@@ -118,6 +118,8 @@ class RunArguments:
         "recall, keys and values together, and sorting)",
         task=STRING_TASKS,
     )
+    task_keys: int = _option("data", "number of names with codes in a row; one is asked for", 4, task=("keys",))
+    task_values: int = _option("data", "number of codes of each name; the last one counts", 1, task=("keys",))
     task_files: str | None = _option(
         "data",
         "required: folder with the files of bAbI, qa1_..._train.txt to qa10, and qa1_..._test.txt for evaluation",

@@ -216,6 +216,10 @@ def _data(settings: RunArguments) -> DataSource:
         return replace(source, selection="examples, with the loss on the answers")
     if settings.task == "babilong":
         return replace(source, name=f"questions of bAbI in {source.name}")
+    if settings.task == "keys":
+        asked = f"{settings.task_keys} keys of {settings.task_values} values"
+        tokens = f", {settings.task_length} tokens," if settings.task_length else ""
+        source = replace(source, name=f"{asked}{tokens} in {source.name}")
     least = settings.minimum_document_tokens
     return replace(source, selection=f"documents of at least {least:,} tokens") if least else source
 
@@ -318,8 +322,10 @@ In Python, load_model({output!r}) loads it with its base, {settings.model}."""
         if holds_adapter(output):
             then = [["lengthgen", "merge", output, "--output", f"{output}-merged"]]
         saved = f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*then, command]))}"
-    if settings.task != "passkey":
+    numbers = ["--task-keys", str(settings.task_keys), "--task-values", str(settings.task_values)]
+    asked = {"passkey": ["--task-style", settings.task_style], "keys": ["--task", "keys", *numbers, *text]}
+    if settings.task not in asked:
         return saved
-    retrieve = ["lengthgen", "retrieve", output, "--lengths", str(2 * max(settings.row_lengths))]
-    retrieve += ["--task-style", settings.task_style]
-    return f"{saved} for losses on text, and for passkeys {shlex.join(retrieve)}"
+    longer = ["lengthgen", "retrieve", output, "--lengths", str(2 * max(settings.row_lengths))]
+    retrieve = shlex.join([*longer, *asked[settings.task]])
+    return f"{saved} for losses on text, and for {settings.task.removesuffix('s')}s {retrieve}"

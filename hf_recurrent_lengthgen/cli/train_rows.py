@@ -12,6 +12,7 @@ from hf_recurrent_lengthgen.data import ContinuedChunks, LabelledExamples, Packe
 from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,
     BabilongPrompts,
+    KeyPrompts,
     PasskeyPrompts,
     TaskStrings,
     babi_files,
@@ -46,6 +47,8 @@ def training_rows(settings: RunArguments, training: InitialStateConfig, tokenize
     if settings.task == "babilong":
         return _questions(settings, "train", settings.data, settings.chosen_split, training.seed, tokenizer)
     stream = stream_of(settings, settings.data, settings.chosen_split, tokenizer)
+    if settings.task == "keys":
+        return _keys(settings, stream, samples, training.seed, tokenizer)
     lookahead = _lookahead(training)
     if continues(training):
         return ContinuedChunks(
@@ -101,7 +104,10 @@ def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokeni
         return LabelledExamples(load_rows(data, settings.chosen_eval_split), tokenizer)
     if settings.task == "babilong":
         return _questions(settings, "test", data, settings.chosen_eval_split, seed, tokenizer)
-    return PackedBlocks(stream_of(settings, data, settings.chosen_eval_split, tokenizer), settings.length)
+    stream = stream_of(settings, data, settings.chosen_eval_split, tokenizer)
+    if settings.task == "keys":
+        return _keys(settings, stream, TASK_EVALUATION_SAMPLES, seed, tokenizer)
+    return PackedBlocks(stream, settings.length)
 
 
 def stream_of(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
@@ -117,6 +123,11 @@ def _text_column(settings: RunArguments, data: str) -> str:
 
 def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -> PasskeyPrompts:
     return PasskeyPrompts(tokenizer, settings.row_lengths, samples, seed, style=settings.task_style)
+
+
+def _keys(settings: RunArguments, stream: Tensor, samples: int, seed: int, tokenizer: Any) -> KeyPrompts:
+    numbers = settings.task_keys, settings.task_values
+    return KeyPrompts(tokenizer, stream, settings.row_lengths, samples, seed, *numbers)
 
 
 def _symbols(settings: RunArguments, samples: int, seed: int) -> TaskStrings:

@@ -36,8 +36,8 @@ def rows_of(result: Any) -> list[Row]:
     Evaluations and diagnoses have one row per model, metric and bin of positions [start, stop): `nll` (nats per
     token), `harm` (nats), `in_window_nll`, and in diagnoses `remembrance`, the total variation of predictions without
     the tokens before `start`, and `remembrance_` with the names of other distances. Retrieval has one row per model,
-    depth or bAbI task, and length (tokens), with Wilson's interval; accuracy one per model and length, with the
-    interval of whole answers.
+    depth or bAbI task, and length (tokens), with Wilson's interval and the number of wrong answers of each kind;
+    accuracy one per model and length, with the interval of whole answers.
 
     Raises:
         ValueError: for other types.
@@ -98,6 +98,7 @@ def _part_rows(model: DiagnosedModel) -> Iterator[Row]:
 
 
 def _retrieval_rows(result: RetrievalResult) -> Iterator[Row]:
+    kinds = [kind for kind in result.mistakes_by_length if kind != "other"]
     for i, (name, cells) in enumerate(zip(result.rows, result.cells, strict=True)):
         for length, cell in zip(result.lengths, cells, strict=True):
             share = Share(cell.right, cell.samples)
@@ -115,4 +116,5 @@ def _retrieval_rows(result: RetrievalResult) -> Iterator[Row]:
                 "accuracy": share.accuracy,
                 "low": low,
                 "high": high,
+                **{kind: cell.mistakes.get(kind, 0) for kind in kinds},
             }

@@ -1,5 +1,6 @@
 """`lengthgen retrieve` on tiny checkpoints."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,23 @@ def test_babilong_from_local_files(
     shown = capsys.readouterr().out
     assert "babilong (sentences, 1 shots)" in shown
     assert "Cells without samples" in shown
+
+
+def test_keys_in_a_text_and_what_wrong_answers_say(
+    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "found"
+    arguments = ["--data", str(text_file), "--split", "train", "--lengths", "400,500", "--depths", "0.5", "--csv"]
+    arguments += ["--task-keys", "2", "--task-values", "3", "--samples", "3", "--output", str(output)]
+    assert main(["retrieve", str(checkpoint), "--task", "keys", *arguments]) == 0
+    (result,) = read_result(output / "retrieval.json", RetrievalComparison).models
+    assert (result.task, result.style, result.rows) == ("keys", "2 keys of 3 values", ("50 %",))
+    assert result.mistakes_by_length == {"earlier value": (0, 0), "another key": (0, 0), "other": (3, 3)}
+    shown = capsys.readouterr().out
+    assert "keys (2 keys of 3 values): right answers in percent" in shown
+    assert re.search(r"checkpoint +3 +3  other\n", shown)
+    assert (output / "retrieval.csv").read_text().splitlines()[0].endswith(",high,earlier value,another key")
+    assert (output / "mistakes.png").is_file()
 
 
 def test_needles_in_a_text(checkpoint: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,35 @@ def test_evaluation_has_other_passkeys(
     assert not keys[0] & keys[1]
 
 
+KEYS = {"task": "keys", "task_keys": 2, "task_values": 2, "training_length": 300}
+
+
+def test_keys_are_trained_and_then_asked_for(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model=checkpoint, intervention="none", **KEYS) == 0
+    lineage = (tmp_path / "out" / "lineage.json").read_text()
+    assert "2 keys of 2 values in text.txt" in lineage
+    command = capsys.readouterr().out.rpartition(" for losses on text, and for keys ")[2].strip()
+    few = ["--samples", "1", "--depths", "0.1,0.9", "--no-cache", "--output", str(tmp_path / "retrieval")]
+    assert main([*shlex.split(command)[1:], *few]) == 0
+    assert "keys (2 keys of 2 values)" in capsys.readouterr().out
+
+
+def test_evaluation_has_keys_in_other_text(
+    monkeypatch: pytest.MonkeyPatch, train: Train, checkpoint: Path, tmp_path: Path
+) -> None:
+    data, held_out = (write(tmp_path / f"{letter}.txt", f"{letter * 9}. " * 99) for letter in "pq")
+    text = {"data": data, "eval_data": held_out, "eval_split": "train", "eval_strategy": "steps"}
+    rows = rows_of(monkeypatch, train, model=checkpoint, **KEYS, **text)
+    for name, own, other in (("train_dataset", "ppppp", "qqqqq"), ("eval_dataset", "qqqqq", "ppppp")):
+        item = rows[name][0]
+        prompt = bytes((item["input_ids"] - 3).clamp(min=0).tolist()).decode()
+        assert own in prompt
+        assert other not in prompt
+        assert (prompt.count("The code of "), len(prompt), int((item["labels"] != -100).sum())) == (5, 300, 7)
+
+
 @pytest.fixture
 def babi(tmp_path: Path) -> Path:
     """Training files of bAbI with one question each."""

@@ -1,6 +1,7 @@
 """Accuracy by depth and length of models that remember by construction, and what is kept when a run is stopped."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.data.tasks import BabilongGrid, BabiQuestion, NeedleGrid, PasskeyGrid, RetrievalGrid, Task
+from hf_recurrent_lengthgen.data import byte_tokenizer, token_stream
+from hf_recurrent_lengthgen.data.tasks import (
+    ANOTHER_KEY,
+    EARLIER_VALUE,
+    BabilongGrid,
+    BabiQuestion,
+    KeyGrid,
+    NeedleGrid,
+    PasskeyGrid,
+    RetrievalGrid,
+    Task,
+)
 from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
@@ -27,18 +38,22 @@ from tests.metrics.test_retrieval_figures import RESULT
 
 RECENT, KEY = 40, 7
 NEEDLE = re.compile(rb"(\d{5,7})(?: is the pass ?key)?\.$")
-ASKED = re.compile(rb"(?:\? The pass ?key is|mentioned in the provided text is|\nAnswer:)( ?\d*)$")
+ASKED = re.compile(
+    rb"(?:\? The pass ?key is|mentioned in the provided text is|\nAnswer:|The code of [a-z-]+ is)( ?\d*)$"
+)
 BACKGROUND = [" ".join(f"The {number} birds of day {number} sang." for number in range(10, 99))]
 
 
 class Recaller(nn.Module):
     """Reads bytes, and keeps the last 40 of them, the last number that a needle gave, and the bytes read since then.
 
-    When it is asked, it says the number if at most `reach` bytes stand between the needle and the answer.
+    When it is asked, it says the number if at most `reach` bytes stand between the needle and the answer. With `first`
+    it keeps the first number of the text.
     """
 
-    def __init__(self, reach: float) -> None:
+    def __init__(self, reach: float, first: bool = False) -> None:
         super().__init__()
+        self.first = first
         self.scale = nn.Parameter(torch.ones(()))
         self.config = SimpleNamespace(vocab_size=384, reach=reach)
         self.reach = reach
@@ -61,7 +76,7 @@ class Recaller(nn.Module):
             since = int(state[row, -1])
             for place, byte in enumerate((input_ids[row] - 3).clamp(min=0).tolist()):  # padding counts as 0
                 recent, since = (recent + bytes([byte]))[-RECENT:], since + 1
-                if byte == ord(".") and (found := NEEDLE.search(recent)):
+                if byte == ord(".") and not (self.first and key) and (found := NEEDLE.search(recent)):
                     key, since = found[1], 0
                 said = ASKED.search(recent)
                 if said and key and since - len(said[1]) <= self.reach:
@@ -144,6 +159,51 @@ def test_sharing_what_prompts_begin_with_changes_nothing(
     assert 0 < sum(map(sum, expected)) < 27
     plain = sum(9 * (length - 2) for length in lengths)  # all but the last digit and the period
     assert plain <= model.read < 1.1 * plain if worth == 10**6 else model.read < 0.8 * plain
+
+
+ANSWERS = {  # what models say that remember one number, or none
+    "last": Recaller(float("inf")),
+    "first": Recaller(float("inf"), first=True),
+    "none": Recaller(-1),
+}
+
+
+@pytest.mark.parametrize("said", ANSWERS)
+def test_wrong_answers_are_counted_by_what_they_say(said: str, tmp_path: Path) -> None:
+    stream = token_stream([f"{text} " for text in BACKGROUND])
+    grid, lengths = KeyGrid(byte_tokenizer(), stream, [0, 0.4, 0.9], 8, keys=3, values=2), (700, 1400)
+    result = measured(ANSWERS[said], grid, [*lengths], ResultCache(tmp_path))
+    everywhere = Counter[str]()
+    for row, cells in enumerate(result.cells):
+        for length, cell in zip(lengths, cells, strict=True):
+            kinds = Counter[str]()
+            for task in grid.tasks(row, length):
+                prompt = bytes((task.prompt - 3).clamp(min=0).tolist()).decode()
+                *facts, asked = re.findall(r"The code of ([a-z-]+) is(?: (\d+)\.)?", prompt)
+                name, code = facts[0 if said == "first" else -1]
+                right = [code for name, code in facts if name == asked[0]][-1]
+                kind = "right" if code == right else EARLIER_VALUE if name == asked[0] else ANOTHER_KEY
+                kinds["other" if said == "none" else kind] += 1
+            assert cell.right == kinds["right"]
+            assert cell.mistakes == {EARLIER_VALUE: kinds[EARLIER_VALUE], ANOTHER_KEY: kinds[ANOTHER_KEY]}
+            everywhere += kinds
+    expected = {"last": {"right", ANOTHER_KEY}, "first": {EARLIER_VALUE, ANOTHER_KEY}, "none": {"other"}}
+    assert everywhere.keys() == expected[said]
+    by_length = {kind: sum(counts) for kind, counts in result.mistakes_by_length.items()}
+    assert by_length == {kind: everywhere[kind] for kind in (EARLIER_VALUE, ANOTHER_KEY, "other")}
+    before = ANSWERS[said].read
+    again = measured(ANSWERS[said], grid, [*lengths], ResultCache(tmp_path))
+    assert (again.cells, ANSWERS[said].read, again.style) == (result.cells, before, "3 keys of 2 values")
+
+
+def test_a_prompt_counts_once_where_predictions_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_hit(_: Any, texts: Any, starts: Any, **options: Any) -> Any:
+        yield from reversed([(number, torch.ones(1)) for number in range(len(texts))])
+
+    monkeypatch.setattr(retrieval, "greedy_hits", all_hit)
+    grid = KeyGrid(byte_tokenizer(), token_stream(BACKGROUND), [0.5], 4, keys=2, values=2)
+    [[cell]] = measured(Recaller(0), grid, [500]).cells
+    assert (cell.right, cell.mistakes) == (4, {EARLIER_VALUE: 0, ANOTHER_KEY: 0})
 
 
 def test_babilong_by_task_and_length() -> None:
@@ -286,5 +346,11 @@ def test_files_keep_results(tmp_path: Path) -> None:
         RetrievalComparison((result, replace(result, model="o", data=DataRecord(DataSource("text"), "1", "token"))))
     with pytest.raises(ValueError, match="right answers must be from 0 to 2, got 3"):
         RetrievalCell(3, 2, None)
+    with pytest.raises(ValueError, match="1 wrong answers cannot have the mistakes"):
+        RetrievalCell(1, 2, None, {"another key": 1, "earlier value": 1})
+    old = (tmp_path / "r.json").read_text().replace('"schema_version": 3', '"schema_version": 2')
+    (tmp_path / "old.json").write_text(re.sub(r',\s*"mistakes": \{\}', "", old))
+    assert read_result(tmp_path / "old.json", RetrievalComparison) == comparison
+    assert result.mistakes_by_length == {}
     with pytest.raises(ValueError, match="1 rows of 3 cells"):
         result_of([[(1, 2, 5)]])

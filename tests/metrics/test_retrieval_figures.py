@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
-from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, retrieval_accuracy_figure
+from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, mistakes_figure, retrieval_accuracy_figure
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalResult
 from hf_recurrent_lengthgen.plotting.images import inline_svg
 from hf_recurrent_lengthgen.plotting.style import DARK
@@ -70,6 +70,23 @@ def test_accuracy_against_length_has_intervals_and_the_training_length() -> None
     assert len(axes.collections) == 2
     assert "trained on 512" in words(figure)
     assert retrieval_accuracy_figure([BABILONG]).axes[0].get_title("left") == "BABILong: right answers (dots: 95 %)"
+
+
+def test_bars_show_what_was_said() -> None:
+    kinds = {"another key": 4, "earlier value": 1}
+    cells = (
+        (RetrievalCell(10, 10, 9, dict.fromkeys(kinds, 0)), RetrievalCell(3, 10, 9, kinds), RetrievalCell(0, 0, 0)),
+    )
+    keys = replace(RESULT, task="keys", rows=("0 %",), depths=(0.0,), cells=cells, lengths=(512, 1024, 2048))
+    figure = mistakes_figure([keys, replace(keys, model="other")])
+    for axes in figure.axes:
+        bars = [[(bar.get_y(), bar.get_height()) for bar in group] for group in axes.containers]  # type: ignore[attr-defined]
+        assert [group[0] for group in bars] == [(0, 100), (100, 0), (100, 0), (100, 0)]
+        assert [group[1] for group in bars] == [(0, 30), (30, 40), (70, 10), (80, 20)]
+        assert [group[2] for group in bars] == [(0, 0)] * 4
+    shown = words(figure)
+    assert [shown.count(kind) for kind in ("right", "another key", "earlier value", "other")] == [2] * 4
+    assert heat_map_figure([keys]).texts[0].get_text().startswith("Keys in text: right answers")
 
 
 def test_figures_follow_a_dark_page() -> None:

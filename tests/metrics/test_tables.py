@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ def test_retrieval_has_a_row_for_each_cell(tmp_path: Path) -> None:
     ]
     assert rows[0]["low"] == pytest.approx(0.3006, abs=1e-4)  # Wilson's interval of 3 of 4, from a table
     assert (rows[3]["low"], len(rows)) == (None, 8)
+    kinds: Any = {"another key": 1, "earlier value": 0}
+    wrong = replace(retrieval("a"), cells=((RetrievalCell(3, 4, 1, kinds), RetrievalCell(0, 0, None)),), rows=("1%",))
+    columns = [(row["another key"], row["earlier value"]) for row in rows_of(wrong)]
+    assert columns == [(1, 0), (0, 0)]
     write_csv(tmp_path / "r.csv", rows)
     with open(tmp_path / "r.csv", newline="") as file:
         read = list(csv.DictReader(file))

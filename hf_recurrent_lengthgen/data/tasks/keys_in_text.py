@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_recurrent_lengthgen.data.packing import check_stream, sampled_digest
 from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
 from hf_recurrent_lengthgen.data.tasks.grids import DepthGrid
-from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, length_bounds
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, drawn_lengths, length_bounds
 from hf_recurrent_lengthgen.data.tasks.needle import WORDS
 
 ANOTHER_KEY, EARLIER_VALUE = "another key", "earlier value"
@@ -175,6 +175,9 @@ class KeyPrompts(Dataset[dict[str, Tensor]]):
         samples: Number of samples.
         seed: Seed, at least 0.
 
+    Attributes:
+        longest: Maximum number of tokens of a sample.
+
     Raises:
         ValueError: as in `KeyTexts`, for its `check` of the lengths, and for less than one sample.
     """
@@ -196,10 +199,8 @@ class KeyPrompts(Dataset[dict[str, Tensor]]):
         self._texts = KeyTexts(tokenizer, stream, keys, values)
         for bound in (self.shortest, self.longest):
             self._texts.check(bound)
-        self.resume_record: dict[str, Any] = {
-            **{"length": [self.shortest, self.longest], "seed": seed, "keys": keys, "values": values},
-            **{"tokens": len(stream), "digest": sampled_digest(stream)},
-        }
+        numbers = {"length": [self.shortest, self.longest], "seed": seed, "keys": keys, "values": values}
+        self.resume_record: dict[str, Any] = numbers | {"tokens": len(stream), "digest": sampled_digest(stream)}
 
     def __len__(self) -> int:
         return self.samples
@@ -208,9 +209,9 @@ class KeyPrompts(Dataset[dict[str, Tensor]]):
         """Prompt and answer of item `index`."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        generator = np.random.default_rng([self.seed, index % len(self)])
-        length = int(generator.integers(self.shortest, self.longest + 1))
-        return self._texts.task(generator, length)
+        index %= len(self)
+        (length,) = drawn_lengths(self.seed, np.array([index]), self.shortest, self.longest)
+        return self._texts.task(np.random.default_rng([self.seed, index]), int(length))
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return training_item(self.task(index))

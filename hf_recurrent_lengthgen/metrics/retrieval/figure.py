@@ -22,6 +22,7 @@ from hf_recurrent_lengthgen.plotting.style import (
     new_axes,
     set_left_title,
     short_number,
+    stacked_axes,
 )
 
 _Box = tuple[float, float, float, float]  # left, bottom, width, height
@@ -29,7 +30,12 @@ WIDTH = 4.8
 _ROW = 0.235  # height of a row of cells in inches
 _ON_DARK, _ON_LIGHT = "#ffffff", "#101418"  # numbers in cells, which look the same on a dark page
 _COLORS_OF_ACCURACY = colormaps["cividis"]  # from dark blue to yellow, also for color-blind readers
-_TITLES = {"passkey": "Passkeys", "niah": "Needles in running text", "babilong": "BABILong"}
+_TITLES = {
+    "passkey": "Passkeys",
+    "niah": "Needles in running text",
+    "keys": "Keys in text",
+    "babilong": "BABILong",
+}
 
 
 def heat_map_figure(models: Sequence[RetrievalResult]) -> Figure:
@@ -126,4 +132,26 @@ def retrieval_accuracy_figure(models: Sequence[RetrievalResult]) -> Figure:
             axes.fill_between(lengths, low, high, color=color, alpha=0.18, linewidth=0)
             ends.append((heights[-1], result.model, color))
     label_ends(axes, ends)
+    return figure
+
+
+def mistakes_figure(models: Sequence[RetrievalResult]) -> Figure:
+    """Answers by length, one panel per model: the right ones, and what the wrong ones say instead, in percent."""
+    figure, panels = stacked_axes([f"{result.model}: answers in percent" for result in models], 2.4)
+    for axes, result in zip(panels, models, strict=True):
+        places, below = range(len(result.lengths)), np.zeros(len(result.lengths))
+        right = tuple(share.right for share in result.by_length)
+        samples = np.array([max(1, share.samples) for share in result.by_length])
+        colors, ends = cycle(LINE_COLORS), []
+        for kind, counts in ({"right": right} | result.mistakes_by_length).items():
+            color = MUTED if kind == "other" else next(colors)
+            heights = 100 * np.array(counts) / samples
+            axes.bar(places, heights, 0.8, below, color=color, linewidth=0)
+            if sum(counts):
+                ends.append((float(below[-1] + heights[-1] / 2), kind, color))
+            below += heights
+        axes.set_ylim(0, 100)
+        axes.set_xticks(places, [short_number(length) for length in result.lengths])
+        axes.set_xlabel(f"Length ({result.data.token_unit}s)", fontsize=FONT_SIZE - 0.5, color=MUTED)
+        label_ends(axes, ends)
     return figure

@@ -63,8 +63,8 @@ class RetrievalResult:
     Attributes:
         weights: SHA-256 of the model's parameters.
         training_length: In tokens; None if unknown.
-        task: "passkey", "niah", "keys" or "babilong", with the `style` of the prompt (in "keys" the numbers of keys and
-            values) and `shots` solved examples before it.
+        task: "passkey", "niah", "keys" or "babilong", with the `style` of the prompt ("4 keys of 2 values") and
+            `shots` solved examples before it.
         rows: Names of the rows: depths in percent, bAbI tasks, or both.
         depths: Share of the text before the needle (in BABILong before the first fact needed), per row; None for facts
             at random places.
@@ -106,10 +106,15 @@ class RetrievalResult:
 
     @property
     def mistakes_by_length(self) -> dict[str, tuple[int, ...]]:
-        """Wrong answers of each kind, all rows together, per length; empty for tasks without kinds."""
+        """Wrong answers of each kind, and all "other" ones, per length; empty for tasks without kinds."""
         kinds = dict.fromkeys(kind for cells in self.cells for cell in cells for kind in cell.mistakes)
+        if not kinds:
+            return {}
         columns = [*zip(*self.cells, strict=True)]
-        return {kind: tuple(sum(cell.mistakes.get(kind, 0) for cell in cells) for cells in columns) for kind in kinds}
+        counts = {k: tuple(sum(cell.mistakes.get(k, 0) for cell in cells) for cells in columns) for k in kinds}
+        wrong = (share.samples - share.right for share in self.by_length)
+        counts["other"] = tuple(n - sum(named) for n, *named in zip(wrong, *counts.values(), strict=True))
+        return counts
 
     def recall_length(self, accuracy: float = RECALL_ACCURACY) -> int | None:
         """T_recall: the longest length up to which the accuracy over all rows is at least `accuracy`.
