@@ -100,9 +100,10 @@ class RunArguments:
     task: Tasks = _option(
         "data",
         "what a row is: text; passkey, a prompt; keys, codes of names in the text of --data, one of which is asked "
-        "for; babilong, a question of bAbI hidden in that text; examples, a chat (column messages of --data) or a prompt and its completion (columns prompt and completion); or random "
-        "symbols (Trockman et al., 2024): copying, stack_copying (from the last to the first), recall (of values by "
-        "their keys), sorting. In all but text only the answer counts in the loss",
+        "for; babilong, a question of bAbI hidden in that text; examples, a chat (column messages of --data) or a "
+        "prompt and its completion (columns prompt and completion); or random symbols (Trockman et al., 2024): "
+        "copying, stack_copying (from the last to the first), recall (of values by their keys), sorting. In all but "
+        "text only the answer counts in the loss",
         "text",
     )
     task_length: str | None = _option(
