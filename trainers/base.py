@@ -18,16 +18,18 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import DataCollatorWithFlattening
 from transformers.trainer_utils import TrainOutput
-from transformers.training_args import OptimizerNames
 
 from hf_recurrent_lengthgen.checkpoints.methods import PLAIN, Method
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import read_rows
 from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.checks import (
+    UPDATE_IN_BACKWARD,
     check_batch,
     check_no_forgetting,
+    check_no_windows,
     check_train_data,
     check_trainer,
 )
@@ -47,9 +49,8 @@ from hf_recurrent_lengthgen.trainers.run.step_checks import (
     say_lost,
     say_passed_by,
 )
+from hf_recurrent_lengthgen.trainers.windows import plan_windows, train_in_windows
 
-UPDATE_IN_BACKWARD = {OptimizerNames.LOMO, OptimizerNames.ADALOMO}
-"""Optimizers that change the weights in the backward pass of each micro-batch."""
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.)")
 
 
@@ -140,6 +141,12 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             trainer: The trainer whose model gets the states.
         """
 
+    @property
+    def continues(self) -> bool:
+        """Whether rows continue those of the step before."""
+        whole = self.args.bptt_chunk_length is not None  # each row is an example, which TBTT reads in windows
+        return isinstance(self.train_dataset, ContinuedChunks) or (self.needs_continued_data and not whole)
+
     def _set_up_alignment(self) -> None:
         self._align = None
         if self.args.alignment_alpha:
@@ -201,6 +208,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         if self.args.optim not in UPDATE_IN_BACKWARD:
             for batch in batches[:-1]:
                 batch[MICRO_BATCH].is_last = False
+        if self.args.bptt_window is not None and batches:
+            plan_windows(self, batches)
         if self._align is not None:
             losses = [batch[MICRO_BATCH].crop_loss for batch in batches]
             overlap = sum(loss.overlap for loss in losses)
@@ -213,11 +222,17 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     # --- loss ---
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Trainer's.
+        """Trainer's, or one for each window of the rows that has targets.
 
         Raises:
             ValueError: if the loss comes from a `compute_loss` that does not call the method's.
         """
+        step = partial(self._training_step, model)
+        if self.args.bptt_window is None or MICRO_BATCH not in inputs:
+            return step(inputs, *args, **kwargs)
+        return train_in_windows(self, model, inputs, lambda window: step(window, *args, **kwargs))
+
+    def _training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         try:
             with states_checked_by_caller():
                 loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
@@ -249,28 +264,14 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             with self._loss_function(None if self._align else self.compute_loss_func):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if MICRO_BATCH not in inputs:  # called by hand, outside of `train`
+            check_no_windows(self.args)
             inputs = lay_out(self, inputs, 0)
-        inputs = dict(inputs)
-        micro_batch: MicroBatch = inputs.pop(MICRO_BATCH)
-        place, layout, crop_loss = micro_batch.place, micro_batch.layout, micro_batch.crop_loss
-        if self._takes_states:
-            state = self.initial_states.initial_state(place)
-            from_zero = self._checks.ask_initial_state(state, micro_batch.where, type(self.initial_states).__name__)
-            self.run_record.given = self.run_record.given + place.rows * (1 - from_zero.double())
-            sequences = micro_batch.sequences
-            share = from_zero if sequences is None else 1 - (1 - from_zero) * place.rows / sequences
-            self._logs.add(zero_states=share)
-            inputs |= {"initial_state": layout.scatter(state), "output_final_state": True}
-        if self._shared.group is not None:
-            inputs["sequence_group"] = self._shared.group
-        if crop_loss is not None:
-            inputs.pop("shift_labels")  # Trainer counted them
-        unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
-        self._calls.watch(self.model, lambda wrapped: base_of(unwrap(wrapped)))
-        length, window = self.args.bptt_chunk_length, self.args.bptt_window
+        micro_batch, inputs = self.given(inputs)
+        crop_loss = micro_batch.crop_loss
+        length = None if self.args.bptt_window == 1 else self.args.bptt_chunk_length
         with (
             self._loss_function(crop_loss or self.compute_loss_func),
-            nullcontext() if length is None else forward_in_chunks(model, length, window),
+            nullcontext() if length is None else forward_in_chunks(model, length),
         ):
             result = self._loss(model, inputs, return_outputs, num_items_in_batch)
         loss = result[0] if return_outputs else result
@@ -279,29 +280,54 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             if crop_loss.misalignment is None:
                 say_lost(self, "the alignment loss was not computed", "compute_loss_func")
             self._logs.add(misalignment=crop_loss.misalignment)
-        if self._takes_states:
-            self._observe(micro_batch, inputs["initial_state"] is not None)
-        if micro_batch.is_last:
-            self._checks.read()
+        self.observe(micro_batch, inputs)
         micro_batch.is_trained = True
         if not self.is_in_train:
             self._calls.stop()
         return result
 
-    def _observe(self, micro_batch: MicroBatch, gave_state: bool) -> None:
-        """Show the source the final states that the model returned; zeros in broken rows if these are reset."""
-        if gave_state and not self._calls.got_state:
-            say_lost(self, "the model got no initial_state", "the initial_state of the inputs")
-        final_state = self._calls.take_final_state()
-        if final_state is None:
-            say_lost(self, "the model returned no final_state", "the output_final_state of the inputs")
-        state = micro_batch.layout.gather(final_state)
-        resets = self.args.nonfinite_states == "reset"
-        broken = self._checks.ask_final_state(state, micro_batch.where, resets, self._logs)
-        if resets:
-            self.initial_states.observe(micro_batch.place, keep_rows(state, ~broken), broken)
-        else:
-            self.initial_states.observe(micro_batch.place, state)
+    def given(self, inputs: dict[str, Any]) -> tuple[MicroBatch, dict[str, Any]]:
+        """The facts of a micro-batch or window, and what the model gets, which is watched from now on."""
+        inputs = dict(inputs)
+        micro_batch: MicroBatch = inputs.pop(MICRO_BATCH)
+        place, state = micro_batch.place, micro_batch.carried
+        if self._takes_states:
+            if state is None:
+                state = self.initial_states.initial_state(place)
+                source = type(self.initial_states).__name__
+                from_zero = self._checks.ask_initial_state(state, micro_batch.where, source)
+                self.run_record.given = self.run_record.given + place.rows * (1 - from_zero.double())
+                sequences = micro_batch.sequences
+                share = from_zero if sequences is None else 1 - (1 - from_zero) * place.rows / sequences
+                self._logs.add(zero_states=share)
+            inputs |= {"initial_state": micro_batch.layout.scatter(state), "output_final_state": True}
+        if self._shared.group is not None:
+            inputs["sequence_group"] = self._shared.group
+        if micro_batch.crop_loss is not None:
+            inputs.pop("shift_labels")  # Trainer counted them
+        unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
+        self._calls.watch(self.model, lambda wrapped: base_of(unwrap(wrapped)))
+        return micro_batch, inputs
+
+    def observe(self, micro_batch: MicroBatch, inputs: dict[str, Any]) -> None:
+        """Show the source the final states that the model returned, or keep them for the next window; zeros in broken
+        rows if these are reset. Before weights change, answer the questions of the step."""
+        if self._takes_states:
+            if inputs["initial_state"] is not None and not self._calls.got_state:
+                say_lost(self, "the model got no initial_state", "the initial_state of the inputs")
+            final_state = self._calls.take_final_state()
+            if final_state is None:
+                say_lost(self, "the model returned no final_state", "the output_final_state of the inputs")
+            state = micro_batch.layout.gather(final_state)
+            resets = self.args.nonfinite_states == "reset"
+            broken = self._checks.ask_final_state(state, micro_batch.where, resets, self._logs)
+            state = keep_rows(state, ~broken) if resets else state
+            if micro_batch.ends:
+                self.initial_states.observe(micro_batch.place, state, broken if resets else None)
+            else:
+                micro_batch.carried = state
+        if micro_batch.is_last:
+            self._checks.read()
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
         """The training loss of the trainer that the method is combined with."""

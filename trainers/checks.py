@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers.trainer_utils import has_length
+from transformers.training_args import OptimizerNames
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL, sampled_digest
@@ -22,6 +23,8 @@ from hf_recurrent_lengthgen.trainers.run.step_checks import recurrent_layers
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
+UPDATE_IN_BACKWARD = {OptimizerNames.LOMO, OptimizerNames.ADALOMO}
+"""Optimizers that change the weights in the backward pass of each micro-batch."""
 STATE_ARGUMENTS = {"initial_state", "output_final_state"}
 
 
@@ -72,7 +75,7 @@ def check_trainer(trainer: Any) -> None:
                 "or context_parallel_size out."
             )
     if args.bptt_chunk_length is not None:
-        check_chunkable(innermost_model(model))
+        check_chunks(trainer)
     for name in ("train_dataset", "eval_dataset"):
         data = getattr(trainer, name)
         for each in data.values() if isinstance(data, dict) else [data]:
@@ -81,14 +84,50 @@ def check_trainer(trainer: Any) -> None:
     check_evaluation_data(trainer.eval_dataset)
 
 
+def check_chunks(trainer: Any) -> None:
+    """Raise a `ValueError` for a model or settings with which rows cannot be read in chunks or windows. For TBTT on
+    examples the window is 1, unless another is given."""
+    args = trainer.args
+    if trainer.needs_continued_data and not trainer.continues and args.bptt_window is None:
+        args.bptt_window = 1
+    check_chunkable(innermost_model(trainer.model), alone=args.bptt_window == 1)
+    if trainer.compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func gets the logits and labels of whole rows, which chunks do not have: leave it or "
+            "bptt_chunk_length out."
+        )
+    if args.bptt_window is None:
+        return
+    if args.optim in UPDATE_IN_BACKWARD:
+        raise ValueError(
+            f"optim={str(args.optim)!r} changes the weights in each backward pass, and each window has one: choose "
+            "another, or leave bptt_window out."
+        )
+    if trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "DeepSpeed counts the backward passes of a step, and each window has one: leave bptt_window out, or use "
+            "FSDP."
+        )
+
+
+def check_no_windows(args: Any) -> None:
+    """Raise a `ValueError` for a loss computed by hand where windows would have to be trained on one by one."""
+    if args.bptt_window is not None:
+        raise ValueError(
+            "With bptt_window each window has a backward pass of its own, in training_step of a run: call train(), or "
+            "leave bptt_window out."
+        )
+
+
 def check_train_data(trainer: Any, alignment: "AlignmentSettings | None") -> None:
     """Raise a `ValueError` for training data whose rows do not suit the method."""
     dataset = trainer.train_dataset
-    continued = isinstance(dataset, ContinuedChunks)
-    if trainer.needs_continued_data or continued:
+    if trainer.continues:
         check_continued_data(trainer, dataset, alignment)
+    elif trainer.needs_continued_data:
+        check_examples(trainer)
     if trainer.needs_shuffled_data:
-        sampler = None if continued else trainer._get_train_sampler
+        sampler = None if trainer.continues else trainer._get_train_sampler
         check_shuffled(type(trainer).__name__, dataset, trainer.args, sampler)
 
 
@@ -196,13 +235,25 @@ def check_evaluation_data(dataset: Any) -> None:
             )
 
 
+def check_examples(trainer: Any) -> None:
+    """Raise a `ValueError` for settings of TBTT that do nothing for examples, each of which is read in one step."""
+    args = trainer.args
+    wrong = {"state_drop_probability": 0.0, "carry_conv_state": True}
+    if given := [name for name, usual in wrong.items() if getattr(args, name, usual) != usual]:
+        raise ValueError(
+            f"{given[0]} does nothing here: each row of {type(trainer.train_dataset).__name__} is an example that "
+            "begins from zero. Leave it out, or give ContinuedChunks and no bptt_chunk_length."
+        )
+
+
 def check_continued_data(trainer: Any, dataset: Any, alignment: "AlignmentSettings | None") -> None:
     """Raise a `ValueError` unless rows continue those of the previous step, stay in place and can be reset."""
     args = trainer.args
     if not isinstance(dataset, ContinuedChunks):
         raise ValueError(
             f"{type(trainer).__name__} needs rows that continue those of the previous step: give ContinuedChunks "
-            f"from hf_recurrent_lengthgen.data as train_dataset, got {type(dataset).__name__}."
+            f"from hf_recurrent_lengthgen.data as train_dataset, got {type(dataset).__name__}. For examples with "
+            "labels, set bptt_chunk_length: each is read in pieces of that many tokens."
         )
     strategy = args.train_sampling_strategy
     if str(getattr(strategy, "value", strategy)) != "random":

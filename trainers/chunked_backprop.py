@@ -5,10 +5,6 @@ between chunks are kept; the activations of a chunk are recomputed in the backwa
 arXiv:1604.06174, with a whole chunk as the segment). Loss, final state and gradients are those of one forward pass
 over all S tokens. The cost is the memory of about one chunk and the time of one more forward pass.
 
-With a window of w chunks the gradient is stopped after every w chunks: the gradient of a loss reaches back to the
-beginning of its window, between 1 and w chunks. A window of 1 is TBTT (Buitrago Ruiz and Gu, 2025, section 4.5) inside
-the sequence.
-
 Shape legend: B batch, S tokens of the sequence, C tokens of a chunk.
 """
 
@@ -20,30 +16,20 @@ from typing import Any
 import torch
 from accelerate.utils import is_compiled_module
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput, scored_labels
-from hf_recurrent_lengthgen.models.rows import Rows, read_rows
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state, keep_rows
+from hf_recurrent_lengthgen.data.pieces import Piece, cut_rows
+from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, keep_rows
 
-TAKEN = (
-    "input_ids",
-    "attention_mask",
-    "seq_idx",
-    "labels",
-    "shift_labels",
-    "initial_state",
-    "output_final_state",
-    "num_items_in_batch",
-    "return_dict",
-)
+ROWS = ("input_ids", "attention_mask", "seq_idx", "labels", "shift_labels")
+TAKEN = (*ROWS, "initial_state", "output_final_state", "num_items_in_batch", "return_dict")
 
 
 def chunked_forward(
-    forward: Callable[..., Any], inputs: Mapping[str, Any], chunk_length: int, window: int | None = None
+    forward: Callable[..., Any], inputs: Mapping[str, Any], chunk_length: int
 ) -> StatefulCausalLMOutput:
     """The loss and final state of one long sequence, with the memory of about one chunk.
 
@@ -55,8 +41,6 @@ def chunked_forward(
             model. Padding may be on the left or right and may fill whole chunks. `seq_idx` (B, S) says where
             sequences begin inside rows, from the zero state.
         chunk_length: C. The last chunk may be shorter.
-        window: Chunks after which the gradient through the state is stopped; None for never. The gradient into
-            `initial_state` comes from the first window.
 
     Returns:
         `loss` and `final_state`. There are no logits, because (B, S, V) would not fit into memory.
@@ -65,29 +49,20 @@ def chunked_forward(
         ValueError: for other inputs, and padding inside a row that cannot be scored in chunks.
     """
     _check_inputs(inputs)
-    input_ids, mask, numbers = inputs["input_ids"], inputs.get("attention_mask"), inputs.get("seq_idx")
-    rows = read_rows({"input_ids": input_ids, "attention_mask": mask, "seq_idx": numbers})
-    targets = _targets(inputs, rows)
-    if rows.real is not None:
-        _check_padding(targets, rows.real, chunk_length)
+    length = inputs["input_ids"].shape[1]
+    pieces = cut_rows({name: inputs.get(name) for name in ROWS}, [*range(0, length, chunk_length), length])
     counted = inputs.get("num_items_in_batch")
-    num_items = (targets != IGNORED_LABEL).sum() if counted is None else counted
+    scored = torch.stack([(piece.inputs["shift_labels"] != IGNORED_LABEL).sum() for piece in pieces])
+    num_items = scored.sum() if counted is None else counted
 
-    def run(start: int, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
-        chunk = slice(start, start + chunk_length)
-        if rows.starts is not None and state is not None and start:
-            state = keep_rows(state, ~_begins_anew(rows.starts, rows.real, chunk))
-        chunk_targets = targets[:, chunk].contiguous()  # the loss of Transformers makes a view of them
+    def run(piece: Piece, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         output = forward(
-            input_ids=input_ids[:, chunk],
-            labels=chunk_targets,  # stock models compute no loss without labels; shift_labels take precedence
-            shift_labels=chunk_targets,
+            **piece.inputs,
+            labels=piece.inputs["shift_labels"],  # stock models compute no loss without labels
             initial_state=state,
             output_final_state=True,
             num_items_in_batch=num_items,
             return_dict=True,
-            **({} if mask is None else {"attention_mask": mask[:, chunk]}),
-            **({} if numbers is None else {"seq_idx": numbers[:, chunk]}),
         )
         # Autocast keeps its low-precision copies of the weights until its outermost context ends. A copy shared by
         # all chunks would sum their gradients in that precision.
@@ -96,20 +71,19 @@ def chunked_forward(
 
     losses = []
     state: Any = inputs.get("initial_state")
-    starts = range(0, input_ids.shape[1], chunk_length)
-    for index, start in enumerate(starts):
-        if window is not None and index and index % window == 0:
-            state = detach_state(state)
+    for index, piece in enumerate(pieces):
+        if index and piece.begins is not None:
+            state = keep_rows(state, ~piece.begins)
         # The backward pass begins with the last chunk, so checkpointing it would save no memory.
-        is_last = start == starts[-1]
-        loss, state = run(start, state) if is_last else checkpoint(run, start, state, use_reentrant=False)
+        is_last = piece is pieces[-1]
+        loss, state = run(piece, state) if is_last else checkpoint(run, piece, state, use_reentrant=False)
         losses.append(loss)
     final_state = None if inputs.get("output_final_state") is False else state
     return StatefulCausalLMOutput(loss=torch.stack(losses).sum(), final_state=final_state)
 
 
 @contextmanager
-def forward_in_chunks(model: nn.Module, chunk_length: int, window: int | None = None) -> Iterator[None]:
+def forward_in_chunks(model: nn.Module, chunk_length: int) -> Iterator[None]:
     """Within the `with` block, a call of the model is `chunked_forward` of its inputs.
 
     For use in `compute_loss` of a Trainer. Wrappers of the model (DDP, PEFT, FSDP2, autocast of accelerate) see a
@@ -119,7 +93,6 @@ def forward_in_chunks(model: nn.Module, chunk_length: int, window: int | None = 
     Args:
         model: A causal language model with the state contract, alone or in PEFT and DistributedDataParallel.
         chunk_length: Tokens per chunk.
-        window: As in `chunked_forward`.
 
     Raises:
         ValueError: for a model without the state contract or in another wrapper, a model with attention layers, and
@@ -131,7 +104,7 @@ def forward_in_chunks(model: nn.Module, chunk_length: int, window: int | None = 
     on_object = "forward" in vars(inner)
 
     def in_chunks(input_ids: Tensor | None = None, **inputs: Any) -> StatefulCausalLMOutput:
-        return chunked_forward(forward, {"input_ids": input_ids, **inputs}, chunk_length, window)
+        return chunked_forward(forward, {"input_ids": input_ids, **inputs}, chunk_length)
 
     inner.forward = in_chunks
     try:
@@ -165,8 +138,12 @@ def innermost_model(model: nn.Module) -> nn.Module:
             return outer
 
 
-def check_chunkable(model: nn.Module) -> None:
-    """Raise a `ValueError` with the reason if a model, without wrappers, cannot read a sequence in chunks exactly."""
+def check_chunkable(model: nn.Module, alone: bool = False) -> None:
+    """Raise a `ValueError` with the reason if a model, without wrappers, cannot read a sequence in chunks exactly.
+
+    Args:
+        alone: Whether the gradient stops at each chunk. Then attention may see its own chunk only, as in TBTT.
+    """
     parameters = inspect.signature(model.forward).parameters
     missing = {"input_ids", "initial_state", "output_final_state"} - set(parameters)
     takes_others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -178,10 +155,11 @@ def check_chunkable(model: nn.Module) -> None:
             "causal language model of this package or stateful(model), alone or in PEFT, DistributedDataParallel or "
             "FSDP2 (fully_shard); other wrappers are not supported."
         )
-    if getattr(model, "attends", False):
+    if getattr(model, "attends", False) and not alone:
         raise ValueError(
             f"{type(model).__name__} has attention layers, which would see only their own chunk, so the loss would "
-            "not be that of the whole sequence. Train on sequences that fit into memory, or with TBTT."
+            "not be that of the whole sequence. Train on sequences that fit into memory, or with bptt_window=1, which "
+            "is TBTT: states are carried, and attention sees its chunk."
         )
 
 
@@ -194,32 +172,4 @@ def _check_inputs(inputs: Mapping[str, Any]) -> None:
     if inputs.get("labels") is None and inputs.get("shift_labels") is None:
         raise ValueError(
             "A forward pass in chunks returns a loss and no logits, so it needs labels: give labels or shift_labels."
-        )
-
-
-def _targets(inputs: Mapping[str, Any], rows: Rows) -> Tensor:
-    """The target of output t at position t, (B, S), as scored on the whole row."""
-    shifted = inputs.get("shift_labels")
-    if shifted is not None:
-        return scored_labels(shifted, rows, shifted=True)
-    return F.pad(scored_labels(inputs["labels"], rows)[:, 1:], (0, 1), value=IGNORED_LABEL)
-
-
-def _begins_anew(starts: Tensor, real: Tensor | None, chunk: slice) -> Tensor:
-    """Whether the first real token of a chunk begins a sequence, (B,): the chunk alone does not show it."""
-    if real is None:
-        return starts[:, chunk.start]
-    return (starts[:, chunk] & (real[:, chunk].cumsum(1) == 1)).any(1)
-
-
-def _check_padding(targets: Tensor, real: Tensor, chunk_length: int) -> None:
-    """Raise a `ValueError` if padding at the beginning of a later chunk has targets: its output is that of the last
-    real token, which is not in the chunk."""
-    nothing_in_chunk = torch.cat([part.cumsum(1) == 0 for part in real.split(chunk_length, dim=1)], dim=1)
-    lost = nothing_in_chunk & (targets != IGNORED_LABEL)
-    if bool(lost.any()):
-        row, position = lost.nonzero()[0].tolist()
-        raise ValueError(
-            f"Row {row} has padding with a target at position {position}, at the beginning of a chunk and after real "
-            "tokens. Label padding with -100, and move padding inside a row to its end."
         )

@@ -15,12 +15,14 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.initial_states import MicroBatch
 
 
 def combine(
@@ -34,8 +36,8 @@ def combine(
         config: Config class of the other trainer; None for the one named as it is (`SFTConfig` for `SFTTrainer`).
 
     Raises:
-        ValueError: unless exactly one is the trainer of a method; for a TRL trainer that does not train on single
-            texts, and for a method that needs data which TRL does not take.
+        ValueError: unless exactly one is the trainer of a method, and for a TRL trainer that does not train on single
+            texts.
     """
     methods = [cls for cls in (first, second) if issubclass(cls, InitialStateTrainer)]
     if len(methods) != 1:
@@ -58,11 +60,6 @@ def _combined(method: Any, other: Any, config: Any) -> tuple[type[Any], type[Any
         raise ValueError(
             f"{other.__name__} does not train on single texts, so no sequence could start from a state: train with "
             "SFTTrainer and a method first, then train the saved model with this trainer alone."
-        )
-    if from_trl and method.needs_continued_data is True:
-        raise ValueError(
-            f"{method.__name__} needs rows that continue one another (ContinuedChunks), which {other.__name__} does "
-            f"not take: use {method.__name__} alone, or combine another method (StatePassingTrainer)."
         )
     made_config = _combined_config(method.config_class, config)
     bases = (_OnTexts, method, other) if from_trl else (method, other)
@@ -117,9 +114,11 @@ class _OnTexts(InitialStateTrainer):
                 "SFTTrainer computes its loss and metrics from the labels of whole rows, so processes cannot share "
                 "rows: leave context_parallel_size out."
             )
-        if getattr(args, "bptt_chunk_length", None) is not None:
+        windows = (1, None) if self.needs_continued_data else (1,)
+        if getattr(args, "bptt_chunk_length", None) is not None and args.bptt_window not in windows:
             raise ValueError(
-                "SFTTrainer needs the losses of single tokens, which chunks do not keep: leave bptt_chunk_length out."
+                "SFTTrainer needs the losses of single tokens, which chunks do not keep: set bptt_window=1, so that "
+                "the gradient stops at each chunk, or leave bptt_chunk_length out."
             )
         if getattr(args, "alignment_alpha", 0) and args.loss_type == "dft":
             raise ValueError(
@@ -147,6 +146,15 @@ class _OnTexts(InitialStateTrainer):
         """Real tokens of all runs of this trainer, over all processes; 0 if TRL does not count them."""
         read: int = self._total_train_tokens
         return read
+
+    def given(self, inputs: dict[str, Any]) -> tuple[MicroBatch, dict[str, Any]]:
+        micro_batch, inputs = super().given(inputs)
+        if micro_batch.windows is not None:
+            inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))  # SFTTrainer counts tokens in it
+            if not torch.is_grad_enabled():  # a window without targets, which SFTTrainer does not see
+                tokens = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum()
+                self._total_train_tokens += int(tokens)
+        return micro_batch, inputs
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
         if self._align is None:

@@ -73,7 +73,11 @@ class InitialStateConfig(TrainingArguments):
     )
     bptt_window: int | None = field(
         default=None,
-        metadata={"help": "Number of chunks after which the gradient through the state is stopped. Default: never."},
+        metadata={
+            "help": "Number of chunks after which the gradient through the state is stopped, counted from the end of "
+            "the row. Each such window has its own backward pass, and one without labels is only read. Default: "
+            "never; 1 for TBTT on examples."
+        },
     )
 
     # Parameters that control how processes share rows

@@ -100,6 +100,10 @@ class MicroBatch:
         is_trained: Whether the loss was computed.
         is_last: Whether weights change after it.
         sequences: Their number, if some begin inside rows, from zero; None if each row is one.
+        windows: For rows that are read in windows, of each whether it has a target in any process, and whether it has
+            padding; else None.
+        carried: Of a window, the state that the one before ended with; None where the source gives one.
+        ends: Of a window, whether its final states are those of the rows.
     """
 
     place: BatchPlace
@@ -108,6 +112,9 @@ class MicroBatch:
     is_trained: bool = False
     is_last: bool = True
     sequences: int | Tensor | None = None
+    windows: list[list[bool]] | None = None
+    carried: RecurrentState | None = None
+    ends: bool = True
 
     @property
     def where(self) -> str:

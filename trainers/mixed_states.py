@@ -151,10 +151,11 @@ class MixedStatesConfig(InitialStateConfig):
         check_probabilities(self.shares())
         shuffled = [name for name in self.mixture if mixable()[name].needs_shuffled_data is True]
         continued = [name for name in self.mixture if mixable()[name].needs_continued_data is True]
-        if shuffled and continued:
+        if shuffled and continued and self.bptt_chunk_length is None:
             raise ValueError(
                 f"A mixture cannot hold both {shuffled[0]}, which needs shuffled rows, and {continued[0]}, which "
-                "needs rows that continue one another: leave one of them out."
+                "needs rows that continue one another: leave one of them out, or set bptt_chunk_length, so that each "
+                "row is an example, read in pieces."
             )
         self.source_configs()
         super().check()

@@ -16,6 +16,7 @@ from hf_recurrent_lengthgen.trainers.checks import usable_ids
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, BatchPlace, MicroBatch, RowLayout
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.run.shared_rows import refuse_other_rows
+from hf_recurrent_lengthgen.trainers.windows import ended_together
 
 
 def without_padding(collator: Any) -> Any:
@@ -30,9 +31,10 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
     args, shared, align = trainer.args, trainer._shared, trainer._align
     inputs = usable_ids(trainer.model, batch, trainer._checks.ask)
     resets, sequences = inputs.pop("state_resets", None), None
+    inputs = inputs if args.bptt_window is None else ended_together(inputs)
     given = read_rows(inputs) if trainer._takes_states else None
     packed = given is not None and given.starts is not None
-    if packed and (trainer.needs_continued_data or resets is not None):
+    if packed and (trainer.continues or resets is not None):
         raise ValueError(
             f"{type(trainer).__name__} gets rows that continue those of the step before, but several sequences are "
             "packed into a row: leave data_collator out. reset_at_document of the data begins documents inside rows."

@@ -3,6 +3,7 @@
     h_{-1} of row i in step n  =  h_T of row i in step n - 1, without gradient
 
 The rows continue one another, so row i of the previous step is the text before; the source is that of state passing.
+Examples with labels are read whole in a step instead, in windows (`windows.py`), each from zero.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from typing import Any
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
+from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource
 from hf_recurrent_lengthgen.trainers.state_passing import CarriedStateConfig, PassedStates
+from hf_recurrent_lengthgen.trainers.zero_state import ZeroStates
 
 
 @dataclass
@@ -19,7 +22,8 @@ class TbttConfig(CarriedStateConfig):
     """`TrainingArguments` and the settings of TBTT (Buitrago Ruiz and Gu, 2025, section 4.5).
 
     The layout of texts in rows and the number of chunks before a reset are settings of the data
-    (`hf_recurrent_lengthgen.data.ContinuedChunks`).
+    (`hf_recurrent_lengthgen.data.ContinuedChunks`). For other data, `bptt_chunk_length` is the length of the pieces in
+    which each row is read, and `bptt_window` is 1 by default.
     """
 
 
@@ -31,6 +35,10 @@ class TbttTrainer(InitialStateTrainer):
 
         chunks = ContinuedChunks(stream, length=2048)
         trainer = TbttTrainer(model, TbttConfig("out"), train_dataset=chunks)
+
+    Or each row is an example with labels, however long, and is read in pieces of 2,048 tokens:
+
+        trainer = TbttTrainer(model, TbttConfig("out", bptt_chunk_length=2048), train_dataset=chats)
     """
 
     config_class = TbttConfig
@@ -45,5 +53,7 @@ class TbttTrainer(InitialStateTrainer):
     args: TbttConfig
 
     @staticmethod
-    def initial_state_source(args: TbttConfig, trainer: Any) -> PassedStates:
-        return PassedStates(args.state_drop_probability, args.carry_conv_state)
+    def initial_state_source(args: TbttConfig, trainer: Any) -> InitialStateSource:
+        if trainer.continues:
+            return PassedStates(args.state_drop_probability, args.carry_conv_state)
+        return ZeroStates()

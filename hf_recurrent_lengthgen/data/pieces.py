@@ -1,14 +1,15 @@
-"""Rows cut into pieces for the processes that share them (`sequence_group` of the models)."""
+"""Rows cut into pieces: for the processes that share them (`sequence_group` of the models), or one after another."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hf_recurrent_lengthgen.models.modeling_heads import scored_labels
-from hf_recurrent_lengthgen.models.rows import LAYOUT, read_rows
+from hf_recurrent_lengthgen.models.rows import LAYOUT, Rows, read_rows, token_shape
 
 from .packing import IGNORED_LABEL
 
@@ -22,31 +23,52 @@ def piece_borders(length: int, size: int) -> list[int]:
 
 
 def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """What one of the processes that share the rows of a batch gives to the model.
-
-    Pieces differ by one token at most. The target of the last token of a piece is the first token of the next.
+    """What one of the processes that share the rows of a batch gives to the model. Pieces differ by one token at most.
 
     Args:
-        inputs: The whole rows, the same on all processes: `input_ids` or `inputs_embeds` (B, S, ...), and any of
-            `labels`, `shift_labels`, `attention_mask`, `token_type_ids`, `seq_idx` and `position_ids`, (B, S) each.
-            Values without tokens, such as `initial_state`, are passed on.
+        inputs: The whole rows, the same on all processes, as in `cut_rows`.
         rank: Of the process, from 0 in the order of time.
         size: Number of processes.
 
-    Returns:
-        The inputs of the piece, with `shift_labels` if there are targets and `seq_idx` if rows are packed.
-
     Raises:
-        ValueError: for rows of fewer tokens than processes, for other inputs with tokens, and for targets at padding
-            where a piece begins, whose output is in the piece before.
+        ValueError: for rows of fewer tokens than processes, and as in `cut_rows`.
     """
-    tokens = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
-    shape, length = tuple(tokens.shape[:2]), tokens.shape[1]
+    length = token_shape(inputs.get("input_ids"), inputs.get("inputs_embeds"))[1]
     if length < size:
         raise ValueError(
             f"Rows of {length} tokens cannot be shared by {size} processes: each needs a token. Give longer rows, or "
             "fewer processes (context_parallel_size)."
         )
+    return cut_rows(inputs, piece_borders(length, size))[rank].inputs
+
+
+class Piece(NamedTuple):
+    """A piece of the rows of a batch.
+
+    Attributes:
+        inputs: Of the model, with `shift_labels` if there are targets and `seq_idx` if rows are packed.
+        begins: (B,) bool, rows whose first real token in the piece begins a sequence; None if there is none in any
+            piece. The piece alone does not show it.
+    """
+
+    inputs: dict[str, Any]
+    begins: Tensor | None
+
+
+def cut_rows(inputs: Mapping[str, Any], borders: Sequence[int]) -> list[Piece]:
+    """The pieces of rows. The target of the last token of a piece is the first token of the next.
+
+    Args:
+        inputs: The whole rows: `input_ids` or `inputs_embeds` (B, S, ...), and any of `labels`, `shift_labels`,
+            `attention_mask`, `token_type_ids`, `seq_idx` and `position_ids`, (B, S) each. Values without tokens, such
+            as `initial_state`, go into each piece.
+        borders: Where pieces begin, from 0, and S, the end of the last one.
+
+    Raises:
+        ValueError: for other inputs with tokens, and for targets at padding where a piece begins, whose output is in
+            the piece before.
+    """
+    shape = token_shape(inputs.get("input_ids"), inputs.get("inputs_embeds"))
     whole = {name: value for name, value in inputs.items() if value is not None}
     rows = read_rows(whole)
     whole = {name: value for name, value in whole.items() if name not in LAYOUT}
@@ -54,19 +76,10 @@ def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, 
         whole["attention_mask"] = rows.real.long()
     if rows.starts is not None:
         whole["seq_idx"] = rows.starts.cumsum(1)
-    targets = whole.get("shift_labels")
-    if (labels := whole.pop("labels", None)) is not None and targets is None:
-        if labels.shape != shape:
-            raise ValueError(
-                f"labels must have one target for each token, {shape}, to be cut into pieces, got "
-                f"{tuple(labels.shape)}."
-            )
-        targets = pad(scored_labels(labels, rows)[:, 1:], (0, 1), value=IGNORED_LABEL)
-    borders = piece_borders(length, size)
-    piece = slice(borders[rank], borders[rank + 1])
-    if targets is not None:
-        whole["shift_labels"] = scored_labels(targets, rows, shifted=True)
-        _check_targets(whole["shift_labels"], rows.real, borders)
+    labels = whole.pop("labels", None)
+    if (targets := shifted_targets(labels, whole.get("shift_labels"), rows)) is not None:
+        whole["shift_labels"] = targets
+        _check_targets(targets, rows.real, borders)
     wrong = sorted(
         name
         for name, value in whole.items()
@@ -77,15 +90,48 @@ def piece_of_rows(inputs: Mapping[str, Any], rank: int, size: int) -> dict[str, 
             f"{wrong} cannot be cut into pieces of rows: leave them out. What is cut is {', '.join(CUT)}, labels and "
             "position_ids."
         )
-    return {name: value[:, piece] if name in CUT else value for name, value in whole.items()}
+    pieces = []
+    for piece in (slice(*pair) for pair in pairwise(borders)):
+        cut = {name: value[:, piece].contiguous() if name in CUT else value for name, value in whole.items()}
+        pieces.append(Piece(cut, _begins_anew(rows, piece)))
+    return pieces
 
 
-def _check_targets(targets: Tensor, real: Tensor | None, borders: list[int]) -> None:
+def shifted_targets(labels: Tensor | None, shift_labels: Tensor | None, rows: Rows) -> Tensor | None:
+    """The target of output t at position t, (B, S), as scored on the whole row; None if there are none.
+
+    Raises:
+        ValueError: for labels that are not one target for each token.
+    """
+    if shift_labels is not None:
+        return scored_labels(shift_labels, rows, shifted=True)
+    if labels is None:
+        return None
+    if labels.shape != rows.shape:
+        raise ValueError(
+            f"labels must have one target for each token, {rows.shape}, to be cut into pieces, got "
+            f"{tuple(labels.shape)}."
+        )
+    targets = pad(scored_labels(labels, rows)[:, 1:], (0, 1), value=IGNORED_LABEL)
+    return scored_labels(targets, rows, shifted=True)
+
+
+def _begins_anew(rows: Rows, piece: slice) -> Tensor | None:
+    if rows.starts is None:
+        return None
+    if rows.real is None:
+        return rows.starts[:, piece.start]
+    return (rows.starts[:, piece] & (rows.real[:, piece].cumsum(1) == 1)).any(1)
+
+
+def _check_targets(targets: Tensor, real: Tensor | None, borders: Sequence[int]) -> None:
     """A `ValueError` if a target stands at padding in the beginning of a piece, after real tokens."""
     if real is None:
         return
     read = real.cumsum(1)
-    starts, places = (torch.tensor(numbers, device=real.device) for numbers in (borders[:-1], range(borders[-1])))
+    starts, places = (
+        torch.tensor(numbers, device=real.device) for numbers in (list(borders[:-1]), range(borders[-1]))
+    )
     begins = starts[torch.searchsorted(starts, places, right=True) - 1]  # of the piece of each token
     before = pad(read, (1, 0))[:, begins]
     lost = (read == before) & (before > 0) & (targets != IGNORED_LABEL)

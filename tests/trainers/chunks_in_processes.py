@@ -49,13 +49,11 @@ def gradients(model: nn.Module, loss: Tensor, state: Any, initial_state: Any) ->
     return {name: gradient for name, gradient in found.items() if gradient is not None}
 
 
-def loop(model: Any, inputs: dict[str, Any], chunk_length: int, window: int) -> tuple[Tensor, Any]:
-    """Loss and final state of chunks by plain calls of the model, the state detached after every `window` of them."""
+def loop(model: Any, inputs: dict[str, Any], chunk_length: int) -> tuple[Tensor, Any]:
+    """Loss and final state of chunks by plain calls of the model."""
     ids, labels, state = inputs["input_ids"], inputs["labels"], inputs["initial_state"]
     loss: Any = 0
-    for index, start in enumerate(range(0, ids.shape[1], chunk_length)):
-        if index and index % window == 0:
-            state = map_state(Tensor.detach, state)
+    for start in range(0, ids.shape[1], chunk_length):
         output = model(input_ids=ids[:, start : start + chunk_length], initial_state=state)
         targets = labels[:, start + 1 : start + chunk_length + 1]  # one less in the last chunk
         logits = output.logits[:, : targets.shape[1]].float()  # as in the loss of Transformers
@@ -96,15 +94,14 @@ def over_processes(name: str, gradient: Tensor) -> Tensor:
 
 
 def run(kind: str) -> dict[str, dict[str, Tensor]]:
-    """Gradients of one pass over the sequence, of chunks, and of chunks in windows of two."""
+    """Gradients of one pass over the sequence, and of chunks."""
     model, inputs = model_and_inputs(torch.float32 if kind == "fsdp_bfloat16" else torch.float64)
     mine = slice(dist.get_rank(), dist.get_rank() + 1)
     inputs |= {key: inputs[key][mine] for key in ("input_ids", "labels")}
     inputs["initial_state"] = map_state(lambda part: part[mine].clone().requires_grad_(), inputs["initial_state"])
     wrapped, result = wrap(model, kind), {}
-    windows: dict[str, int | None] = {"chunks": None, "windows": 2}
-    for name in ("whole", *windows):
-        with nullcontext() if name == "whole" else forward_in_chunks(wrapped, CHUNK_LENGTH, windows[name]):
+    for name in ("whole", "chunks"):
+        with nullcontext() if name == "whole" else forward_in_chunks(wrapped, CHUNK_LENGTH):
             output = wrapped(**inputs)
         found = gradients(wrapped, output["loss"], output["final_state"], inputs["initial_state"])
         result[name] = {key.removeprefix("module."): over_processes(key, value) for key, value in found.items()}

@@ -1,4 +1,4 @@
-"""A sequence in chunks has the loss, final state and gradients of the whole one, or of a loop that stops them."""
+"""A sequence in chunks has the loss, final state and gradients of the whole one."""
 
 import subprocess
 import sys
@@ -76,18 +76,6 @@ def test_chunks_are_the_whole_sequence(family: Family, dtype: torch.dtype) -> No
     close(found, expected, dtype)
 
 
-@pytest.mark.parametrize("window", [1, 2, 3, 5])
-def test_a_window_stops_the_gradient_as_a_loop_that_detaches(window: int) -> None:
-    model, ids = build(MAMBA2, torch.float64).train(), random_tokens(2, LENGTH)
-    inputs = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(30)}
-    state = leaves(random_state(model, 2))
-    loss, final_state = loop(model, {**inputs, "initial_state": state}, CHUNK_LENGTH, window)
-    chunks = chunked_forward(model.forward, {**inputs, "initial_state": state}, CHUNK_LENGTH, window)
-    torch.testing.assert_close(chunks.loss, loss, rtol=1e-6, atol=0.0)
-    close(chunks.final_state, final_state)
-    close(backward(model, chunks, state), gradients(model, loss, final_state, state))
-
-
 def test_shifted_targets_and_no_state_at_the_start() -> None:
     model, inputs = build(MAMBA2).train(), text()
     del inputs["labels"]
@@ -134,7 +122,7 @@ def test_padding_in_a_row_is_refused_only_where_it_is_scored_at_the_beginning_of
     model, inputs = build(MAMBA2).train(), text(0)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][1, 3:7] = 0
-    with pytest.raises(ValueError, match=r"Row 1 has padding with a target at position 5, .* move padding"):
+    with pytest.raises(ValueError, match=r"Row 1 has padding inside, at position 5, .* pad rows at their ends"):
         chunked_forward(model.forward, inputs, 5)
     whole, chunks = model(**inputs), chunked_forward(model.forward, inputs, 7)
     torch.testing.assert_close(chunks.loss, whole.loss)
@@ -158,7 +146,7 @@ def test_dropout_of_an_adapter_is_the_same_when_computed_again() -> None:
     state = leaves(random_state(model.get_base_model(), 2))
     inputs |= {"initial_state": state, "num_items_in_batch": 44}
     torch.manual_seed(3)
-    expected = gradients(model, *loop(model, inputs, CHUNK_LENGTH, LENGTH), state)
+    expected = gradients(model, *loop(model, inputs, CHUNK_LENGTH), state)
     torch.manual_seed(3)
     with forward_in_chunks(model, CHUNK_LENGTH):
         output = model(**inputs)
@@ -191,7 +179,7 @@ def test_autocast_of_accelerate_holds_in_chunks_and_when_they_are_computed_again
     first.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
     inputs = text(0) | {"num_items_in_batch": 44}
     inputs["initial_state"] = state = leaves(random_state(base, 2))
-    expected = gradients(model, *loop(model, inputs, CHUNK_LENGTH, LENGTH), state)
+    expected = gradients(model, *loop(model, inputs, CHUNK_LENGTH), state)
     replaced = vars(base).get("forward")
     dtypes.clear()
     with forward_in_chunks(model, CHUNK_LENGTH):
@@ -222,10 +210,9 @@ def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = torch.load(file)["ddp"]
     model, inputs = chunks_in_processes.model_and_inputs()
-    for way, window in (("chunks", LENGTH), ("windows", 2)):
-        inputs["initial_state"] = state = leaves(inputs["initial_state"])
-        expected = gradients(model, *loop(model, inputs, chunks_in_processes.CHUNK_LENGTH, window), state)
-        close(found[way], expected)
+    inputs["initial_state"] = state = leaves(inputs["initial_state"])
+    expected = gradients(model, *loop(model, inputs, chunks_in_processes.CHUNK_LENGTH), state)
+    close(found["chunks"], expected)
 
 
 # torch.compile runs into deprecation warnings of torch itself, and looks at gradients

@@ -28,6 +28,8 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StatePassingTrainer,
     StateXTrainer,
+    TbttConfig,
+    TbttTrainer,
     ZeroStateTrainer,
     combine,
 )
@@ -298,12 +300,35 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+def test_long_chats_are_read_in_pieces_as_by_tbtt_alone(tmp_path: Path) -> None:
+    fields = {"assistant_only_loss": True, "logging_steps": 3}
+    pieces, calls = trained(tmp_path / "pieces", TbttTrainer, chats(), bptt_chunk_length=4, **fields)
+    whole, _ = trained(tmp_path / "whole", TbttTrainer, chats(), bptt_chunk_length=64, **fields)
+    assert len(calls.initial) > 3 * 3  # steps of at least three pieces
+    examples, longest = [], 0
+    for row in pieces.train_dataset:
+        longest = max(longest, len(row["input_ids"]))
+    for row in pieces.train_dataset:
+        ids, labels = torch.tensor(row["input_ids"]), torch.tensor(row["labels"])
+        item = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+        space = (0, longest - len(ids))
+        examples.append({name: F.pad(each, space, value=-100 * (name == "labels")) for name, each in item.items()})
+    alone = model()
+    args = TbttConfig(str(tmp_path), **SETTINGS, bptt_chunk_length=4, lr_scheduler_type="linear")
+    TbttTrainer(alone, args, train_dataset=examples).train()
+    for one, other in zip(pieces.model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-6)
+    assert any((a - b).abs().max() > 1e-4 for a, b in zip(whole.model.parameters(), alone.parameters(), strict=True))
+    assert pieces.state.log_history[-2]["num_tokens"] == whole.state.log_history[-2]["num_tokens"]
+
+
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
         ({"alignment_alpha": 0.1, "loss_type": "dft"}, "loss_type='dft'"),
         ({"alignment_alpha": 0.1, "alignment_length": 8}, "padding"),
-        ({"bptt_chunk_length": 4}, "leave bptt_chunk_length out"),
+        ({"bptt_chunk_length": 4}, "set bptt_window=1"),
+        ({"bptt_chunk_length": 4, "bptt_window": 2}, "set bptt_window=1"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:

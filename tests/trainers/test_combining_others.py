@@ -106,7 +106,6 @@ def test_the_config_has_the_fields_of_both_and_the_defaults_of_trl(tmp_path: Pat
 @pytest.mark.parametrize(
     ("pair", "told"),
     [
-        (lambda: (TbttTrainer, trl.SFTTrainer), "TbttTrainer needs rows that continue"),
         (lambda: (StatePassingTrainer, trl.DPOTrainer), "DPOTrainer does not train on single texts"),
         (lambda: (trl.GRPOTrainer, StatePassingTrainer), "GRPOTrainer does not train on single texts"),
         (

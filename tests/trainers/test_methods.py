@@ -35,6 +35,7 @@ METHODS = [
     "mixture",
     "alignment",
     "state passing, alignment",
+    "tbtt on examples",
     "tbtt, alignment",
     "state passing in chunks",
     "statex",

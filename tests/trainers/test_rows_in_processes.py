@@ -13,6 +13,7 @@ import torch
 BATCH = 6
 ROWS, ACCUMULATIONS = range(29, 34), range(1, 4)
 METHODS = ["state passing", "fitted noise", "random noise", "mixture", "learned state and model", "alignment", "tbtt"]
+METHODS += ["tbtt on examples"]
 # by turns from a data set and from a stream
 SEEN: list[tuple[Any, ...]] = [
     ("rows_seen", *job, number % 2 == 1) for number, job in enumerate(product(ROWS, ACCUMULATIONS))
@@ -28,6 +29,7 @@ FEW: list[tuple[Any, ...]] = [
     ("trained", "state passing", 31, 2, True),
     ("trained", "mixture", 29, 3),
     ("trained", "tbtt", 31, 2),
+    ("trained", "tbtt on examples", 31, 2),
 ]
 # a seventh of all: each method meets two or three numbers of rows and of micro-batches
 ALL: list[tuple[Any, ...]] = [("trained", *job) for job in product(METHODS, ROWS, ACCUMULATIONS)][::7]

@@ -117,6 +117,21 @@ def sequences(count: int, length: int = 9, seed: int = 0) -> list[dict[str, Tens
     return items
 
 
+def examples(count: int, length: int = 23) -> list[dict[str, Tensor]]:
+    """Random ids of 1 to `length` tokens, padded at their end. Targets are at the end of an example only, or, in each
+    third one, anywhere; some have none."""
+    generator, items = torch.Generator().manual_seed(7), []
+    for number in range(count):
+        size = int(torch.randint(1, length + 1, (), generator=generator))
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        places = torch.arange(length)
+        asked = (places >= size - 2) if number % 3 else torch.rand(length, generator=generator) < 0.3
+        mask = (places < size).long()
+        labels = ids.masked_fill((mask == 0) | ~asked | (places == 0), -100)
+        items.append({"input_ids": ids * mask, "attention_mask": mask, "labels": labels})
+    return items
+
+
 def is_dropped(seed: int, step: int, micro_batch: int, row: int, probability: float) -> bool:
     """Whether state passing starts a row from zero: the first number of a generator keyed by the row's place."""
     return keyed_uniform("drop", seed, step, micro_batch, row) < probability
@@ -192,6 +207,7 @@ METHODS = {
     "mixture": Method(MixedStatesTrainer, MixedStatesConfig, {"mixture": MIXTURE}, sequences),
     "alignment": Method(AlignmentTrainer, AlignmentConfig, {}, sequences),
     "state passing, alignment": Method(StatePassingTrainer, StatePassingConfig, {"alignment_alpha": 0.2}, sequences),
+    "tbtt on examples": Method(TbttTrainer, TbttConfig, {"bptt_chunk_length": 4}, examples),
     "tbtt, alignment": Method(
         TbttTrainer,
         TbttConfig,

@@ -1,0 +1,261 @@
+"""Examples that are read in windows train the weights of a loop over single examples, written from the definition."""
+
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state
+from hf_recurrent_lengthgen.trainers import (
+    InitialStateConfig,
+    MixedStatesConfig,
+    MixedStatesTrainer,
+    StatePassingConfig,
+    StatePassingTrainer,
+    TbttConfig,
+    TbttTrainer,
+    ZeroStateTrainer,
+)
+from tests.hybrids.tiny_models import tiny_model as stock_model
+from tests.trainers.toys import (
+    QUIET,
+    VOCABULARY,
+    assert_same_weights,
+    chunks,
+    examples,
+    sequences,
+    tiny_model,
+    weights,
+)
+from tests.versions import needs_hybrids
+
+RATE = 0.3
+PLAIN: dict[str, Any] = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": RATE, "max_grad_norm": 0.0}
+
+
+def windows_from_the_end(size: int, length: int | None) -> Iterator[slice]:
+    borders = [0, *range(size % length or length, size + 1, length)] if length else [0, size]
+    return (slice(*pair) for pair in pairwise(borders))
+
+
+def read(model: Any, example: dict[str, Tensor], window: int | None) -> tuple[list[Tensor], int]:
+    """The summed losses of the windows of one example without its padding, and the number of its targets."""
+    size = int(example["attention_mask"].sum())
+    ids, targets = example["input_ids"][:size], example["labels"][1:size]
+    state: RecurrentState | None = None
+    losses = []
+    for part in windows_from_the_end(size, window):
+        output = model(input_ids=ids[part][None], initial_state=state, output_final_state=True)
+        state = detach_state(output.final_state)
+        asked = targets[part]
+        losses.append(cross_entropy(output.logits[0, : len(asked)], asked, reduction="sum", ignore_index=-100))
+    return losses, int((targets != -100).sum())
+
+
+def loop(model: Any, rows: list[dict[str, Tensor]], per_step: int, window: int | None) -> dict[str, Tensor]:
+    """Plain gradient descent on the mean over the targets of each step."""
+    model.train()
+    ordered = iter(rows)
+    while step := list(islice(ordered, per_step)):
+        losses, targets = zip(*(read(model, example, window) for example in step), strict=True)
+        model.zero_grad()
+        if sum(targets):
+            (
+                torch.stack([each for one in losses for each in one if each.requires_grad]).sum() / sum(targets)
+            ).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= RATE * parameter.grad
+    return weights(model)
+
+
+class InOrder(TbttTrainer):
+    """Rows as they stand in the data."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+def trained(folder: Any, model: Any, data: Any, **settings: Any) -> InOrder:
+    given = {"save_strategy": "no", "num_train_epochs": 1, "per_device_train_batch_size": 3, **QUIET, **PLAIN}
+    trainer = InOrder(model, TbttConfig(str(folder), **given | settings), train_dataset=data)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.thinned(5)
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize(("chunk", "window"), [(1, 1), (4, 1), (4, 2), (23, 1), (5, None), (64, 1), (3, 8)])
+def test_weights_are_those_of_a_loop_over_single_examples(
+    tmp_path: Any, chunk: int, window: int | None, accumulation: int
+) -> None:
+    rows = examples(18)
+    settings = {"bptt_chunk_length": chunk, "bptt_window": window, "gradient_accumulation_steps": accumulation}
+    settings |= {"logging_steps": 6 // accumulation}
+    model, expected = tiny_model().double(), tiny_model().double()
+    trainer = trained(tmp_path, model, rows, **settings)
+    assert trainer.args.bptt_window == (window or 1)
+    idle = [entry["idle_tokens"] for entry in trainer.state.log_history if "idle_tokens" in entry]
+    assert idle[0] == pytest.approx(1 - torch.stack([row["attention_mask"] for row in rows]).float().mean().item())
+    wanted = loop(expected, rows, 3 * accumulation, chunk * (window or 1))
+    assert_same_weights(weights(model), wanted, atol=1e-6)  # the loss of Transformers is computed in float32
+    assert (
+        max(float((wanted[name] - value).abs().max()) for name, value in weights(tiny_model().double()).items()) > 0.01
+    )
+
+
+def test_a_window_over_all_pieces_has_the_gradient_of_the_whole_and_others_do_not(tmp_path: Any) -> None:
+    rows, found = examples(6), {}
+    for name, chunk, window in (("all", 4, 6), ("whole", 23, 1), ("cut", 4, 1)):
+        model = tiny_model().double()
+        trained(tmp_path / name, model, rows, bptt_chunk_length=chunk, bptt_window=window)
+        found[name] = weights(model)
+    reference = loop(tiny_model().double(), rows, 3, None)
+    assert_same_weights(found["all"], reference, atol=1e-6)
+    assert_same_weights(found["whole"], reference, atol=1e-6)
+    with pytest.raises(AssertionError):
+        assert_same_weights(found["cut"], reference, atol=1e-4)
+
+
+def test_windows_without_targets_are_read_without_gradient_and_logits(tmp_path: Any) -> None:
+    rows = [{name: value for name, value in row.items() if name != "attention_mask"} for row in examples(6)]
+    for row in rows:
+        row["labels"] = row["input_ids"].masked_fill(torch.arange(23) < 21, -100)
+    model = tiny_model()
+    calls: list[tuple[int, bool, int]] = []
+    model.register_forward_hook(
+        lambda _, __, given, output: calls.append(
+            (given["input_ids"].shape[1], torch.is_grad_enabled(), output.logits.shape[1])
+        ),
+        with_kwargs=True,
+    )
+    trained(tmp_path, model, rows, bptt_chunk_length=5)
+    assert calls == [(3, False, 1), *[(5, False, 1)] * 3, (5, True, 5)] * 2
+
+
+def test_a_step_without_targets_changes_no_weight_also_with_momentum_and_decay(tmp_path: Any) -> None:
+    rows = examples(9)
+    for row in rows[3:6]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    seen: list[dict[str, Tensor]] = []
+
+    class Watched(InOrder):
+        def training_step(self, *arguments: Any, **keyword: Any) -> Tensor:
+            seen.append(weights(self.model))
+            return super().training_step(*arguments, **keyword)
+
+    settings = {**PLAIN, "optim": "adamw_torch", "weight_decay": 0.5, "learning_rate": 0.01}
+    args = TbttConfig(str(tmp_path), save_strategy="no", num_train_epochs=1, bptt_chunk_length=4, **QUIET, **settings)
+    args.per_device_train_batch_size = 3
+    model = tiny_model()
+    Watched(model, args, train_dataset=rows).train()
+    assert_same_weights(seen[2], seen[1])
+    with pytest.raises(AssertionError):
+        assert_same_weights(seen[1], seen[0])
+    with pytest.raises(AssertionError):
+        assert_same_weights(weights(model), seen[2])
+
+
+def test_first_windows_start_from_passed_states_and_later_ones_from_the_row(tmp_path: Any) -> None:
+    """Windows go with every source: the first of a row starts from the source's state, which sees the last one's."""
+    model = tiny_model().double()
+    args = StatePassingConfig(
+        str(tmp_path), save_strategy="no", max_steps=2, bptt_chunk_length=4, bptt_window=1, **QUIET, **PLAIN
+    )
+    args.per_device_train_batch_size = 1
+    data, states = sequences(2), []
+    trainer = StatePassingTrainer(model, args, train_dataset=[data[0], data[0]])
+    model.register_forward_hook(
+        lambda _, __, given, output: states.append((given["initial_state"], output.final_state)), with_kwargs=True
+    )
+    trainer.train()
+    assert len(states) == 6
+    assert states[0][0] is None
+    for index, (given, _) in enumerate(states[1:], 1):
+        dropped = index == 3 and torch.equal(given[0].recurrent, torch.zeros_like(given[0].recurrent))
+        assert dropped or torch.equal(given[0].recurrent, states[index - 1][1][0].recurrent)
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 4, 23)])
+def test_sequences_that_begin_inside_rows_begin_from_zero_in_windows(tmp_path: Any, lengths: tuple[int, ...]) -> None:
+    """Documents inside chunks of a stream, in windows, against the whole chunk in one window."""
+    found = []
+    for chunk, window in ((16, 1), (3, 6)):
+        model = tiny_model().double()
+        data = chunks(8, 16, reset_at_document=True, separator_id=2)
+        args = TbttConfig(
+            str(tmp_path / f"{chunk}{len(lengths)}"),
+            save_strategy="no",
+            max_steps=2,
+            bptt_chunk_length=chunk,
+            bptt_window=window,
+            **QUIET,
+            **PLAIN,
+        )
+        args.per_device_train_batch_size = 2
+        TbttTrainer(model, args, train_dataset=data).train()
+        found.append(weights(model))
+    assert_same_weights(*found, atol=1e-6)
+
+
+@needs_hybrids
+def test_attention_of_a_hybrid_sees_its_piece(tmp_path: Any) -> None:
+    rows = [{name: value for name, value in row.items() if name != "attention_mask"} for row in sequences(3, 12)]
+    found, expected = stateful(stock_model("bamba")).train(), stateful(stock_model("bamba")).train()
+    trained(tmp_path, found, rows, bptt_chunk_length=4, learning_rate=0.01)
+    state, losses, targets = None, [], torch.stack([row["labels"] for row in rows])
+    ids = torch.stack([row["input_ids"] for row in rows])
+    for start in range(0, 12, 4):
+        output = expected(input_ids=ids[:, start : start + 4], initial_state=state, output_final_state=True)
+        state = detach_state(output.final_state)
+        asked = targets[:, start + 1 : start + 5]
+        losses.append(
+            cross_entropy(output.logits[:, : asked.shape[1]].flatten(0, 1), asked.flatten(), reduction="sum")
+        )
+    (torch.stack(losses).sum() / (targets[:, 1:] != -100).sum()).backward()
+    for name, parameter in expected.named_parameters():
+        moved = parameter if parameter.grad is None else parameter - 0.01 * parameter.grad
+        torch.testing.assert_close(found.get_parameter(name), moved, rtol=0, atol=1e-6)
+
+
+def test_a_mixture_on_examples_may_pass_states_and_truncate(tmp_path: Any) -> None:
+    mixture = {"zero": 0.3, "tbtt": 0.3, "state_passing": 0.4}
+    with pytest.raises(ValueError, match="or set bptt_chunk_length"):
+        MixedStatesConfig(str(tmp_path), mixture=mixture, **QUIET)
+    args = MixedStatesConfig(
+        str(tmp_path), mixture=mixture, bptt_chunk_length=4, max_steps=3, save_strategy="no", **QUIET
+    )
+    trainer = MixedStatesTrainer(tiny_model(), args, train_dataset=examples(24))
+    trainer.train()
+    assert trainer.args.bptt_window == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bptt_chunk_length": 4, "state_drop_probability": 0.1}, "state_drop_probability does nothing here"),
+        ({"bptt_chunk_length": 4, "carry_conv_state": False}, "carry_conv_state does nothing here"),
+        ({}, "set bptt_chunk_length: each is read in pieces"),
+    ],
+)
+def test_what_does_nothing_on_examples_is_refused(tmp_path: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TbttTrainer(tiny_model(), TbttConfig(str(tmp_path), **QUIET, **settings), train_dataset=examples(3))
+
+
+def test_losses_of_the_user_and_by_hand_are_refused(tmp_path: Any) -> None:
+    args = InitialStateConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=1, **QUIET)
+    with pytest.raises(ValueError, match="compute_loss_func gets the logits"):
+        ZeroStateTrainer(tiny_model(), args, train_dataset=examples(3), compute_loss_func=lambda *_, **__: None)
+    trainer = ZeroStateTrainer(tiny_model(), args, train_dataset=examples(3))
+    with pytest.raises(ValueError, match="call train"):
+        trainer.compute_loss(trainer.model.train(), {"input_ids": torch.ones(1, 4).long()})
+    unlabelled = [{"input_ids": torch.full((5,), 3)} for _ in range(8)]
+    with pytest.raises(ValueError, match="need labels"):
+        ZeroStateTrainer(tiny_model(), args, train_dataset=unlabelled).train()
+    assert VOCABULARY == 17
