@@ -150,16 +150,20 @@ class RunArguments:
     )
     retrieval_lengths: list[int] | None = _option(
         "run",
-        "before training and in each evaluation, also measure the share of passkeys that the model retrieves from "
-        "prompts of so many tokens, at 10 depths: eval_retrieval_N, which --metric-for-best-model may name (default: "
-        "none)",
+        "before training and in each evaluation, also measure the share of passkeys (of keys in --eval-data with task "
+        "keys) that the model retrieves from prompts of so many tokens, at 10 depths: eval_retrieval_N, which "
+        "--metric-for-best-model may name (default: none)",
         metavar="N",
         eval_strategy=MEASURED,
         task=TOKENS,
     )
-    retrieval_samples: int = _option("run", "passkeys for each depth and length", 2, retrieval_lengths=ANY)
+    retrieval_samples: int = _option("run", "prompts for each depth and length", 2, retrieval_lengths=ANY)
     retrieval_style: str = _option(
-        "run", "their wording, as --task-style of lengthgen retrieve", "pass key", retrieval_lengths=ANY
+        "run",
+        "wording of the passkeys, as --task-style of lengthgen retrieve",
+        "pass key",
+        retrieval_lengths=ANY,
+        task=tuple(task for task in TOKENS if task != "keys"),
     )
     import_file: str | None = _option("method", "Python file with own interventions (default: none)")
     intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names

@@ -18,9 +18,9 @@ from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
 from hf_recurrent_lengthgen.cli.options import command_parser, read_options
 from hf_recurrent_lengthgen.cli.processes import ending_processes
 from hf_recurrent_lengthgen.cli.run_arguments import PROMPTS, USUAL_LENGTH, RunArguments
-from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, training_rows, with_pieces
+from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows, with_pieces
 from hf_recurrent_lengthgen.data import PaddingCollator, split_names
-from hf_recurrent_lengthgen.data.tasks import DEPTHS, PasskeyGrid, TaskStrings
+from hf_recurrent_lengthgen.data.tasks import DEPTHS, KeyGrid, PasskeyGrid, RetrievalGrid, TaskStrings
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
@@ -130,7 +130,13 @@ def _metrics(settings: RunArguments, training: InitialStateConfig, tokenizer: An
     """What is measured in each evaluation beside the loss."""
     if not settings.retrieval_lengths:
         return []
-    grid = PasskeyGrid(tokenizer, DEPTHS, settings.retrieval_samples, training.seed, settings.retrieval_style)
+    sizes = DEPTHS, settings.retrieval_samples, training.seed
+    grid: RetrievalGrid
+    if settings.task == "keys":
+        stream = stream_of(settings, settings.chosen_eval_data, settings.chosen_eval_split, tokenizer)
+        grid = KeyGrid(tokenizer, stream, *sizes, settings.task_keys, settings.task_values)
+    else:
+        grid = PasskeyGrid(tokenizer, *sizes, settings.retrieval_style)
     return [MetricCallback([retrieval(grid, settings.retrieval_lengths)])]
 
 

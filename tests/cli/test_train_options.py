@@ -243,6 +243,12 @@ SCRATCH = "--mimetic --model m.json"
         ("lora_alpha 4", "", "--lora-r 2", "lora_r"),
         ("retrieval_lengths 300", "", f"{PASSKEY} --eval-strategy steps", "eval_strategy steps or epoch and task"),
         ("retrieval_samples 3", "", "--eval-strategy steps --retrieval-lengths 300", "retrieval_lengths"),
+        (
+            "retrieval_style passkey",
+            "--task keys --eval-strategy steps --retrieval-lengths 300",
+            "--eval-strategy steps --retrieval-lengths 300",
+            "retrieval_lengths and task text or passkey or babilong or examples",
+        ),
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(

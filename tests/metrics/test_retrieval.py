@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, token_stream
 from hf_recurrent_lengthgen.data.tasks import (
-    ANOTHER_KEY,
-    EARLIER_VALUE,
     BabilongGrid,
     BabiQuestion,
     KeyGrid,
@@ -25,6 +23,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     RetrievalGrid,
     Task,
 )
+from hf_recurrent_lengthgen.data.tasks.keys_in_text import ANOTHER_KEY, EARLIER_VALUE
 from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache

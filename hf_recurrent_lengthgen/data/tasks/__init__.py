@@ -4,14 +4,12 @@ from .answers import Task
 from .babilong import BabilongPrompts, BabiQuestion, babi_files, read_babi
 from .grids import DEPTHS, BabilongGrid, NeedleGrid, PasskeyGrid, RetrievalGrid
 from .keyed_rows import EVALUATION_SEED, KeyedRows
-from .keys_in_text import ANOTHER_KEY, EARLIER_VALUE, KeyGrid, KeyPrompts
+from .keys_in_text import KeyGrid, KeyPrompts
 from .passkey import PASSKEY_STYLES, PasskeyPrompts, passkey_prompt
 from .strings import STRING_TASKS, AssociativeRecall, CopyingStrings, SortingStrings, TaskStrings, string_task
 
 __all__ = [
-    "ANOTHER_KEY",
     "DEPTHS",
-    "EARLIER_VALUE",
     "EVALUATION_SEED",
     "PASSKEY_STYLES",
     "STRING_TASKS",

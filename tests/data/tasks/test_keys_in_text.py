@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, token_stream
-from hf_recurrent_lengthgen.data.tasks import ANOTHER_KEY, EARLIER_VALUE, KeyGrid, KeyPrompts
+from hf_recurrent_lengthgen.data.tasks import KeyGrid, KeyPrompts
+from hf_recurrent_lengthgen.data.tasks.keys_in_text import ANOTHER_KEY, EARLIER_VALUE
 
 FACT = re.compile(r"[ \n]The code of ([a-z]+-[a-z]+) is (\d{5})\.")
 QUESTION = re.compile(r"\nWhat is the code of ([a-z]+-[a-z]+) now\? The code of \1 is$")
