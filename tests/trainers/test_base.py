@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 from torch.utils.data import IterableDataset, SequentialSampler
 from transformers import (
     ByT5Tokenizer,
@@ -22,7 +23,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingConfig, StatePassingTrainer
+from hf_recurrent_lengthgen.trainers import (
+    InitialStateTrainer,
+    StatePassingConfig,
+    StatePassingTrainer,
+    ZeroStateTrainer,
+)
 from tests.versions import SINCE_5_23
 
 MakeConfig = Callable[..., StatePassingConfig]
@@ -269,3 +275,29 @@ def test_several_gpus_in_one_process_are_refused(
     monkeypatch.setattr(type(config), "n_gpu", 2)
     with pytest.raises(ValueError, match="2 GPUs in one process"):
         StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
+
+
+def test_rows_that_say_their_lengths_are_grouped_without_being_made(toys: ModuleType, make_config: MakeConfig) -> None:
+    made: list[int] = []
+
+    class Rows(list[dict[str, Tensor]]):
+        def __getitem__(self, index: Any) -> Any:
+            made.append(index)
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Iterator[Any]:
+            return (self[index] for index in range(len(self)))
+
+    rows = Rows({"input_ids": torch.arange(7 + 3 * number % 11)} for number in range(40))
+    config = make_config(train_sampling_strategy="group_by_length")
+    orders = []
+    for lengths in (None, [len(row["input_ids"]) for row in rows]):
+        if lengths is not None:
+            rows.item_lengths = lengths  # type: ignore[attr-defined]
+        made.clear()
+        trainer = ZeroStateTrainer(toys.SumModel(), config, train_dataset=rows)
+        torch.manual_seed(3)
+        orders.append([*trainer._get_train_sampler()])
+        assert bool(made) == (lengths is None)
+    assert orders[0] == orders[1]
+    assert sorted(orders[0]) == [*range(40)] != orders[0]

@@ -5,14 +5,14 @@ first batch. Evaluation counts each row once, although accelerate repeats rows i
 the same number.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -39,6 +39,19 @@ _SETTINGS = {
         *("multiprocessing_context", "in_order"),  # not in every version of Trainer
     )
 }
+
+
+class _OnlyLengths(Dataset[dict[str, range]]):
+    """Rows of which only the lengths are known; a sampler that groups by length would make every row to measure it."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, range]:
+        return {"input_ids": range(self.lengths[index])}
 
 
 class SameRowsTrainer(PushingTrainer):
@@ -95,7 +108,8 @@ class SameRowsTrainer(PushingTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, ContinuedChunks):
-            self._sampler = super()._get_train_sampler(train_dataset)
+            known = getattr(dataset, "item_lengths", None)
+            self._sampler = super()._get_train_sampler(train_dataset if known is None else _OnlyLengths(known))
             return self._sampler
         stream_rows = self.args.row_processes * self._train_batch_size * self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed

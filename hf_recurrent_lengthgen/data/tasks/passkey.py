@@ -153,6 +153,12 @@ class PasskeyPrompts(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return self.samples
 
+    @property
+    def item_lengths(self) -> list[int]:
+        """The length of each item, by which trainers group them."""
+        lengths: list[int] = drawn_lengths(self.seed, np.arange(len(self)), self.shortest, self.longest).tolist()
+        return lengths
+
     def task(self, index: int) -> Task:
         """Prompt and answer of item `index`."""
         if not -len(self) <= index < len(self):
