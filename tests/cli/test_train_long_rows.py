@@ -1,6 +1,7 @@
 """Prompts of several lengths and own examples: read whole, or in the pieces of tbtt."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,20 @@ def test_passkeys_of_several_lengths(
     assert trained_config(tmp_path / "out")["training_length"] == 400
     assert "--lengths 800" in capsys.readouterr().out
     assert "of 320-400 tokens" in (tmp_path / "out" / "lineage.json").read_text()
+
+
+def test_a_resumed_run_reads_the_same_rows(
+    pairs: Path, train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"task": "examples", "training_length": None, "intervention": "none", "max_steps": 5}
+    often = {"save_strategy": "steps", "save_steps": 2}
+    assert train(model=checkpoint, data=pairs, **options, **often) == 0
+    (whole,) = tmp_path.glob("out/model.safetensors")
+    weights = whole.read_bytes()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-5")
+    other = write(tmp_path / "other.jsonl", pairs.read_text().replace("aaa", "abc"))
+    assert train("--resume", model=checkpoint, data=other, **options, **often) == 1
+    assert "train_dataset.record" in capsys.readouterr().err
+    assert train("--resume", model=checkpoint, data=pairs, **options, **often) == 0
+    assert whole.read_bytes() == weights
