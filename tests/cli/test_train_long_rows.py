@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.cli.train_rows import with_pieces
@@ -134,3 +135,28 @@ def test_a_resumed_run_reads_the_same_rows(
     assert "train_dataset.record" in capsys.readouterr().err
     assert train("--resume", model=checkpoint, data=pairs, **options, **often) == 0
     assert whole.read_bytes() == weights
+
+
+def test_tbtt_reads_examples_in_pieces(
+    pairs: Path, train: Train, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    embed = torch.nn.Embedding.forward
+
+    def seen(self: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+        read.append(ids.shape[1])
+        return embed(self, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", seen)
+    steps, lengths = {}, {}
+    for intervention, length in (("none", None), ("tbtt", 8)):
+        read.clear()
+        options = {"intervention": intervention, "training_length": length, "output_dir": tmp_path / intervention}
+        assert train(model=checkpoint, data=pairs, task="examples", **options, max_steps=1) == 0
+        state = json.loads((tmp_path / intervention / "trainer_state.json").read_text())
+        steps[intervention] = state["log_history"][0]
+        lengths[intervention] = trained_config(tmp_path / intervention)["training_length"], max(read)
+    assert lengths == {"none": (LONGEST, LONGEST), "tbtt": (8, 8)}
+    # the state goes on from piece to piece, the gradient does not
+    assert steps["tbtt"]["loss"] == pytest.approx(steps["none"]["loss"], rel=1e-5)
+    assert steps["tbtt"]["grad_norm"] != pytest.approx(steps["none"]["grad_norm"], rel=1e-3)

@@ -122,7 +122,8 @@ def test_the_page_runs(page: str, demo_output: Path) -> None:
         exec(code, names)
     for arguments in commands_of(page):
         assert arguments[0] in COMMANDS
-        quick = f"{TRAINING} --training-length 300" if "passkey" in arguments else QUICK[arguments[0]]
+        prompts = {"passkey", "examples"} & set(arguments)
+        quick = f"{TRAINING} --training-length 300" if prompts else QUICK[arguments[0]]
         assert main([*(CHECKPOINT.get(word, word) for word in arguments), *shlex.split(quick)]) == 0
 
 
