@@ -40,7 +40,6 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
         tokenizer: The tokenizer; for chats a fast one, whose template marks the answers.
 
     Attributes:
-        lengths: Tokens of each row.
         longest: Tokens of the longest row.
 
     Raises:
@@ -64,8 +63,7 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
                 digest.update(part.numpy().tobytes())
         if not self._rows:
             raise ValueError("there is no example; give some")
-        self.lengths = [len(ids) for ids, _ in self._rows]
-        self.longest = max(self.lengths)
+        self.longest = max(len(ids) for ids, _ in self._rows)
         self.resume_record = {"digest": digest.hexdigest()}
 
     def __len__(self) -> int:
