@@ -64,7 +64,7 @@ def training_rows(settings: RunArguments, training: InitialStateConfig, tokenize
 
 
 def with_pieces(settings: RunArguments, training: InitialStateConfig, longest: int, given: int | None) -> RunArguments:
-    """The settings with the training length of prompts or examples: the pieces of tbtt, else the longest row.
+    """The settings with the training length of prompts or examples: the piece in which they are read, or the longest.
 
     Args:
         settings: With the training length given, or of the model, or the usual one.
@@ -73,23 +73,24 @@ def with_pieces(settings: RunArguments, training: InitialStateConfig, longest: i
         given: The training length on the command line, or None.
 
     Raises:
-        ValueError: for rows of one piece in tbtt, and for rows that are longer than the training length in others.
+        ValueError: for rows of one piece in tbtt, and for rows that are read whole and longer than the length given.
     """
     if continues(training):
-        piece = training.bptt_chunk_length = training.bptt_chunk_length or settings.length
-        if longest <= piece:
+        training.bptt_chunk_length = training.bptt_chunk_length or settings.length
+        if longest <= training.bptt_chunk_length:
             raise ValueError(
-                f"tbtt does nothing here: the longest row has {longest} tokens, and a piece has {piece}. Give longer "
-                "rows (task_length), shorter pieces (training_length), or --intervention none."
+                f"tbtt does nothing here: the longest row has {longest} tokens, and a piece has "
+                f"{training.bptt_chunk_length}. Give longer rows (task_length), shorter pieces (training_length), or "
+                "--intervention none."
             )
         training.check()  # with the pieces
-        return settings
-    if given is not None and given < longest:
+    in_pieces = continues(training) or training.bptt_window is not None
+    if given is not None and given < longest and not in_pieces:
         raise ValueError(
             f"training_length is {given}, but rows are read whole, and the longest has {longest} tokens: leave "
             "training_length out, or read rows in pieces of it with --intervention tbtt."
         )
-    return replace(settings, training_length=given or longest)
+    return replace(settings, training_length=given or (training.bptt_chunk_length if in_pieces else longest))
 
 
 def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:

@@ -102,6 +102,10 @@ def test_the_training_length_is_the_piece_of_tbtt_or_the_longest_row() -> None:
     assert settled(128, 8192, *tbtt) == (128, 128)
     assert settled(None, 8192, *tbtt) == (128, 128)  # of the model
     assert settled(128, 8192, *tbtt, "--bptt-chunk-length", "64") == (128, 64)
+    assert settled(None, 8192, *tbtt, "--bptt-chunk-length", "64") == (64, 64)
+    windows = ("--bptt-chunk-length", "64", "--bptt-window", "1")
+    assert settled(128, 8192, "--intervention", "state_passing", *windows) == (128, 64)
+    assert settled(None, 8192, *none, *windows[:2]) == (8192, 64)  # gradients go through whole rows
     assert settled(None, 8192, *none) == (8192, None)
     assert settled(9000, 8192, *none) == (9000, None)
     with pytest.raises(ValueError, match="the longest row has 128 tokens, and a piece has 128"):
