@@ -51,7 +51,8 @@ class KeyTexts:
         shortest: Least length of a prompt with its answer; short names and codes leave some of it to the text.
 
     Raises:
-        ValueError: for a stream in which no sentence or line ends, and for numbers out of range.
+        ValueError: for a stream in which no sentence or line ends, for numbers out of range, and for a tokenizer
+            without tokens for some letters or digits.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: Tensor, keys: int, values: int) -> None:
@@ -67,6 +68,12 @@ class KeyTexts:
         self._heads = [encode_next(tokenizer, mark + _FACT) for mark in (" ", "\n")]
         self._is = encode_next(tokenizer, _IS)
         self._names = {word: encode_next(tokenizer, f" {word}") for word in WORDS}
+        codes = [encode_next(tokenizer, f" {digit * 11_111}") for digit in range(1, 10)]
+        if len({*map(tuple, [*self._names.values(), *codes])}) < len(WORDS) + len(codes):
+            raise ValueError(
+                f"{type(tokenizer).__name__} has the same tokens for different names or digits, so that they cannot "
+                "be told apart; use a tokenizer that knows all letters"
+            )
         longest = max(self._names, key=lambda word: len(self._names[word]))
         fact = max(map(len, self._heads)) + len(self._names[longest]) + len(self._is) + _CODE_TOKENS
         self.shortest = keys * values * fact + len(self._question(longest)) + _CODE_TOKENS

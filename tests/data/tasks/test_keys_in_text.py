@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from scipy.stats import kstest
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, token_stream
 from hf_recurrent_lengthgen.data.tasks import KeyGrid, KeyPrompts
@@ -207,5 +208,12 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
             prompts(**options)
     with pytest.raises(ValueError, match="merges"):
         KeyPrompts(merging_tokenizer, torch.tensor([97, 46, 32, 98] * 200), 400, 1)
+    words = models.WordLevel(
+        {word: place for place, word in enumerate(["<other>", "a", "The", "code", "of", "is", "."])}, "<other>"
+    )
+    few_words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words))
+    few_words.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(ValueError, match="the same tokens for different names or digits"):
+        KeyPrompts(few_words, torch.tensor([2, 3, 6] * 200), 400, 1)
     with pytest.raises(ValueError, match="depth is 2"):
         KeyGrid(byte_tokenizer(), stream, [2], 1)
