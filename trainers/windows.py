@@ -99,6 +99,8 @@ def train_in_windows(trainer: Any, model: Any, inputs: Inputs, train: Callable[[
     synchronized = max((index for index, (scored, _) in enumerate(windows) if scored), default=None)
     loss, carried = torch.zeros((), device=trainer.args.device), None
     for index, ((piece, begins), (scored, padded)) in enumerate(zip(pieces, windows, strict=True)):
+        if index and trainer.needs_continued_data:
+            trainer.run_record.given = trainer.run_record.given + micro_batch.place.rows  # pieces that TBTT continues
         if carried is not None and begins is not None:
             carried = keep_rows(carried, ~begins)
         ends = index == len(windows) - 1

@@ -1,10 +1,11 @@
-"""Does fitted noise let a small model find passkeys far beyond its training length?
+"""What lets a small model find passkeys far beyond its training length?
 
 For each seed a base is trained from nothing on prompts of 128 words and measured on its way (Chen et al., 2024, Fig.
-8). Then it is fine-tuned, plainly or from given states (Buitrago Ruiz and Gu, 2025, B.4 and Fig. 7). The loss is that
-of the key and its period, as in B.4. An arm is one training and its measurement. Arms that have a result in --results
-are not run again. At the end, the tables of README.md and the figure beside the results are written anew, from all
-arms that are there.
+8). Then it is fine-tuned: on prompts of 128 words, plainly or from given states (Buitrago Ruiz and Gu, 2025, B.4 and
+Fig. 7), or on longer prompts in pieces of 128 words, between which no gradient passes. The loss is that of the key and
+its period, as in B.4. An arm is one training and its measurement. Arms that have a result in --results are not run
+again. At the end, the tables of README.md and the figure beside the results are written anew, from all arms that are
+there.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, PasskeyGrid, PasskeyPrompts
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
@@ -27,8 +29,8 @@ from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import (
     FittedNoiseTrainer,
     InitialStateTrainer,
-    MixedStatesTrainer,
     StatePassingTrainer,
+    TbttTrainer,
     ZeroStateTrainer,
 )
 
@@ -57,12 +59,12 @@ class Settings:
     rows: int = 16
     base_steps: int = 3200
     base_learning_rate: float = 4e-3
-    parts: tuple[int, ...] = (16, 8, 4, 2)
-    tuning_steps: int = 1000
-    tuning_learning_rate: float = 4e-4
-    lengths: tuple[int, ...] = (64, 96, 128, 192, 256, 512, 1024, 2048, 4096)
+    parts: tuple[int, ...] = (4, 2)
+    tuning_steps: int = 500
+    tuning_learning_rate: float = 1e-3
+    lengths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
     depths: int = 10
-    samples: int = 5
+    samples: int = 2
 
 
 SETTINGS = Settings()
@@ -72,21 +74,23 @@ TINY = replace(TINY, lengths=(64, 128, 256), depths=2, samples=1)
 
 @dataclass(frozen=True)
 class Method:
-    """How a base is fine-tuned."""
+    """How a base is fine-tuned: on prompts of up to `pieces` training lengths."""
 
     label: str
     color: str
     trainer: type[InitialStateTrainer]
     options: dict[str, Any] = field(default_factory=dict)
+    pieces: int = 1
 
 
+PIECES = {"bptt_chunk_length": SETTINGS.length, "train_sampling_strategy": "group_by_length"}
 METHODS = {
     "plain": Method("plain fine-tuning", "#a8780f", ZeroStateTrainer),
     "fitted_noise": Method("fitted noise", "#aa4499", FittedNoiseTrainer),
-    "fitted_noise_zero": Method(
-        "fitted noise, a fifth zero", "#cc79a7", MixedStatesTrainer, {"mixture": {"zero": 0.2, "fitted_noise": 0.8}}
-    ),
     "state_passing": Method("state passing", "#0072b2", StatePassingTrainer),
+    "tbtt_16": Method("TBTT, prompts of 1 to 16 pieces", "#66c2a5", TbttTrainer, PIECES, 16),
+    "tbtt_64": Method("TBTT, prompts of 1 to 64 pieces", "#009e73", TbttTrainer, PIECES, 64),
+    "full_16": Method("full gradient, prompts of 1 to 16 pieces", "#5b636d", ZeroStateTrainer, PIECES, 16),
 }
 ARMS = ("base", *METHODS)
 LABELS = {"base": "base, not fine-tuned"} | {name: method.label for name, method in METHODS.items()}
@@ -95,6 +99,8 @@ COLORS = {"base": "#d55e00"} | {name: method.color for name, method in METHODS.i
 
 class PasskeyStudy(Stages):
     """Stages are named "base" and by the methods."""
+
+    collator = PaddingCollator()
 
     def __init__(self, options: argparse.Namespace) -> None:
         settings = TINY if options.tiny else SETTINGS
@@ -144,7 +150,8 @@ class PasskeyStudy(Stages):
             settings.length,
             snapshots=tuple(sorted({max(1, steps // part) for part in settings.parts})) if base else (),
         )
-        prompts = PasskeyPrompts(self.tokenizer, settings.length, steps * settings.rows, 2 * seed + (not base))
+        length = (settings.length, settings.length * method.pieces) if method.pieces > 1 else settings.length
+        prompts = PasskeyPrompts(self.tokenizer, length, steps * settings.rows, 2 * seed + (not base))
         options = {"weight_decay": 0.1, **method.options}
         return self.run(name, seed, training, method.trainer, prompts, checkpoint, **options)
 

@@ -101,6 +101,7 @@ def test_weights_are_those_of_a_loop_over_single_examples(
     trainer = trained(tmp_path, model, rows, **settings)
     assert trainer.args.bptt_window == (window or 1)
     idle = [entry["idle_tokens"] for entry in trainer.state.log_history if "idle_tokens" in entry]
+    assert bool(trainer.run_record.given) == (chunk * (window or 1) < 23)  # the lineage says TBTT, or plain training
     assert idle[0] == pytest.approx(1 - torch.stack([row["attention_mask"] for row in rows]).float().mean().item())
     wanted = loop(expected, rows, 3 * accumulation, chunk * (window or 1))
     assert_same_weights(weights(model), wanted, atol=1e-6)  # the loss of Transformers is computed in float32

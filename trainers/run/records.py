@@ -149,7 +149,7 @@ class RunRecord:
     """The record of a run over all its parts, from resume to resume; checkpoints keep it.
 
     Attributes:
-        given: Number of sequences of this process that started from a nonzero state.
+        given: Number of sequences of this process that started from a nonzero state, or of pieces with TBTT.
         seconds_before: Seconds of training in the previous parts.
         changes: The settings that differ from the previous part, by name: old and new value.
     """
