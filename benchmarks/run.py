@@ -24,6 +24,7 @@ from effective_remembrance import bench_remembrance, peak_of_remembrance
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
 from forgetting import bench_window, peak_of_window
 from hybrids import bench_delta, bench_hybrid
+from long_examples import bench_long_examples, peak_of_examples
 from mamba2 import bench_model, bench_scan, peak_of_pass
 from measure import in_own_process, peak_mib
 from memory import bench_memory, make_checkpoint, peak_of_deep, peak_of_use
@@ -82,6 +83,7 @@ BENCHMARKS = {
     "trainer": bench_trainer,
     "alignment": bench_alignment,
     "chunked_backprop": bench_chunked_backprop,
+    "long_examples": bench_long_examples,
     "decode": bench_decode,
     "statex": bench_statex,
     "stream": bench_stream,
@@ -102,6 +104,7 @@ CALLS = {
     "peak_of_deep": peak_of_deep,
     "peak_of_alignment": peak_of_alignment,
     "peak_of_chunks": peak_of_chunks,
+    "peak_of_examples": peak_of_examples,
     "peak_of_mamba1": peak_of_mamba1,
     "peak_of_scan": peak_of_scan,
     "peak_of_window": peak_of_window,
