@@ -40,6 +40,7 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
         tokenizer: The tokenizer; for chats a fast one, whose template marks the answers.
 
     Attributes:
+        item_lengths: Tokens of each row, by which trainers group them.
         longest: Tokens of the longest row.
 
     Raises:
@@ -63,7 +64,8 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
                 digest.update(part.numpy().tobytes())
         if not self._rows:
             raise ValueError("there is no example; give some")
-        self.longest = max(len(ids) for ids, _ in self._rows)
+        self.item_lengths = [len(ids) for ids, _ in self._rows]
+        self.longest = max(self.item_lengths)
         self.resume_record = {"digest": digest.hexdigest()}
 
     def __len__(self) -> int:

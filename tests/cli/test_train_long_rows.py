@@ -12,6 +12,7 @@ from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.cli.train_rows import with_pieces
 from hf_recurrent_lengthgen.data import PaddingCollator
 from tests.cli.training import Train, trained_config, write
+from tests.data.test_tokens import byte_level_tokenizer
 
 PAIRS = [{"prompt": "a" * size, "completion": "bc"} for size in (3, 40, 17, 9, 30, 5)]
 LONGEST = 43  # with the end token
@@ -164,3 +165,22 @@ def test_tbtt_reads_examples_in_pieces(
     # the state goes on from piece to piece, the gradient does not
     assert steps["tbtt"]["loss"] == pytest.approx(steps["none"]["loss"], rel=1e-5)
     assert steps["tbtt"]["grad_norm"] != pytest.approx(steps["none"]["grad_norm"], rel=1e-3)
+
+
+def test_chats_are_read_with_the_template_of_the_tokenizer(
+    train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = [{"role": "user", "content": "Where is it? " * 4}, {"role": "assistant", "content": "Here."}]
+    data = write(tmp_path / "chats.jsonl", (json.dumps({"messages": chat}) + "\n") * 6)
+    tokenizer = byte_level_tokenizer(eos_token="<end>")
+    marks = "{% generation %}", "{% endgeneration %}"
+    start, end = "{% for message in messages %}{% if message.role == 'assistant' %}", "{% endif %}{% endfor %}"
+    options = {"data": data, "task": "examples", "tokenizer": tmp_path / "tokenizer", "intervention": "tbtt"}
+    for (before, after), code in (((*marks,), 0), (("", ""), 1)):
+        answer, other = f"{before}{{{{ message.content }}}}{after}", "{% else %}{{ message.content }}"
+        tokenizer.chat_template = start + answer + other + end
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        assert train(model=checkpoint, **options, output_dir=tmp_path / str(code)) == code
+    assert "put {% generation %} and {% endgeneration %} around them" in capsys.readouterr().err
+    assert marks[0] in (tmp_path / "0" / "chat_template.jinja").read_text()
+    assert trained_config(tmp_path / "0")["training_length"] == 8

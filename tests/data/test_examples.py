@@ -69,7 +69,8 @@ def test_rows_are_those_of_trl(form: str, begins: bool, tmp_path: Any) -> None:
         assert row["input_ids"].tolist() == wanted["input_ids"]
         assert row["labels"].tolist() == wanted["labels"]
         assert row["input_ids"].dtype == row["labels"].dtype == torch.int64
-    assert rows.longest == max(len(row["input_ids"]) for row in expected)
+    assert rows.item_lengths == [len(row["input_ids"]) for row in expected]
+    assert rows.longest == max(rows.item_lengths)
     assert rows.resume_record != LabelledExamples(data.select([0]), tokenizer(begins)).resume_record
 
 

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
+from hf_recurrent_lengthgen.data.tasks.keyed_random import Array
 from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, drawn_lengths, length_bounds
 
 BABILONG_TASKS = tuple(range(1, 11))
@@ -171,20 +172,31 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
             background = BackgroundText(tokenizer, background)
         self._background = background
         self._head = self._shots(shots)
-        rooms = [self.longest - self._length_without_background(question) for question in questions]
-        self.questions = [question for question, room in zip(questions, rooms, strict=True) if room >= 0]
+        needed = np.array([self._length_without_background(question) for question in questions], np.int64)
+        self.questions = [question for question, least in zip(questions, needed, strict=True) if least <= self.longest]
         self.left_out = len(questions) - len(self.questions)
         if not self.questions:
-            least = self.longest - max(rooms) if rooms else 0
+            least = needed.min() if len(needed) else 0
             raise NoQuestionFitsError(
                 f"none of {len(questions)} questions fits into {self.longest} tokens, the shortest needs {least}; "
                 "give a larger length, fewer shots, or other questions"
             )
+        self._needed = needed[needed <= self.longest]
 
     @property
     def resume_record(self) -> dict[str, Any]:
         """JSON values that a resumed run must share."""
         return {"length": [self.shortest, self.longest], "seed": self.seed}
+
+    @property
+    def item_lengths(self) -> list[int]:
+        """The length of each item, by which trainers group them."""
+        lengths: list[int] = self._lengths(range(len(self))).tolist()
+        return lengths
+
+    def _lengths(self, rows: Sequence[int]) -> Array:
+        least = np.maximum(self.shortest, self._needed[rows])
+        return drawn_lengths(self.seed, np.asarray(rows), least, self.longest)
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -199,9 +211,7 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         index %= len(self)
         question = self.questions[index]
         generator = np.random.default_rng([self.seed, index])
-        needed = self._length_without_background(question)
-        (length,) = drawn_lengths(self.seed, np.array([index]), max(self.shortest, needed), self.longest)
-        body = self._take(generator, int(length) - needed)
+        body = self._take(generator, int(self._lengths([index])[0] - self._needed[index]))
         first = min(question.supporting)
         places = np.sort(generator.integers(0, len(body) + 1, len(question.facts)))
         for fact, place in reversed(list(zip(question.facts, places.tolist(), strict=True))):

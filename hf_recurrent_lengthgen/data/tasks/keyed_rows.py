@@ -33,9 +33,10 @@ def length_bounds(length: Lengths, name: str) -> tuple[int, int]:
     return bounds[0], bounds[-1]
 
 
-def drawn_lengths(seed: int, rows: Array, shortest: int, longest: int) -> Array:
-    """Uniform lengths from `shortest` to `longest`, (B,) int64, that depend only on the seed and the rows (B,)."""
-    return shortest + random_integers(seed, rows, 1, longest - shortest + 1, LENGTH_STREAM)[:, 0]
+def drawn_lengths(seed: int, rows: Array, shortest: Array | int, longest: int) -> Array:
+    """Uniform lengths (B,), int64, from `shortest`, a number or (B,), to `longest`; they depend on seed and row."""
+    choices = np.reshape(longest - np.asarray(shortest) + 1, (-1, 1))
+    return shortest + random_integers(seed, rows, 1, choices, LENGTH_STREAM)[:, 0]
 
 
 class Rows(NamedTuple):

@@ -165,6 +165,8 @@ def test_lengths_are_drawn_from_what_the_facts_need(questions: list[BabiQuestion
     for sizes, least in ((short, 120), (rest, needed)):
         assert least <= min(sizes) <= max(sizes) <= prompts.longest == 500
         assert chisquare(np.histogram(sizes, 4, (least, 501))[0]).pvalue > 0.001
+    assert prompts.item_lengths[::2] == short
+    assert prompts.item_lengths[1::2] == rest
     few = BabilongPrompts(byte_tokenizer(), [*questions[2:], long], BACKGROUND, (120, 500))
     assert torch.equal(few[1]["input_ids"], prompts[1]["input_ids"])
     assert BabilongPrompts(byte_tokenizer(), [*questions[2:], long], BACKGROUND, (120, needed - 1)).left_out == 1

@@ -98,6 +98,7 @@ def test_lengths_are_drawn_so_that_numbers_of_pieces_are_uniform() -> None:
     items = [samples[index] for index in range(900)]
     sizes = np.array([len(item["input_ids"]) for item in items])
     assert 301 <= sizes.min() <= sizes.max() <= samples.longest == 1200
+    assert samples.item_lengths == sizes.tolist()
     pieces = np.bincount(-(-sizes // 300))  # of 300 tokens
     assert pieces[:2].tolist() == [0, 0]
     assert chisquare(pieces[2:]).pvalue > 0.001
