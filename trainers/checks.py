@@ -98,9 +98,10 @@ def check_chunks(trainer: Any) -> None:
         )
     if args.bptt_window is None:
         return
-    if args.optim in UPDATE_IN_BACKWARD:
+    name = OptimizerNames(args.optim).value
+    if args.optim in UPDATE_IN_BACKWARD or "layerwise" in name:
         raise ValueError(
-            f"optim={str(args.optim)!r} changes the weights in each backward pass, and each window has one: choose "
+            f"optim={name!r} changes the weights in each backward pass, and each window has one: choose "
             "another, or leave bptt_window out."
         )
     if trainer.is_deepspeed_enabled:

@@ -62,6 +62,23 @@ def loop(model: Any, inputs: dict[str, Any], chunk_length: int) -> tuple[Tensor,
     return loss / inputs["num_items_in_batch"], state
 
 
+def in_windows(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients of two windows with a backward pass each, after a piece that is only read."""
+    ids, state = inputs["input_ids"], map_state(Tensor.detach, inputs["initial_state"])
+    targets = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    given = {"num_items_in_batch": inputs["num_items_in_batch"], "output_final_state": True}
+    with torch.no_grad():
+        state = model(input_ids=ids[:, :3], initial_state=state, logits_to_keep=1, output_final_state=True).final_state
+    for window in (slice(3, 8), slice(8, None)):
+        asked = targets[:, window].contiguous()
+        output = model(input_ids=ids[:, window], labels=asked, shift_labels=asked, initial_state=state, **given)
+        state = map_state(Tensor.detach, output.final_state)
+        output.loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+
 def checkpoint_layers(model: Any) -> None:
     """Activation checkpointing inside the model, without its switch, whose name depends on the version."""
     for layer in model.backbone.layers:
@@ -94,7 +111,7 @@ def over_processes(name: str, gradient: Tensor) -> Tensor:
 
 
 def run(kind: str) -> dict[str, dict[str, Tensor]]:
-    """Gradients of one pass over the sequence, and of chunks."""
+    """Gradients of one pass over the sequence, of chunks, and of windows."""
     model, inputs = model_and_inputs(torch.float32 if kind == "fsdp_bfloat16" else torch.float64)
     mine = slice(dist.get_rank(), dist.get_rank() + 1)
     inputs |= {key: inputs[key][mine] for key in ("input_ids", "labels")}
@@ -105,6 +122,9 @@ def run(kind: str) -> dict[str, dict[str, Tensor]]:
             output = wrapped(**inputs)
         found = gradients(wrapped, output["loss"], output["final_state"], inputs["initial_state"])
         result[name] = {key.removeprefix("module."): over_processes(key, value) for key, value in found.items()}
+    if kind != "ddp":  # where other windows than the last do not synchronize
+        found = in_windows(wrapped, inputs)
+        result["windows"] = {key: over_processes(key, value) for key, value in found.items()}
     return result
 
 
