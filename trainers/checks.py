@@ -98,6 +98,11 @@ def check_chunks(trainer: Any) -> None:
         )
     if args.bptt_window is None:
         return
+    if trainer.learns_state:
+        raise ValueError(
+            "bptt_window stops the gradient between windows, so a learned state would learn from the first window of "
+            "each row only: leave bptt_window out. With bptt_chunk_length alone the gradient is that of the whole row."
+        )
     name = OptimizerNames(args.optim).value
     if args.optim in UPDATE_IN_BACKWARD or "layerwise" in name:
         raise ValueError(

@@ -49,6 +49,8 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
     from_zero = trainer.initial_states.always_zero and align is None
     if given is not None and packed and not (from_zero and not args.bptt_chunk_length):
         inputs = unpacked(inputs, given)  # a model takes one state per row; from zero it runs rows packed
+        if args.bptt_window is not None:
+            inputs = dict(trainer._scored(ended_together(inputs)))
         if not isinstance(trainer.data_collator, DataCollatorWithFlattening):  # whose examples are one sequence each
             first_row = args.row_process_index << 20  # the rows of the processes before this one are unknown
     rows = token_shape_of(inputs)[0]

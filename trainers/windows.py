@@ -92,15 +92,17 @@ def train_in_windows(trainer: Any, model: Any, inputs: Inputs, train: Callable[[
     inputs = dict(trainer._prepare_inputs(inputs))
     micro_batch: MicroBatch = inputs.pop(MICRO_BATCH)
     assert micro_batch.windows is not None
-    if (mask := inputs.get("attention_mask")) is not None:
-        trainer._logs.add(idle_tokens=1 - mask.float().mean())
-    columns, windows = token_shape_of(inputs)[1], micro_batch.windows
-    pieces = cut_rows(inputs, [0, *range(columns - (len(windows) - 1) * length, columns + 1, length)])
+    (rows, columns), windows = token_shape_of(inputs), micro_batch.windows
+    mask = inputs.get("attention_mask", torch.ones(rows, columns, device=trainer.args.device))
+    trainer._logs.add(idle_tokens=1 - mask.float().mean())
+    borders = [0, *range(columns - (len(windows) - 1) * length, columns + 1, length)]
+    pieces = cut_rows(inputs, borders)
     synchronized = max((index for index, (scored, _) in enumerate(windows) if scored), default=None)
     loss, carried = torch.zeros((), device=trainer.args.device), None
     for index, ((piece, begins), (scored, padded)) in enumerate(zip(pieces, windows, strict=True)):
         if index and trainer.needs_continued_data:
-            trainer.run_record.given = trainer.run_record.given + micro_batch.place.rows  # pieces that TBTT continues
+            begun = mask[:, : borders[index]].any(1).sum()  # rows with a piece that TBTT continues
+            trainer.run_record.given = trainer.run_record.given + begun
         if carried is not None and begins is not None:
             carried = keep_rows(carried, ~begins)
         ends = index == len(windows) - 1

@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import DataCollatorWithFlattening
 
+from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state
 from hf_recurrent_lengthgen.trainers import (
     InitialStateConfig,
+    LearnedStateConfig,
+    LearnedStateTrainer,
     MixedStatesConfig,
     MixedStatesTrainer,
     StatePassingConfig,
@@ -80,9 +84,9 @@ class InOrder(TbttTrainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def trained(folder: Any, model: Any, data: Any, **settings: Any) -> InOrder:
+def trained(folder: Any, model: Any, data: Any, collator: Any = None, **settings: Any) -> InOrder:
     given = {"save_strategy": "no", "num_train_epochs": 1, "per_device_train_batch_size": 3, **QUIET, **PLAIN}
-    trainer = InOrder(model, TbttConfig(str(folder), **given | settings), train_dataset=data)
+    trainer = InOrder(model, TbttConfig(str(folder), **given | settings), train_dataset=data, data_collator=collator)
     trainer.train()
     return trainer
 
@@ -100,7 +104,10 @@ def test_weights_are_those_of_a_loop_over_single_examples(
     trainer = trained(tmp_path, model, rows, **settings)
     assert trainer.args.bptt_window == (window or 1)
     idle = [entry["idle_tokens"] for entry in trainer.state.log_history if "idle_tokens" in entry]
-    assert bool(trainer.run_record.given) == (chunk * (window or 1) < 23)  # the lineage says TBTT, or plain training
+    sizes = [int(row["attention_mask"].sum()) for row in rows]
+    assert trainer.run_record.given == sum(
+        -(-size // (chunk * (window or 1))) - 1 for size in sizes
+    )  # for the lineage
     assert idle[0] == pytest.approx(1 - torch.stack([row["attention_mask"] for row in rows]).float().mean().item())
     wanted = loop(expected, rows, 3 * accumulation, chunk * (window or 1))
     assert_same_weights(weights(model), wanted, atol=1e-6)  # the loss of Transformers is computed in float32
@@ -181,15 +188,33 @@ def test_first_windows_start_from_passed_states_and_later_ones_from_the_row(tmp_
         assert dropped or torch.equal(given[0].recurrent, states[index - 1][1][0].recurrent)
 
 
-@pytest.mark.parametrize("lengths", [(9,), (9, 4, 23)])
-def test_sequences_that_begin_inside_rows_begin_from_zero_in_windows(tmp_path: Any, lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_packed_rows_are_read_from_the_end_of_each(tmp_path: Any, accumulation: int) -> None:
+    rows = examples(6)
+    given = [{name: row[name][: row["attention_mask"].sum()] for name in ("input_ids", "labels")} for row in rows]
+    found, expected = tiny_model().double(), tiny_model().double()
+    settings: dict[str, Any] = {"bptt_chunk_length": 4, "gradient_accumulation_steps": accumulation}
+    trained(tmp_path, found, given, collator=DataCollatorWithFlattening(), **settings)
+    assert_same_weights(weights(found), loop(expected, rows, 3 * accumulation, 4), atol=1e-6)
+
+
+def test_batches_without_padding_count_among_idle_tokens(tmp_path: Any) -> None:
+    sizes = [6, 6, 6, 6, 3, 3]
+    rows = [{"input_ids": torch.full((size,), 3), "labels": torch.full((size,), 4)} for size in sizes]
+    settings: dict[str, Any] = {"bptt_chunk_length": 4, "gradient_accumulation_steps": 2, "logging_steps": 1}
+    trainer = trained(tmp_path, tiny_model(), rows, collator=PaddingCollator(), **settings)
+    assert trainer.state.log_history[0]["idle_tokens"] == pytest.approx(1 - sum(sizes) / 36)
+    assert trainer.run_record.given == 4
+
+
+def test_sequences_that_begin_inside_rows_begin_from_zero_in_windows(tmp_path: Any) -> None:
     """Documents inside chunks of a stream, in windows, against the whole chunk in one window."""
     found = []
     for chunk, window in ((16, 1), (3, 6)):
         model = tiny_model().double()
         data = chunks(8, 16, reset_at_document=True, separator_id=2)
         args = TbttConfig(
-            str(tmp_path / f"{chunk}{len(lengths)}"),
+            str(tmp_path / f"{chunk}"),
             save_strategy="no",
             max_steps=2,
             bptt_chunk_length=chunk,
@@ -256,6 +281,9 @@ def test_losses_of_the_user_and_by_hand_are_refused(tmp_path: Any) -> None:
         changing = InitialStateConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=1, optim=optim, **QUIET)
         with pytest.raises(ValueError, match="changes the weights in each backward pass"):
             ZeroStateTrainer(tiny_model(), changing, train_dataset=examples(3))
+    learned = LearnedStateConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=2, **QUIET)
+    with pytest.raises(ValueError, match="learn from the first window"):
+        LearnedStateTrainer(tiny_model(), learned, train_dataset=examples(3))
     trainer = ZeroStateTrainer(tiny_model(), args, train_dataset=examples(3))
     with pytest.raises(ValueError, match="call train"):
         trainer.compute_loss(trainer.model.train(), {"input_ids": torch.ones(1, 4).long()})
