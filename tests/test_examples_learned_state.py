@@ -43,5 +43,5 @@ def test_it_runs_in_miniature(study: dict[str, Any], tmp_path: Path, capsys: pyt
     (tmp_path / "README.md").write_text("<!-- table -->\n<!-- end -->\n")
     study["main"](["--output", str(tmp_path), "--tiny"])
     assert "->" in capsys.readouterr().out
-    assert (tmp_path / "README.md").read_text().count("\n| ") == 1 + 4
+    assert (tmp_path / "README.md").read_text().count("\n| ") == 1 + 2
     assert (tmp_path / "learned_state.png").read_bytes().startswith(b"\x89PNG")

@@ -1,6 +1,7 @@
 """What models give whose rows several processes (gloo) share: `python -m tests.models.pieces_in_processes FILE JOBS`.
 
-JOBS is a JSON list of keywords of `run_job`. FILE gets what it returned, by number of processes: [rank][job].
+JOBS is a JSON list of keywords of `run_job` and numbers of processes. FILE gets what it returned, by number of
+processes: [rank][job], None where the job does not run on so many.
 """
 
 import gc
@@ -132,9 +133,10 @@ def run_job(
     return {key: value.detach().clone() for key, value in found.items()}
 
 
-def run_process(run: Callable[..., Any], rank: int, size: int, folder: Path, jobs: list[dict[str, Any]]) -> None:
+def run_process(run: Callable[..., Any], rank: int, size: int, folder: Path, jobs: list[Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size)
-    torch.save([run(**job, group=dist.group.WORLD) for job in jobs], folder / f"{size}_{rank}.pt")
+    found = [run(**job, group=dist.group.WORLD) if size in sizes else None for job, sizes in jobs]
+    torch.save(found, folder / f"{size}_{rank}.pt")
     dist.destroy_process_group()
 
 

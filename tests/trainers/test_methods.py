@@ -48,8 +48,9 @@ def test_the_table_of_methods_is_whole(toys: ModuleType) -> None:
 
 
 def jobs_of(method: str, root: Path) -> dict[str, dict[str, Any]]:
-    """Runs of a method by name: on one process with batches of 4, and on two with batches of 2. One process is killed
-    for a few methods only: test_methods_on_hybrids.py resumes all in one."""
+    """Runs of a method by name: on one process with batches of 4, and on two with batches of 2. Runs are killed for a
+    few methods only. All others resume from a checkpoint of the whole run, on two processes here, and on one in
+    test_methods_on_hybrids.py."""
     jobs: dict[str, dict[str, Any]] = {}
     for processes in (1, 2):
         run = {"method": method, "rows": ROWS, "batch_size": 4 // processes, "processes": processes}
@@ -58,11 +59,16 @@ def jobs_of(method: str, root: Path) -> dict[str, dict[str, Any]]:
         killed = run | {"output_dir": str(root / f"killed {processes}")}
         died = {"save_steps": 4, "die_at_step": random.choice([4, 5]), "die_in_process": random.randrange(processes)}
         jobs[f"whole {processes}"] = run | {"output_dir": str(root / f"whole {processes}")}
-        if processes == 1 and method not in QUICK:
+        if method in QUICK:
+            jobs[f"killed {processes}"] = killed | died
+            resume: Any = True
+        elif processes == 2:
+            jobs["whole 2"]["save_steps"] = 4
+            resume = str(root / "whole 2" / "checkpoint-4")
+        else:
             continue
-        jobs[f"killed {processes}"] = killed | died
         if processes == 1 or SINCE_5_23:
-            jobs[f"resumed {processes}"] = killed | {"resume": True}
+            jobs[f"resumed {processes}"] = killed | {"resume": resume}
     return jobs
 
 
@@ -131,7 +137,7 @@ def test_two_processes_train_what_one_trains_with_twice_the_batch(toys: ModuleTy
     [(name, 1) for name in QUICK]
     + [pytest.param(name, 2, marks=pytest.mark.skipif(not SINCE_5_23, reason="see jobs_of")) for name in METHODS],
 )
-def test_a_killed_run_resumes_bit_for_bit_in_its_second_epoch(method: str, runs: Path, processes: int) -> None:
+def test_a_run_resumes_bit_for_bit_in_its_second_epoch(method: str, runs: Path, processes: int) -> None:
     whole, log = what_is_left(runs / f"whole {processes}", processes)
     resumed, log_of_resumed = what_is_left(runs / f"killed {processes}", processes)
     torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
