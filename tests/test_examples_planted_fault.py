@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from tests.versions import needs_hybrids
 
 EXAMPLE = Path(__file__).parents[1] / "examples/planted_fault.py"
-T, LENGTH = 32, 1024
+T, LENGTH = 32, 512
 pytestmark = [needs_hybrids, pytest.mark.slow]
 
 

@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
 # what one process trains with 4 rows of 9 tokens in a micro-batch, by processes and context_parallel_size; no 3, since
 # Transformers computes losses in float32, where a third is rounded, and Adam divides by small gradients
 SHARED = [(2, 2), (4, 2), (4, 4)]
+STEPS = 6
 METHODS = [
     *("zero state", "random noise", "fitted noise", "state passing", "tbtt", "tbtt by document", "learned state"),
     *("learned state and model", "mixture", "statex", "statex, state passing"),
@@ -32,7 +33,8 @@ def jobs_of(root: Path, method: str) -> list[dict[str, Any]]:
             "batch_size": 4 * size // processes,
             "method": method,
             "double": True,
-            "rows": 24,  # six steps
+            "rows": 24,
+            "save_steps": STEPS,
         }
         for processes, size in (SHARED if method == "state passing" else [SHARED[number % 3]])
     ]
@@ -61,7 +63,7 @@ def resumed_jobs(root: Path) -> list[dict[str, Any]]:
     (job,) = [job for job in jobs_of(root, "state passing") if job["output_dir"].endswith("4_2")]
     job = job | {"output_dir": str(root / "resumed")}
     died = {"die_at_step": 2, "die_in": "initial_states", "die_in_process": 1}
-    return [job | died, job | {"resume": True}]
+    return [job | died | {"save_steps": 1}, job | {"resume": True}]
 
 
 @pytest.mark.slow
@@ -69,7 +71,7 @@ def resumed_jobs(root: Path) -> list[dict[str, Any]]:
 def test_processes_that_share_rows_train_what_one_trains(
     toys: ModuleType, shared: Path, tmp_path: Path, method: str
 ) -> None:
-    trainer = toys.resumable_trainer(tmp_path, batch_size=4, method=method, double=True, rows=24)
+    trainer = toys.resumable_trainer(tmp_path, batch_size=4, method=method, double=True, rows=24, save_steps=STEPS)
     trainer.train()
     expected = weights_of(last_checkpoint(tmp_path))
     carried = trainer.initial_states.state_dict()
