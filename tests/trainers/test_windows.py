@@ -108,6 +108,7 @@ def test_weights_are_those_of_a_loop_over_single_examples(
     assert trainer.run_record.given == sum(
         -(-size // (chunk * (window or 1))) - 1 for size in sizes
     )  # for the lineage
+    assert trainer.run_record.tokens(trainer) == sum(sizes)
     assert idle[0] == pytest.approx(1 - torch.stack([row["attention_mask"] for row in rows]).float().mean().item())
     wanted = loop(expected, rows, 3 * accumulation, chunk * (window or 1))
     assert_same_weights(weights(model), wanted, atol=1e-6)  # the loss of Transformers is computed in float32

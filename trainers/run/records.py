@@ -150,12 +150,14 @@ class RunRecord:
 
     Attributes:
         given: Number of sequences of this process that started from a nonzero state, or of pieces with TBTT.
+        read: Real tokens that were read in windows since the run began or was continued, over all processes.
         seconds_before: Seconds of training in the previous parts.
         changes: The settings that differ from the previous part, by name: old and new value.
     """
 
     def __init__(self) -> None:
         self.given: float | Tensor = 0.0
+        self.read: int | Tensor = 0
         self.seconds_before = 0.0
         self.changes: dict[str, tuple[Any, Any]] = {}
         self._began = time.monotonic()
@@ -169,7 +171,7 @@ class RunRecord:
         saved = saved or {}
         self._tokens = int(saved.get("tokens", 0)) - _tokens_read(trainer)  # a trainer counts over all its runs
         self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
-        self.given, self._start = float(saved.get("given", 0.0)), step
+        self.given, self.read, self._start = float(saved.get("given", 0.0)), 0, step
         self._before = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
         self._now, self.changes = (), {}
 
@@ -194,8 +196,8 @@ class RunRecord:
         return done | {"settings": [to_plain(part) for part in self.settings(trainer)]}
 
     def tokens(self, trainer: Trainer) -> int:
-        """Real tokens of all steps if the trainer counts them, else 0."""
-        return self._tokens + _tokens_read(trainer)
+        """Real tokens of all steps if the trainer counts them or reads windows, else 0."""
+        return self._tokens + (_tokens_read(trainer) or int(self.read))
 
     def settings(self, trainer: Trainer) -> tuple[Settings, ...]:
         """The settings of the run, with a new entry wherever they changed."""
