@@ -32,6 +32,7 @@ pytestmark = needs_hybrids
 
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 EXPANDABLE = tuple(name for name in SUPPORTED_TYPES if SUPPORTED[name].state_field)
+FROM_ZERO = ("zero state", "alignment", "statex", "tbtt on examples")
 NOISE = ("random noise", "fitted noise", "mixture")
 # A class of model each: experts, attention without states; the delta rule; feed-forward layers, other names in the
 # file; Mamba-1; convolutions only; a state that is no memory alone; no attention.
@@ -41,7 +42,7 @@ QUICK = {
     "nemotron_h": ("tbtt, alignment",),
     "jamba": ("random noise", "tbtt by document"),
     "lfm2": ("state passing",),
-    "xlstm": ("state passing in chunks",),
+    "xlstm": ("state passing in chunks", "tbtt on examples"),
     "mamba2": ("learned state",),
 }
 SELECTED = [
@@ -101,9 +102,7 @@ def test_a_method_trains_and_resumes_or_says_why_it_cannot(
             assert len(logged) == 3
             assert all(math.isfinite(value) for line in trainer.state.log_history for value in line.values()), method
             assert ("state_rms" in logged[0]) == (model_type not in CONVOLUTIONS), method
-            assert (logged[2].get("zero_states", 1) < 1) == (method not in ("zero state", "alignment", "statex")), (
-                method
-            )
+            assert (logged[2].get("zero_states", 1) < 1) == (method not in FROM_ZERO), method
             resumed.train(str(folder / "checkpoint-2"))
             assert losses(resumed) == logged, method
             after, again = (dict(each.model.named_parameters()) for each in (trainer, resumed))
