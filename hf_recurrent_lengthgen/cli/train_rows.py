@@ -78,10 +78,11 @@ def with_pieces(settings: RunArguments, training: InitialStateConfig, longest: i
     if continues(training):
         training.bptt_chunk_length = training.bptt_chunk_length or settings.length
         if longest <= training.bptt_chunk_length:
+            remedy = "" if settings.task == "examples" else " (task_length)"
             raise ValueError(
                 f"tbtt does nothing here: the longest row has {longest} tokens, and a piece has "
-                f"{training.bptt_chunk_length}. Give longer rows (task_length), shorter pieces (training_length), or "
-                "--intervention none."
+                f"{training.bptt_chunk_length}. Give longer rows{remedy}, shorter pieces (training_length), "
+                "or --intervention none."
             )
         training.check()  # with the pieces
     in_pieces = continues(training) or training.bptt_window is not None
