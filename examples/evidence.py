@@ -91,10 +91,10 @@ STUDIES = {
         0.6,
     ),
     "passkey": Study(
-        "Does fitted noise help to find passkeys, and do more training tokens?",
+        "What helps to find passkeys far beyond the training length?",
         [f"passkey/run.py --seeds {seed}" for seed in SEEDS],
         "passkey/run.py --report",
-        0.3,
+        1.2,
     ),
     "mimetic": Study(
         "Does a mimetic start help to copy and recall, and which part of it?",

@@ -24,7 +24,7 @@ from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import (
     FittedNoiseTrainer,
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from prompts import word_tokenizer
 from small_setting import Result, Stages, Training, options_of, parsed
-from study_pages import band, markdown, mean_and_range, panels
+from study_pages import band, legend_below, markdown, mean_and_range, panels
 
 HERE = Path(__file__).resolve().parent
 
@@ -223,7 +223,9 @@ def figure(study: PasskeyStudy, arms: dict[str, dict[int, Result]], ways: dict[i
         axis.set_ylim(-0.03, 1.05)
         position_axis(axis, study.settings.lengths[0], study.settings.lengths[-1])
         mark_training_lengths(axis, [study.settings.length])
-        axis.legend(fontsize=FONT_SIZE - 2, loc="lower left")
+        axis.set_xlabel("Length of the prompt (words)", fontsize=FONT_SIZE, color=INK)
+    axes[1].legend(fontsize=FONT_SIZE - 2, loc="upper right", title="words read", title_fontsize=FONT_SIZE - 2)
+    legend_below(picture, axes[:1], 3)
     save_png(picture, study.results / "passkey.png")
 
 
