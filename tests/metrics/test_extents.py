@@ -38,6 +38,15 @@ def of_retrieval(figure: Callable[..., Figure]) -> Callable[[Names], Figure]:
     return lambda names: figure([replace(RESULT, model=name) for name in names])
 
 
+MISTAKEN = replace(
+    RESULT,
+    cells=tuple(
+        tuple(replace(cell, mistakes={"another key": cell.samples - cell.right, "other": 0}) for cell in row)
+        for row in RESULT.cells
+    ),
+)
+
+
 def attended(names: Names) -> dict[str, Any]:
     return dict.fromkeys(names, hybrid())
 
@@ -47,6 +56,7 @@ DRAWN: dict[str, Callable[[Callable[..., Figure]], Callable[[Names], Figure]]] =
     **dict.fromkeys(("state_std_figure", "retention_figure", "distance_map_figure", "patching_figure"), of_states),
     **dict.fromkeys(("state_mean_figure", "state_inputs_figure"), of_states),
     **dict.fromkeys(("heat_map_figure", "retrieval_accuracy_figure"), of_retrieval),
+    "mistakes_figure": lambda figure: lambda names: figure([replace(MISTAKEN, model=name) for name in names]),
     "attention_harm_figure": lambda figure: lambda names: figure(attended(names), "byte"),
     "attention_maps_figure": lambda figure: lambda names: figure(*(maps_of(2, list("abc"), name) for name in names)),
     "accuracy_figure": lambda figure: (

@@ -13,17 +13,16 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
+from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next
 from hf_recurrent_lengthgen.data.tasks.keyed_random import Array
-from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, drawn_lengths, length_bounds
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, drawn_lengths
+from hf_recurrent_lengthgen.data.tasks.prompts import Prompts
 
 BABILONG_TASKS = tuple(range(1, 11))
 _LONGEST_SENTENCE = 40  # words; longer text is cut there, so that facts can be placed between
@@ -128,15 +127,14 @@ class BackgroundText:
         self.ends = np.cumsum([len(piece) for piece in pieces])
 
 
-class BabilongPrompts(Dataset[dict[str, Tensor]]):
+class BabilongPrompts(Prompts):
     """bAbI questions hidden in background text, each once, with `length` tokens each.
 
     Background sentences have the order of their texts, from a random sentence on; the last is cut. The facts are in
     order at uniformly random places between them. Both depend only on the seed and the index of the item. Questions
     whose facts do not fit into `length` are left out.
 
-    An item is `{"input_ids": (n,), "labels": (n,)}`, int64. Labels are -100 except on the answer and the
-    period after it (which we add, as in passkey training), and the model shifts them.
+    Items are those of `Prompts`; we add the period after the answer, as in passkey training.
 
     Args:
         questions: Questions from `read_babi`.
@@ -149,7 +147,6 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
 
     Attributes:
         left_out: Number of questions that do not fit.
-        longest: Maximum number of tokens of a sample.
 
     Raises:
         ValueError: if no question fits, and for a background without a sentence.
@@ -164,8 +161,7 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
         seed: int = 0,
         shots: Sequence[BabiQuestion] = (),
     ) -> None:
-        self.shortest, self.longest = length_bounds(length, "BABILong prompts")
-        self.seed = seed
+        super().__init__(length, max(1, len(questions)), seed, "BABILong prompts")
         self._tokenizer = tokenizer
         self._known: dict[str, list[int]] = {}  # bAbI has few different sentences
         if not isinstance(background, BackgroundText):
@@ -182,36 +178,14 @@ class BabilongPrompts(Dataset[dict[str, Tensor]]):
                 "give a larger length, fewer shots, or other questions"
             )
         self._needed = needed[needed <= self.longest]
+        self.samples = len(self.questions)
 
-    @property
-    def resume_record(self) -> dict[str, Any]:
-        """JSON values that a resumed run must share."""
-        return {"length": [self.shortest, self.longest], "seed": self.seed}
+    def _lengths(self, rows: Array) -> Array:
+        return drawn_lengths(self.seed, rows, np.maximum(self.shortest, self._needed[rows]), self.longest)
 
-    @property
-    def item_lengths(self) -> list[int]:
-        """The length of each item, by which trainers group them."""
-        lengths: list[int] = self._lengths(range(len(self))).tolist()
-        return lengths
-
-    def _lengths(self, rows: Sequence[int]) -> Array:
-        least = np.maximum(self.shortest, self._needed[rows])
-        return drawn_lengths(self.seed, np.asarray(rows), least, self.longest)
-
-    def __len__(self) -> int:
-        return len(self.questions)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return training_item(self.task(index))
-
-    def task(self, index: int) -> Task:
-        """Prompt and answer of item `index`."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"question {index} of {len(self)}")
-        index %= len(self)
+    def _task(self, index: int, generator: np.random.Generator, length: int) -> Task:
         question = self.questions[index]
-        generator = np.random.default_rng([self.seed, index])
-        body = self._take(generator, int(self._lengths([index])[0] - self._needed[index]))
+        body = self._take(generator, int(length - self._needed[index]))
         first = min(question.supporting)
         places = np.sort(generator.integers(0, len(body) + 1, len(question.facts)))
         for fact, place in reversed(list(zip(question.facts, places.tolist(), strict=True))):

@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data.packing import check_stream, sampled_digest
-from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
+from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next
 from hf_recurrent_lengthgen.data.tasks.grids import DepthGrid
-from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, drawn_lengths, length_bounds
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths
 from hf_recurrent_lengthgen.data.tasks.needle import WORDS
+from hf_recurrent_lengthgen.data.tasks.prompts import Prompts
 
 ANOTHER_KEY, EARLIER_VALUE = "another key", "earlier value"
 """Kinds of wrong answers: a code of another name (confusion), an earlier code of this one (not overwritten)."""
@@ -170,20 +170,12 @@ def _places_for_facts(tokenizer: PreTrainedTokenizerBase, stream: Tensor) -> tup
     return places, at_line[places - 1]
 
 
-class KeyPrompts(Dataset[dict[str, Tensor]]):
-    """Training samples; item i depends only on the seed and i, and has its own passage of the stream.
-
-    An item is `{"input_ids": (T,), "labels": (T,)}`, int64. Labels are -100 except on the code and the period after
-    it, and the model shifts them. `PaddingCollator` pads items of several lengths.
+class KeyPrompts(Prompts):
+    """Training samples as `Prompts` describes them; each has its own passage of the stream.
 
     Args:
         tokenizer, stream, keys, values: As in `KeyTexts`; evaluation needs another stream.
-        length: Tokens per sample, or their minimum and maximum: (128, 1024) draws a length for each sample.
-        samples: Number of samples.
-        seed: Seed, at least 0.
-
-    Attributes:
-        longest: Maximum number of tokens of a sample.
+        length, samples, seed: As in `Prompts`.
 
     Raises:
         ValueError: as in `KeyTexts`, for its `check` of the lengths, and for less than one sample.
@@ -199,35 +191,18 @@ class KeyPrompts(Dataset[dict[str, Tensor]]):
         keys: int = 4,
         values: int = 1,
     ) -> None:
-        if samples < 1:
-            raise ValueError(f"samples must be at least 1, got {samples}")
-        self.shortest, self.longest = length_bounds(length, "keys")
-        self.samples, self.seed = samples, seed
+        super().__init__(length, samples, seed, "keys")
         self._texts = KeyTexts(tokenizer, stream, keys, values)
         for bound in (self.shortest, self.longest):
             self._texts.check(bound)
-        numbers = {"length": [self.shortest, self.longest], "seed": seed, "keys": keys, "values": values}
-        self.resume_record: dict[str, Any] = numbers | {"tokens": len(stream), "digest": sampled_digest(stream)}
-
-    def __len__(self) -> int:
-        return self.samples
+        self._record = {"keys": keys, "values": values, "tokens": len(stream), "digest": sampled_digest(stream)}
 
     @property
-    def item_lengths(self) -> list[int]:
-        """The length of each item, by which trainers group them."""
-        lengths: list[int] = drawn_lengths(self.seed, np.arange(len(self)), self.shortest, self.longest).tolist()
-        return lengths
+    def resume_record(self) -> dict[str, Any]:
+        return super().resume_record | self._record
 
-    def task(self, index: int) -> Task:
-        """Prompt and answer of item `index`."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        (length,) = drawn_lengths(self.seed, np.array([index]), self.shortest, self.longest)
-        return self._texts.task(np.random.default_rng([self.seed, index]), int(length))
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return training_item(self.task(index))
+    def _task(self, index: int, generator: np.random.Generator, length: int) -> Task:
+        return self._texts.task(generator, length)
 
 
 class KeyGrid(DepthGrid):

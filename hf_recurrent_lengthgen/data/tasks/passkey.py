@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next, training_item
-from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, drawn_lengths, length_bounds
+from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths
+from hf_recurrent_lengthgen.data.tasks.prompts import Prompts
 
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -118,55 +117,25 @@ def passkey_prompt(
     return PasskeyTemplate(tokenizer, length, style).fill(depth, key)
 
 
-class PasskeyPrompts(Dataset[dict[str, Tensor]]):
-    """Training samples of `length` tokens; item i depends only on the seed and i.
-
-    An item is `{"input_ids": (n,), "labels": (n,)}`, int64. Labels are -100 except on the key and the period after it,
-    and the model shifts them. The key is uniform in 10000..99999, the depth in [0, 1], and n in the range of lengths:
-    in pieces of T tokens, one number of pieces is as frequent as another. `PaddingCollator` makes batches of them.
+class PasskeyPrompts(Prompts):
+    """Training samples as `Prompts` describes them. The key is uniform in 10000..99999, the depth in [0, 1].
 
     Args:
-        length: Tokens per sample, or their minimum and maximum: (128, 8192) draws a length for each sample.
-        samples: Number of samples.
-        seed: Seed of keys, depths and lengths, at least 0.
+        length, samples, seed: As in `Prompts`.
         style: See `passkey_prompt`.
-
-    Attributes:
-        longest: Maximum number of tokens of a sample.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, length: Lengths, samples: int, seed: int = 0, style: str = "pass key"
     ) -> None:
-        if samples < 1:
-            raise ValueError(f"samples must be at least 1, got {samples}")
-        self.samples, self.seed, self.style = samples, seed, style
-        self.shortest, self.longest = length_bounds(length, "passkey prompts")
+        super().__init__(length, samples, seed, "passkey prompts")
+        self.style = style
         self._template = PasskeyTemplate(tokenizer, self.longest, style)
         self._template.fill(0, "10000", self.shortest)  # refuses a length that is too short at once
 
     @property
     def resume_record(self) -> dict[str, Any]:
-        """JSON values that identify the samples, except for their number; a resumed run must have the same."""
-        return {"length": [self.shortest, self.longest], "seed": self.seed, "style": self.style}
+        return super().resume_record | {"style": self.style}
 
-    def __len__(self) -> int:
-        return self.samples
-
-    @property
-    def item_lengths(self) -> list[int]:
-        """The length of each item, by which trainers group them."""
-        lengths: list[int] = drawn_lengths(self.seed, np.arange(len(self)), self.shortest, self.longest).tolist()
-        return lengths
-
-    def task(self, index: int) -> Task:
-        """Prompt and answer of item `index`."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        generator = np.random.default_rng([self.seed, index])
-        (length,) = drawn_lengths(self.seed, np.array([index]), self.shortest, self.longest)
-        return self._template.fill(generator.uniform(), random_key(generator), int(length))
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return training_item(self.task(index))
+    def _task(self, index: int, generator: np.random.Generator, length: int) -> Task:
+        return self._template.fill(generator.uniform(), random_key(generator), length)
