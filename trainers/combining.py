@@ -114,7 +114,7 @@ class _OnTexts(InitialStateTrainer):
                 "SFTTrainer computes its loss and metrics from the labels of whole rows, so processes cannot share "
                 "rows: leave context_parallel_size out."
             )
-        windows = (1, None) if self.needs_continued_data else (1,)
+        windows = (1, None) if type(self).needs_continued_data is True else (1,)  # a mixture reads its arguments
         if getattr(args, "bptt_chunk_length", None) is not None and args.bptt_window not in windows:
             raise ValueError(
                 "SFTTrainer needs the losses of single tokens, which chunks do not keep: set bptt_window=1, so that "

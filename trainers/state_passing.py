@@ -92,8 +92,10 @@ class PassedStates(InitialStateSource):
 
 
 def _in_own_memory(part: Tensor) -> Tensor:
-    """The part; a copy if it would keep more memory alive than its own, as a slice of all inputs of a layer does."""
-    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+    """The part in its own memory, as a checkpoint gives it back; a copy if it would keep more alive, as a slice of all
+    inputs of a layer does, or lies in another order, in which sums are rounded otherwise."""
+    owns = part.untyped_storage().nbytes() == part.nbytes and part.is_contiguous()
+    return part if owns else part.clone(memory_format=torch.contiguous_format)
 
 
 def _resize_rows(state: RecurrentState, rows: int) -> RecurrentState:

@@ -27,8 +27,9 @@ def compiling(test: Any) -> Any:
 
 
 def short(family: Family) -> Any:
-    """A model of one layer, or of two where the second reads what the first has computed."""
-    return build(family, dtype=torch.float64, num_hidden_layers=2 if family is RWKV7 else 1)
+    """A model of one layer, or of two where the second reads what the first has computed, or torch cannot load one."""
+    two = variant_id(family) in ("rwkv7", "hgrn2")
+    return build(family, dtype=torch.float64, num_hidden_layers=2 if two else 1)
 
 
 def results(run: Any, model: Any, length: int, state: RecurrentState, **options: Any) -> dict[str, Tensor]:
