@@ -41,6 +41,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     babi_files,
     read_babi,
 )
+from hf_recurrent_lengthgen.data.tasks.babilong import BABILONG_TASKS
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
@@ -83,8 +84,11 @@ TASKS = ("passkey", "niah", "keys", "babilong")
 OF_TASKS = {
     "data": ("niah", "keys", "babilong"),
     "depths": ("passkey", "niah", "keys"),
+    "task_style": ("passkey",),
     "task_keys": ("keys",),
     "task_values": ("keys",),
+    "task_files": ("babilong",),
+    "babi_tasks": ("babilong",),
     "shots": ("babilong",),
 }
 """Options that do nothing with other tasks."""
@@ -126,8 +130,8 @@ def command_parser() -> CommandParser:
         help="required: folder with the files of bAbI, qa1_..._test.txt and so on; --shots also needs "
         "qa1_..._train.txt [task babilong]",
     )
-    what = "which questions of bAbI (default: %(default)s) [task babilong]"
-    add("--babi-tasks", type=counts, default="1,2,3,4,5,6,7,8,9,10", metavar="N,...", help=what)
+    what = "which questions of bAbI (default: 1,2,3,4,5,6,7,8,9,10) [task babilong]"
+    add("--babi-tasks", type=counts, default=list(BABILONG_TASKS), metavar="N,...", help=what)
     what = "solved examples before a prompt (default: %(default)s) [task babilong]"
     add("--shots", type=int, default=0, metavar="N", help=what)
     run_options = "--output", "--csv", "--batch-size", "--chunk-length", "--seed"

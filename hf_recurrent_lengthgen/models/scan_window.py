@@ -177,9 +177,12 @@ def _with_leaving(A: Tensor, y: Tensor, q: Tensor, g: Tensor, old: Sequence[Tens
     for (since, y_chunk, q), (rest, k, v, old_g) in zip(new_chunks, old_chunks, strict=True):
         written = _written(A, v, old_g, rest, groups)
         more, later = _later_attention(q.transpose(1, 2), k.transpose(1, 2), written, later)
-        more = more.transpose(1, 2).reshape(y_chunk.shape)
-        outputs.append(y_chunk + more * _decays(A, since)[..., None])
-    return joined(outputs[::-1], 1)
+        more = more.transpose(1, 2).reshape(y_chunk.shape) * _decays(A, since)[..., None]
+        if torch.is_grad_enabled():
+            outputs.append(y_chunk + more)
+        else:
+            y_chunk.add_(more)  # a part of y
+    return joined(outputs[::-1], 1) if outputs else y
 
 
 def _fast_exp(x: Tensor) -> Tensor:
@@ -219,4 +222,6 @@ def _later_attention(q: Tensor, k: Tensor, v: Tensor, later: Tensor | None) -> t
     y = (q @ k.mT).triu(1) @ v
     if later is None:
         return y.view(shape), k.mT @ v
-    return torch.baddbmm(y, q, later).view(shape), torch.baddbmm(later, k.mT, v)
+    if torch.is_grad_enabled():
+        return torch.baddbmm(y, q, later).view(shape), torch.baddbmm(later, k.mT, v)
+    return y.baddbmm_(q, later).view(shape), later.baddbmm_(k.mT, v)
