@@ -53,7 +53,7 @@ START = "start.json"
 ROLES = ("base", "cured", "control")
 DESCRIPTION = """\
 Train a small DeltaNet on the sources of the Python standard library, see it fail beyond its training length, cure it
-with state passing, and compare with equally many plain steps. Takes about seven minutes on two cores and downloads
+with state passing, and compare with equally many plain steps. Takes 5 to 7 minutes on two cores and downloads
 nothing. The output folder holds:
 
   index.html   page with figures and numbers: open it in a browser
