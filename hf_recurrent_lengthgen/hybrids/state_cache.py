@@ -91,7 +91,8 @@ class StateCache(Cache):
         shared: Any = None,
         rows: Rows | None = None,
     ) -> None:
-        Cache.__init__(self, layers=[])  # by name: MiniMax's cache, mixed in, takes no arguments
+        # by name: MiniMax's cache, mixed in, takes no arguments
+        Cache.__init__(self, layers=[] if attention is None else attention.layers)
         self.initial_state = initial_state
         self.single_token = single_token
         self.attention = attention
@@ -231,11 +232,6 @@ class StateCache(Cache):
         if self.attention is None:
             return query_length + self.get_seq_length(), 0
         return self.attention.get_mask_sizes(query_length, layer_idx)
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """For each layer, whether it attends to a window."""
-        return [False] * len(self) if self.attention is None else self.attention.is_sliding
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: there is no maximum."""

@@ -52,6 +52,7 @@ from hf_recurrent_lengthgen.hybrids.registry import (
 )
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, loss_of, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
+from hf_recurrent_lengthgen.hybrids.windows import obey_window, set_window, shorten_keys, window_of
 from hf_recurrent_lengthgen.models.modeling_generation import refuse_continuous_batching
 from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
@@ -122,7 +123,11 @@ class StatefulMixin(LearnedStatesMixin):
 
     def new_attention_cache(self: Any) -> Cache | None:
         """An empty cache for the keys and values of one text; None for a model without attention layers."""
-        return DynamicCache(config=self.config) if self.attends else None
+        if not self.attends:
+            return None
+        cache = DynamicCache(config=self.config)
+        shorten_keys(cache, window_of(self.config))
+        return cache
 
     def cache_from_state(self: Any, state: RecurrentState, attention_cache: Cache | None = None) -> Any:
         """A stock cache, for the argument `cache` of the stock model, that starts from the state.
@@ -131,6 +136,7 @@ class StatefulMixin(LearnedStatesMixin):
         """
         self._check_state(state, state_batch_size(state))
         cache = cache_adapter_of(self).to_cache(map_state(lambda part: part.detach().clone(), state))
+        shorten_keys(cache, window_of(self.config))
         if attention_cache is not None:
             copy_keys(attention_cache, cache)
         return cache
@@ -151,6 +157,9 @@ class StatefulMixin(LearnedStatesMixin):
         refuse_unread(arguments)
         adapter = cache_adapter_of(self)
         check_call(self, arguments)
+        window = obey_window(self.config)
+        for cache in (attention_cache, arguments.get(adapter.argument)):
+            shorten_keys(cache, window)
         if (unread := getattr(arguments.get(adapter.argument), "unread_state", None)) is not None:
             return read_prompt(self, unread, arguments)
         if group is not None:
@@ -339,12 +348,14 @@ def _check_stock(model: PreTrainedModel) -> None:
         )
 
 
-def stateful(model: PreTrainedModel) -> Any:
+def stateful(model: PreTrainedModel, attention_window: int | str | None = None) -> Any:
     """Give a stock recurrent or hybrid model of Transformers the state contract, in place.
 
     Args:
         model: A model of a type in `registry.SUPPORTED`, with or without language modeling head. Not a PEFT model:
             wrap first, then add adapters.
+        attention_window: Number of tokens that a token attends to, itself included, which is put into the config;
+            "none" for all, and None for what the config says.
 
     Returns:
         The same object, with the methods of `StatefulMixin`. Its `forward` takes `initial_state`, `attention_cache`
@@ -353,7 +364,7 @@ def stateful(model: PreTrainedModel) -> Any:
         `initial_state` and `attention_cache`.
 
     Raises:
-        ValueError: with the reason, if the model's states cannot be carried.
+        ValueError: with the reason, if the model's states cannot be carried, or its attention cannot have the window.
         ImportError: for Transformers before 5.21.
     """
     if not hasattr(Cache, "get_recurrent_state"):
@@ -363,11 +374,13 @@ def stateful(model: PreTrainedModel) -> Any:
         )
     stock, wrapped = cast(Any, type(model)), cast(Any, model)
     if isinstance(model, PreTrainedModel) and "initial_state" in inspect.signature(model.forward).parameters:
+        set_window(model, attention_window)
         return model
     _check_stock(model)
     wrapped.__class__ = _stateful_class(stock)
     try:
         wrapped._layout = layout_of(wrapped)
+        set_window(wrapped, attention_window)
     except Exception:
         wrapped.__class__ = stock
         raise

@@ -179,7 +179,7 @@ def keys_of(cache: Any) -> dict[int, LayerKeys]:
     return {
         index: LayerKeys(layer.keys, layer.values)
         for index, layer in enumerate(layers)
-        if getattr(layer, "keys", None) is not None and layer.keys.numel()
+        if getattr(layer, "keys", None) is not None and layer.keys.ndim == 4
     }
 
 

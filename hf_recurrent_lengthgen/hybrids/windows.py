@@ -1,0 +1,162 @@
+"""A window for the attention of hybrids: a token attends to the last W tokens, itself included.
+
+W is `attention_window` in the config. The functions of Transformers that make masks, and those of flash attention, are
+registered anew, under their names, to obey it: so every call does, also one of the stock class and of `generate`. The
+layers of a cache then keep W - 1 keys, as those of sliding attention in Transformers do.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+from transformers.masking_utils import AttentionMaskInterface, and_masks, sliding_window_overlay
+from transformers.modeling_utils import AttentionInterface
+
+OF_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies change with the length of the text."""
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """The last keys and values of an attention layer, in memory of their own.
+
+    As in the layer that it takes the place of, `is_sliding` tells which mask of the stock model it goes with.
+    """
+
+    def update(self, *given: Any, **named: Any) -> Any:
+        found = super().update(*given, **named)
+        if not self.record_past:
+            self.shorten()
+        return found
+
+    def shorten(self) -> None:
+        """Forget what lies before the window; Transformers would keep all for W = 1, and views of all for others."""
+        parts: tuple[Any, ...] = (self.keys, self.values)
+        size = min(self.sliding_window - 1, parts[0].shape[2])
+        self.keys, self.values = (part[:, :, part.shape[2] - size :].clone() for part in parts)
+
+
+class HybridWindowLayer(WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc,override]
+    """The same, beside a recurrent state."""
+
+
+_KINDS: dict[type, type] = {
+    DynamicLayer: WindowLayer,
+    DynamicSlidingWindowLayer: WindowLayer,
+    LinearAttentionAndFullAttentionLayer: HybridWindowLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: HybridWindowLayer,
+}
+
+
+def window_of(config: Any) -> int | None:
+    """W of a config, or that of its text model; None for all keys."""
+    text = getattr(config, "get_text_config", None)
+    window: int | None = getattr(config if text is None else text(decoder=True), "attention_window", None)
+    return window
+
+
+def set_window(model: Any, window: int | str | None) -> None:
+    """Put a window into the config of a wrapped model, "none" takes it out, and let attention obey what is there.
+
+    Raises:
+        ValueError: for a window below 1, without attention layers, with frequencies that change with the length.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if window is not None:
+        config.attention_window = None if window == "none" else window
+    if (window := window_of(config)) is None:
+        return
+    try:
+        _check(model, window, config)
+    except ValueError:
+        config.attention_window = None
+        raise
+
+
+def _check(model: Any, window: Any, config: Any) -> None:
+    name = type(model).__name__
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f'attention_window must be a number of tokens of at least 1, or "none", got {window!r}.')
+    if not getattr(model, "attends", False):
+        raise ValueError(f"{name} has no attention layers that attention_window could limit: leave it out.")
+    if any(repr(kind) in repr(getattr(config, "rope_parameters", None)) for kind in OF_LENGTH):
+        raise ValueError(
+            f"The rotary embeddings of {name} ({config.rope_parameters}) change with the length of the text, so a "
+            "window of keys would not be exact: set another rope_type in the config, or leave attention_window out."
+        )
+
+
+def obey_window(config: Any) -> int | None:
+    """Let the attention that a config names obey its window, W or None.
+
+    Raises:
+        ValueError: for attention whose masks Transformers does not make.
+    """
+    if (window := window_of(config)) is None:
+        return None
+    name = config.get_text_config(decoder=True)._attn_implementation
+    if name not in AttentionMaskInterface._global_mapping:
+        raise ValueError(
+            f'attention_window works with "sdpa", "eager", "flex_attention" and flash, not with {name!r}.'
+        )
+    for interface, wrap in ((AttentionMaskInterface, _masking), (AttentionInterface, _attending)):
+        stock = interface._global_mapping.get(name)
+        if stock is not None and not hasattr(stock, "obeys"):
+            interface.register(name, wrap(stock))
+    return window
+
+
+def _masking(stock: Any) -> Any:
+    """A function that makes masks, within the window of the config."""
+
+    @functools.wraps(stock)
+    def mask(*args: Any, **given: Any) -> Any:
+        if (window := window_of(given.get("config"))) is not None:
+            given["mask_function"] = and_masks(given["mask_function"], sliding_window_overlay(window))
+            given["local_size"] = min(window, given.get("local_size") or window)
+        return stock(*args, **given)
+
+    mask.obeys = True  # type: ignore[attr-defined]
+    return mask
+
+
+def _attending(stock: Any) -> Any:
+    """A function of attention; flash takes the window as an argument in place of a mask."""
+    takes = "sliding_window" in inspect.signature(stock).parameters
+
+    @functools.wraps(stock)
+    def attend(module: Any, *args: Any, **given: Any) -> Any:
+        if takes and (window := window_of(module.config)) is not None:
+            given["sliding_window"] = min(window, given.get("sliding_window") or window)
+        return stock(module, *args, **given)
+
+    attend.obeys = True  # type: ignore[attr-defined]
+    return attend
+
+
+def shorten_keys(cache: Any, window: int | None) -> None:
+    """Let the attention layers of a dynamic cache keep the last keys, W - 1, or fewer where a layer has less.
+
+    Raises:
+        ValueError: for a cache that has kept those of another window.
+    """
+    for layer in getattr(cache, "layers", ()):
+        if getattr(layer, "attention_window", window) != window:
+            raise ValueError(
+                f"The cache keeps the keys of a window of {layer.attention_window} tokens, but attention_window of "
+                f"the model is {window}: read the text again with a new cache."
+            )
+        if window is not None and type(layer) in _KINDS:
+            own, sliding, seen = getattr(layer, "sliding_window", window), layer.is_sliding, layer.get_seq_length()
+            layer.__class__ = _KINDS[type(layer)]
+            layer.attention_window, layer.sliding_window = window, min(own, window)
+            layer.is_sliding, layer.cumulative_length, layer.record_past = sliding, seen, False
+            layer._sliding_window_tensor = torch.tensor(layer.sliding_window)
+            if seen:
+                layer.shorten()

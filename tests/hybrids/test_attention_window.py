@@ -1,0 +1,250 @@
+"""A window for attention: every call is the stock model's with a mask of the window made by hand."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
+from hf_recurrent_lengthgen.state_files import ask, load_text_state, read_text, save_text_state, start_of
+from tests.hybrids.measures import (
+    gradients,
+    pair,
+    parts,
+    random_tokens,
+    read_in_pieces,
+    relative_error,
+    state_of_stock_cache,
+    weighted_sum,
+    with_checkpointing,
+)
+from tests.hybrids.support import TOLERANCE, TOLERANCE_OF_ROWS
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
+
+WINDOW = 5
+HYBRIDS = sorted({*SUPPORTED_TYPES} - {"falcon_mamba", "mamba", "mamba2", "xlstm"})
+QUICK = {"bamba", "falcon_h1", "jamba", "kimi_linear", "lfm3", "qwen3_next"}
+TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in HYBRIDS]
+EXTREMES = [pytest.param(1), pytest.param(2, marks=pytest.mark.slow), 12, pytest.param(40, marks=pytest.mark.slow)]
+
+
+def windowed(model_type: str, window: int = WINDOW, **changes: Any) -> tuple[Any, Any]:
+    stock, model = pair(model_type, **changes)
+    return stock, stateful(model, attention_window=window)
+
+
+def masked(stock: Any, x: Tensor, window: int = WINDOW, **given: Any) -> Any:
+    """The stock model with a mask by hand, in which the query in row t sees the keys t - W + 1 to t."""
+    ages = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+
+    def within(size: int) -> Tensor:
+        return ((ages >= 0) & (ages < size)).expand(len(x), 1, *ages.shape)
+
+    own = getattr(stock.config, "sliding_window", None) or window
+    masks = dict.fromkeys(("full_attention", "hybrid"), within(window)) | {"linear_attention": None, "conv": None}
+    masks |= dict.fromkeys(("sliding_attention", "hybrid_sliding"), within(min(own, window)))
+    name = "inputs_embeds" if x.is_floating_point() else "input_ids"
+    return stock(**{name: x}, attention_mask=masks, **given)
+
+
+def kept(cache: Any) -> list[Tensor]:
+    return [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
+
+
+def check_reads(model_type: str, window: int, length: int, lengths: list[list[int]]) -> None:
+    """Whole calls with and without states, and pieces."""
+    stock, model = windowed(model_type, window)
+    tokens = random_tokens(2, length)
+    expected = masked(stock, tokens, window, use_cache=True)
+    state = state_of_stock_cache(model, getattr(expected, cache_adapter_of(model).argument))
+    assert relative_error([model(tokens).logits], [expected.logits]) < TOLERANCE
+    for pieces in ([length], *lengths):
+        logits, final = read_in_pieces(model, tokens, pieces)
+        assert relative_error([logits], [expected.logits]) < 1e-5, pieces
+        assert relative_error(parts(final), state) < 1e-5, pieces
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_whole_texts_and_pieces_are_read_with_the_mask(model_type: str) -> None:
+    check_reads(model_type, WINDOW, 14, [[1] * 14, [3, 3, 3, 3, 2], [4, 1, 9], [6, 8]])
+    stock, model = windowed(model_type)  # and without it, the outputs are others
+    tokens = random_tokens(2, 14)
+    assert relative_error([model(tokens).logits], [stock(tokens).logits]) > 0.05
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", EXTREMES)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_windows_of_one_token_and_of_more_than_the_text(model_type: str, window: int) -> None:
+    for length in (1, 12, 13):
+        pieces = [] if length == 1 else [[1] * length, [length - 3, 1, 2]]
+        check_reads(model_type, window, length, pieces)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_gradients_are_those_of_the_mask(model_type: str, checkpointed: bool) -> None:
+    stock, model = windowed(model_type)
+    tokens, found = random_tokens(2, 13), []
+    stock.train(), model.train()
+    if checkpointed:
+        with_checkpointing(model)
+
+    def pieces(x: Tensor) -> Tensor:
+        if checkpointed:
+            return model(inputs_embeds=x, initial_state=model.zero_state(2)).logits
+        return read_in_pieces(model, x, [7, 2, 4])[0]
+
+    for owner, read in ((stock, lambda x: masked(stock, x, use_cache=False).logits), (model, pieces)):
+        embeds = owner.get_input_embeddings()(tokens).detach().requires_grad_()
+        logits = read(embeds)
+        found.append([logits, *gradients(weighted_sum([logits]), [embeds, *owner.parameters()])])
+    assert relative_error(found[1], found[0]) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", TYPES)
+def test_padded_and_packed_rows_are_those_alone(model_type: str) -> None:
+    stock, model = windowed(model_type)
+    tokens = random_tokens(1, 17)
+    alone = [masked(stock, tokens[:, start:stop]).logits for start, stop in pairwise([0, 8, 17])]
+    positions = torch.cat([torch.arange(8), torch.arange(9)])[None]
+    stops = not SUPPORTED[model_type].adapter.why_not_stop
+    for states in {False, stops}:
+        packed = model(tokens, position_ids=positions, output_final_state=states).logits
+        assert relative_error([packed], [torch.cat(alone, dim=1)]) < TOLERANCE_OF_ROWS
+        for mask in ([0] * 8 + [1] * 9, [0, 1] * 8 + [1]):
+            real = torch.tensor(mask)[None].bool()
+            padded = model(tokens, attention_mask=real.long(), output_final_state=states).logits
+            expected = masked(stock, tokens[real][None]).logits[0]
+            assert relative_error([padded[real]], [expected]) < TOLERANCE_OF_ROWS
+
+
+def by_masks(stock: Any, prompt: Tensor, new: int) -> Tensor:
+    """Greedy tokens, each from a call of the stock model with a mask by hand."""
+    text = prompt
+    for _ in range(new):
+        text = torch.cat([text, masked(stock, text).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return text[:, prompt.shape[1] :]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", TYPES)
+def test_generate_attends_to_the_window(model_type: str) -> None:
+    stock, model = windowed(model_type)
+    prompt = random_tokens(2, 8)
+    options: Any = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    expected = by_masks(stock, prompt, 9)
+    output = model.generate(prompt, return_dict_in_generate=True, **options)
+    assert torch.equal(output.sequences[:, 8:], expected)
+    found = getattr(output, "cache", None) or output.past_key_values
+    assert {keys.shape[2] for keys in kept(found)} == {WINDOW - 1}
+    beams = [model.generate(prompt, num_beams=3, use_cache=cache, **options) for cache in (True, False)]
+    assert torch.equal(*beams)
+    if model_type == "minimax":
+        return  # takes no attention cache and no padding
+    state, cache = None, model.new_attention_cache()
+    for piece in prompt[:, :-1].split(3, dim=1):
+        state = model(piece, initial_state=state, attention_cache=cache).final_state
+    start = {"initial_state": state, "attention_cache": cache}
+    assert torch.equal(model.generate(prompt[:, -1:], **start, **options)[:, 1:], expected)
+    beams = [model.generate(prompt[:, -1:], num_beams=3, **start, **options)[:, 1:], beams[0][:, 8:]]
+    assert torch.equal(*beams)
+    assert {keys.shape[:1] + keys.shape[2:3] for keys in kept(cache)} == {(2, WINDOW - 1)}  # unchanged
+    padded, mask = prompt.clone(), torch.ones_like(prompt)
+    padded[0, :6], mask[0, :6] = 0, 0
+    generated = model.generate(padded, attention_mask=mask, **options)[:, 8:]
+    assert torch.equal(generated, torch.cat([by_masks(stock, prompt[:1, 6:], 9), expected[1:]]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, WINDOW])
+@pytest.mark.parametrize("model_type", ["bamba", "zaya", pytest.param("lfm3", marks=pytest.mark.slow)])
+def test_a_cache_keeps_the_keys_of_the_window_alone(model_type: str, window: int, tmp_path: Any) -> None:
+    stock, model = windowed(model_type, window)
+    tokens = random_tokens(1, 10 * window + 3)
+    state, cache, sizes = None, model.new_attention_cache(), set()
+    for piece in tokens.split(window + 2, dim=1):
+        state = model(piece, initial_state=state, attention_cache=cache).final_state
+        sizes |= {(keys.shape[2], keys.untyped_storage().nbytes() // keys.element_size()) for keys in kept(cache)}
+    assert sizes == {(window - 1, kept(cache)[0].numel())}
+    assert cache.get_seq_length() == tokens.shape[1]
+
+    save_text_state(tmp_path / "text", read_text(model, tokens[:, :-2], chunk_length=3))
+    text_state = load_text_state(tmp_path / "text", model)
+    assert {layer.keys.shape[2] for layer in text_state.keys.values()} == {window - 1}
+    logits = model(tokens[:, -2:], **start_of(model, text_state)).logits
+    assert relative_error([logits], [masked(stock, tokens, window).logits[:, -2:]]) < 1e-5
+    answer = ask(model, text_state, tokens[:, -2:], max_new_tokens=3, do_sample=False, eos_token_id=None)
+    assert torch.equal(answer[:, 2:], model.generate(tokens, max_new_tokens=3, do_sample=False)[:, tokens.shape[1] :])
+    with pytest.raises(ValueError, match=r"differs .* in the config \(attention_window\)"):
+        load_text_state(tmp_path / "text", stateful(tiny_model(model_type), attention_window=window + 1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["bamba", "lfm3"])
+def test_eager_and_flash_attention_have_the_window(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_hand(query: Any, key: Any, value: Any, mask: Any, sliding_window: Any, softmax_scale: Any, **_: Any) -> Any:
+        """(B, T, H, D), aligned at the last token, as flash attention does it."""
+        key, value = (x.repeat_interleave(query.shape[2] // key.shape[2], dim=2) for x in (key, value))
+        assert mask is None
+        output = torch.empty_like(query)
+        for t in range(query.shape[1]):
+            last = key.shape[1] - query.shape[1] + t + 1
+            near = slice(max(0, last - sliding_window), last)
+            weights = (torch.einsum("bhd,bshd->bhs", query[:, t], key[:, near]) * softmax_scale).softmax(-1)
+            output[:, t] = torch.einsum("bhs,bshd->bhd", weights, value[:, near])
+        return output
+
+    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", by_hand)
+    stock, model = windowed(model_type)
+    tokens = random_tokens(2, 23)
+    expected = masked(stock, tokens).logits
+    for name in ("eager", "flash_attention_2"):
+        model.config._attn_implementation = name
+        assert relative_error([model(tokens).logits], [expected]) < 1e-5
+        assert relative_error([read_in_pieces(model, tokens, [7, 1, 15])[0]], [expected]) < 1e-5
+
+
+@torch.no_grad()
+def test_the_window_is_kept_in_the_checkpoint(tmp_path: Any) -> None:
+    stock, model = windowed("falcon_h1")
+    model.save_pretrained(tmp_path)
+    loaded, tokens = load_model(str(tmp_path)).eval(), random_tokens(2, 14)
+    assert loaded.config.attention_window == WINDOW
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert stateful(loaded, attention_window=3).config.attention_window == 3
+    assert relative_error([loaded(tokens).logits], [masked(stock, tokens, 3).logits]) < 1e-5
+    stateful(loaded, attention_window="none")
+    assert relative_error([loaded(tokens).logits], [stock(tokens).logits]) < 1e-5
+
+
+@pytest.mark.parametrize("window", [0, -3, True, 2.0, "5"])
+def test_windows_that_are_none_are_refused(window: Any) -> None:
+    with pytest.raises(ValueError, match="attention_window must be a number of tokens of at least 1"):
+        stateful(tiny_model("bamba"), attention_window=window)
+
+
+def test_what_cannot_have_a_window_is_refused() -> None:
+    for model in (tiny_model("mamba2"), stateful(tiny_model("mamba2"))):
+        with pytest.raises(ValueError, match="Mamba2ForCausalLM has no attention layers that attention_window could"):
+            stateful(model, attention_window=4)
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match=r"rotary embeddings of BambaForCausalLM .* change with the length"):
+        stateful(tiny_model("bamba", rope_parameters=scaled), attention_window=4)
+    model, tokens = stateful(tiny_model("bamba"), attention_window=4), random_tokens(1, 6)
+    start: Any = {"initial_state": model.zero_state(1), "attention_cache": model.new_attention_cache()}
+    model(tokens, **start)
+    stateful(model, attention_window=3)
+    with pytest.raises(ValueError, match=r"keeps the keys of a window of 4 tokens, but attention_window .* is 3"):
+        model(tokens, **start)
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(tokens, attention_mask=torch.ones(1, 1, 6, 6).bool())
+    model.config._attn_implementation = "unknown"
+    with pytest.raises(ValueError, match=r"attention_window works with .* not with 'unknown'"):
+        model(tokens)
