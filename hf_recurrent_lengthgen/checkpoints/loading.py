@@ -36,6 +36,7 @@ from hf_recurrent_lengthgen.checkpoints.tensor_files import stored_tensors
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.layer_sizes import described_class, says_more
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPERSEDED, SUPPORTED
+from hf_recurrent_lengthgen.hybrids.windows import set_window
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES, register_family
 from hf_recurrent_lengthgen.models.configuration_stateful import (
     CODE_FORMAT_VERSION,
@@ -138,6 +139,7 @@ def load_model(
     merge: bool = False,
     base: str | None = None,
     needs_states: bool = True,
+    attention_window: int | str | None = None,
 ) -> Any:
     """Load a language model of any family that takes and returns states.
 
@@ -159,22 +161,35 @@ def load_model(
         base: The base of an adapter or learned state, if it is not the one that its config names.
         needs_states: Whether an architecture that cannot take states (Llama, GPT-NeoX, code of a checkpoint) is
             refused; if not, it loads as in Transformers.
+        attention_window: For hybrids, as in `stateful`.
 
     Raises:
         ValueError: for a folder without a checkpoint, an architecture that cannot take states, damaged weights, and
             weights that are missing, left over or do not have the shapes of the config; for an adapter that is a
             pickle, does not fit its base, or whose base is missing or has changed.
     """
-    return _load(name, trust_remote_code, dtype, stateless=not needs_states, merge=merge, base=base)
+    model = _load(name, trust_remote_code, dtype, stateless=not needs_states, merge=merge, base=base)
+    return _with_window(model, attention_window)
 
 
-def load_language_model(name: str, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+def _with_window(model: Any, attention_window: int | str | None) -> Any:
+    if attention_window is not None:
+        set_window(base_of(model), attention_window)
+    return model
+
+
+def load_language_model(
+    name: str,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype = torch.float32,
+    attention_window: int | str | None = None,
+) -> Any:
     """Load any causal language model for evaluation. Arguments and errors are those of `load_model`.
 
     Models that take states load as in `load_model`, others (Llama, GPT-NeoX, code of a checkpoint) as in Transformers,
     with adapters merged.
     """
-    return _load(name, trust_remote_code, dtype, stateless=True, merge=True)
+    return _with_window(_load(name, trust_remote_code, dtype, stateless=True, merge=True), attention_window)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

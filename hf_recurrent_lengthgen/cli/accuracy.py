@@ -44,7 +44,7 @@ def command_parser() -> CommandParser:
     add("--lengths", type=counts, metavar="N,...", help=lengths)
     add("--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)")
     run_options = "--csv", "--device", "--batch-size", "--chunk-length", "--seed", "--trust-remote-code"
-    add_shared(parser, "--output", *run_options, output="accuracy")
+    add_shared(parser, "--attention-window", "--output", *run_options, output="accuracy")
     return parser
 
 
@@ -53,7 +53,8 @@ def run(arguments: Sequence[str]) -> int:
     check_given_once(options.models)
     runs = _runs(options.models)
     names = [name for steps in runs.values() for name in steps.values()] or options.models
-    models = [load_model(name, options.trust_remote_code, merge=True) for name in names]
+    how: dict[str, Any] = {"merge": True, "attention_window": options.attention_window}
+    models = [load_model(name, options.trust_remote_code, **how) for name in names]
     task = task_of(names, [getattr(model.config, "task", None) for model in models])
     output = make_output_folder(options.output)
     settings = EvaluationSettings(

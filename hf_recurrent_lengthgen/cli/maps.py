@@ -37,7 +37,7 @@ lengthgen maps copying-mimetic copying-attention --layers 3 --task-length 20
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen maps", DESCRIPTION, EXAMPLES)
     parser.model.add_argument("models", **MODELS)
-    add_shared(parser, "--tokenizer")
+    add_shared(parser, "--tokenizer", "--attention-window")
     parser.model.add_argument("--layers", type=int, nargs="+", metavar="N", help="layers, from 0 (default: all)")
     text = parser.data.add_mutually_exclusive_group(required=True)
     what = f"text to read, of up to {MOST_TOKENS} tokens; the picture shows single tokens of some dozens"
@@ -54,7 +54,8 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     check_given_once(options.models)
-    models: list[Any] = [base_of(load_language_model(name, options.trust_remote_code)) for name in options.models]
+    how: dict[str, Any] = {"attention_window": options.attention_window}
+    models = [base_of(load_language_model(name, options.trust_remote_code, **how)) for name in options.models]
     ids, words = _tokens(options, models)
     if not 0 < len(ids) <= MOST_TOKENS:
         raise ValueError(f"The text has {len(ids)} tokens, but must have 1 to {MOST_TOKENS}.")

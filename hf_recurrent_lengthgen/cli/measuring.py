@@ -35,7 +35,7 @@ Settings = TypeVar("Settings", bound=EvaluationSettings)
 TEXT: Any = str | None
 """Type of a setting that is a text as it is, and not names."""
 MODEL_OPTIONS = (
-    *("--tokenizer", "--training-length"),
+    *("--tokenizer", "--training-length", "--attention-window"),
     *("--device", "--dtype", "--cache", "--no-cache", "--trust-remote-code"),
 )
 """How models are loaded and run, and where results are kept."""
@@ -99,7 +99,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     names = options.models
     check_given_once(names)
     roles = _roles(options)
-    models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in names]
+    models = load_models(options)
     training_length = options.training_length or _training_length(names, models)
     length = options.length or 64 * training_length
     if length <= training_length:
@@ -125,6 +125,12 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     ]
     data = DataRecord(stream.source, token_unit=token_unit(tokenizer))
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
+
+
+def load_models(options: argparse.Namespace) -> list[Any]:
+    """The models of a command with `MODEL_OPTIONS`."""
+    how = options.trust_remote_code, DTYPES[options.dtype], options.attention_window
+    return [load_language_model(name, *how) for name in options.models]
 
 
 def announce(subject: Subject, inputs: Inputs, what: str) -> None:
@@ -181,9 +187,10 @@ def _length_of(name: str, model: Any) -> int | None:
 
 
 def model_label(name: str, config: Any) -> str:
-    """The name of a model, and in brackets how it is made to forget."""
-    rule = Forgetting.of(config)
-    return name if rule == Forgetting() else f"{name} ({in_words(rule)})"
+    """The name of a model, and in brackets how it is made to forget, and its window of attention."""
+    rule, window = Forgetting.of(config), getattr(config, "attention_window", None)
+    words = [in_words(rule)] * (rule != Forgetting()) + [f"attention window {window}"] * (window is not None)
+    return f"{name} ({', '.join(words)})" if words else name
 
 
 def shared_tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.cli.inputs import (
     check_given_once,
     chosen_split,
@@ -20,6 +19,7 @@ from hf_recurrent_lengthgen.cli.inputs import (
 )
 from hf_recurrent_lengthgen.cli.measuring import (
     MODEL_OPTIONS,
+    load_models,
     model_label,
     on_device,
     open_cache,
@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.cli.measuring import (
 )
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
 from hf_recurrent_lengthgen.cli.report import draw
-from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODELS, add_shared
+from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
 from hf_recurrent_lengthgen.data import token_stream
 from hf_recurrent_lengthgen.data.tasks import (
     DEPTHS,
@@ -158,7 +158,7 @@ def run(arguments: Sequence[str]) -> int:
     pieces = options.batch_size, options.chunk_length
     settings = EvaluationSettings(*pieces, command=command, progress=sys.stderr.isatty())
     names = dict(zip(options.models, short_names(options.models), strict=True))
-    models = [load_language_model(name, options.trust_remote_code, DTYPES[options.dtype]) for name in options.models]
+    models = load_models(options)
     results = []
     for name, model in zip(options.models, models, strict=True):
         print(f"{grid.task}, {len(grid.rows)} rows of {len(lengths)} lengths, {grid.samples} samples: {name}")

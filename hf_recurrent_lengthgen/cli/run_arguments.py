@@ -69,6 +69,7 @@ class RunArguments:
         metavar="T",
         task=TOKENS,
     )
+    attention_window: str | None = _shared("model", "--attention-window")
     lora_r: int | None = _option(
         "model",
         "train an adapter (LoRA of PEFT) of this rank and keep the weights of the model; lengthgen merge makes a "
@@ -191,9 +192,10 @@ class RunArguments:
             raise ValueError("task examples needs data with messages, or with prompt and completion: give data.")
         if self.task == "babilong" and self.task_files is None:
             raise ValueError("task babilong needs task_files, the folder with the files of bAbI.")
-        if self.lora_r is not None and self.from_scratch:
+        given = [name for name in ("lora_r", "attention_window") if getattr(self, name) is not None]
+        if given and self.from_scratch:
             raise ValueError(
-                "lora_r trains an adapter for given weights: give a checkpoint as model, not a config.json."
+                f"{' and '.join(given)} need given weights: give a checkpoint as model, not a config.json."
             )
         if self.mimetic and not self.from_scratch:
             raise ValueError("mimetic overwrites trained weights: give a config.json as model, not a checkpoint.")

@@ -25,6 +25,11 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
             "metavar": "T",
             "help": "training length T in tokens (default: from the config of the model)",
         },
+        "--attention-window": {
+            "metavar": "W",
+            "help": 'of hybrids: number of tokens that a token attends to, itself included, or "none" for all '
+            "(default: from the config of the model)",
+        },
         "--revision": {"metavar": "NAME", "help": "branch, tag or commit on the Hub (default: main)"},
     },
     "data": {

@@ -72,7 +72,7 @@ def command_parser() -> CommandParser:
     what = "take the text state at this position, or the nearest one before it (default: the last)"
     asked.data.add_argument("--position", type=positive, metavar="N", help=what)
     for action in (read, asked):
-        add_shared(action, "--device", "--dtype", "--trust-remote-code")
+        add_shared(action, "--attention-window", "--device", "--dtype", "--trust-remote-code")
     return parser
 
 
@@ -85,7 +85,8 @@ def run(arguments: Sequence[str]) -> int:
 def _model_and_tokenizer(options: argparse.Namespace) -> tuple[Any, Any]:
     trust = options.trust_remote_code
     tokenizer = load_tokenizer(options.tokenizer or options.model, trust)
-    model = load_model(options.model, trust, DTYPES[options.dtype], merge=True)
+    how: dict[str, Any] = {"merge": True, "attention_window": options.attention_window}
+    model = load_model(options.model, trust, DTYPES[options.dtype], **how)
     return on_device(model.eval(), options.device), tokenizer
 
 

@@ -74,6 +74,11 @@ def train(
     _check_folders(settings, training)
     set_seed(training.seed)
     model = _model(settings, trainer_class.needs_states)
+    if settings.attention_window is not None and (hasattr(model, "peft_config") or _state_alone(training)):
+        raise ValueError(
+            "An adapter or a learned state does not keep attention_window: put it into a checkpoint first, "
+            "load_model(MODEL, attention_window=W).save_pretrained(FOLDER), and train on FOLDER."
+        )
     given, length_before = settings.training_length, getattr(model.config, "training_length", None)
     settings = replace(settings, training_length=given or length_before or USUAL_LENGTH)
     if settings.task == "text":
@@ -164,7 +169,8 @@ def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None
 def _model(settings: RunArguments, needs_states: bool) -> Any:
     """A new model or the given one, with an adapter if `lora_r` is given."""
     if not settings.from_scratch:
-        model = load_model(settings.model, settings.trust_remote_code, needs_states=needs_states)
+        how: dict[str, Any] = {"needs_states": needs_states, "attention_window": settings.attention_window}
+        model = load_model(settings.model, settings.trust_remote_code, **how)
         return model if settings.lora_r is None else _with_adapter(model, settings)
     model = _new_model(settings.model, settings.trust_remote_code)
     if settings.mimetic:

@@ -59,6 +59,7 @@ class StateLM(TemplateLM):
         device: "cuda" if available, else "cpu", by default; a given model stays on its device.
         dtype: Dtype of the weights: float32 (default), bfloat16, float16 or float64; a given model keeps its own.
         trust_remote_code: Whether code of the checkpoint may run.
+        attention_window: Of a hybrid, as in `stateful`.
         max_batch_size: Upper limit if `batch_size` is "auto"; passed by lm_eval.
         unknown: Refused.
 
@@ -77,6 +78,7 @@ class StateLM(TemplateLM):
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
         trust_remote_code: bool = False,
+        attention_window: int | str | None = None,
         max_batch_size: int | None = None,
         **unknown: Any,
     ) -> None:
@@ -84,11 +86,11 @@ class StateLM(TemplateLM):
         if unknown:
             raise ValueError(
                 f"The model lengthgen does not take {', '.join(sorted(unknown))}; it takes pretrained, tokenizer, "
-                "batch_size, device, dtype and trust_remote_code."
+                "batch_size, device, dtype, trust_remote_code and attention_window."
             )
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("The model lengthgen runs in one process: start it without accelerate or torchrun.")
-        self._reader = _reader(pretrained, device, dtype, trust_remote_code)
+        self._reader = _reader(pretrained, device, dtype, trust_remote_code, attention_window)
         self._device = self._reader.device
         if tokenizer is None:
             tokenizer = pretrained if isinstance(pretrained, str) else str(self._reader.model.name_or_path)
@@ -308,19 +310,21 @@ def _no_tokens(context: str, continuation: str) -> ValueError:
     return ValueError(f"The continuation {continuation!r} of {context[-80:]!r} has no tokens of its own.")
 
 
-def _reader(pretrained: Any, device: str | None, dtype: str | torch.dtype | None, trust_remote_code: bool) -> Reader:
+def _reader(
+    pretrained: Any, device: str | None, dtype: str | torch.dtype | None, trust_remote_code: bool, window: Any
+) -> Reader:
     if isinstance(pretrained, str):
         name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
         if name not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            model = load_language_model(pretrained, trust_remote_code, DTYPES[name]).to(place)
+            model = load_language_model(pretrained, trust_remote_code, DTYPES[name], window).to(place)
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"Cannot use the device {place!r}: {error}") from error
         reader = reader_of(model)
-    elif device is not None or dtype is not None:
-        raise ValueError("A given model keeps its device and dtype: leave device and dtype out.")
+    elif any(given is not None for given in (device, dtype, window)):
+        raise ValueError("A given model keeps its device, dtype and window: leave those arguments out.")
     else:
         reader = reader_of(pretrained)
     if not reader.branches:

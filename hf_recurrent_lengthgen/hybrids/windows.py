@@ -68,15 +68,14 @@ def set_window(model: Any, window: int | str | None) -> None:
         ValueError: for a window below 1, without attention layers, with frequencies that change with the length.
     """
     config = model.config.get_text_config(decoder=True)
+    before = wanted = window_of(config)
     if window is not None:
-        config.attention_window = None if window == "none" else window
-    if (window := window_of(config)) is None:
-        return
-    try:
-        _check(model, window, config)
-    except ValueError:
-        config.attention_window = None
-        raise
+        number = isinstance(window, str) and window.isdecimal()
+        wanted = None if window == "none" else int(window) if number else window  # type: ignore[assignment]
+    if wanted is not None:
+        _check(model, wanted, config)
+    if wanted != before:
+        config.attention_window = wanted
 
 
 def _check(model: Any, window: Any, config: Any) -> None:
@@ -84,7 +83,7 @@ def _check(model: Any, window: Any, config: Any) -> None:
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise ValueError(f'attention_window must be a number of tokens of at least 1, or "none", got {window!r}.')
     if not getattr(model, "attends", False):
-        raise ValueError(f"{name} has no attention layers that attention_window could limit: leave it out.")
+        raise ValueError(f"attention_window limits the attention of hybrids, and {name} is none: leave it out.")
     if any(repr(kind) in repr(getattr(config, "rope_parameters", None)) for kind in OF_LENGTH):
         raise ValueError(
             f"The rotary embeddings of {name} ({config.rope_parameters}) change with the length of the text, so a "

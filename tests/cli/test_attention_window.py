@@ -1,0 +1,68 @@
+"""--attention-window of the commands that load models."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.data import byte_tokenizer
+from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
+from tests.cli.conftest import Evaluate
+from tests.cli.training import Train, trained_config
+from tests.hybrids.tiny_models import tiny_model
+from tests.versions import needs_hybrids
+
+pytestmark = needs_hybrids
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hybrid") / "bamba"
+    tiny_model("bamba", vocab_size=384, training_length=8).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_maps_show_no_weight_beyond_the_window(hybrid: Path, tmp_path: Path) -> None:
+    reach = {}
+    for window in ("3", "none"):
+        output = tmp_path / window
+        options = "--attention-window", window, "--text", "abcdefgh", "--output", str(output)
+        assert main(["maps", str(hybrid), *options]) == 0
+        average = torch.from_numpy(np.load(output / "maps.npz")["average"][1])  # of the layer with attention
+        reach[window] = int((average[-1] > 0).sum())
+    assert reach == {"3": 3, "none": 8}
+
+
+def test_evaluate_measures_with_the_window_and_says_so(hybrid: Path, evaluate: Evaluate, tmp_path: Path) -> None:
+    losses = {}
+    for window in ("1", "none"):
+        assert evaluate(hybrid, "--attention-window", window) == 0
+        [model] = read_result(tmp_path / "out" / "result.json", Comparison).models
+        losses[model.evaluation.model] = model.evaluation.in_window.loss.mean
+    assert losses.keys() == {"bamba (attention window 1)", "bamba"}
+    assert len({*losses.values()}) == 2
+
+
+@pytest.mark.parametrize("intervention", ["state_passing", "tbtt"])
+def test_training_keeps_the_window_in_the_checkpoint(
+    intervention: str, hybrid: Path, train: Train, tmp_path: Path
+) -> None:
+    assert train(model=hybrid, intervention=intervention, attention_window=3) == 0
+    assert trained_config(tmp_path / "out")["attention_window"] == 3
+    assert load_model(str(tmp_path / "out")).config.attention_window == 3
+
+
+def test_what_would_lose_the_window_or_has_no_attention_is_refused(
+    hybrid: Path, checkpoint: Path, train: Train, evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model=hybrid, attention_window=3, lora_r=2) == 1
+    assert "does not keep attention_window: put it into a checkpoint first" in capsys.readouterr().err
+    assert evaluate(checkpoint, "--attention-window", "3") == 1
+    assert "limits the attention of hybrids, and StatefulMamba2ForCausalLM is none" in capsys.readouterr().err
+    assert evaluate(hybrid, "--attention-window", "1k") == 1
+    assert "attention_window must be a number of tokens of at least 1" in capsys.readouterr().err
