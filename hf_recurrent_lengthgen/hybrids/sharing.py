@@ -2,7 +2,7 @@
 
 Recurrent layers run their scan from the state folded from the maps of all pieces, with the functions that they call
 replaced during one forward pass (Mamba, Mamba-2), or with our scan of the delta rule in their place. Attention layers
-attend to the gathered keys and values of the pieces before and of their own, which stand in memory on each process.
+attend to their own keys and values and to those gathered from the pieces before, of which a window needs the last.
 """
 
 import threading
@@ -28,14 +28,17 @@ class Shared:
     Attributes:
         rows: Of this piece, for scans and convolutions.
         lengths: Tokens of all pieces.
+        sent: The last tokens of each piece, whose keys the next pieces may need.
         scanned: Scans that started from a folded state.
     """
 
-    def __init__(self, group: Any, shape: tuple[int, int], device: torch.device) -> None:
+    def __init__(self, group: Any, shape: tuple[int, int], device: torch.device, window: int | None = None) -> None:
         self.rows = Rows(shape, group=group)
         self.rank = dist.get_rank(group)
         lengths = gathered(torch.tensor([shape[1]], device=device), group)
         self.lengths = [int(one) for one in lengths]
+        self.sent = [length if window is None else min(length, window - 1) for length in self.lengths]
+        self.before = min(self.start, self.start if window is None else window - 1)
         self.scanned = 0
         if min(self.lengths) < 2:
             raise ValueError(
@@ -49,12 +52,18 @@ class Shared:
         return sum(self.lengths[: self.rank])
 
     def up_to_here(self, x: Tensor) -> Tensor:
-        """Keys or values (B, H, T, D) of this piece, after those of the pieces before."""
-        missing, group = max(self.lengths) - x.shape[2], self.rows.group
+        """Keys or values (B, H, T, D) of this piece, after those of the `before` tokens before it."""
+        sent, group = self.sent[self.rank], self.rows.group
         assert group is not None
-        whole = gathered(torch.nn.functional.pad(x, (0, 0, 0, missing)), group)
-        pieces = [part[:, :, :length] for part, length in zip(whole, self.lengths, strict=True)]
-        return torch.cat(pieces[: self.rank + 1], dim=2)
+        if not any(self.sent):
+            return x
+        first, last = x.split([x.shape[2] - sent, sent], dim=2)
+        whole = gathered(torch.nn.functional.pad(last, (0, 0, 0, max(self.sent) - sent)), group)
+        pieces = [part[:, :, :length] for part, length in zip(whole, self.sent, strict=True)]
+        earlier = torch.cat([x[:, :, :0], *pieces[: self.rank]], dim=2)[
+            :, :, sum(self.sent[: self.rank]) - self.before :
+        ]
+        return torch.cat([earlier, first, pieces[self.rank]], dim=2)  # its own, too: all go back through the gather
 
     def scan(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """`scan_piece`."""

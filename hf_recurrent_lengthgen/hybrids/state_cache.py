@@ -229,8 +229,10 @@ class StateCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Number of keys, and position of the first key."""
+        if self.shared is not None:
+            return self.shared.before + query_length, self.shared.start - self.shared.before
         if self.attention is None:
-            return query_length + self.get_seq_length(), 0
+            return query_length, 0
         return self.attention.get_mask_sizes(query_length, layer_idx)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

@@ -35,6 +35,10 @@ class WindowLayer(DynamicSlidingWindowLayer):
             self.shorten()
         return found
 
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.shorten()
+
     def shorten(self) -> None:
         """Forget what lies before the window; Transformers would keep all for W = 1, and views of all for others."""
         parts: tuple[Any, ...] = (self.keys, self.values)
@@ -145,7 +149,9 @@ def shorten_keys(cache: Any, window: int | None) -> None:
     Raises:
         ValueError: for a cache that has kept those of another window.
     """
-    for layer in getattr(cache, "layers", ()):
+    layers = getattr(cache, "layers", ())
+    recording = any(getattr(layer, "record_past", False) for layer in layers)  # as assisted generation asks for
+    for layer in layers:
         if getattr(layer, "attention_window", window) != window:
             raise ValueError(
                 f"The cache keeps the keys of a window of {layer.attention_window} tokens, but attention_window of "
@@ -155,7 +161,7 @@ def shorten_keys(cache: Any, window: int | None) -> None:
             own, sliding, seen = getattr(layer, "sliding_window", window), layer.is_sliding, layer.get_seq_length()
             layer.__class__ = _KINDS[type(layer)]
             layer.attention_window, layer.sliding_window = window, min(own, window)
-            layer.is_sliding, layer.cumulative_length, layer.record_past = sliding, seen, False
+            layer.is_sliding, layer.cumulative_length, layer.record_past = sliding, seen, recording
             layer._sliding_window_tensor = torch.tensor(layer.sliding_window)
             if seen:
                 layer.shorten()

@@ -226,7 +226,7 @@ class StatefulMixin(LearnedStatesMixin):
         if group is None:
             state_cache: Any = adapter.state_cache(before, size[1] == 1, attention_cache, padded)
         else:
-            state_cache = adapter.shared_cache(before, Shared(group, size, self.device))
+            state_cache = adapter.shared_cache(before, Shared(group, size, self.device, window_of(self.config)))
         state_cache.keys = keys
         set_positions(self, state_cache, arguments, rows, size[1])
         output = self._carry(state_cache, arguments, rows)

@@ -21,12 +21,14 @@ CUTS: dict[int, list[int]] = {1: [], 2: [30], 3: [2, 20], 4: [8, 10, 35]}
 """Where pieces begin; some are shorter than the convolution."""
 
 
-def run_job(model_type: str, checkpointed: bool = False, group: Any = None) -> dict[str, Tensor]:
+def run_job(
+    model_type: str, checkpointed: bool = False, window: int | None = None, group: Any = None
+) -> dict[str, Tensor]:
     """Logits, loss, final state and all gradients of a random functional of them, of one piece or of the whole."""
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     start, stop = list(pairwise([0, *CUTS[size], LENGTH]))[rank]
     piece = slice(start, stop)
-    model = stateful(tiny_model(model_type)).train(checkpointed)
+    model = stateful(tiny_model(model_type), attention_window=window).train(checkpointed)
     for layer in model.modules() if checkpointed else ():
         if hasattr(layer, "gradient_checkpointing"):
             layer.gradient_checkpointing = True

@@ -19,6 +19,7 @@ CHECKPOINTED = ("bamba", "jamba", "kimi_linear", "qwen3_next")
 JOBS: list[dict[str, Any]] = [
     *({"model_type": name} for name in SHARING),
     *({"model_type": name, "checkpointed": True} for name in CHECKPOINTED),
+    *({"model_type": name, "window": window} for name in ("bamba", "lfm3") for window in (1, 9)),
 ]
 TOLERANCE = 1e-4  # of float32 in the stock scans, whose own gradients of A are off by up to 3e-5
 
@@ -35,6 +36,10 @@ def test_processes_that_share_rows_give_what_one_gives(job: dict[str, Any], foun
     whole = run_job(**job)
     for size, pieces in found[str(job)].items():
         wrong = {key: error for key, error in errors(pieces, whole).items() if not error <= TOLERANCE}
+        if job.get("window") == 1:  # one key has the weight 1, whatever it is: gradients are zero but for rounding
+            wrong = {
+                key: error for key, error in wrong.items() if not key.endswith(("q_proj.weight", "k_proj.weight"))
+            }
         assert not wrong, (size, wrong)
 
 
