@@ -9,6 +9,7 @@ finished stage with the same settings is not run again, so an interrupted study 
 
 import argparse
 import json
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,11 +20,13 @@ from arm_results import ArmResults, Result, read_json
 from matplotlib.axes import Axes
 from study_pages import draw, fill, write_stages
 from torch.utils.data import Dataset
-from transformers import PrinterCallback, TrainerCallback, set_seed
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, set_seed
 
 from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.checkpoints.hub.contents import choose_files
 from hf_recurrent_lengthgen.cli import demo
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
+from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
@@ -346,6 +349,22 @@ class SlowStudy(Study):
         model = StatefulMamba2ForCausalLM(config)
         mimetic_initialization(model, c=settings.mimetic_c, offset=settings.mimetic_offset)
         return model
+
+
+def ship(trained: Path, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Copy a checkpoint with a tokenizer and without its code, which `lengthgen verify` adds."""
+    tokenizer.save_pretrained(trained)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in choose_files(trained)[0]:
+        if not name.endswith(".py") and name != "added_tokens.json":  # tokenizer_config.json holds them, too
+            shutil.copyfile(trained / name, folder / name)
+
+
+def lengthgen(*words: object) -> None:
+    """A command of the package; stops if it fails."""
+    if main([str(word) for word in words]):
+        raise SystemExit(f"lengthgen {' '.join(map(str, words))} failed")
 
 
 class _Snapshots(TrainerCallback):

@@ -33,7 +33,7 @@ def demo_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
-    for name in ("bamba-base", "bamba-cured"):
+    for name in ("bamba-base", "bamba-cured", "passkey-base"):
         (tmp_path / "model_cards" / name).symlink_to(ROOT / "model_cards" / name)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,6 @@ keep the code of their classes: `lengthgen verify` adds it.
 """
 
 import argparse
-import shutil
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -18,8 +17,6 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.checkpoints.hub.contents import choose_files
-from hf_recurrent_lengthgen.cli.main import main as lengthgen
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
@@ -28,6 +25,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison, Evalu
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from run import FAMILIES, FamilyStudy
+from small_setting import lengthgen, ship
 from study_pages import fill, markdown
 
 METHODS = {"base": "base", "state_passing": "cured"}
@@ -106,30 +104,15 @@ def make(study: Pairs, family: str, checkpoints: Path) -> None:
     for method, folder in zip(METHODS, folders(family, checkpoints), strict=True):
         if not (folder / WEIGHTS).is_file():
             study.arm(family, method, seed, checkpoint=True)
-            copy(study.folder(f"{family}/{method}", seed), folder)
-        run("verify", folder)
+            ship(study.folder(f"{family}/{method}", seed), folder, byte_tokenizer())
+        lengthgen("verify", folder)
     evaluation = study.output / "evaluations" / family
     length = study.length if study.tiny else max(study.length, LENGTHS * study.length_of(family))
     measured = ("--length", length, "--sequences", 2 * study.settings.sequences)
-    run("evaluate", *folders(family, checkpoints), "--roles", "base,cured", *measured, "--output", evaluation)
+    lengthgen("evaluate", *folders(family, checkpoints), "--roles", "base,cured", *measured, "--output", evaluation)
     said = ("--results", evaluation / "result.json", "--language", "code", "--license", "apache-2.0")
     for folder in folders(family, checkpoints):
-        run("card", folder, *said)
-
-
-def copy(trained: Path, folder: Path) -> None:
-    """A checkpoint without its code."""
-    byte_tokenizer().save_pretrained(trained)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for name in (name for name in choose_files(trained)[0] if not name.endswith(".py")):
-        shutil.copyfile(trained / name, folder / name)
-
-
-def run(*words: object) -> None:
-    """A command of the package; stops if it fails."""
-    if lengthgen([str(word) for word in words]):
-        raise SystemExit(f"lengthgen {' '.join(map(str, words))} failed")
+        lengthgen("card", folder, *said)
 
 
 def row(family: str, checkpoints: Path) -> list[str]:
@@ -175,8 +158,8 @@ def main() -> None:
     if options.cards:
         there = (family for family in options.families if made(family, checkpoints))
         for folder in (folder for family in there for folder in folders(family, checkpoints)):
-            run("verify", folder)
-            run("card", folder)
+            lengthgen("verify", folder)
+            lengthgen("card", folder)
     else:
         study = Pairs(options)
         for family in options.families:

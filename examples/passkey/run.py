@@ -18,8 +18,12 @@ from typing import Any
 import torch
 from transformers import set_seed
 
+from hf_recurrent_lengthgen.checkpoints.cards.card import OWN_WORDS
+from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
+from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, PasskeyGrid, PasskeyPrompts
+from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -33,11 +37,12 @@ from hf_recurrent_lengthgen.trainers import (
     TbttTrainer,
     ZeroStateTrainer,
 )
+from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from prompts import word_tokenizer
-from small_setting import Result, Stages, Training, options_of, parsed
+from small_setting import Result, Stages, Training, lengthgen, options_of, parsed, ship
 from study_pages import band, legend_below, markdown, mean_and_range, panels
 
 HERE = Path(__file__).resolve().parent
@@ -94,7 +99,36 @@ METHODS = {
 }
 ARMS = ("base", *METHODS)
 LABELS = {"base": "base, not fine-tuned"} | {name: method.label for name, method in METHODS.items()}
+SHIPPED = {"base": "passkey-base", "tbtt_64": "passkey-far"}
 COLORS = {"base": "#d55e00"} | {name: method.color for name, method in METHODS.items()}
+
+ASK = """\
+In a clone, with `hf_recurrent_lengthgen`, it reads 8,194 words and says the key that stands among them:
+
+```python
+from transformers import AutoTokenizer
+
+from hf_recurrent_lengthgen import load_model
+
+folder = "model_cards/passkey-far"
+model, tokenizer = load_model(folder), AutoTokenizer.from_pretrained(folder)
+
+filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+text = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there. "
+    + 50 * filler
+    + "The pass key is 71432. Remember it. 71432 is the pass key. "
+    + 289 * filler
+    + "What is the pass key? The pass key is"
+)
+words = tokenizer(text, return_tensors="pt")
+answer = model.generate(**words, max_new_tokens=3)
+print(tokenizer.decode(answer[0, -3:]))  # 71 43 2
+```
+
+It knows the words of such prompts and no others. `passkey-base`, which it was made from, finds keys in 128 words."""
+"""What the card says of asking the model."""
 
 
 class PasskeyStudy(Stages):
@@ -131,6 +165,17 @@ class PasskeyStudy(Stages):
         model = StatefulMamba2ForCausalLM(config)
         mimetic_initialization(model, c=settings.mimetic_c, offset=1, layers=[1])
         return model
+
+    def facts(self, name: str, seed: int, length: int) -> RunFacts:
+        base, pieces = name == "base", 1 if name == "base" else METHODS[name].pieces
+        lengths = f"{length:,}" if pieces == 1 else f"{length:,} to {length * pieces:,}"
+        return RunFacts(
+            Lineage() if base else lineage_of(str(self.start("base", seed))),
+            DataSource("passkey prompts", selection=f"of {lengths} words, with the loss on the key"),
+            length,
+            ("python", "examples/passkey/run.py", "--seeds", str(seed), "--arms", name),
+            InitialWeights({"c": self.settings.mimetic_c, "offset": 1, "layers": (1,)}) if base else None,
+        )
 
     def start(self, name: str, seed: int) -> Path:
         """The checkpoint of the base, which is trained again where it was not kept."""
@@ -229,13 +274,34 @@ def figure(study: PasskeyStudy, arms: dict[str, dict[int, Result]], ways: dict[i
     save_png(picture, study.results / "passkey.png")
 
 
+def ship_pair(study: PasskeyStudy, cards: Path) -> None:
+    """Base and far memory of seed 0 as checkpoints in `cards`, asked for keys, with cards."""
+    folders = [cards / name for name in SHIPPED.values()]
+    for name, folder in zip(SHIPPED, folders, strict=True):
+        study.arm(name, 0, checkpoint=True)
+        ship(study.folder(name, 0), folder, study.tokenizer)
+        lengthgen("verify", folder)
+    lengths, found = ",".join(map(str, study.settings.lengths[1:-2])), study.output / "retrieval"
+    lengthgen("retrieve", *folders, "--lengths", lengths, "--samples", 2, "--output", found)
+    for folder in folders:
+        said = ("--language", "en", "--license", "apache-2.0")
+        lengthgen("card", folder, "--results", found / "retrieval.json", *said)
+    readme = folders[1] / "README.md"
+    card = readme.read_text(encoding="utf-8")
+    readme.write_text(card.replace(OWN_WORDS[0], f"{OWN_WORDS[0]}\n\n{ASK}"), encoding="utf-8")
+
+
 def main() -> None:
     parser = options_of(__doc__, HERE / "results")
     parser.set_defaults(output="demo-output/passkey")  # other studies have stages of these names, too
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="which (all)")
+    parser.add_argument("--ship", type=Path, metavar="FOLDER", help="make the pair of checkpoints there, and no study")
     options = parsed(parser)
     torch.set_num_threads(1)  # results of small runs hang on rounding
     study = PasskeyStudy(options)
+    if options.ship is not None:
+        ship_pair(study, options.ship)
+        return
     for seed in options.seeds:
         for name in options.arms:
             study.arm(name, seed)

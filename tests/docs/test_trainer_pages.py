@@ -35,7 +35,7 @@ TABLES: dict[str, type[InitialStateConfig]] = {
     "alignment": AlignmentConfig,
     "statex": StateXConfig,
 }
-PAGES = [*(f"trainers/{name}" for name in TABLES), "with_trl", "scaling_out", "troubleshooting"]
+PAGES = [*(f"trainers/{name}" for name in (*TABLES, "far_memory")), "with_trl", "scaling_out", "troubleshooting"]
 SHRUNK = {
     r'\.texts\("(train|validation)"\)': r'.texts("\1")[:4]',
     r"max_steps=\d+": "max_steps=2, report_to='none', dataloader_pin_memory=False",
@@ -48,6 +48,7 @@ QUICK = {
     "evaluate": "--sequences 2 --length 64 --data texts --split train",
     "diagnose": "--sequences 2 --length 64 --patched-heads 0 --data texts --split train",
     "expand": "",
+    "retrieve": "--lengths 128,256 --samples 1",
     "merge": "",
 }
 """Small settings for commands, the last of an option wins."""

@@ -23,9 +23,8 @@ from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
 from hf_recurrent_lengthgen.metrics.diagnosis.measure import diagnose_model
 from hf_recurrent_lengthgen.metrics.states.attention import attention_harm
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
-from tests.checkpoints.cards.test_model_cards import MODEL_CARDS, NAMES
+from tests.checkpoints.cards.test_model_cards import FAMILIES, MODEL_CARDS
 
-FAMILIES = [name.removesuffix("-base") for name in NAMES if name.endswith("-base")]
 HARM, LENGTHS = 0.02, 64
 NOT_CURED = ("bamba",)
 """Its attention fails beyond its training length, which no initial state cures, and its states are cured in part."""

@@ -1,5 +1,6 @@
 """The checkpoints of model_cards/ are verified, pushed, and give the same results where this package is not."""
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,19 +10,20 @@ import torch
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.cli.main import main
-from tests.checkpoints.cards.test_model_cards import MODEL_CARDS, NAMES
+from tests.checkpoints.cards.test_model_cards import FAR, MODEL_CARDS, NAMES
 
 from .client import PYTHON, STRANGER, environment
 from .endpoint import Endpoint
 
-CURED = [name for name in NAMES if name.endswith("-cured")]
+CURED = [name for name in NAMES if not name.endswith("-base")]
+TEXT = "The sky is blue"
 CODE = """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 found = {}
 for name in NAMES:
     model = AutoModelForCausalLM.from_pretrained("user/" + name, trust_remote_code=True)
-    tokens = AutoTokenizer.from_pretrained("user/" + name)("def first(x):", return_tensors="pt").input_ids
+    tokens = AutoTokenizer.from_pretrained("user/" + name)(TEXT, return_tensors="pt").input_ids
     found[name] = model(tokens).logits.detach()
 torch.save(found, "out.pt")
 """
@@ -34,14 +36,16 @@ def test_cured_checkpoints_run_where_the_package_is_not(hub: Endpoint, tmp_path:
         assert main(["verify", str(folder)]) == 0
         assert main(["card", str(folder)]) == 0
         assert main(["push", str(folder), f"user/{name}"]) == 0
-    code = f"{STRANGER}NAMES = {CURED!r}\n{CODE}"
+    code = f"{STRANGER}NAMES, TEXT = {CURED!r}, {TEXT!r}\n{CODE}"
     home = environment(hub, tmp_path / "home")
     ran = subprocess.run([*PYTHON, code], cwd=tmp_path, env=home, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     found = torch.load(tmp_path / "out.pt")
     assert list(found) == CURED
+    vocabulary = json.loads((MODEL_CARDS / FAR / "tokenizer.json").read_text())["model"]["vocab"]
+    words = [vocabulary[word] for word in TEXT.split()]
     for name, logits in found.items():
         model = load_language_model(str(MODEL_CARDS / name))
-        tokens = torch.tensor([[byte + 3 for byte in b"def first(x):"] + [1]])
+        tokens = torch.tensor([words if name == FAR else [*(byte + 3 for byte in TEXT.encode()), 1]])
         with torch.no_grad():
             torch.testing.assert_close(logits, model(tokens).logits, atol=1e-4, rtol=1e-4)
