@@ -1,6 +1,7 @@
 """Wrapped models whose rows 2, 3 and 4 processes share give what one process gives."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -37,9 +38,7 @@ def test_processes_that_share_rows_give_what_one_gives(job: dict[str, Any], foun
     for size, pieces in found[str(job)].items():
         wrong = {key: error for key, error in errors(pieces, whole).items() if not error <= TOLERANCE}
         if job.get("window") == 1:  # one key has the weight 1, whatever it is: gradients are zero but for rounding
-            wrong = {
-                key: error for key, error in wrong.items() if not key.endswith(("q_proj.weight", "k_proj.weight"))
-            }
+            wrong = {key: error for key, error in wrong.items() if not re.search(r"\.[qk]_", key)}
         assert not wrong, (size, wrong)
 
 
