@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_recurrent_lengthgen.hybrids.mixers import Mamba1StateCache, limited_steps, scans_from_state
-from hf_recurrent_lengthgen.hybrids.sharing import Shared, shared_scans
+from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
-from hf_recurrent_lengthgen.hybrids.stopping import stopped_scans, stopped_xlstm
+from hf_recurrent_lengthgen.hybrids.stopping import scans_of_rows, stopped_xlstm
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows import Rows
@@ -66,27 +66,23 @@ class CacheAdapter:
         single_token: bool,
         attention: Cache | None,
         rows: Rows | None = None,
+        shared: Shared | None = None,
     ) -> Any:
         """A state cache with `state` before the tokens; keys and values go to `attention`, if given.
 
-        With `rows`, the state after the tokens is that after the real ones.
+        With `rows`, the state after the tokens is that after the real ones. With `shared`, the tokens are a piece of
+        rows that processes share, and `state` is that before the whole rows.
         """
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return self.state_cache_class()(layers, state, single_token, attention, self.dtype, rows=rows)
-
-    def shared_cache(self, state: RecurrentState, shared: Shared) -> StateCache:
-        """A state cache for a piece of rows that processes share; `state` is that before the whole rows."""
-        return self.state_cache_class()(len(state), state, False, None, self.dtype, shared)
+        return self.state_cache_class()(layers, state, single_token, attention, self.dtype, shared, rows)
 
     def state_cache_class(self) -> type[StateCache]:
         return StateCache
 
     def mixers(self, state_cache: Any) -> AbstractContextManager[None]:
         """The context in which the mixers run with the state cache, also when they are recomputed."""
-        if state_cache.shared is not None:
-            return shared_scans(self.model, state_cache.shared)
-        if state_cache.rows is not None:
-            return stopped_scans(self.model, state_cache)
+        if state_cache.shared is not None or state_cache.rows is not None:
+            return scans_of_rows(self.model, state_cache)
         return limited_steps(self.model) if state_cache.single_token else nullcontext()
 
     def to_cache(self, state: RecurrentState) -> Any:
@@ -190,6 +186,7 @@ class XlstmCacheAdapter(CacheAdapter):
         single_token: bool,
         attention: Cache | None,
         rows: Rows | None = None,
+        shared: Shared | None = None,
     ) -> Any:
         config, dtype = self.model.config, state_dtype(self.model.dtype)
         if state is None:

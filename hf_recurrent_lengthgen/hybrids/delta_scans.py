@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from transformers.utils import is_kernels_available
 
-from hf_recurrent_lengthgen.hybrids.sharing import shared_now
-from hf_recurrent_lengthgen.hybrids.stopping import RULES, stopped_rule
+from hf_recurrent_lengthgen.hybrids.stopping import RULES, reading_now, stopped_rule
 from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, scan_delta
 from hf_recurrent_lengthgen.models.scan_pieces import piece_delta
@@ -76,7 +75,7 @@ def _in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        shared = shared_now()
+        shared = getattr(reading_now(), "shared", None)
         if shared is None and needs_stock(query.device.type):
             kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
             output: tuple[Tensor, Tensor | None] = stock(

@@ -5,21 +5,14 @@ replaced during one forward pass (Mamba, Mamba-2), or with our scan of the delta
 attend to their own keys and values and to those gathered from the pieces before, of which a window needs the last.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, as_chunk_scan, exchanged, files_of
-from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_shared import gathered, scan_piece
-from hf_recurrent_lengthgen.models.scan_pieces import piece_ssd
-from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 
 
 class Shared:
@@ -77,26 +70,3 @@ class Shared:
                 f"{asked} layers of {name} have recurrent states, but only {self.scanned} scans can be "
                 "shared by processes: leave sequence_group out."
             )
-
-
-_of_thread = threading.local()
-
-
-def shared_now() -> Shared | None:
-    """What the delta rule shares rows with in the forward pass of this thread."""
-    return getattr(_of_thread, "shared", None)
-
-
-@contextmanager
-def shared_scans(model: HybridModel, shared: Shared) -> Iterator[None]:
-    """Let the Mamba-2 mixers and the delta rule of a model scan from folded states."""
-
-    def run(inputs: tuple[Tensor, ...], state: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        return shared.scan(scan_ssd, piece_ssd, inputs, state, options)
-
-    before, _of_thread.shared = shared_now(), shared
-    try:
-        with exchanged(files_of(model), CHUNKS, lambda _: as_chunk_scan(run)):
-            yield
-    finally:
-        _of_thread.shared = before

@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.hybrids.mixers import CHUNKS, as_chunk_scan, exchang
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
+from hf_recurrent_lengthgen.models.scan_pieces import piece_ssd
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 
 # Delta rules of Transformers, with the arguments and results of fla's kernels; T = 1 goes to the recurrent ones.
@@ -31,21 +32,23 @@ RULES = {
 _of_thread = threading.local()
 
 
-def stopping_now() -> Any:
-    """The state cache of the forward pass of this thread, if its rows have padding at their ends."""
+def reading_now() -> Any:
+    """The state cache of the forward pass of this thread, if its rows are shared or have padding at their ends."""
     return getattr(_of_thread, "state_cache", None)
 
 
 @contextmanager
-def stopped_scans(model: HybridModel, state_cache: Any) -> Iterator[None]:
-    """Let Mamba-2 mixers and our scan of the delta rule leave the state at padding as it is."""
+def scans_of_rows(model: HybridModel, state_cache: Any) -> Iterator[None]:
+    """Let Mamba-2 mixers and our scan of the delta rule leave the state at padding, or start from folded states."""
 
     def run(inputs: tuple[Tensor, ...], state: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if (shared := state_cache.shared) is not None:
+            return shared.scan(scan_ssd, piece_ssd, inputs, state, options)
         state_cache.stopped.add(state_cache.asking)
         x, dt, A, B, C, D = inputs
         return scan_ssd(x, zero_past_end(dt, state_cache.rows), A, B, C, D, state, **options)
 
-    before, _of_thread.state_cache = stopping_now(), state_cache
+    before, _of_thread.state_cache = reading_now(), state_cache
     try:
         with exchanged(files_of(model), CHUNKS, lambda _: as_chunk_scan(run)):
             yield
@@ -58,7 +61,7 @@ def stopped_rule(rule: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(rule)
     def stopped(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: Any) -> Any:
-        if (state_cache := stopping_now()) is not None:
+        if getattr(state_cache := reading_now(), "rows", None) is not None:
             state_cache.stopped.add(state_cache.asking)
             g, beta = (zero_past_end(x, state_cache.rows) for x in (g, beta))
         return rule(q, k, v, g=g, beta=beta, **options)

@@ -60,8 +60,7 @@ _KINDS: dict[type, type] = {
 
 def window_of(config: Any) -> int | None:
     """W of a config, or that of its text model; None for all keys."""
-    text = getattr(config, "get_text_config", None)
-    window: int | None = getattr(config if text is None else text(decoder=True), "attention_window", None)
+    window: int | None = getattr(config.get_text_config(decoder=True), "attention_window", None)
     return window
 
 
@@ -120,7 +119,7 @@ def _masking(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def mask(*args: Any, **given: Any) -> Any:
-        if (window := window_of(given.get("config"))) is not None:
+        if (window := window_of(given["config"])) is not None:
             given["mask_function"] = and_masks(given["mask_function"], sliding_window_overlay(window))
             given["local_size"] = min(window, given.get("local_size") or window)
         return stock(*args, **given)

@@ -223,10 +223,8 @@ class StatefulMixin(LearnedStatesMixin):
             padded = rows.padded if rows.length > 1 else None
         if padded is not None:
             check_stops(self)
-        if group is None:
-            state_cache: Any = adapter.state_cache(before, size[1] == 1, attention_cache, padded)
-        else:
-            state_cache = adapter.shared_cache(before, Shared(group, size, self.device, window_of(self.config)))
+        shared = None if group is None else Shared(group, size, self.device, window_of(self.config))
+        state_cache: Any = adapter.state_cache(before, size[1] == 1, attention_cache, padded, shared)
         state_cache.keys = keys
         set_positions(self, state_cache, arguments, rows, size[1])
         output = self._carry(state_cache, arguments, rows)

@@ -212,6 +212,6 @@ def test_padding_beside_an_attention_cache_is_refused() -> None:
 
 def test_a_layer_that_reads_on_over_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = stateful(tiny_model("kimi_linear"))
-    monkeypatch.setattr("hf_recurrent_lengthgen.hybrids.stopping.stopping_now", lambda: None)
+    monkeypatch.setattr("hf_recurrent_lengthgen.hybrids.stopping.reading_now", lambda: None)
     with pytest.raises(ValueError, match=r"states of layers \[0, 2\] of .* would not stop before the padding"):
         model(input_ids=TOKENS, attention_mask=MASK, output_final_state=True)
