@@ -6,7 +6,7 @@ Mimetic initialization lets it learn in a few minutes; StatePassingTrainer and i
 import argparse
 
 from hf_recurrent_lengthgen.data import PaddingCollator
-from hf_recurrent_lengthgen.data.tasks import CopyingStrings
+from hf_recurrent_lengthgen.data.tasks import string_task
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
@@ -17,7 +17,7 @@ parser.add_argument("--output", default="example-output")
 parser.add_argument("--steps", type=int, default=500)
 options = parser.parse_args()
 
-strings = CopyingStrings(length=(5, 10), vocabulary=16, samples=64 * options.steps, seed=0)
+strings = string_task("copying", (5, 10), vocabulary=16, samples=64 * options.steps, seed=0, begin=True)
 model = StatefulMamba2ForCausalLM(
     StatefulMamba2Config(
         vocab_size=strings.vocab_size,

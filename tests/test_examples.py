@@ -130,8 +130,8 @@ def test_a_model_learns_to_copy(
         "40",
     ]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["training_length"] == 22
-    assert config["task"] == {"name": "copying", "length": [5, 10], "vocabulary": 16}
+    assert config["training_length"] == 23
+    assert config["task"] == {"name": "copying", "length": [5, 10], "vocabulary": 16, "begin": True}
 
 
 def test_a_document_is_read_once_and_asked_from_the_file(

@@ -133,7 +133,7 @@ def _keys(settings: RunArguments, stream: Tensor, samples: int, seed: int, token
 
 
 def _symbols(settings: RunArguments, samples: int, seed: int) -> TaskStrings:
-    return string_task(settings.task, settings.row_lengths, settings.task_vocabulary, samples, seed)
+    return string_task(settings.task, settings.row_lengths, settings.task_vocabulary, samples, seed, begin=True)
 
 
 def _questions(

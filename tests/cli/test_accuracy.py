@@ -76,8 +76,8 @@ def test_every_task_trains_and_is_measured(
 ) -> None:
     assert train(task=task, task_length=length, eval_strategy="steps", eval_steps=1, logging_steps=1) == 0
     config = AutoConfig.from_pretrained(tmp_path / "out")
-    assert config.task == {"name": task, "length": [int(length[0]), 4], "vocabulary": 8}
-    assert config.training_length == (18 if task == "recall" else 10)
+    assert config.task == {"name": task, "length": [int(length[0]), 4], "vocabulary": 8, "begin": True}
+    assert config.training_length == (19 if task == "recall" else 11)
     assert config.interventions == ["state_passing, 2 steps"]
     shown = capsys.readouterr().out
     assert "'eval_loss'" in shown
@@ -103,8 +103,8 @@ def test_training_reads_the_strings_of_its_seed_and_evaluates_on_others(
     used: list[Any] = []
     original = train_rows.string_task
 
-    def spy(*arguments: Any) -> Any:
-        used.append(original(*arguments))
+    def spy(*arguments: Any, **named: Any) -> Any:
+        used.append(original(*arguments, **named))
         return used[-1]
 
     monkeypatch.setattr(train_rows, "string_task", spy)
@@ -238,7 +238,7 @@ def test_the_document_names_weights_data_and_seed(checkpoint: Callable[..., Path
     for name, value in load_model(str(folder)).state_dict().items():
         weights.update(f"{name} torch.float32 {tuple(value.shape)}".encode() + value.numpy().tobytes())
     for length in (2, 3):
-        for row in string_task("copying", length, 8, 5, 2**40 + 7).__getitems__(range(5)):
+        for row in string_task("copying", length, 8, 5, 2**40 + 7, begin=True).__getitems__(range(5)):
             strings.update(row["input_ids"].numpy().astype("<i8").tobytes())
     assert (found.weights, found.data.digest, found.seed) == (weights.hexdigest(), strings.hexdigest(), 7)
     assert (found.device, found.versions["torch"]) == ("cpu", torch.__version__)

@@ -2,7 +2,8 @@
 
 The tasks of Trockman et al., 2024 (arXiv:2410.11135), section 2 and Eq. 10-11, which follow Jelassi et al., 2024
 (arXiv:2402.01032). The code of the latter has a begin token and packs several strings into a row; here a row is one
-string.
+string, which may begin with the end token, as if it followed another. Without it a model that starts from the state of
+another string cannot tell where its own begins.
 
 Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vocabulary` + 3 ids.
 """
@@ -43,7 +44,7 @@ class StringParts(NamedTuple):
 
 
 class TaskStrings(KeyedRows):
-    """Rows "prompt | answer .".
+    """Rows "prompt | answer .", or ". prompt | answer .".
 
     An item is `{"input_ids": (T,), "labels": (T,)}`, int64. Labels are -100 outside the scored part of the answer, and
     the model shifts them. See `KeyedRows` for the other arguments.
@@ -53,11 +54,13 @@ class TaskStrings(KeyedRows):
 
     Attributes:
         name: Name of the task on the command line.
+        begin: Whether a row begins with the end token.
         vocab_size: Number of token ids that a model needs.
         row_length: T, number of tokens in the longest row.
     """
 
     name: str
+    begin = False
     tokens_per_symbol = 1  # in the prompt
     end_is_asked = True
 
@@ -82,19 +85,25 @@ class TaskStrings(KeyedRows):
 
     @property
     def row_length(self) -> int:
-        return 2 * self.tokens_per_symbol * self.longest + 2
+        return 2 * self.tokens_per_symbol * self.longest + 2 + self.begin
 
     @property
     def record(self) -> dict[str, Any]:
         """The record of the task in a checkpoint's config; `string_task(**record)` restores the task."""
-        return {"name": self.name, "length": [self.shortest, self.longest], "vocabulary": self.vocabulary}
+        begin = {"begin": True} if self.begin else {}
+        return {"name": self.name, "length": [self.shortest, self.longest], "vocabulary": self.vocabulary} | begin
 
     @property
     def resume_record(self) -> dict[str, Any]:
         return super().resume_record | self.record
 
     def _rows(self, rows: Array, lengths: Array) -> Rows:
-        return _assembled(self._parts(rows, lengths), self.end_is_asked)
+        tokens, labels, sizes = _assembled(self._parts(rows, lengths), self.end_is_asked)
+        if not self.begin:
+            return Rows(tokens, labels, sizes)
+        before = ((0, 0), (1, 0))
+        labels = np.pad(labels, before, constant_values=IGNORED_LABEL)
+        return Rows(np.pad(tokens, before, constant_values=END_ID), labels, sizes + 1)
 
 
 def _assembled(parts: StringParts, end_is_asked: bool) -> Rows:
@@ -224,7 +233,12 @@ STRING_TASKS = tuple(_TASKS)
 
 
 def string_task(
-    name: str, length: Lengths, vocabulary: int | None = None, samples: int = 1_000_000, seed: int = 0
+    name: str,
+    length: Lengths,
+    vocabulary: int | None = None,
+    samples: int = 1_000_000,
+    seed: int = 0,
+    begin: bool = False,
 ) -> TaskStrings:
     """A task by its name.
 
@@ -234,8 +248,11 @@ def string_task(
         vocabulary: Number of symbols; None for the task's default, 26 for copying and 512 for the others.
         samples: Number of rows.
         seed: Seed of the rows.
+        begin: Whether rows begin with the end token.
     """
     if name not in _TASKS:
         raise ValueError(f"The task is {name!r}, but must be one of {', '.join(STRING_TASKS)}.")
     symbols = {} if vocabulary is None else {"vocabulary": vocabulary}
-    return _TASKS[name](length, **symbols, samples=samples, seed=seed)
+    task = _TASKS[name](length, **symbols, samples=samples, seed=seed)
+    task.begin = begin
+    return task

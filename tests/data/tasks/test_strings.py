@@ -211,6 +211,13 @@ def test_a_task_by_its_name() -> None:
         assert (task.name, task.shortest, task.longest, task.vocabulary, len(task), task.seed) == (name, 2, 3, 8, 5, 4)
         again = string_task(**task.record, samples=5, seed=4)
         assert torch.equal(again.batch(range(5))["input_ids"], task.batch(range(5))["input_ids"])
+        begun = string_task(**task.record, samples=5, seed=4, begin=True)
+        assert string_task(**begun.record, samples=5, seed=4).begin
+        assert begun.row_length == task.row_length + 1
+        for kind, first in (("input_ids", 2), ("labels", NONE), ("attention_mask", 1)):
+            assert [row[kind].tolist() for row in begun] == [[first, *row[kind].tolist()] for row in task]
+        batch = begun.batch(range(5))
+        assert batch["attention_mask"].sum(1).tolist() == [len(row["input_ids"]) for row in begun]
     assert [string_task(name, 3).vocabulary for name in STRING_TASKS] == [26, 26, 512, 512]
     assert split(string_task("stack_copying", 5)[0]["input_ids"])[1] != split(CopyingStrings(5)[0]["input_ids"])[1]
     with pytest.raises(ValueError, match="'sort', but must be one of copying, stack_copying, recall, sorting"):
