@@ -21,6 +21,7 @@ PAGES = (
     "state_files",
     "serving",
     "hybrids",
+    "attention_window",
     "delta_rule",
     "surgery",
     "publish",

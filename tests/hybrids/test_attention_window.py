@@ -1,5 +1,6 @@
 """A window for attention: every call is the stock model's with a mask of the window made by hand."""
 
+import inspect
 from itertools import pairwise
 from typing import Any
 
@@ -214,6 +215,42 @@ def test_eager_and_flash_attention_have_the_window(model_type: str, monkeypatch:
         model.config._attn_implementation = name
         assert relative_error([model(tokens).logits], [expected]) < 1e-5
         assert relative_error([read_in_pieces(model, tokens, [7, 1, 15])[0]], [expected]) < 1e-5
+
+
+SCALED = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "llama3": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+}
+ROTARY: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in HYBRIDS if name != "nemotron_h"),  # which takes no positions
+    *(("bamba", {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | how}) for kind, how in SCALED.items()),
+    ("zamba2", {"use_mem_rope": True}),
+    ("granitemoehybrid", {"position_embedding_type": "rope"}),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("model_type", "changes"), ROTARY, ids=str)
+def test_far_positions_move_outputs_by_rounding_alone(model_type: str, changes: dict[str, Any]) -> None:
+    stock, tokens = tiny_model(model_type, **changes), random_tokens(2, 14)
+    if "position_ids" not in inspect.signature(stock.forward).parameters:
+        return
+
+    def error_at(first: int) -> float:
+        logits = masked(stock, tokens, position_ids=torch.arange(first, first + 14)[None]).logits
+        return relative_error([logits.float()], [exact])
+
+    exact = masked(stock, tokens).logits
+    assert error_at(10**5) < 5e-4
+    assert error_at(10**6) < 5e-3
+    stock.to(torch.bfloat16)
+    assert error_at(10**6) < 2 * error_at(0)  # that of the dtype
 
 
 @torch.no_grad()
