@@ -27,17 +27,17 @@ text = model.generate(**prompt, initial_state=state, max_new_tokens=40, do_sampl
 print(tokenizer.decode(text[0]))"""
 
 
-def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None = None) -> Path:
+def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None = None, further: str = "") -> Path:
     """Write `result.json`, the figures as PNG and SVG, and `index.html`, which shows how to load `checkpoint`.
 
-    Returns the path of the page.
+    The page shows `further`, HTML, after its own figures. Returns the path of the page.
     """
     write_result(folder / "result.json", comparison)
     for name, picture in PICTURES.items():
         draw(picture.draw(comparison.models), folder / name)
     loading = None if checkpoint is None else LOADING.format(folder=str(checkpoint))
     models = tuple(DiagnosedModel(model.role, model.evaluation, {}, {}) for model in comparison.models)
-    return write_page(folder, diagnosis_page(Diagnosis(comparison.title, models), loading))
+    return write_page(folder, diagnosis_page(Diagnosis(comparison.title, models), loading, further))
 
 
 def draw(figure: Figure, path: Path) -> None:

@@ -6,18 +6,23 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
-from hf_recurrent_lengthgen.cli import demo, inputs
-from hf_recurrent_lengthgen.cli.demo import DemoSettings, run_demo
+from hf_recurrent_lengthgen.cli import demo, inputs, retrieve
+from hf_recurrent_lengthgen.cli.demo import DemoSettings, MemoryBudget, memory_section, memory_stages, run_demo
 from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.data import standard_library_corpus
-from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
+from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalComparison
+from hf_recurrent_lengthgen.trainers import TbttTrainer, ZeroStateTrainer
+from tests.metrics.test_retrieval_figures import RESULT
 from tests.without_package import clean_process
 
 TINY = DemoSettings(
@@ -30,7 +35,10 @@ TINY = DemoSettings(
     evaluation_multiple=4,
     sequences=3,
 )
+MEMORY = MemoryBudget(rows=2, pieces=2, steps=2, multiples=(1, 2), samples=1)
+MEMORY_BASE = Path(__file__).parents[2] / "model_cards/passkey-base"
 ROLES = ("base", "cured", "control")
+FAR = ("far", "far-control")
 
 
 class Finished(NamedTuple):
@@ -57,10 +65,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     output = tmp_path_factory.mktemp("demo") / "output"
     program = (
         "import sys; from pathlib import Path; from hf_recurrent_lengthgen.cli import demo, main\n"
-        f"tiny = demo.{TINY!r}\n"
+        f"tiny = demo.{TINY!r}, demo.{MEMORY!r}\n"
         "run = demo.run_demo\n"
-        "demo.run_demo = lambda output, seed: run(output, seed, tiny)\n"
-        f"sys.exit(main.main(['demo', '--output', {str(output)!r}, '--seed', '3']))"
+        "demo.run_demo = lambda *given: run(*given, *tiny)\n"
+        f"given = ['--output', {str(output)!r}, '--seed', '3', '--memory-base', {str(MEMORY_BASE)!r}]\n"
+        "sys.exit(main.main(['demo', *given]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -71,10 +80,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: Any) -> Callable[..., int]:
     """Run `lengthgen demo` with tiny settings into `tmp_path / "out"`."""
     monkeypatch.setattr(inputs, "standard_library_corpus", small_corpus)
+    monkeypatch.chdir(tmp_path)  # where there is no model_cards/
 
     def run(*arguments: str) -> int:
         with monkeypatch.context() as patch:
-            patch.setattr(demo, "run_demo", lambda *given: run_demo(*given, TINY))
+            patch.setattr(demo, "run_demo", lambda *given: run_demo(*given, TINY, MEMORY))
             return main(["demo", "--output", str(tmp_path / "out"), *arguments])
 
     return run
@@ -87,13 +97,11 @@ def weights_written(output: Path) -> dict[str, int]:
 @pytest.mark.slow
 def test_everything_is_written(finished: Finished) -> None:
     figures = {f"{name}.{kind}" for name in ("position_wise", "context_harm", "in_window") for kind in ("png", "svg")}
-    assert {path.name for path in finished.output.iterdir()} == {
-        *figures,
-        *ROLES,
-        "index.html",
-        "result.json",
-        "start.json",
-    }
+    files = {"index.html", "result.json", "start.json", "keys"}
+    assert {path.name for path in finished.output.iterdir()} == {*figures, *ROLES, *FAR, *files}
+    assert (finished.output / "keys/heat_map.png").is_file()
+    page = (finished.output / "index.html").read_text(encoding="utf-8")
+    assert page.index("How far it holds") < page.index("<h2>Far memory") < page.index("<h2>Numbers")
     for role in ROLES:
         names = {path.name for path in (finished.output / role).iterdir()}
         assert names >= {"config.json", "model.safetensors", "modeling_stateful_delta_net.py", "tokenizer_config.json"}
@@ -137,10 +145,13 @@ def test_the_checkpoints_say_where_they_come_from(finished: Finished) -> None:
 @pytest.mark.slow
 def test_what_is_printed_is_short_and_its_commands_do_the_same(finished: Finished, tmp_path: Path) -> None:
     assert finished.errors == ""  # no bars, no reports, no warnings
-    stages = re.findall(r"^\[(\d)/4\] .*\n  lengthgen (.*)\n", finished.printed, flags=re.MULTILINE)
-    assert [number for number, _ in stages] == ["1", "2", "3", "4"]
+    stages = re.findall(r"^\[(\d)/7\] .*\n  lengthgen (.*)\n", finished.printed, flags=re.MULTILINE)
+    assert [number for number, _ in stages] == [*"1234567"]
+    far, control = (read_lineage(finished.output / role).steps[-1].training for role in FAR)  # type: ignore[union-attr]
+    assert [run.methods[0].name for run in (far, control) if run is not None] == ["tbtt", "none"]
+    assert [run.steps for run in (far, control) if run is not None] == [2, 2]
     assert re.search(r"^Total: \d+ s\. Page with figures: .*index.html$", finished.printed, flags=re.MULTILINE)
-    assert len(finished.printed.splitlines()) < 60
+    assert len(finished.printed.splitlines()) < 80
     again = stages[0][1].replace(f"--output {finished.output / 'base'}", f"--output {tmp_path / 'base'}")
     assert main(shlex.split(again)) == 0
     weights = [folder / "base" / "model.safetensors" for folder in (finished.output, tmp_path)]
@@ -157,9 +168,12 @@ def test_the_code_on_the_page_runs_without_our_package(finished: Finished, tmp_p
 
 
 @pytest.mark.slow
-def test_a_demo_may_be_run_again_in_its_folder(run_tiny: Callable[..., int], tmp_path: Path) -> None:
+def test_a_demo_may_be_run_again_in_its_folder(
+    run_tiny: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output = tmp_path / "out"
     assert run_tiny() == 0
+    assert "No second act, far memory: it needs --memory-base" in capsys.readouterr().out
     (output / "cured" / "old").mkdir()
     (output / "cured" / "old" / "file").touch()
     before = weights_written(output)
@@ -168,13 +182,55 @@ def test_a_demo_may_be_run_again_in_its_folder(run_tiny: Callable[..., int], tmp
     assert not (output / "cured" / "old").exists()
 
 
+@pytest.mark.parametrize("role", ["control", "far"])
 def test_a_folder_with_other_files_is_left_alone(
-    run_tiny: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    role: str, run_tiny: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine = tmp_path / "out" / "control" / "model.safetensors"
+    mine = tmp_path / "out" / role / "model.safetensors"
     mine.parent.mkdir(parents=True)
     mine.write_text("precious")
     assert run_tiny() == 1
     assert "holds files that no demo wrote: give another --output" in capsys.readouterr().err
     assert mine.read_text() == "precious"
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["control"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [role]
+
+
+@pytest.mark.parametrize("config", [None, "{}"])
+def test_a_second_act_needs_a_base_with_a_training_length(
+    config: str | None, run_tiny: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert run_tiny("--memory-base", str(tmp_path)) == 1
+    assert f"--memory-base {tmp_path} has no config.json with a training_length" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_second_act_trains_up_to_32_pieces_and_asks_up_to_64(tmp_path: Path) -> None:
+    (tmp_path / "a base").mkdir()
+    (tmp_path / "a base/config.json").write_text('{"training_length": 32}')
+    far, control, asked = map(shlex.split, memory_stages(tmp_path / "a base", tmp_path, demo.MEMORY).values())
+    (given, training, trainer), (_, plain, without) = (read_options(words[1:], None) for words in (far, control))
+    assert (given.model, given.task_length) == (str(tmp_path / "a base"), "32-1024")
+    assert (trainer, without) == (TbttTrainer, ZeroStateTrainer)
+    same = ("max_steps", "learning_rate", "per_device_train_batch_size", "weight_decay")
+    assert [getattr(training, name) for name in same] == [getattr(plain, name) for name in same]
+    options = retrieve.command_parser().parse_args(asked[1:])
+    assert options.models == [str(tmp_path / name) for name in ("a base", *FAR)]
+    assert options.lengths == [32, 64, 128, 256, 512, 1024, 2048]
+
+
+def test_the_section_says_how_far_keys_are_found(tmp_path: Path) -> None:
+    right = {"base": (20, 9, 0), "far": (20, 19, 12), "far-control": (18, 0, 0)}
+    models = [
+        replace(
+            RESULT, model=name, cells=(tuple(RetrievalCell(n, 20, 9) for n in found),), rows=("0 %",), depths=(0.0,)
+        )
+        for name, found in right.items()
+    ]
+    write_result(tmp_path / "retrieval.json", RetrievalComparison(tuple(models)))
+    section = memory_section(tmp_path)
+    assert (
+        "in prompts of 512, 1,024, 131,072 tokens: base 100%, 45%, 0%; far 100%, 95%, 60%; far-control 90%" in section
+    )
+    assert section.count("<svg") == 2

@@ -88,11 +88,11 @@ def diagnosis_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
     return drawn
 
 
-def diagnosis_page(diagnosis: Diagnosis, loading: str | None = None) -> str:
+def diagnosis_page(diagnosis: Diagnosis, loading: str | None = None, further: str = "") -> str:
     """The HTML text of a self-contained page, in light and dark, for desktop and phone.
 
     Models given as paths are named by the last part; the section "How this was made" has the full paths. `loading` is
-    code that loads a checkpoint, shown as it is.
+    code that loads a checkpoint, shown as it is; `further` is HTML that follows the figures.
     """
     given = [model.evaluation.model for model in diagnosis.models]
     diagnosis = with_names(diagnosis, short_names(given))
@@ -109,6 +109,7 @@ def diagnosis_page(diagnosis: Diagnosis, loading: str | None = None) -> str:
         f'<div class="lead">{lead}</div>',
         f'<div class="cards">{cards}</div>',
         *_sections(diagnosis),
+        further,
     ]
     sections += ["<h2>Numbers</h2>", table(models, colors, [*evaluation_rows(models), *_rows(diagnosis)])]
     if missing := not_measured(diagnosis):
