@@ -90,7 +90,7 @@ def test_every_task_trains_and_is_measured(
     (found,) = read_result(output / "accuracy.json", AccuracyComparison).models
     assert (found.task, found.training_length, found.vocabulary) == (task, 4, 8)
     assert found.command == shlex.join(["lengthgen", "accuracy", *arguments])
-    data = string_task(task, 4, 8)
+    data = string_task(task, 4, 8, begin=True)
     assert found.lengths == measure_accuracy(load_model(str(tmp_path / "out")), data, [2, 4], samples=6).lengths
     assert (output / "accuracy.png").stat().st_size > 5000
     assert ("pairs" if task == "recall" else "symbols") in (output / "accuracy.svg").read_text()
@@ -238,7 +238,7 @@ def test_the_document_names_weights_data_and_seed(checkpoint: Callable[..., Path
     for name, value in load_model(str(folder)).state_dict().items():
         weights.update(f"{name} torch.float32 {tuple(value.shape)}".encode() + value.numpy().tobytes())
     for length in (2, 3):
-        for row in string_task("copying", length, 8, 5, 2**40 + 7, begin=True).__getitems__(range(5)):
+        for row in string_task("copying", length, 8, 5, 2**40 + 7).__getitems__(range(5)):
             strings.update(row["input_ids"].numpy().astype("<i8").tobytes())
     assert (found.weights, found.data.digest, found.seed) == (weights.hexdigest(), strings.hexdigest(), 7)
     assert (found.device, found.versions["torch"]) == ("cpu", torch.__version__)
