@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from hf_recurrent_lengthgen.checkpoints.cards.card import own_words
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, passkey_prompt
 
 RUN = Path(__file__).parents[1] / "examples/passkey/run.py"
@@ -38,6 +41,22 @@ def test_arms_are_studied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     words = [line.split(" | ")[0] for line in tables.partition("| words read")[2].splitlines()[2:] if line]
     assert words == ["| 512", "| 1,024", "| 2,048"]  # 4 rows of 128 words a step
     assert (results / "passkey.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_pair_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = tmp_path / "cards"
+    arguments = ["--tiny", "--output", tmp_path / "out", "--ship", cards]
+    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(RUN), run_name="__main__")
+    assert {path.name for path in cards.iterdir()} == {"passkey-base", "passkey-far"}
+    for folder in cards.iterdir():
+        assert AutoTokenizer.from_pretrained(folder).tokenize("pass key 123") == ["pass", "key", "12", "3"]
+    assert "answer = model.generate(**words" in own_words((cards / "passkey-far/README.md").read_text())
+    lineage = read_lineage(cards / "passkey-far")
+    assert lineage is not None
+    assert [step.training.methods[0].name for step in lineage.steps if step.training] == ["none", "tbtt"]
 
 
 def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(module: dict[str, Any]) -> None:

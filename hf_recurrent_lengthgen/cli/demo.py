@@ -217,19 +217,17 @@ def memory_section(folder: Path) -> str:
     lengths = models[0].lengths
     shown = (0, len(lengths) // 2, -1)
     found = "; ".join(
-        f"{result.model} {', '.join(f'{result.by_length[place].accuracy:.0%}' for place in shown)}"
+        f"{result.model} {' / '.join(f'{result.by_length[place].accuracy:.0%}' for place in shown)}"
         for result in models
     )
+    far, control = FAR_ROLES
     said = (
-        f"A model without harm need not use what stands far back. {FAR_ROLES[0]} learned to, on long prompts, read in "
-        f"pieces of {models[0].training_length} tokens, between which the state passes and no gradient does. "
-        f"{FAR_ROLES[1]} took as many steps on prompts of one piece. Keys found in prompts of "
-        f"{', '.join(f'{lengths[place]:,}' for place in shown)} tokens: {found}."
+        f"A model without harm need not use what stands far back. The model {far} learned to, on long prompts, read "
+        f"in pieces of {models[0].training_length} tokens, between which the state passes and no gradient does. "
+        f"{control} took as many steps on prompts of one piece. Keys found, in prompts of "
+        f"{' / '.join(f'{lengths[place]:,}' for place in shown)} tokens: {found}."
     )
-    pictures = (
-        (retrieval_accuracy_figure(models), "Keys found"),
-        (heat_map_figure(models[1:2]), "Keys found, by depth"),
-    )
+    pictures = (retrieval_accuracy_figure(models), "Keys found"), (heat_map_figure(models[1:2]), "By depth")
     drawn = "".join(picture(figure, title, f"{title}.", said) for figure, title in pictures)
     note = f'<p class="note">{escape(models[0].command)}</p>'
     return f'<section><h2>Far memory</h2><p>{escape(said)}</p><div class="pair">{drawn}</div>{note}</section>'
