@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.hybrids.state_cache import NoCache
+from hf_recurrent_lengthgen.hybrids.windows import window_of
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.modeling_generation import NO_KEYS
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
@@ -34,7 +35,7 @@ def check_arguments(cache_argument: str, arguments: dict[str, Any], seen: int) -
     return rows, length, rows_of(arguments, seen)
 
 
-def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any) -> None:
+def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any, packed: bool = True) -> None:
     """Refuse padding and several sequences in a row where they would not be exact."""
     what = "attention_mask has zeros, or several sequences are in a row"
     if group is not None:
@@ -42,10 +43,10 @@ def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any) ->
             f"{what}, which a sequence_group does not take with wrapped models: give rows of one sequence without "
             "padding."
         )
-    if attention_cache is not None:
+    if attention_cache is not None and (packed or window_of(model.config) is None):
         raise ValueError(
             f"{what}, but attention_cache keeps equally many keys of every row: read rows of unequal length one at "
-            "a time, or leave attention_cache out."
+            "a time, leave attention_cache out, or give the model an attention_window, which takes padding."
         )
     if not reads_tokens(model):
         raise ValueError(f"{what}, but {type(model).__name__} is not a language model: give rows of equal length.")
@@ -210,6 +211,10 @@ def going_on(model: HybridModel, cache: Any, arguments: dict[str, Any]) -> dict[
         return arguments | {"attention_mask": mask[:, -length:]} if wide else arguments  # type: ignore[index]
     if not has_read(cache):
         return arguments
+    if getattr(cache, "padding", None) is not None and mask is None:
+        raise ValueError(
+            "The cache holds rows of unequal length: give the attention_mask (B, all tokens) of the text."
+        )
     takes = "position_ids" in inspect.signature(model.forward).parameters and arguments.get("position_ids") is None
     if stock_type_of(model).counts_tokens or not takes:
         return arguments

@@ -85,7 +85,8 @@ def generation_arguments(
         check_attention_cache(model, attention_cache, initial_state)
         # Positions and unread tokens follow from a mask over the whole text.
         whole = attention_cache.get_seq_length() + length
-        further["attention_mask"] = torch.ones(rows, whole, dtype=torch.long, device=prompt.device)
+        padding: Any = getattr(attention_cache, "padding", torch.zeros(rows, dtype=torch.long, device=prompt.device))
+        further["attention_mask"] = (torch.arange(whole, device=prompt.device) >= padding[:, None]).long()
         attention_cache = repeated_keys(attention_cache, copies)
     initial_state = map_state(lambda part: part.repeat_interleave(copies, dim=0), initial_state)
     cache = model.cache_from_state(initial_state, attention_cache)

@@ -160,11 +160,16 @@ class StockRows:
                 )
         return moved
 
-    def read(self, forward: Callable[..., ModelOutput], arguments: dict[str, Any], config: Any) -> ModelOutput:
-        """The output of a stock model for the N rows, with the loss of the B rows."""
+    def read(
+        self, forward: Callable[..., ModelOutput], arguments: Any, config: Any, further: dict[str, Any] | None = None
+    ) -> ModelOutput:
+        """The output of a stock model for the N rows, with `further` arguments, and with the loss of the B rows."""
         token = _reading.set(self)
         try:
-            return forward(**self.arguments(arguments, config))
+            moved = self.arguments(arguments, config)
+            if further and "attention_mask" in moved:
+                raise ValueError("output_router_logits does not take a cache of rows of unequal length: leave it out.")
+            return forward(**moved | (further or {}))
         finally:
             _reading.reset(token)
 

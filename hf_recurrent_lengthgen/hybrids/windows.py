@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -26,12 +27,16 @@ OF_LENGTH = ("dynamic", "longrope")
 class WindowLayer(DynamicSlidingWindowLayer):
     """The last keys and values of an attention layer, in memory of their own.
 
-    As in the layer that it takes the place of, `is_sliding` tells which mask of the stock model it goes with.
+    As in the layer that it takes the place of, `is_sliding` tells which mask of the stock model it goes with. `behind`
+    (B,) is the padding at the end of the rows of a call, None for none: what is kept ends at the last real token.
     """
+
+    behind: Tensor | None = None
 
     def update(self, *given: Any, **named: Any) -> Any:
         found = super().update(*given, **named)
         if not self.record_past:
+            self.keys, self.values = found
             self.shorten()
         return found
 
@@ -42,8 +47,13 @@ class WindowLayer(DynamicSlidingWindowLayer):
     def shorten(self) -> None:
         """Forget what lies before the window; Transformers would keep all for W = 1, and views of all for others."""
         parts: tuple[Any, ...] = (self.keys, self.values)
-        size = min(self.sliding_window - 1, parts[0].shape[2])
-        self.keys, self.values = (part[:, :, part.shape[2] - size :].clone() for part in parts)
+        total = parts[0].shape[2]
+        first = total - min(self.sliding_window - 1, total)
+        if self.behind is None:
+            self.keys, self.values = (part[:, :, first:].clone() for part in parts)
+        else:
+            places = (torch.arange(first, total, device=self.behind.device) - self.behind[:, None]).clamp(min=0)
+            self.keys, self.values = (part.take_along_dim(places[:, None, :, None], 2) for part in parts)
 
 
 class HybridWindowLayer(WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc,override]
@@ -164,3 +174,19 @@ def shorten_keys(cache: Any, window: int | None) -> None:
             layer._sliding_window_tensor = torch.tensor(layer.sliding_window)
             if seen:
                 layer.shorten()
+
+
+def before_rows(model: Any, cache: Any, length: int, behind: Tensor | None) -> dict[str, Tensor]:
+    """Positions (B, L) and mask of the next tokens where a cache has read rows of unequal length, else {}.
+
+    Such a cache has `padding` (B,) before its first tokens. `behind` is that at the end of the L tokens, None for none.
+    """
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(layer, WindowLayer):
+            layer.behind = behind
+    if (padding := getattr(cache, "padding", None)) is None:
+        return {}
+    columns = torch.arange(cache.get_seq_length() + length, device=padding.device) - padding[:, None]
+    further = {"attention_mask": (columns >= 0).long()}
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    return further | {"position_ids": columns[:, -length:]} if takes else further

@@ -52,7 +52,7 @@ from hf_recurrent_lengthgen.hybrids.registry import (
 )
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, loss_of, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
-from hf_recurrent_lengthgen.hybrids.windows import obey_window, set_window, shorten_keys, window_of
+from hf_recurrent_lengthgen.hybrids.windows import before_rows, obey_window, set_window, shorten_keys, window_of
 from hf_recurrent_lengthgen.models.modeling_generation import refuse_continuous_batching
 from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
@@ -139,6 +139,7 @@ class StatefulMixin(LearnedStatesMixin):
         shorten_keys(cache, window_of(self.config))
         if attention_cache is not None:
             copy_keys(attention_cache, cache)
+            cache.padding = getattr(attention_cache, "padding", None)
         return cache
 
     def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:
@@ -191,7 +192,7 @@ class StatefulMixin(LearnedStatesMixin):
         seen = attention_cache.get_seq_length() if isinstance(attention_cache, Cache) else 0
         batch_size, length, rows = check_arguments(adapter.argument, arguments, seen)
         if rows is not None:
-            check_rows(self, attention_cache, group)
+            check_rows(self, attention_cache, group, rows.given.starts is not None)
         if attention_cache is not None:
             check_attention_cache(self, attention_cache, initial_state)
         if initial_state is None:
@@ -227,7 +228,10 @@ class StatefulMixin(LearnedStatesMixin):
         state_cache: Any = adapter.state_cache(before, size[1] == 1, attention_cache, padded, shared)
         state_cache.keys = keys
         set_positions(self, state_cache, arguments, rows, size[1])
-        output = self._carry(state_cache, arguments, rows)
+        behind = None if rows is None or rows.padded is None else size[1] - cast(Tensor, rows.padded.lengths)
+        output = self._carry(state_cache, arguments, rows, before_rows(self, attention_cache, size[1], behind))
+        if attention_cache is not None and behind is not None:
+            cast(Any, attention_cache).padding = getattr(attention_cache, "padding", 0) + behind
         if group is not None:
             state_cache.shared.check(len(state_cache.asked), type(self).__name__)
         if padded is not None:
@@ -242,15 +246,18 @@ class StatefulMixin(LearnedStatesMixin):
         return_dict = arguments.get("return_dict")
         return bool(self.config.return_dict if return_dict is None else return_dict)
 
-    def _carry(self: Any, state_cache: Any, arguments: dict[str, Any], rows: StockRows | None = None) -> ModelOutput:
-        """The stock forward pass with a state cache in place of the cache."""
+    def _carry(
+        self: Any, state_cache: Any, arguments: Any, rows: StockRows | None = None, further: Any = None
+    ) -> ModelOutput:
+        """The stock forward pass with a state cache in place of the cache; `further` arguments are of moved rows."""
         adapter = cache_adapter_of(self)
         arguments = {**arguments, adapter.argument: state_cache, "use_cache": False, "return_dict": True}
         mixers = functools.partial(adapter.mixers, state_cache)
         with mixers(), checkpointing(self, mixers, getattr(state_cache, "attention", None)):
             if rows is not None:
-                return rows.read(super().forward, arguments, self.config)  # type: ignore[misc]
-            return super().forward(**of_whole_rows(arguments, ("position_ids",)))  # type: ignore[misc]
+                return rows.read(super().forward, arguments, self.config, further)  # type: ignore[misc]
+            whole = of_whole_rows(arguments, ("position_ids",)) | (further or {})
+            return super().forward(**whole)  # type: ignore[misc]
 
     def generate(
         self: Any,

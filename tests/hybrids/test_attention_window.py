@@ -290,3 +290,39 @@ def test_what_cannot_have_a_window_is_refused() -> None:
     model.config._attn_implementation = "unknown"
     with pytest.raises(ValueError, match=r"attention_window works with .* not with 'unknown'"):
         model(tokens)
+
+
+STOPPED = [one for one in TYPES if not SUPPORTED[str(one.values[0])].adapter.why_not_stop]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [1, WINDOW])
+@pytest.mark.parametrize("model_type", STOPPED)
+def test_rows_of_unequal_length_are_read_in_pieces_as_alone(model_type: str, window: int) -> None:
+    stock, model = windowed(model_type, window)
+    tokens, generator = random_tokens(3, 24), torch.Generator().manual_seed(2)
+    real = torch.rand(3, 24, generator=generator) < torch.tensor([[0.3], [0.8], [1.0]])
+    real[1, 6:13] = False  # pieces without a token
+    state, cache, logits = None, model.new_attention_cache(), []
+    for piece, mask in zip(tokens.split([6, 7, 1, 2, 5, 3], 1), real.split([6, 7, 1, 2, 5, 3], 1), strict=True):
+        output = model(piece, attention_mask=mask.long(), initial_state=state, attention_cache=cache)
+        state = output.final_state
+        logits.append(output.logits)
+    found = torch.cat(logits, dim=1)
+    for row in range(3):
+        alone = tokens[row][real[row]][None]
+        assert relative_error([found[row][real[row]]], [masked(stock, alone, window).logits[0]]) < TOLERANCE_OF_ROWS
+        read = read_in_pieces(model, alone, [alone.shape[1]])[1]
+        assert relative_error([part[row : row + 1] for part in parts(state)], parts(read)) < TOLERANCE_OF_ROWS
+    assert {keys.shape[2] for keys in kept(cache)} == {window - 1}
+    options: Any = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+    start = {"initial_state": state, "attention_cache": cache}
+    prompt = tokens[:, -1:]
+    for beams in (1, 2):
+        generated = model.generate(prompt, **start, **options, num_beams=beams)
+        for row in range(3):
+            whole = torch.cat([tokens[row][real[row]], prompt[row]])[None]
+            expected = model.generate(whole, **options, num_beams=beams)[0, -8:]
+            assert torch.equal(generated[row], expected), (row, beams)
+    with pytest.raises(ValueError, match="give the attention_mask"):
+        model(prompt, cache=model.cache_from_state(state, cache))
