@@ -130,16 +130,24 @@ def check_remembers(model: HybridModel) -> None:
 
 def set_positions(
     model: HybridModel, state_cache: Any, arguments: dict[str, Any], rows: StockRows | None, length: int
-) -> None:
-    """Put positions into the arguments where the stock model would not find them, after a check of given ones."""
+) -> dict[str, Tensor]:
+    """Positions of moved rows that the stock model would not find, after a check of given ones, which are taken out.
+
+    Where an attention cache has read rows of unequal length, also the mask that hides the padding before them.
+    """
     given = arguments.pop("position_ids", None)
     if not model.attends:
-        return
-    start = state_cache.get_seq_length()
-    check_positions(given, rows, start)
+        return {}
+    start, padding = state_cache.get_seq_length(), getattr(state_cache.attention, "padding", None)
+    begins = 0 if padding is None else padding[:, None]
+    check_positions(given, rows, start - begins)
+    if not start:
+        return {}
+    columns = torch.arange(start + length, device=model.device)[None] - begins
+    further = {} if padding is None else {"attention_mask": (columns >= 0).long()}
     # given, because Bamba does not ask the cache
-    if start and "position_ids" in inspect.signature(model.forward).parameters:
-        arguments["position_ids"] = torch.arange(start, start + length, device=model.device)[None]
+    takes = "position_ids" in inspect.signature(model.forward).parameters
+    return further | {"position_ids": columns[:, start:]} if takes else further
 
 
 def with_one_cache(arguments: dict[str, Any], takes_cache: bool) -> dict[str, Any]:

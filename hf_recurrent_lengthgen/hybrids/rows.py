@@ -303,7 +303,7 @@ def reads_tokens(model: Any) -> bool:
     return model.base_model is model or model.get_output_embeddings() is not None
 
 
-def check_positions(positions: Any, rows: StockRows | None, first: int) -> None:
+def check_positions(positions: Any, rows: StockRows | None, first: Any) -> None:
     """Raise a `ValueError` if positions are not those from which attention layers start, at `first`."""
     if positions is None:
         return

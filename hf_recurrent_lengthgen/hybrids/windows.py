@@ -174,19 +174,3 @@ def shorten_keys(cache: Any, window: int | None) -> None:
             layer._sliding_window_tensor = torch.tensor(layer.sliding_window)
             if seen:
                 layer.shorten()
-
-
-def before_rows(model: Any, cache: Any, length: int, behind: Tensor | None) -> dict[str, Tensor]:
-    """Positions (B, L) and mask of the next tokens where a cache has read rows of unequal length, else {}.
-
-    Such a cache has `padding` (B,) before its first tokens. `behind` is that at the end of the L tokens, None for none.
-    """
-    for layer in getattr(cache, "layers", ()):
-        if isinstance(layer, WindowLayer):
-            layer.behind = behind
-    if (padding := getattr(cache, "padding", None)) is None:
-        return {}
-    columns = torch.arange(cache.get_seq_length() + length, device=padding.device) - padding[:, None]
-    further = {"attention_mask": (columns >= 0).long()}
-    takes = "position_ids" in inspect.signature(model.forward).parameters
-    return further | {"position_ids": columns[:, -length:]} if takes else further

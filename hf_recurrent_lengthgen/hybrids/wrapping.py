@@ -52,7 +52,7 @@ from hf_recurrent_lengthgen.hybrids.registry import (
 )
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, loss_of, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
-from hf_recurrent_lengthgen.hybrids.windows import before_rows, obey_window, set_window, shorten_keys, window_of
+from hf_recurrent_lengthgen.hybrids.windows import obey_window, set_window, shorten_keys, window_of
 from hf_recurrent_lengthgen.models.modeling_generation import refuse_continuous_batching
 from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
@@ -227,9 +227,11 @@ class StatefulMixin(LearnedStatesMixin):
         shared = None if group is None else Shared(group, size, self.device, window_of(self.config))
         state_cache: Any = adapter.state_cache(before, size[1] == 1, attention_cache, padded, shared)
         state_cache.keys = keys
-        set_positions(self, state_cache, arguments, rows, size[1])
+        further = set_positions(self, state_cache, arguments, rows, size[1])
         behind = None if rows is None or rows.padded is None else size[1] - cast(Tensor, rows.padded.lengths)
-        output = self._carry(state_cache, arguments, rows, before_rows(self, attention_cache, size[1], behind))
+        for layer in getattr(attention_cache, "layers", ()):
+            layer.behind = behind
+        output = self._carry(state_cache, arguments, rows, further)
         if attention_cache is not None and behind is not None:
             cast(Any, attention_cache).padding = getattr(attention_cache, "padding", 0) + behind
         if group is not None:
@@ -256,8 +258,7 @@ class StatefulMixin(LearnedStatesMixin):
         with mixers(), checkpointing(self, mixers, getattr(state_cache, "attention", None)):
             if rows is not None:
                 return rows.read(super().forward, arguments, self.config, further)  # type: ignore[misc]
-            whole = of_whole_rows(arguments, ("position_ids",)) | (further or {})
-            return super().forward(**whole)  # type: ignore[misc]
+            return super().forward(**of_whole_rows(arguments, ()) | (further or {}))  # type: ignore[misc]
 
     def generate(
         self: Any,

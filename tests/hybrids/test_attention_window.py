@@ -303,6 +303,7 @@ def test_rows_of_unequal_length_are_read_in_pieces_as_alone(model_type: str, win
     tokens, generator = random_tokens(3, 24), torch.Generator().manual_seed(2)
     real = torch.rand(3, 24, generator=generator) < torch.tensor([[0.3], [0.8], [1.0]])
     real[1, 6:13] = False  # pieces without a token
+    real[:, :6] |= torch.tensor(model_type == "bamba")  # the first piece may have rows of equal length
     state, cache, logits = None, model.new_attention_cache(), []
     for piece, mask in zip(tokens.split([6, 7, 1, 2, 5, 3], 1), real.split([6, 7, 1, 2, 5, 3], 1), strict=True):
         output = model(piece, attention_mask=mask.long(), initial_state=state, attention_cache=cache)
