@@ -20,6 +20,8 @@ from transformers.cache_utils import (
 from transformers.masking_utils import AttentionMaskInterface, and_masks, sliding_window_overlay
 from transformers.modeling_utils import AttentionInterface
 
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+
 OF_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies change with the length of the text."""
 
@@ -69,8 +71,9 @@ _KINDS: dict[type, type] = {
 
 
 def window_of(config: Any) -> int | None:
-    """W of a config, or that of its text model; None for all keys."""
-    window: int | None = getattr(config.get_text_config(decoder=True), "attention_window", None)
+    """W of a config, or that of its text model; None for all keys, and for types of which it says something else."""
+    config = config.get_text_config(decoder=True)  # LED names the blocks of its encoder so
+    window: int | None = getattr(config, "attention_window", None) if config.model_type in SUPPORTED else None
     return window
 
 
@@ -93,8 +96,7 @@ def set_window(model: Any, window: int | str | None) -> None:
 
 def _check(model: Any, window: Any, config: Any) -> None:
     name = type(model).__name__
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f'attention_window must be a number of tokens of at least 1, or "none", got {window!r}.')
+    _check_number(window)
     if not getattr(model, "attends", False):
         raise ValueError(f"attention_window limits the attention of hybrids, and {name} is none: leave it out.")
     if any(repr(kind) in repr(getattr(config, "rope_parameters", None)) for kind in OF_LENGTH):
@@ -104,14 +106,20 @@ def _check(model: Any, window: Any, config: Any) -> None:
         )
 
 
+def _check_number(window: Any) -> None:
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f'attention_window must be a number of tokens of at least 1, or "none", got {window!r}.')
+
+
 def obey_window(config: Any) -> int | None:
     """Let the attention that a config names obey its window, W or None.
 
     Raises:
-        ValueError: for attention whose masks Transformers does not make.
+        ValueError: for attention whose masks Transformers does not make, and for a W that is no number above 0.
     """
     if (window := window_of(config)) is None:
         return None
+    _check_number(window)
     name = config.get_text_config(decoder=True)._attn_implementation
     if name not in AttentionMaskInterface._global_mapping:
         raise ValueError(

@@ -133,10 +133,12 @@ class StatefulMixin(LearnedStatesMixin):
         """A stock cache, for the argument `cache` of the stock model, that starts from the state.
 
         Without the attention cache of the same text, new tokens start at position 0 and attend to themselves only.
+        One of a model without a window is shortened to that of the model; one of another window is a `ValueError`.
         """
         self._check_state(state, state_batch_size(state))
         cache = cache_adapter_of(self).to_cache(map_state(lambda part: part.detach().clone(), state))
-        shorten_keys(cache, window_of(self.config))
+        for one in (cache, attention_cache):
+            shorten_keys(one, window_of(self.config))
         if attention_cache is not None:
             copy_keys(attention_cache, cache)
             cache.padding = getattr(attention_cache, "padding", None)

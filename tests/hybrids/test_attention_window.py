@@ -1,12 +1,14 @@
 """A window for attention: every call is the stock model's with a mask of the window made by hand."""
 
+import copy
 import inspect
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import LEDConfig, LEDModel
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
@@ -27,6 +29,7 @@ from tests.hybrids.support import TOLERANCE, TOLERANCE_OF_ROWS
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 
 WINDOW = 5
+LED_SIZES = {"layers": 1, "attention_heads": 1, "ffn_dim": 8}
 HYBRIDS = sorted({*SUPPORTED_TYPES} - {"falcon_mamba", "mamba", "mamba2", "xlstm"})
 QUICK = {"bamba", "falcon_h1", "jamba", "kimi_linear", "lfm3", "qwen3_next"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in HYBRIDS]
@@ -287,6 +290,11 @@ def test_what_cannot_have_a_window_is_refused() -> None:
         model(tokens, **start)
     with pytest.raises(ValueError, match="attention_mask"):
         model(tokens, attention_mask=torch.ones(1, 1, 6, 6).bool())
+    for window in (0, -2, "5", True, 2.5):  # put there by hand, after the model was wrapped
+        model.config.attention_window = window
+        with pytest.raises(ValueError, match="attention_window must be a number of tokens of at least 1"):
+            model(tokens)
+    model.config.attention_window = 3
     model.config._attn_implementation = "unknown"
     with pytest.raises(ValueError, match=r"attention_window works with .* not with 'unknown'"):
         model(tokens)
@@ -327,3 +335,34 @@ def test_rows_of_unequal_length_are_read_in_pieces_as_alone(model_type: str, win
             assert torch.equal(generated[row], expected), (row, beams)
     with pytest.raises(ValueError, match="give the attention_mask"):
         model(prompt, cache=model.cache_from_state(state, cache))
+
+
+@torch.no_grad()
+def test_generate_shortens_or_refuses_the_cache_of_another_window() -> None:
+    stock, tokens = tiny_model("bamba"), random_tokens(2, 14)
+    by_window = {window: stateful(copy.deepcopy(stock), attention_window=window) for window in (None, 3, WINDOW)}
+    options: Any = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    for before, after in permutations(by_window, 2):
+        reader, model = by_window[before], by_window[after]
+        start = {"attention_cache": reader.new_attention_cache()}
+        start["initial_state"] = reader(tokens[:, :10], **start).final_state
+        if before is not None:
+            with pytest.raises(ValueError, match=f"keeps the keys of a window of {before} .* of the model is {after}"):
+                model.generate(tokens[:, 10:11], **start, **options)
+            continue
+        found = model.generate(tokens[:, 10:11], **start, **options)
+        assert {keys.shape[2] for keys in kept(start["attention_cache"])} == {10}  # unchanged
+        text, (state, cache) = tokens[:, 10:11], (start["initial_state"], start["attention_cache"])
+        for _ in range(3):
+            output = model(text[:, -1:], initial_state=state, attention_cache=cache)
+            state, text = output.final_state, torch.cat([text, output.logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        assert torch.equal(found, text)
+
+
+def test_models_of_other_types_keep_what_they_call_attention_window() -> None:
+    layers = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in LED_SIZES.items()}
+    led = LEDModel(LEDConfig(vocab_size=32, d_model=8, attention_window=4, **layers)).eval()
+    text = {"input_ids": random_tokens(1, 8), "decoder_input_ids": random_tokens(1, 8)}
+    expected = led(**text).last_hidden_state
+    windowed("bamba")[1](random_tokens(1, 8))
+    assert torch.equal(led(**text).last_hidden_state, expected)
