@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.results import ForgettingRule
+from hf_recurrent_lengthgen.evaluation.text_configs import text_config
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.versions import installed_versions
 
@@ -62,13 +63,14 @@ def model_record(model: Any) -> dict[str, str]:
 
 
 def run_record(model: Any, began: float) -> dict[str, Any]:
-    """Fields of a result: versions, seconds since `began` (`time.perf_counter`), and how the model forgets."""
+    """Fields of a result: versions, seconds since `began` (`time.perf_counter`), forgetting and attention window."""
     rule = Forgetting.of(getattr(model, "config", None))
     seconds = time.perf_counter() - began
     return {
         "versions": installed_versions(),
         "wall_seconds": seconds,
         "forgetting": ForgettingRule(**rule._asdict()),
+        "attention_window": getattr(text_config(model), "attention_window", None),
     }
 
 

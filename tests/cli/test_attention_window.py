@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen import load_model
+from hf_recurrent_lengthgen.checkpoints.cards import build_card
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
@@ -55,6 +56,31 @@ def test_training_keeps_the_window_in_the_checkpoint(
     assert train(model=hybrid, intervention=intervention, attention_window=3) == 0
     assert trained_config(tmp_path / "out")["attention_window"] == 3
     assert load_model(str(tmp_path / "out")).config.attention_window == 3
+
+
+def test_a_resume_with_another_window_is_refused(
+    hybrid: Path, train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    often = {"model": hybrid, "save_strategy": "steps", "save_steps": 1}
+    assert train(**often, max_steps=1, attention_window=3) == 0
+    for window in ("5", "none"):
+        assert train("--resume", **often, attention_window=window) == 1
+        assert "attention_window was 3 and is" in capsys.readouterr().err
+    assert train("--resume", **often, attention_window=3) == 0
+
+
+def test_a_card_takes_results_with_its_window_and_says_it(hybrid: Path, evaluate: Evaluate, tmp_path: Path) -> None:
+    windowed, results = tmp_path / "windowed", {}
+    load_model(str(hybrid), attention_window=3).save_pretrained(windowed)
+    for window in ("3", "none"):
+        assert evaluate(hybrid, "--attention-window", window) == 0
+        results[window] = (tmp_path / "out" / "result.json").rename(tmp_path / f"{window}.json")
+    card = str(build_card(windowed, [results["3"]]))
+    assert "Its attention sees the last 3 tokens alone" in card
+    assert "attention sees" not in str(build_card(hybrid, [results["none"]]))
+    for folder, other, words in ((hybrid, "3", "all"), (windowed, "none", "the last 3")):
+        with pytest.raises(ValueError, match=f"needs results with no forgetting, and attention to {words} tokens"):
+            build_card(folder, [results[other]])
 
 
 def test_what_would_lose_the_window_or_has_no_attention_is_refused(

@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.checkpoints.adapters import holds_adapter, write_ada
 from hf_recurrent_lengthgen.checkpoints.records import Lineage
 from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
+from hf_recurrent_lengthgen.evaluation.text_configs import text_config
 from hf_recurrent_lengthgen.trainers.checks import layout_of
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource
@@ -157,6 +158,7 @@ class ResumableTrainer(SameRowsTrainer):
         """What a resumed run must share."""
         return {
             "model": self._model_description,
+            "attention_window": getattr(text_config(self.model), "attention_window", None),
             **({} if self.facts is None else {"start": _digest_of(self.facts.start)}),
             "source": type(self.initial_states).__name__,
             **self.initial_states.settings(),

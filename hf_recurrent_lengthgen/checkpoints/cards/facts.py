@@ -91,6 +91,11 @@ class Checkpoint:
         return size if isinstance(size, int) and size > 0 else None
 
     @property
+    def attention_window(self) -> int | None:
+        window: int | None = self.config.get("text_config", self.config).get("attention_window")
+        return window
+
+    @property
     def steps(self) -> tuple[Step, ...]:
         """The steps of its lineage."""
         return () if self.lineage is None else self.lineage.steps
@@ -184,7 +189,7 @@ class _Read(NamedTuple):
 
 
 def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]]) -> tuple[Evidence, ...]:
-    """Read result files; a `ValueError` for files of another kind and results of other weights or forgetting."""
+    """Read result files; a `ValueError` for files of another kind and other weights, forgetting or window."""
     items = [_checked(checkpoint, Path(file)) for file in files]
     items.sort(key=lambda item: item.kind == "diagnosis")
     evidence = []
@@ -218,11 +223,13 @@ def _checked(checkpoint: Checkpoint, file: Path) -> _Read:
         )
     same = [index for index, evaluated in enumerate(results) if evaluated.weights == own]
     rule = ForgettingRule(**checkpoint.forgets._asdict())
-    places = [index for index in same if results[index].forgetting == rule]
+    window = checkpoint.attention_window
+    places = [i for i in same if (results[i].forgetting, results[i].attention_window) == (rule, window)]
     if not places:
         raise ValueError(
             f"{file} holds results of these weights as {', '.join(labels[index] for index in same)}, but "
-            f"{checkpoint.name} needs results with {in_words(checkpoint.forgets)}: evaluate this folder."
+            f"{checkpoint.name} needs results with {in_words(checkpoint.forgets)}, and attention to "
+            f"{'all' if window is None else f'the last {window}'} tokens: evaluate this folder."
         )
     length = results[places[0]].training_length
     if length is not None and checkpoint.training_length not in (None, length):

@@ -42,6 +42,7 @@ class AccuracyResult:
     seed: int
     wall_seconds: float
     forgetting: ForgettingRule = NO_FORGETTING
+    attention_window: int | None = None
 
     def __post_init__(self) -> None:
         lengths = [each.length for each in self.lengths]

@@ -90,7 +90,7 @@ class EvaluationResult:
         in_window: NLL inside the training length; `in_window.loss` is the number for a table.
         verdict: Up to which position the model holds.
         device, versions, command, seed, wall_seconds: How it was measured.
-        forgetting: The forgetting in its config.
+        forgetting, attention_window: Those in its config; None for all keys.
     """
 
     model: str
@@ -110,6 +110,7 @@ class EvaluationResult:
     seed: int
     wall_seconds: float
     forgetting: ForgettingRule = NO_FORGETTING
+    attention_window: int | None = None
 
 
 @dataclass(frozen=True)

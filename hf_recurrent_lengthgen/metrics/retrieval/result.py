@@ -91,6 +91,7 @@ class RetrievalResult:
     seed: int
     wall_seconds: float
     forgetting: ForgettingRule = NO_FORGETTING
+    attention_window: int | None = None
 
     def __post_init__(self) -> None:
         if [*map(len, self.cells)] != [len(self.lengths)] * len(self.rows):
