@@ -137,7 +137,7 @@ def _masking(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def mask(*args: Any, **given: Any) -> Any:
-        if (window := window_of(given["config"])) is not None:
+        if "config" in given and (window := window_of(given["config"])) is not None:
             given["mask_function"] = and_masks(given["mask_function"], sliding_window_overlay(window))
             given["local_size"] = min(window, given.get("local_size") or window)
         return stock(*args, **given)
