@@ -147,13 +147,14 @@ def run_demo(
             print(f"\n[{number}/{len(stages)}] {what}\n  lengthgen {shlex.join([command, *words])}", flush=True)
             if command == "evaluate":
                 comparison, _ = evaluate.compare(evaluate.command_parser().parse_args(words), words)
+                page = write_report(comparison, output, checkpoint=output / "cured")  # kept if the second act fails
                 print(f"\n{summary_table(comparison)}")
             else:
                 {"train": train.run, "retrieve": retrieve.run}[command](words)
     if memory_base is None:
         print(f"\nNo second act, far memory: it needs --memory-base, such as the repository's {MEMORY_BASE}.")
-    further = "" if memory_base is None else memory_section(output / KEYS)
-    page = write_report(comparison, output, checkpoint=output / "cured", further=further)
+    else:
+        page = write_report(comparison, output, output / "cured", memory_section(output / KEYS))
     print(f"\nTotal: {time.perf_counter() - began:.0f} s. Page with figures: {page}")
     return comparison
 
@@ -183,8 +184,10 @@ def memory_stages(base: Path, output: Path, budget: MemoryBudget) -> dict[str, s
     """The commands of the second act, by what they do: keys in long prompts, a control in short ones, both asked.
 
     Raises:
-        ValueError: if `base` is no checkpoint whose config.json has a training length.
+        ValueError: if `base` is no checkpoint whose config.json has a training length, or one that a demo overwrites.
     """
+    if base.resolve() in [(output / role).resolve() for role in (*ROLES, *FAR_ROLES)]:
+        raise ValueError(f"This demo would overwrite --memory-base {base}: give another --output.")
     config = base / "config.json"
     length = read_json_object(config).get("training_length") if config.is_file() else None
     if not isinstance(length, int):

@@ -206,6 +206,24 @@ def test_a_second_act_needs_a_base_with_a_training_length(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_base_that_the_demo_would_overwrite_is_left_alone(
+    run_tiny: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (far := tmp_path / "out" / "far").mkdir(parents=True)
+    (tmp_path / "out" / "start.json").write_text("{}")  # of an earlier demo
+    (far / "config.json").write_text('{"training_length": 16}')
+    assert run_tiny("--memory-base", str(far)) == 1
+    assert f"would overwrite --memory-base {far}: give another --output" in capsys.readouterr().err
+    assert (far / "config.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_second_act_that_fails_leaves_the_page_of_the_first(run_tiny: Callable[..., int], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"training_length": 16}')
+    assert run_tiny("--memory-base", str(tmp_path)) == 1
+    assert "How far it holds" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+
+
 def test_the_second_act_trains_up_to_32_pieces_and_asks_up_to_64(tmp_path: Path) -> None:
     (tmp_path / "a base").mkdir()
     (tmp_path / "a base/config.json").write_text('{"training_length": 32}')
