@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LEDConfig, LEDModel
+from transformers.masking_utils import AttentionMaskInterface
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
@@ -218,6 +219,8 @@ def test_eager_and_flash_attention_have_the_window(model_type: str, monkeypatch:
         model.config._attn_implementation = name
         assert relative_error([model(tokens).logits], [expected]) < 1e-5
         assert relative_error([read_in_pieces(model, tokens, [7, 1, 15])[0]], [expected]) < 1e-5
+    mask = AttentionMaskInterface()["eager"](batch_size=1, q_length=9, kv_length=9)  # of who names no config
+    assert int((mask == 0).sum()) == 45
 
 
 SCALED = {
