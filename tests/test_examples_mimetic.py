@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer
-
 FOLDER = Path(__file__).parents[1] / "examples" / "mimetic"
 
 
@@ -109,23 +107,32 @@ def test_all_layers_start_from_one_of_a_teacher(
     assert not torch.equal(taught[1].mixer.A_log, taught[2].mixer.A_log)
 
 
-def test_decays_learn_at_their_own_rate(names: dict[str, Any], tmp_path: Path) -> None:
-    arm = replace(names["Arm"](), tiny=True)
-    model = names["new_model"](arm, 10, seed=0)
-    arguments = InitialStateConfig(output_dir=str(tmp_path), learning_rate=0.003, weight_decay=0.1, report_to="none")
-    trainer = names["with_decay_rate"](ZeroStateTrainer, 10.0)(
-        model, arguments, train_dataset=arm.data(0), data_collator=names["PaddingCollator"]()
-    )
-    optimizer = trainer.create_optimizer()
-    rates = [(id(p), group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
-    names_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert sorted(key for key, _, _ in rates) == sorted(names_of)  # each parameter once
-    for key, rate, decay in rates:
-        is_decay = names_of[key].split(".")[-1] in ("A_log", "dt_bias")
-        assert rate == pytest.approx(0.03 if is_decay else 0.003)
-        assert not (is_decay and decay)
-    assert trainer.create_optimizer() is optimizer
-    assert len([group for group in optimizer.param_groups if group["lr"] > 0.01]) == 1
+@pytest.mark.parametrize("begin", [False, True])
+def test_strings_in_a_stream_follow_others(begin: bool, names: dict[str, Any]) -> None:
+    """In a row of all strings of a stream, read at once."""
+    shares = set()
+    for seed in range(3):
+        arm = replace(names["Arm"](changes=(("begin", begin), ("vocabulary", 2))), tiny=True)
+        data = arm.data(0)
+        row = data.resized(data.longest, 1, 0)[0]
+        assert len(row["input_ids"]) == data.row_length == 2 * data.longest + 2 + begin
+        assert not begin or (int(row["input_ids"][0]), int(row["labels"][0])) == (2, -100)
+        model = names["new_model"](arm, data.row_length, seed).eval()
+        task = names["string_task"](**model.config.task)
+        rows = task.resized(task.longest, 9, names["EVALUATION_SEED"]).batch(range(9))
+        right = asked = 0
+        for lane in range(3):
+            whole = torch.cat([rows["input_ids"][lane + 3 * place] for place in range(3)])[None]
+            with torch.no_grad():
+                predicted = model(input_ids=whole).logits[0].argmax(-1)
+            labels, size = rows["labels"][lane + 6], rows["labels"].shape[1]
+            for place in range(1, size - 1):  # without the end
+                if labels[place] != -100:
+                    asked += 1
+                    right += int(predicted[2 * size + place - 1] == labels[place])
+        shares.add(right / asked)
+        assert names["in_stream"](model, task, 3, before=2) == pytest.approx(right / asked)
+    assert max(shares) > 0
 
 
 def test_a_table_and_a_figure_show_means_over_seeds(names: dict[str, Any]) -> None:

@@ -48,8 +48,8 @@ STARTS = {
 }
 HEAD_DIMS = (8, 32, 128)
 SWEEPS = {
-    "vocabulary": (8, 16, 64, 256),
-    "state_size": (8, 16, 32, 64, 128),
+    "vocabulary": (8, 16, 64),
+    "state_size": (8, 32, 128),
     "width": (24, 48, 96),
     "layers": (2, 4, 8),
     "longest": (5, 10, 20),
@@ -99,14 +99,10 @@ def sweeps(family: str) -> Iterator[Row]:
 
 
 def state_passing(family: str) -> Iterator[Row]:
-    starts = {"default": {}, "one layer mimetic, c = 8": {"c": 8.0}, "one layer mimetic, c = 2": {"c": 2.0}}
-    steps = 2 * Sizes().steps
-    runs = [*product(starts, (1.0, 10.0), (steps,)), *((start, 1.0, 4 * steps) for start in list(starts)[:2])]
-    for (label, factor, count), passed in product(runs, (False, True)):
-        changes = {"steps": count, "passed": passed, "decay_rate": factor} | starts[label]
-        start = "one" if "c" in changes else "default"
-        row = (label, f"{count:,}", f"{factor:g}x", "yes" if passed else "no")
-        yield row, Arm(start, RATE, family=family, changes=tuple(changes.items()))
+    for begin, passed in product((False, True), (False, True)):
+        changes = {"steps": 2 * Sizes().steps, "passed": passed, "begin": begin}
+        row = ("yes" if begin else "no", "yes" if passed else "no")
+        yield row, Arm("default", RATE, family=family, changes=tuple(changes.items()))
 
 
 ON = ("A ~ 1", "Delta ~ 1", "W_C ~ W_B", "identity conv")
@@ -118,7 +114,10 @@ STUDIES: dict[str, tuple[Callable[[str], Iterator[Row]], Layout]] = {
     "linear": (linear, Layout(("second layer", "learning rate"), drawn=LENGTHS, panel=1)),
     "teacher": (teacher, Layout(("start of the teacher", "all layers from"))),
     "sweeps": (sweeps, Layout(("swept", "value", "start"), ("area", "1x", "2x", "4x"), ("area",), 1, 0)),
-    "state_passing": (state_passing, Layout(("start", "steps", "rate of decays", "state passing"), ("1x", "3x"))),
+    "state_passing": (
+        state_passing,
+        Layout(("begin token", "state passing"), ("1x", "2x", "3x", "in a stream")),
+    ),
 }
 
 

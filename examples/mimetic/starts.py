@@ -12,7 +12,8 @@ from transformers import set_seed
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.data import PaddingCollator
-from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
+from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
@@ -23,8 +24,6 @@ from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingTra
 FAMILIES = {"mamba2": "Mamba-2", "mamba": "Mamba-1"}
 LAYER = 1
 """The layer that is mimetic or attention: the second."""
-DECAYS = ("A_log", "dt_bias", "dt_proj.bias")
-"""Parameters, by the ends of their names, that decide how much a new Mamba forgets."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Sizes:
         longest: Symbols (pairs for recall) of the longest training strings; the shortest have half as many.
         c: Strength of a mimetic start.
         passed: Whether training starts from final states of other strings.
-        decay_rate: Learning rate of `DECAYS` over that of all others.
+        begin: Whether a string begins with the token that ends one, as if it followed another.
     """
 
     longest: int = 10
@@ -47,7 +46,7 @@ class Sizes:
     rows: int = 32
     c: float = 8.0
     passed: bool = False
-    decay_rate: float = 1.0
+    begin: bool = False
 
 
 SMALLER: dict[str, dict[str, Any]] = {"mamba": {"longest": 8, "state_size": 16}}
@@ -104,7 +103,7 @@ class Arm:
         """Its training strings."""
         sizes = self.sizes
         lengths = (sizes.longest // 2, sizes.longest)
-        return string_task(self.task, lengths, sizes.vocabulary, sizes.steps * sizes.rows, seed)
+        return string_task(self.task, lengths, sizes.vocabulary, sizes.steps * sizes.rows, seed, sizes.begin)
 
 
 @dataclass(frozen=True)
@@ -113,6 +112,20 @@ class Measurement:
 
     multiples: tuple[int, ...] = (1, 2, 3, 4)
     samples: int = 256
+
+
+@torch.no_grad()
+def in_stream(model: Any, task: TaskStrings, rows: int, before: int = 7) -> float:
+    """Share of right symbols, each given those before it, in strings that follow `before` others in a stream."""
+    state = None
+    for batch in torch.arange((before + 1) * rows).split(rows):
+        given = task.resized(task.longest, (before + 1) * rows, EVALUATION_SEED).batch(batch.tolist())
+        output = model(input_ids=given["input_ids"], initial_state=state, output_final_state=True)
+        state = output.final_state
+    labels = given["labels"][:, 1:]
+    asked = labels != IGNORED_LABEL
+    asked[:, -1] = False  # the end
+    return float((output.logits[:, :-1].argmax(-1) == labels)[asked].float().mean())
 
 
 class StringStudy(Stages):
@@ -130,8 +143,6 @@ class StringStudy(Stages):
         arm = self.arms[arm.name] = replace(arm, tiny=self.tiny)
         sizes, data = arm.sizes, arm.data(seed)
         trainer: type[InitialStateTrainer] = StatePassingTrainer if sizes.passed else ZeroStateTrainer
-        if sizes.decay_rate != 1:
-            trainer = with_decay_rate(trainer, sizes.decay_rate)
         training = Training(sizes.steps, arm.learning_rate, batch_size=sizes.rows, training_length=data.row_length)
         return self.run(arm.name, seed, training, trainer, data, checkpoint)
 
@@ -157,7 +168,10 @@ class StringStudy(Stages):
         rows = EvaluationSettings(batch_size=64)
         found = measure_accuracy(model, task, lengths, settings=rows, samples=self.settings.samples)
         shares = {each.length // task.longest: round(each.symbols.accuracy or 0.0, 4) for each in found.lengths}
-        return {f"{multiple}x": share for multiple, share in shares.items()} | {"area": area_under_curve(shares)}
+        measured = {f"{multiple}x": share for multiple, share in shares.items()} | {"area": area_under_curve(shares)}
+        if not model.config.attention_layers:  # softmax attention has no state
+            measured["in a stream"] = round(in_stream(model.eval(), task, self.settings.samples), 4)
+        return measured
 
     def shown(self, measured: Result) -> str:
         return " ".join(f"{length} {share:.2f}" for length, share in measured.items())
@@ -192,25 +206,6 @@ def new_model(arm: Arm, length: int, seed: int) -> Any:
     elif set(on := start.split("+")) <= set(SWITCHES):
         mimetic_initialization(model, **{switch: switch in on for switch in SWITCHES}, c=sizes.c, layers=[LAYER])
     return model
-
-
-def with_decay_rate(trainer_class: Any, factor: float) -> type[InitialStateTrainer]:
-    """A trainer whose learning rate of `DECAYS` is `factor` times that of all other parameters."""
-
-    class WithDecayRate(trainer_class):  # type: ignore[misc]
-        def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-            made = self.optimizer is None
-            optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
-            if made:
-                decays = [parameter for name, parameter in self.model.named_parameters() if name.endswith(DECAYS)]
-                of_decays = set(decays)
-                for group in optimizer.param_groups:
-                    group["params"] = [parameter for parameter in group["params"] if parameter not in of_decays]
-                plain = {**optimizer.param_groups[0], "weight_decay": 0.0}
-                optimizer.add_param_group({**plain, "params": decays, "lr": factor * plain["lr"]})
-            return optimizer
-
-    return WithDecayRate
 
 
 def area_under_curve(accuracy: Mapping[int, float]) -> float:
