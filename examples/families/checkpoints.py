@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
@@ -51,7 +52,7 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "gla": (200, {}),
     "hgrn2": (200, {}),
     "kda_short": (200, {}),
-    "bamba": (200, {}),
+    "bamba": (800, FAR),
 }
 """What others take."""
 WEIGHTS = "model.safetensors"
@@ -66,6 +67,13 @@ class Pairs(FamilyStudy):
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__(options)
         self.checkpoints, self.tiny = Path(options.checkpoints), options.tiny
+
+    def loaded(self, folder: Path) -> Any:
+        """A hybrid gets a window for its attention, which no initial state cures."""
+        model = super().loaded(folder)
+        if getattr(model, "attends", False):
+            stateful(model, attention_window=model.config.training_length)
+        return model
 
     def start(self, name: str, seed: int) -> Path:
         base, _ = folders(name.partition("/")[0], self.checkpoints)

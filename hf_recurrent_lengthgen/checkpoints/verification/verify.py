@@ -53,7 +53,8 @@ def verify_checkpoint(
     Memory: the weights once in `dtype`, and three times the logits, ROWS x length x vocabulary.
 
     Args:
-        length: Tokens to read, at least 4.
+        length: Tokens to read, at least 4; with an attention_window, which Transformers alone does not know, at most
+            so many.
         trust_remote_code: Whether code in the folder that differs from the installed package may run.
 
     Returns:
@@ -69,9 +70,13 @@ def verify_checkpoint(
     files = verified_files(folder)
     (folder / VERIFICATION_FILE).unlink(missing_ok=True)
     model = load_model(str(folder), trust_remote_code, getattr(torch, dtype)).to(device)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    config, against = model.config.get_text_config(decoder=True), "the folder without this package"
+    window = getattr(config, "attention_window", None) if getattr(model, "attends", False) else None
+    if window is not None and window < length:
+        length, against = window, f"{against}, inside its attention_window"
+    vocabulary = config.vocab_size
     tokens = torch.randint(vocabulary, (ROWS, length), generator=torch.Generator().manual_seed(0))
-    pieces = [1, length // 3, length - 1 - length // 3]
+    pieces = [size for size in (1, length // 3, length - 1 - length // 3) if size]
     ours = _outputs_here(model, tokens, pieces)
     del model
     theirs = _outputs_without_package(folder, tokens, pieces, dtype, device)
@@ -80,7 +85,7 @@ def verify_checkpoint(
         mine, other = ({k: v for k, v in one.items() if k.startswith(part)} for one in (ours, theirs))
         if mine and other:
             apart = max((difference(mine[name], other[name]) for name in mine), default=0.0)
-            checks.append(Check(what, "the folder without this package", length, apart, TOLERANCE))
+            checks.append(Check(what, against, length, apart, TOLERANCE))
     if verified_files(folder) != files:
         raise ValueError(f"The files in {folder} changed while they were verified: verify it again.")
     verification = Verification(files, tuple(checks), installed_versions())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM
 
+from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.checkpoints.records import (
     Check,
     Verification,
@@ -139,6 +140,18 @@ def test_a_model_of_transformers_is_loaded_by_its_own_class(make: Any, tmp_path:
     verification = verify_checkpoint(tmp_path)
     assert verification.passed, verification.checks
     assert [check.what for check in verification.checks] == ["logits", "gradients"]
+
+
+@needs_hybrids
+@pytest.mark.parametrize("window", [1, 3, 16])
+def test_a_model_with_a_window_is_compared_inside_it(window: int, tmp_path: Path) -> None:
+    """Transformers alone attends to all keys."""
+    torch.manual_seed(0)
+    stateful(tiny_model("bamba"), attention_window=window).save_pretrained(tmp_path)
+    verification = verify_checkpoint(tmp_path)
+    assert verification.passed, verification.checks
+    against = "the folder without this package, inside its attention_window"
+    assert {(check.against, check.tokens) for check in verification.checks} == {(against, window)}
 
 
 def test_what_cannot_be_verified_is_refused_with_the_reason(checkpoint: Path, tmp_path: Path) -> None:
