@@ -92,7 +92,7 @@ STUDIES = {
     ),
     "passkey": Study(
         "What helps to find passkeys far beyond the training length?",
-        [f"passkey/run.py --seeds {seed}" for seed in SEEDS],
+        [*(f"passkey/run.py --seeds {seed}" for seed in SEEDS), "passkey/keys.py"],
         "passkey/run.py --report",
         1.2,
     ),

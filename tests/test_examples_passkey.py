@@ -68,3 +68,32 @@ def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(module: dict[st
         assert tokenizer.convert_ids_to_tokens(task.answer.tolist()) == ["12", "04", "5", "."]
         assert task.scored == 3
     assert tokenizer("x").input_ids == [0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_corpus")
+def test_keys_in_text_are_studied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
+    arguments = ["--tiny", "--seeds", "3", "--kinds", "last", *places]
+    monkeypatch.setattr(sys, "argv", ["keys.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(RUN.with_name("keys.py")), run_name="__main__")
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| one name with two codes")]
+    assert [row.split(" | ")[1:3] for row in rows] == [
+        ["base, not fine-tuned", "3"],
+        ["plain fine-tuning", "3"],
+        ["TBTT, prompts of 1 to 16 pieces", "3"],
+    ]
+
+
+def test_the_page_holds_the_keys_found_in_text() -> None:
+    page = RUN.with_name("README.md").read_text().partition("<!-- keys -->")[2].partition("<!-- end -->")[0]
+    results = [
+        json.loads(line) for line in RUN.with_name("results").joinpath("keys/arms.jsonl").read_text().splitlines()
+    ]
+    assert page.count("| one name ") == len({result["arm"] for result in results})
+    for result in results:
+        shares = " | ".join(f"{100 * share:.0f}" for share in result["measured"]["accuracy"].values())
+        assert f"| {result['seed']} | {shares} |" in page

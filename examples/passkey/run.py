@@ -22,7 +22,7 @@ from hf_recurrent_lengthgen.checkpoints.cards.card import OWN_WORDS
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.data import PaddingCollator
-from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, PasskeyGrid, PasskeyPrompts
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, PasskeyGrid, PasskeyPrompts, RetrievalGrid
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
@@ -183,22 +183,31 @@ class PasskeyStudy(Stages):
         return self.folder(name, seed)
 
     def arm(self, name: str, seed: int, checkpoint: bool = False) -> Result | None:
-        """Train and measure one, or read its result."""
-        base, settings = name == "base", self.settings
-        method = Method("", "", ZeroStateTrainer) if base else METHODS[name]
+        """Train and measure one, or read its result; `name` may have the base's folder before it."""
+        before, slash, last = name.rpartition("/")
+        base, settings = last == "base", self.settings
+        method = Method("", "", ZeroStateTrainer) if base else METHODS[last]
         steps = settings.base_steps if base else settings.tuning_steps
         training = Training(
             steps,
             settings.base_learning_rate if base else settings.tuning_learning_rate,
-            None if base else "base",
+            None if base else f"{before}{slash}base",
             settings.rows,
             settings.length,
             snapshots=tuple(sorted({max(1, steps // part) for part in settings.parts})) if base else (),
         )
         length = (settings.length, settings.length * method.pieces) if method.pieces > 1 else settings.length
-        prompts = PasskeyPrompts(self.tokenizer, length, steps * settings.rows, 2 * seed + (not base))
+        prompts = self.prompts(length, steps * settings.rows, 2 * seed + (not base))
         options = {"weight_decay": 0.1, **method.options}
         return self.run(name, seed, training, method.trainer, prompts, checkpoint, **options)
+
+    def prompts(self, length: Any, samples: int, seed: int) -> Any:
+        """Rows of training."""
+        return PasskeyPrompts(self.tokenizer, length, samples, seed)
+
+    def grid(self, depths: list[float], samples: int) -> RetrievalGrid:
+        """What is asked in the measurement."""
+        return PasskeyGrid(self.tokenizer, depths, samples, seed=EVALUATION_SEED)
 
     def measure(self, model: Any, length: int, seed: int) -> Result:
         return {"accuracy": self.accuracy(model)}
@@ -209,8 +218,7 @@ class PasskeyStudy(Stages):
     def accuracy(self, model: Any) -> dict[str, float]:
         """Share of keys found by length, over depths evenly from 0 to 1; the same prompts for all models."""
         depths = [place / (self.settings.depths - 1) for place in range(self.settings.depths)]
-        grid = PasskeyGrid(self.tokenizer, depths, self.settings.samples, seed=EVALUATION_SEED)
-        settings = EvaluationSettings(progress=False)
+        settings, grid = EvaluationSettings(progress=False), self.grid(depths, self.settings.samples)
         retrieval = retrieval_accuracy(model, grid, self.settings.lengths, settings=settings)
         pairs = zip(retrieval.lengths, retrieval.by_length, strict=True)
         return {str(length): share.right / share.samples for length, share in pairs}

@@ -1,0 +1,105 @@
+"""Which keys are found in real text, beyond the rows that a model was trained on?
+
+The code of a name stands between sentences and lines of the sources of Python (`--task keys`), among those of other
+names (keys) or after earlier codes of the same name (values). The models and trainings are those of `run.py`, with a
+tokenizer of the 400 most frequent words. Arms that have a result in --results are not run again. At the end, the table
+of README.md is written anew, from all arms that are there.
+"""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_recurrent_lengthgen.data import standard_library_corpus, token_stream
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, KeyGrid, KeyPrompts
+from hf_recurrent_lengthgen.data.tasks.needle import WORDS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from run import LABELS, SETTINGS, PasskeyStudy, accuracy_row
+from small_setting import options_of, parsed
+from study_pages import fill, markdown
+
+HERE = Path(__file__).resolve().parent
+KINDS = {"one": (1, 1), "last": (1, 2), "two": (2, 1)}
+"""Names in a prompt, and codes of each, of which the last counts."""
+NAMES = {"one": "one name", "last": "one name with two codes, of which the last counts", "two": "two names"}
+ARMS = ("base", "plain", "tbtt_16")
+PIECES = r"[A-Za-z]+|[0-9]{1,2}|\n|[^\sA-Za-z0-9]"
+
+
+def word_tokenizer(texts: Iterable[str], count: int = 400) -> PreTrainedTokenizerFast:
+    """One token per frequent word, pair of digits or sign, and per word of names; id 0 is any other word."""
+    names = {word for name in WORDS for word in name.split("-")}
+    fixed = ["<other>", "<end>", "a", "The", "code", "of", "is", "What", "now", "?", ".", "-", "\n", *sorted(names)]
+    digits = [*map(str, range(10)), *(f"{number:02}" for number in range(100))]
+    frequent = Counter(word for text in texts for word in re.findall(PIECES, text)).most_common(count)
+    words = dict.fromkeys([*fixed, *digits, *(word for word, _ in frequent)])
+    vocabulary = {word: place for place, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<other>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "removed", invert=True)
+    fast: Any = PreTrainedTokenizerFast
+    return fast(tokenizer_object=tokenizer, unk_token="<other>", pad_token="<other>", eos_token="<end>")  # type: ignore[no-any-return]
+
+
+class KeysStudy(PasskeyStudy):
+    """Stages are named KIND/ARM."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        corpus = standard_library_corpus()
+        texts = {split: [text[:6000] for text in corpus.texts(split)] for split in ("train", "validation")}
+        self.tokenizer = word_tokenizer(texts["train"])
+        self.streams = {split: token_stream(of_split, self.tokenizer) for split, of_split in texts.items()}
+        self.kind = ""
+
+    def arm(self, name: str, seed: int, checkpoint: bool = False) -> Any:
+        self.kind = name.partition("/")[0]
+        return super().arm(name, seed, checkpoint)
+
+    def prompts(self, length: Any, samples: int, seed: int) -> Any:
+        return KeyPrompts(self.tokenizer, self.streams["train"], length, samples, seed, *KINDS[self.kind])
+
+    def grid(self, depths: list[float], samples: int) -> KeyGrid:
+        asked = (depths, samples, EVALUATION_SEED, *KINDS[self.kind])
+        return KeyGrid(self.tokenizer, self.streams["validation"], *asked)
+
+    def facts(self, name: str, seed: int, length: int) -> None:
+        return None
+
+
+def main() -> None:
+    parser = options_of(__doc__, HERE / "results/keys")
+    parser.set_defaults(output="demo-output/passkey_keys")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="which (all)")
+    options = parsed(parser)
+    torch.set_num_threads(1)  # results of small runs hang on rounding
+    study = KeysStudy(options)
+    if not options.tiny:
+        study.settings = replace(SETTINGS, lengths=SETTINGS.lengths[1:-2], parts=(), samples=4)
+    if not options.report:
+        for seed in options.seeds:
+            for name in (f"{kind}/{arm}" for kind in options.kinds for arm in ARMS):
+                study.arm(name, seed)
+    rows = []
+    for kind, label in NAMES.items():
+        for name, results in study.measured([f"{kind}/{arm}" for arm in ARMS], options.seeds).items():
+            shares = accuracy_row([result["accuracy"] for result in results.values()])
+            rows.append([label, LABELS[name.rpartition("/")[2]], ", ".join(map(str, results)), *shares])
+    table = markdown(["keys", "fine-tuned with", "seeds", *(f"{n:,}" for n in study.settings.lengths)], rows)
+    print(table)
+    page = study.results.parents[1] / "README.md"
+    if page.is_file():
+        fill(page, {"keys": table})
+
+
+if __name__ == "__main__":
+    main()
