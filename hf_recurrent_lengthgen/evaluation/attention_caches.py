@@ -47,6 +47,8 @@ def cache_rows(cache: Any, rows: Tensor | slice) -> Any:
     chosen = forked(cache)
     for layer in _filled(chosen):
         layer.keys, layer.values = _rows(layer.keys, rows), _rows(layer.values, rows)
+    if isinstance(padding := getattr(cache, "padding", None), Tensor):  # of rows that read unequally many tokens
+        chosen.padding = _rows(padding, rows)
     return chosen
 
 
@@ -65,6 +67,10 @@ def joined_caches(caches: Sequence[Any]) -> Any:
             if getattr(layer, "keys", None) is not None:
                 layer.keys = torch.cat([cache.layers[index].keys for cache in caches])
                 layer.values = torch.cat([cache.layers[index].values for cache in caches])
+        paddings = [getattr(cache, "padding", None) for cache in caches]
+        if any(isinstance(padding, Tensor) for padding in paddings):
+            none = (torch.zeros(cached_rows(cache), dtype=torch.int64) for cache in caches)
+            joined.padding = torch.cat([zeros if p is None else p for p, zeros in zip(paddings, none, strict=True)])
     return joined
 
 

@@ -11,7 +11,7 @@ from hf_recurrent_lengthgen.evaluation import attention_caches, shared_prefixes
 from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import prefix_tree, read_tree, rows_with_room, tokens_to_read
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
-from tests.versions import HAS_HYBRIDS
+from tests.versions import HAS_HYBRIDS, needs_hybrids
 
 VOCABULARY = 29
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -146,3 +146,25 @@ def test_a_stock_hybrid_does_not_branch() -> None:
     assert not reader.branches
     with pytest.raises(ValueError, match="its cache holds more than keys and values"):
         reader.join_rows([])
+
+
+@needs_hybrids
+def test_rows_that_read_unequally_many_tokens_are_taken_and_joined_with_their_positions() -> None:
+    model = stateful(tiny_model("bamba"), attention_window=8).eval()
+    text = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [4, 3, 2, 9, 0, 0, 0], [9, 9, 4, 1, 5, 0, 0]])
+    mask = (torch.arange(7) < torch.tensor([[7], [4], [5]])).long()
+    further, cache, order = (
+        torch.tensor([[3, 4], [8, 1], [2, 2]]),
+        model.new_attention_cache(),
+        torch.tensor([2, 0, 1]),
+    )
+    with torch.no_grad():
+        state = model(text, attention_mask=mask, attention_cache=cache, output_final_state=True).final_state
+        whole = attention_caches.forked(cache)
+        expected = model(further, initial_state=state, attention_cache=whole).logits[order]
+        taken = attention_caches.cache_rows(cache, order)
+        state = tuple(type(layer)(*(part[order] for part in layer)) for layer in state)
+        parts = [attention_caches.cache_rows(taken, rows) for rows in (slice(0, 1), slice(1, 3))]
+        for given in (attention_caches.forked(taken), attention_caches.joined_caches(parts)):
+            found = model(further[order], initial_state=state, attention_cache=given).logits
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
