@@ -43,9 +43,12 @@ def test_harm_of_attention_is_not_said_to_be_cured_by_states() -> None:
     (step,) = steps(diagnosed("base", "a", 1.4, found))
     assert "state_passing" in step.commands[0]
     apart = replace(found.attention, recurrent=found.attention.attention, attention=found.attention.recurrent)
-    (step,) = steps(diagnosed("base", "a", 1.4, replace(found, attention=apart)))
+    model = diagnosed("base", "a", 1.4, replace(found, attention=apart))
+    (step,) = steps(model)
     assert "attention's" in step.why
-    assert "--intervention none --training-length 128" in step.commands[0]
+    assert step.commands == ("lengthgen diagnose folder/a --attention-window 16 --data 'my text.txt' --length 512",)
+    (step,) = steps(replace(model, evaluation=replace(model.evaluation, attention_window=64)))
+    assert "state_passing" in step.commands[0]
 
 
 @pytest.mark.parametrize("role", ["base", "cured", "other", "control"])

@@ -8,7 +8,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.words import findings
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 
-SAME_DATA = ("--data", "--text-column", "--tokenizer", "--training-length")
+SAME_DATA = ("--data", "--text-column", "--tokenizer", "--training-length", "--attention-window")
 """Options of the diagnosis that the next command needs, too."""
 MORE = 4
 """Factor on texts or lengths of the next measurement, and the steps of a further training."""
@@ -49,15 +49,17 @@ def _after_failure(model: DiagnosedModel) -> Step:
     name, output = model.evaluation.model, f"{_path(model).rstrip('/').rpartition('/')[2]}-cured"
     states = model.found(StateDiagnosis)
     apart = None if states is None else states.attention
-    if apart is not None and apart.attention[-1].mean > max(apart.recurrent[-1].mean, 0.5 * apart.both[-1].mean):
+    of_attention = apart is not None and apart.attention[-1].mean > max(
+        apart.recurrent[-1].mean, 0.5 * apart.both[-1].mean
+    )
+    if of_attention and model.evaluation.attention_window is None:
         why = (
-            f"most of the harm in {name} is attention's, which no initial state takes away: train on rows of the "
-            "length that is needed"
+            f"most of the harm in {name} is attention's, which no initial state takes away: let a token see no more "
+            "keys than in training"
         )
-        length = str(min(model.evaluation.evaluated_length, 8 * model.evaluation.training_length))
-        rows = ("--intervention", "none", "--training-length", length, "--output", output)
-        training = _command("train", model, *rows, leave_out="--training-length")
-    elif model.role == "cured":
+        window = ("--attention-window", str(model.evaluation.training_length))
+        return Step(why, (_command("diagnose", model, *window, length=True),))
+    if model.role == "cured":
         why = f"the states of {name} still leave training: train it longer from states of its own"
         steps = ("--intervention", "state_passing", "--max-steps", str(MORE * STEPS), "--output", output)
         training = _command("train", model, *steps)
@@ -71,10 +73,10 @@ def _after_failure(model: DiagnosedModel) -> Step:
     return Step(why, (training, _command("diagnose", model, output, *roles, length=True)))
 
 
-def _command(name: str, model: DiagnosedModel, *words: str, length: bool = False, leave_out: str = "") -> str:
+def _command(name: str, model: DiagnosedModel, *words: str, length: bool = False) -> str:
     given = _given(model)
     kept = [*SAME_DATA, *(("--length",) if length else ())]
-    same = [word for option in kept if option in given and option != leave_out for word in (option, given[option])]
+    same = [word for option in kept if option in given and option not in words for word in (option, given[option])]
     first = ["--model", _path(model)] if name == "train" else [_path(model)]
     return shlex.join(["lengthgen", name, *first, *words, *same])
 
