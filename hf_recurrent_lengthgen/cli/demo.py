@@ -100,16 +100,16 @@ def command_parser() -> CommandParser:
         "--memory-base",
         default=str(MEMORY_BASE) if MEMORY_BASE.is_dir() else None,
         metavar="FOLDER",
-        help=f"checkpoint that finds keys inside its training length, for the second act (default: {MEMORY_BASE}, "
-        "which a clone of the repository has; elsewhere no second act)",
+        help="checkpoint that finds keys inside its training length, for the second act, or none for no second act "
+        f"(default: {MEMORY_BASE}, which a clone of the repository has; elsewhere none)",
     )
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    base = options.memory_base
-    run_demo(Path(options.output), options.seed, None if base is None else Path(base))
+    base = None if options.memory_base in (None, "none") else Path(options.memory_base)
+    run_demo(Path(options.output), options.seed, base)
     return 0
 
 

@@ -156,9 +156,10 @@ class ResumableTrainer(SameRowsTrainer):
 
     def _run_description(self) -> dict[str, Any]:
         """What a resumed run must share."""
+        config = getattr(self.model, "config", None) and text_config(self.model)
         return {
             "model": self._model_description,
-            "attention_window": getattr(text_config(self.model), "attention_window", None),
+            "attention_window": getattr(config, "attention_window", None),
             **({} if self.facts is None else {"start": _digest_of(self.facts.start)}),
             "source": type(self.initial_states).__name__,
             **self.initial_states.settings(),
