@@ -69,7 +69,7 @@ def joined_caches(caches: Sequence[Any]) -> Any:
                 layer.values = torch.cat([cache.layers[index].values for cache in caches])
         paddings = [getattr(cache, "padding", None) for cache in caches]
         if any(isinstance(padding, Tensor) for padding in paddings):
-            none = (torch.zeros(cached_rows(cache), dtype=torch.int64) for cache in caches)
+            none = (_filled(cache)[0].keys.new_zeros(cached_rows(cache), dtype=torch.int64) for cache in caches)
             joined.padding = torch.cat([zeros if p is None else p for p, zeros in zip(paddings, none, strict=True)])
     return joined
 

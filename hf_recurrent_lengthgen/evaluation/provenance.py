@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.results import ForgettingRule
-from hf_recurrent_lengthgen.evaluation.text_configs import text_config
+from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.versions import installed_versions
 
@@ -70,7 +70,7 @@ def run_record(model: Any, began: float) -> dict[str, Any]:
         "versions": installed_versions(),
         "wall_seconds": seconds,
         "forgetting": ForgettingRule(**rule._asdict()),
-        "attention_window": getattr(text_config(model), "attention_window", None),
+        "attention_window": attention_window(model),
     }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from hf_recurrent_lengthgen.evaluation.readers import Reader, nll_of, reader_of
-from hf_recurrent_lengthgen.evaluation.text_configs import text_config
+from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import (
     RecurrentState,
@@ -104,7 +104,7 @@ def state_elements(model: Any) -> int:
 
 def kept_elements(reader: Reader, length: int) -> int:
     """Elements that a row carries after `length` tokens: its state, and the keys and values of attention layers."""
-    kept = min(length, getattr(text_config(reader.model), "attention_window", None) or length)
+    kept = min(length, attention_window(reader.model) or length)
     return state_elements(reader.model) + kept * reader.elements_per_token
 
 

@@ -16,6 +16,13 @@ def text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def attention_window(model: Any) -> int | None:
+    """The window of a hybrid's attention in tokens; None for all, and for a model without a config."""
+    config = None if getattr(model, "config", None) is None else text_config(model)
+    window: int | None = getattr(config, "attention_window", None)
+    return window
+
+
 def rope_types(config: Any) -> set[str]:
     """The types of rotary position encoding in a config, for all layer types."""
     types, waiting = set(), [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]

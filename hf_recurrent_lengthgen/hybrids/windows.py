@@ -160,8 +160,8 @@ def _attending(stock: Any) -> Any:
     return attend
 
 
-def shorten_keys(cache: Any, window: int | None) -> None:
-    """Let the attention layers of a dynamic cache keep the last keys, W - 1, or fewer where a layer has less.
+def shorten_keys(cache: Any, window: int | None) -> Any:
+    """The cache, whose attention layers keep the last keys if it is a dynamic one: W - 1, or fewer where one has less.
 
     Raises:
         ValueError: for a cache that has kept those of another window.
@@ -182,3 +182,4 @@ def shorten_keys(cache: Any, window: int | None) -> None:
             layer._sliding_window_tensor = torch.tensor(layer.sliding_window)
             if seen:
                 layer.shorten()
+    return cache

@@ -123,11 +123,7 @@ class StatefulMixin(LearnedStatesMixin):
 
     def new_attention_cache(self: Any) -> Cache | None:
         """An empty cache for the keys and values of one text; None for a model without attention layers."""
-        if not self.attends:
-            return None
-        cache = DynamicCache(config=self.config)
-        shorten_keys(cache, window_of(self.config))
-        return cache
+        return shorten_keys(DynamicCache(config=self.config), window_of(self.config)) if self.attends else None
 
     def cache_from_state(self: Any, state: RecurrentState, attention_cache: Cache | None = None) -> Any:
         """A stock cache, for the argument `cache` of the stock model, that starts from the state.
@@ -141,7 +137,8 @@ class StatefulMixin(LearnedStatesMixin):
             shorten_keys(one, window_of(self.config))
         if attention_cache is not None:
             copy_keys(attention_cache, cache)
-            cache.padding = getattr(attention_cache, "padding", None)
+            if (padding := getattr(attention_cache, "padding", None)) is not None:
+                cache.padding = padding
         return cache
 
     def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:

@@ -23,7 +23,7 @@ from hf_recurrent_lengthgen.checkpoints.adapters import holds_adapter, write_ada
 from hf_recurrent_lengthgen.checkpoints.records import Lineage
 from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.evaluation.text_configs import text_config
+from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
 from hf_recurrent_lengthgen.trainers.checks import layout_of
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import InitialStateSource
@@ -156,10 +156,9 @@ class ResumableTrainer(SameRowsTrainer):
 
     def _run_description(self) -> dict[str, Any]:
         """What a resumed run must share."""
-        config = getattr(self.model, "config", None) and text_config(self.model)
         return {
             "model": self._model_description,
-            "attention_window": getattr(config, "attention_window", None),
+            "attention_window": attention_window(self.model),
             **({} if self.facts is None else {"start": _digest_of(self.facts.start)}),
             "source": type(self.initial_states).__name__,
             **self.initial_states.settings(),

@@ -26,6 +26,7 @@ from hf_recurrent_lengthgen.checkpoints.records import (
 )
 from hf_recurrent_lengthgen.checkpoints.verification import clean_process
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.text_configs import attention_window, vocabulary_size
 from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.versions import installed_versions
@@ -70,12 +71,10 @@ def verify_checkpoint(
     files = verified_files(folder)
     (folder / VERIFICATION_FILE).unlink(missing_ok=True)
     model = load_model(str(folder), trust_remote_code, getattr(torch, dtype)).to(device)
-    config, against = model.config.get_text_config(decoder=True), "the folder without this package"
-    window = getattr(config, "attention_window", None) if getattr(model, "attends", False) else None
-    if window is not None and window < length:
+    against = "the folder without this package"
+    if (window := attention_window(model)) is not None and window < length:
         length, against = window, f"{against}, inside its attention_window"
-    vocabulary = config.vocab_size
-    tokens = torch.randint(vocabulary, (ROWS, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(vocabulary_size(model), (ROWS, length), generator=torch.Generator().manual_seed(0))
     pieces = [size for size in (1, length // 3, length - 1 - length // 3) if size]
     ours = _outputs_here(model, tokens, pieces)
     del model
