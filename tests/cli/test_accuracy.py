@@ -215,7 +215,7 @@ def test_checkpoints_of_a_run_are_drawn_over_its_steps(
     draw = command.accuracy_over_steps_figure
     monkeypatch.setattr(command, "accuracy_over_steps_figure", lambda *runs: drawn.append(runs[0]) or draw(*runs))
     # all three symbols are right after 10 steps, after 9 the first two, and the third by chance, one in six
-    monkeypatch.setattr(command, "load_model", lambda name, *_, **__: copier(2 if "-9" in name else 3))
+    monkeypatch.setattr(command, "load_model", lambda name, *_, **__: copier(2 if name.endswith("-9") else 3))
     names = [str(tmp_path / name) for name in given]
     assert main(["accuracy", *names, "--output", str(tmp_path / "out"), "--lengths", "2,3", "--samples", "50"]) == 0
     shares = {9: {2: 1.0, 3: (2 + 1 / 6) / 3}, 10: {2: 1.0, 3: 1.0}}
