@@ -21,12 +21,7 @@ import torch
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
 from hf_recurrent_lengthgen.data import standard_library_corpus, token_stream
-from hf_recurrent_lengthgen.state_files import (
-    ask,
-    load_text_state,
-    positions_in,
-    read_into,
-)
+from hf_recurrent_lengthgen.state_files import ask, load_text_state, positions_in, read_into
 from hf_recurrent_lengthgen.state_files.files import file_at
 
 QUESTIONS, ANSWER = 20, 32

@@ -32,11 +32,7 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
-from hf_recurrent_lengthgen.models import (
-    StatefulDeltaNetForCausalLM,
-    StatefulMamba2Config,
-    StatefulMamba2ForCausalLM,
-)
+from hf_recurrent_lengthgen.models import StatefulDeltaNetForCausalLM, StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.plotting.style import INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer

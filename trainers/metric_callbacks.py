@@ -19,13 +19,7 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from transformers import (
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import EarlyStoppingCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hf_recurrent_lengthgen.data.tasks import RetrievalGrid
 from hf_recurrent_lengthgen.evaluation.results import Estimate

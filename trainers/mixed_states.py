@@ -15,13 +15,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
-from hf_recurrent_lengthgen.trainers import (  # noqa: F401 (known in INTERVENTIONS when they are imported)
-    fitted_noise,
-    random_noise,
-    state_passing,
-    tbtt,
-    zero_state,
-)
+from hf_recurrent_lengthgen.trainers import fitted_noise, random_noise, state_passing, tbtt, zero_state  # noqa: F401 (known in INTERVENTIONS when they are imported)
 from hf_recurrent_lengthgen.trainers.base import INTERVENTIONS, InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource

@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scaling_laws import (
-    MILLION,
-    THOUSAND,
-    LawFit,
-    NoFitError,
-    Threshold,
-    fit_exponential_law,
-    fit_linear_law,
-)
+from scaling_laws import MILLION, THOUSAND, LawFit, NoFitError, Threshold, fit_exponential_law, fit_linear_law
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE

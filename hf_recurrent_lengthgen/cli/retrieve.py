@@ -45,11 +45,7 @@ from hf_recurrent_lengthgen.data.tasks.babilong import BABILONG_TASKS
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.metrics.retrieval.figure import (
-    heat_map_figure,
-    mistakes_figure,
-    retrieval_accuracy_figure,
-)
+from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, mistakes_figure, retrieval_accuracy_figure
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult, Share
 from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv

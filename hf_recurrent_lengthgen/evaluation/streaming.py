@@ -20,12 +20,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from hf_recurrent_lengthgen.evaluation.readers import Reader, nll_of, reader_of
 from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
-from hf_recurrent_lengthgen.models.state_value import (
-    RecurrentState,
-    concatenate_rows,
-    state_batch_size,
-    take_rows,
-)
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, state_batch_size, take_rows
 
 TOKENS_PER_FORWARD, TOKENS_PER_FORWARD_ON_CPU = 4096, 2048
 """Default limits of tokens in one forward pass (rows x chunk), which bound the activations. More take longer per token

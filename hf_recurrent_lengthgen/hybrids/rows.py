@@ -17,14 +17,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from hf_recurrent_lengthgen.models.modeling_heads import scored_labels
-from hf_recurrent_lengthgen.models.rows import (
-    LAYOUT,
-    Rows,
-    mask_of_new_tokens,
-    read_rows,
-    real_tokens,
-    token_shape,
-)
+from hf_recurrent_lengthgen.models.rows import LAYOUT, Rows, mask_of_new_tokens, read_rows, real_tokens, token_shape
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, layer_state
 

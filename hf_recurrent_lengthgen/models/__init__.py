@@ -32,51 +32,18 @@ from .configuration_stateful_mamba3 import StatefulMamba3Config
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
 from .configuration_stateful_rwkv7 import StatefulRWKV7Config
-from .modeling_stateful_delta_net import (
-    StatefulDeltaNetForCausalLM,
-    StatefulDeltaNetModel,
-)
-from .modeling_stateful_gated_deltanet import (
-    StatefulGatedDeltaNetForCausalLM,
-    StatefulGatedDeltaNetModel,
-)
+from .modeling_stateful_delta_net import StatefulDeltaNetForCausalLM, StatefulDeltaNetModel
+from .modeling_stateful_gated_deltanet import StatefulGatedDeltaNetForCausalLM, StatefulGatedDeltaNetModel
 from .modeling_stateful_gla import StatefulGLAForCausalLM, StatefulGLAModel
-from .modeling_stateful_hgrn2 import (
-    StatefulHGRN2ForCausalLM,
-    StatefulHGRN2Model,
-)
-from .modeling_stateful_kda import (
-    StatefulKDAForCausalLM,
-    StatefulKDAModel,
-)
-from .modeling_stateful_linear_attention import (
-    StatefulLinearAttentionForCausalLM,
-    StatefulLinearAttentionModel,
-)
-from .modeling_stateful_mamba import (
-    StatefulMambaForCausalLM,
-    StatefulMambaModel,
-)
-from .modeling_stateful_mamba2 import (
-    StatefulMamba2ForCausalLM,
-    StatefulMamba2Model,
-)
-from .modeling_stateful_mamba3 import (
-    StatefulMamba3ForCausalLM,
-    StatefulMamba3Model,
-)
-from .modeling_stateful_rwkv5 import (
-    StatefulRWKV5ForCausalLM,
-    StatefulRWKV5Model,
-)
-from .modeling_stateful_rwkv6 import (
-    StatefulRWKV6ForCausalLM,
-    StatefulRWKV6Model,
-)
-from .modeling_stateful_rwkv7 import (
-    StatefulRWKV7ForCausalLM,
-    StatefulRWKV7Model,
-)
+from .modeling_stateful_hgrn2 import StatefulHGRN2ForCausalLM, StatefulHGRN2Model
+from .modeling_stateful_kda import StatefulKDAForCausalLM, StatefulKDAModel
+from .modeling_stateful_linear_attention import StatefulLinearAttentionForCausalLM, StatefulLinearAttentionModel
+from .modeling_stateful_mamba import StatefulMambaForCausalLM, StatefulMambaModel
+from .modeling_stateful_mamba2 import StatefulMamba2ForCausalLM, StatefulMamba2Model
+from .modeling_stateful_mamba3 import StatefulMamba3ForCausalLM, StatefulMamba3Model
+from .modeling_stateful_rwkv5 import StatefulRWKV5ForCausalLM, StatefulRWKV5Model
+from .modeling_stateful_rwkv6 import StatefulRWKV6ForCausalLM, StatefulRWKV6Model
+from .modeling_stateful_rwkv7 import StatefulRWKV7ForCausalLM, StatefulRWKV7Model
 
 FAMILIES: dict[str, Any] = {}
 """The language model of each family, by our model type."""

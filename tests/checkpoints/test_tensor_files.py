@@ -11,11 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import (
-    Entry,
-    write_safetensors,
-    write_torch,
-)
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, write_safetensors, write_torch
 from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles, same_bits
 
 TENSORS = {

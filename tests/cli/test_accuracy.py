@@ -16,11 +16,7 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli import accuracy as command
 from hf_recurrent_lengthgen.cli import train_rows
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.data.tasks import (
-    EVALUATION_SEED,
-    CopyingStrings,
-    string_task,
-)
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, CopyingStrings, string_task
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison

@@ -20,11 +20,7 @@ from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
-from hf_recurrent_lengthgen.models import (
-    StatefulGLAConfig,
-    StatefulGLAForCausalLM,
-    StatefulMamba2ForCausalLM,
-)
+from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM, StatefulMamba2ForCausalLM
 from tests.without_package import clean_process
 
 RANK, ALPHA = 2, 6

@@ -36,11 +36,7 @@ from hf_recurrent_lengthgen.cli.inputs import (
     token_unit,
 )
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.models import (
-    StatefulGLAConfig,
-    StatefulGLAForCausalLM,
-    StatefulMambaForCausalLM,
-)
+from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM, StatefulMambaForCausalLM
 from tests.versions import needs_hybrids
 
 

@@ -13,12 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
-from hf_recurrent_lengthgen.data import (
-    ChunkKey,
-    ContinuedChunks,
-    StreamRowSampler,
-    keep_long_documents,
-)
+from hf_recurrent_lengthgen.data import ChunkKey, ContinuedChunks, StreamRowSampler, keep_long_documents
 
 EOS = 1
 Item = dict[str, Tensor]

@@ -11,12 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.metrics import (
-    EvaluationSettings,
-    attention_apart,
-    stream_nll,
-    window_nll,
-)
+from hf_recurrent_lengthgen.metrics import EvaluationSettings, attention_apart, stream_nll, window_nll
 from hf_recurrent_lengthgen.metrics.states.attention import attention_harm
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.families import MAMBA2, build, random_tokens

@@ -9,14 +9,7 @@ import pytest
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, diagnosis_page, diagnosis_summary
 from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
-from tests.metrics.diagnoses import (
-    diagnosed,
-    expected,
-    hybrid,
-    states,
-    with_part,
-    without_parts,
-)
+from tests.metrics.diagnoses import diagnosed, expected, hybrid, states, with_part, without_parts
 
 VOID = {"meta", "br", "img", "link"}
 STATE_FIGURES = {"state_distance", "state_patching", "state_std", "state_retention"}

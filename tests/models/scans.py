@@ -7,10 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.scan_delta import (
-    scan_delta,
-    scan_dplr,
-)
+from hf_recurrent_lengthgen.models.scan_delta import scan_delta, scan_dplr
 from hf_recurrent_lengthgen.models.scan_gla import scan_gla
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective

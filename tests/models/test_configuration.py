@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    Mamba2Model,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, Mamba2Model
 
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import StatefulMamba2Config
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM

@@ -14,14 +14,7 @@ from hf_recurrent_lengthgen.models.layers_known import key_and_query_weights, kn
 from hf_recurrent_lengthgen.models.state_on_disk import load_state, save_state
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, take_rows, zero_conv
 
-from .families import (
-    FAMILIES,
-    MAMBA2,
-    Family,
-    build,
-    random_tokens,
-    variant_id,
-)
+from .families import FAMILIES, MAMBA2, Family, build, random_tokens, variant_id
 from .law import assert_equal_up_to, weights_like
 from .test_generation import generate, greedy_by_hand
 

@@ -8,11 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.scan_forgetting import (
-    Forgetting,
-    SSDRecurrence,
-    forgetful_scan,
-)
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, SSDRecurrence, forgetful_scan
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 from hf_recurrent_lengthgen.models.state_value import LayerState, WindowedLayerState
 

@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter
 from hf_recurrent_lengthgen.models.state_value import map_state
 
-from .families import (
-    FAMILIES,
-    GLA,
-    VOCABULARY,
-    Family,
-    build,
-    random_state,
-    random_tokens,
-    variant_id,
-)
+from .families import FAMILIES, GLA, VOCABULARY, Family, build, random_state, random_tokens, variant_id
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 

@@ -13,12 +13,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen import load_state, save_state
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models.state_on_disk import read_tensors, write_tensors
-from hf_recurrent_lengthgen.state_files import (
-    TextState,
-    load_text_state,
-    read_text,
-    save_text_state,
-)
+from hf_recurrent_lengthgen.state_files import TextState, load_text_state, read_text, save_text_state
 from hf_recurrent_lengthgen.state_files.origin import prefix_hash, weights_fingerprint
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import GLA, MAMBA2, build, random_tokens

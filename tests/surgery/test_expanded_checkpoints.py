@@ -17,14 +17,7 @@ from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulMamba2Config
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
-from tests.models.families import (
-    GLA,
-    MAMBA2,
-    RWKV6,
-    Family,
-    build,
-    random_tokens,
-)
+from tests.models.families import GLA, MAMBA2, RWKV6, Family, build, random_tokens
 from tests.surgery.expansions import RECIPES, every_expansion, every_family, grown
 from tests.versions import needs_hybrids
 

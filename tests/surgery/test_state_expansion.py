@@ -11,10 +11,7 @@ from torch.nn.functional import logsigmoid, silu
 
 from hf_recurrent_lengthgen.surgery import expand_state
 from hf_recurrent_lengthgen.surgery.expansion_plan import spread_layers
-from hf_recurrent_lengthgen.surgery.state_expansion import (
-    expanded_parameters,
-    recorded_expansions,
-)
+from hf_recurrent_lengthgen.surgery.state_expansion import expanded_parameters, recorded_expansions
 from tests.models.families import (
     DECAYING,
     DELTA_FAMILIES,

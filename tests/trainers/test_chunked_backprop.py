@@ -19,16 +19,7 @@ from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers.chunked_backprop import chunked_forward, forward_in_chunks
 from tests.hybrids.measures import parts
 from tests.hybrids.tiny_models import tiny_model
-from tests.models.families import (
-    FAMILIES,
-    MAMBA2,
-    VOCABULARY,
-    Family,
-    build,
-    random_state,
-    random_tokens,
-    variant_id,
-)
+from tests.models.families import FAMILIES, MAMBA2, VOCABULARY, Family, build, random_state, random_tokens, variant_id
 from tests.trainers import chunks_in_processes
 from tests.trainers.chunks_in_processes import checkpoint_layers, gradients, loop
 from tests.versions import needs_hybrids

@@ -12,9 +12,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.hybrids import stateful

@@ -10,19 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
-from hf_recurrent_lengthgen.trainers import (
-    StatePassingConfig,
-    StatePassingTrainer,
-    TbttTrainer,
-    combine,
-)
+from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer, TbttTrainer, combine
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings(

@@ -16,12 +16,7 @@ from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import clone_state, detach_state
-from hf_recurrent_lengthgen.trainers import (
-    InitialStateConfig,
-    TbttConfig,
-    TbttTrainer,
-    ZeroStateTrainer,
-)
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, TbttConfig, TbttTrainer, ZeroStateTrainer
 from tests.hybrids.tiny_models import tiny_model
 from tests.versions import needs_hybrids
 

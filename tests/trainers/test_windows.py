@@ -26,15 +26,7 @@ from hf_recurrent_lengthgen.trainers import (
     ZeroStateTrainer,
 )
 from tests.hybrids.tiny_models import tiny_model as stock_model
-from tests.trainers.toys import (
-    QUIET,
-    assert_same_weights,
-    chunks,
-    examples,
-    sequences,
-    tiny_model,
-    weights,
-)
+from tests.trainers.toys import QUIET, assert_same_weights, chunks, examples, sequences, tiny_model, weights
 from tests.versions import needs_hybrids
 
 RATE = 0.3

@@ -25,10 +25,7 @@ from transformers.utils import logging
 
 import hf_recurrent_lengthgen.trainers.run.checkpoints as checkpoints
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
-from hf_recurrent_lengthgen.models import (
-    StatefulMamba2Config,
-    StatefulMamba2ForCausalLM,
-)
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import (
     AlignmentConfig,

@@ -8,12 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from hf_recurrent_lengthgen.checkpoints.cards.facts import Checkpoint, Evidence
-from hf_recurrent_lengthgen.checkpoints.cards.results import (
-    generalizes,
-    mean_over,
-    own_evaluations,
-    own_retrievals,
-)
+from hf_recurrent_lengthgen.checkpoints.cards.results import generalizes, mean_over, own_evaluations, own_retrievals
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.result import EvaluationResult
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalResult

@@ -25,13 +25,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.registry import detect, named
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, write_safetensors
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
-from hf_recurrent_lengthgen.checkpoints.records import (
-    Lineage,
-    Step,
-    file_digest,
-    read_json_object,
-    write_lineage,
-)
+from hf_recurrent_lengthgen.checkpoints.records import Lineage, Step, file_digest, read_json_object, write_lineage
 from hf_recurrent_lengthgen.checkpoints.records import Source as Origin
 from hf_recurrent_lengthgen.checkpoints.sources import Source, license_of, locate
 from hf_recurrent_lengthgen.checkpoints.tensor_files import FLOATS, TensorFiles, same_bits

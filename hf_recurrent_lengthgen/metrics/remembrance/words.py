@@ -12,11 +12,7 @@ from hf_recurrent_lengthgen.evaluation.results import Role
 from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.evaluation.words import cell, interval_text
 from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
-from hf_recurrent_lengthgen.metrics.remembrance.measure import (
-    LENGTHS_OF_TRAINING,
-    Remembrance,
-    effective_remembrance,
-)
+from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINING, Remembrance, effective_remembrance
 from hf_recurrent_lengthgen.plotting.style import (
     FONT_SIZE,
     MUTED,

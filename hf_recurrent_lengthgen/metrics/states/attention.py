@@ -24,13 +24,7 @@ from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, estimate, last_octave
-from hf_recurrent_lengthgen.evaluation.streaming import (
-    Tokens,
-    check_tokens,
-    chunk_borders,
-    progress_bar,
-    reading_plan,
-)
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, chunk_borders, progress_bar, reading_plan
 from hf_recurrent_lengthgen.metrics.states.result import AttentionHarm
 from hf_recurrent_lengthgen.metrics.states.trajectory import sample_positions
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode

@@ -22,13 +22,7 @@ import torch
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.readers import Reader, StateReader, reader_of
-from hf_recurrent_lengthgen.evaluation.streaming import (
-    Tokens,
-    check_tokens,
-    progress_bar,
-    reading_plan,
-    stream_chunks,
-)
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar, reading_plan, stream_chunks
 from hf_recurrent_lengthgen.metrics.states.trajectory import as_units
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, state_to

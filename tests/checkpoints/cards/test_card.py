@@ -13,26 +13,13 @@ import pytest
 from huggingface_hub import ModelCard, metadata_load
 
 from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, build_card, write_card
-from hf_recurrent_lengthgen.checkpoints.records import (
-    Lineage,
-    Source,
-    Step,
-    read_lineage,
-    write_lineage,
-)
+from hf_recurrent_lengthgen.checkpoints.records import Lineage, Source, Step, read_lineage, write_lineage
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
 from tests.checkpoints.cards.conftest import Work
-from tests.checkpoints.cards.reading import (
-    blocks,
-    changed,
-    evaluations,
-    metadata_of,
-    retrieval,
-    written,
-)
+from tests.checkpoints.cards.reading import blocks, changed, evaluations, metadata_of, retrieval, written
 from tests.hybrids.tiny_models import tiny_model
 from tests.versions import needs_hybrids
 from tests.without_package import clean_process

@@ -14,12 +14,7 @@ from transformers import AutoTokenizer
 
 from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, build_card, write_card
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape
-from hf_recurrent_lengthgen.checkpoints.records import (
-    Check,
-    Verification,
-    verified_files,
-    write_verification,
-)
+from hf_recurrent_lengthgen.checkpoints.records import Check, Verification, verified_files, write_verification
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
@@ -27,15 +22,7 @@ from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diag
 from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
 from tests.checkpoints.cards.conftest import Work
-from tests.checkpoints.cards.reading import (
-    MINUS,
-    blocks,
-    changed,
-    evaluations,
-    metadata_of,
-    retrieval,
-    shown,
-)
+from tests.checkpoints.cards.reading import MINUS, blocks, changed, evaluations, metadata_of, retrieval, shown
 
 
 def test_nothing_of_the_machine_is_written(cured: Path, work: Work) -> None:

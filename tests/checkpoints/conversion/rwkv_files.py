@@ -11,13 +11,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
-from tests.checkpoints.conversion.rwkv_reference import (
-    Sizes,
-    Weights,
-    run,
-    rwkv5_shapes,
-    rwkv6_shapes,
-)
+from tests.checkpoints.conversion.rwkv_reference import Sizes, Weights, run, rwkv5_shapes, rwkv6_shapes
 
 SIZES = {
     "small ranks": Sizes(24, 3, 8, 3, 5, 7, 32, 31),

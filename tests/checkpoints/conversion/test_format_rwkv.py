@@ -34,16 +34,7 @@ from tests.checkpoints.conversion.rwkv_files import (
 from tests.models.family_rwkv import rwkv7_loop
 from tests.models.upstream_fixtures import RWKV5_NAMES, load_fixture
 
-from .rwkv_reference import (
-    RWKV7_SIZES,
-    Sizes,
-    Sizes7,
-    draw,
-    even_draw,
-    rwkv5_shapes,
-    rwkv6_shapes,
-    rwkv7_shapes,
-)
+from .rwkv_reference import RWKV7_SIZES, Sizes, Sizes7, draw, even_draw, rwkv5_shapes, rwkv6_shapes, rwkv7_shapes
 
 
 @pytest.mark.thinned(3)

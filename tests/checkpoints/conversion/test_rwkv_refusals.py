@@ -16,20 +16,9 @@ from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_ou
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, detect
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta, TensorFiles
-from tests.checkpoints.conversion.rwkv_files import (
-    OFFICIAL,
-    SMALL,
-    Shapes,
-    write_pth,
-    write_repository,
-)
+from tests.checkpoints.conversion.rwkv_files import OFFICIAL, SMALL, Shapes, write_pth, write_repository
 
-from .rwkv_reference import (
-    Sizes,
-    draw,
-    rwkv5_shapes,
-    rwkv6_shapes,
-)
+from .rwkv_reference import Sizes, draw, rwkv5_shapes, rwkv6_shapes
 
 
 def test_rwkv6_of_fla_is_told_from_that_of_the_authors() -> None:
