@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import read_rows
 from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
+from hf_recurrent_lengthgen.trainers.attention_windows import drawn_window
 from hf_recurrent_lengthgen.trainers.checks import (
     UPDATE_IN_BACKWARD,
     check_batch,
@@ -52,7 +53,6 @@ from hf_recurrent_lengthgen.trainers.run.step_checks import (
 from hf_recurrent_lengthgen.trainers.windows import plan_windows, train_in_windows
 
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.)")
-
 
 INTERVENTIONS: dict[str, type["InitialStateTrainer"]] = {}
 """The trainers by the name of their method. A class with an `about` of its own is registered when it is defined."""
@@ -228,9 +228,10 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             ValueError: if the loss comes from a `compute_loss` that does not call the method's.
         """
         step = partial(self._training_step, model)
-        if self.args.bptt_window is None or MICRO_BATCH not in inputs:
-            return step(inputs, *args, **kwargs)
-        return train_in_windows(self, model, inputs, lambda window: step(window, *args, **kwargs))
+        with drawn_window(self):
+            if self.args.bptt_window is None or MICRO_BATCH not in inputs:
+                return step(inputs, *args, **kwargs)
+            return train_in_windows(self, model, inputs, lambda window: step(window, *args, **kwargs))
 
     def _training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         try:
@@ -274,8 +275,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             nullcontext() if length is None else forward_in_chunks(model, length),
         ):
             result = self._loss(model, inputs, return_outputs, num_items_in_batch)
-        loss = result[0] if return_outputs else result
-        self._checks.ask_loss(loss, micro_batch.where)
+        self._checks.ask_loss(result[0] if return_outputs else result, micro_batch.where)
         if crop_loss is not None:
             if crop_loss.misalignment is None:
                 say_lost(self, "the alignment loss was not computed", "compute_loss_func")

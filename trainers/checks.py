@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL, sampled_digest
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
+from hf_recurrent_lengthgen.trainers.attention_windows import check_windows
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
 from hf_recurrent_lengthgen.trainers.run.arguments import check_arguments, keep_states_in_full_precision
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels
@@ -59,6 +60,7 @@ def check_trainer(trainer: Any) -> None:
     check_trainable(model, trainer.learns_state)
     check_no_forgetting(model)
     check_arguments(args)
+    check_windows(trainer)
     if args.nonfinite_states != "stop" and not takes_states(model):
         raise ValueError(f"{type(model).__name__} has no states, so nonfinite_states does nothing: leave it out.")
     keep_states_in_full_precision(trainer.accelerator.state)

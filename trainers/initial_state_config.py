@@ -63,6 +63,16 @@ class InitialStateConfig(TrainingArguments):
         },
     )
 
+    # Parameters that control attention
+    attention_windows: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Windows in tokens, one of which each step draws for the attention of a hybrid (SWAX, Cabannes et "
+            "al., 2025): recurrent layers learn to remember what attention does not see. Evaluation and checkpoints "
+            "have the model's own window. Default: its own in all steps."
+        },
+    )
+
     # Parameters that control backpropagation through chunks
     bptt_chunk_length: int | None = field(
         default=None,
@@ -117,6 +127,10 @@ class InitialStateConfig(TrainingArguments):
         ]
         if not self.alignment_alpha and unused:
             raise ValueError(f"{unused} have no effect without alignment_alpha: set it above 0, for instance to 0.1.")
+        windows: Any = self.attention_windows
+        listed = isinstance(windows, list | tuple) and len(windows) > 0
+        if windows is not None and not (listed and all(type(window) is int and window > 0 for window in windows)):
+            raise ValueError(f"attention_windows must be a list of numbers of tokens of at least 1, got {windows!r}.")
         if self.bptt_window is not None and self.bptt_chunk_length is None:
             raise ValueError("bptt_window counts chunks, so it needs bptt_chunk_length: set it, too.")
         if self.bptt_chunk_length is not None and self.alignment_alpha:

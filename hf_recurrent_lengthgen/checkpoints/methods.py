@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hf_recurrent_lengthgen.checkpoints.papers import ALIGNMENT, MIMETIC, STATEX, STUFFED_MAMBA, Paper
+from hf_recurrent_lengthgen.checkpoints.papers import ALIGNMENT, MIMETIC, STATEX, STUFFED_MAMBA, SWAX, Paper
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,13 @@ MIMETIC_INITIALIZATION = Method(
     "Its first weights were close to linear attention",
     "mimetic-initialization",
     MIMETIC,
+)
+ATTENTION_WINDOWS = Method(
+    "attention_windows",
+    "random attention windows",
+    "In training its attention saw the last tokens alone, of a number drawn for each step",
+    "random-attention-windows",
+    SWAX,
 )
 EXPANSION = Method("expand", "state expansion", "Some layers got larger states", "statex", STATEX)
 FORGETTING = Method(

@@ -92,3 +92,9 @@ STATEX = Paper(
     "{StateX}: Enhancing {RNN} Recall via Post-training State Expansion",
     ("Findings of the Association for Computational Linguistics: ACL 2026", 2026),
 )
+SWAX = Paper(
+    "2509.24552",
+    "Cabannes, Loïc and Beck, Maximilian and Szilvasy, Gergely and others",
+    2025,
+    "Short window attention enables long-term memorization",
+)

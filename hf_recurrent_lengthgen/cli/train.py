@@ -204,6 +204,8 @@ def _method(settings: RunArguments, training: InitialStateConfig) -> str:
     methods: list[str] = [settings.intervention] if settings.intervention != "none" else []
     if training.alignment_alpha:
         methods.append(f"output alignment {training.alignment_alpha:g}")
+    if training.attention_windows is not None:
+        methods.append(f"attention windows {' '.join(map(str, training.attention_windows))}")
     return " with ".join(methods)
 
 

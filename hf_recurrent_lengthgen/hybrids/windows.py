@@ -7,6 +7,8 @@ layers of a cache then keep W - 1 keys, as those of sliding attention in Transfo
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -89,16 +91,31 @@ def set_window(model: Any, window: int | str | None) -> None:
         number = isinstance(window, str) and window.isdecimal()
         wanted = None if window == "none" else int(window) if number else window  # type: ignore[assignment]
     if wanted is not None:
-        _check(model, wanted, config)
+        check_window(model, wanted)
     if wanted != before:
         config.attention_window = wanted
 
 
-def _check(model: Any, window: Any, config: Any) -> None:
+@contextmanager
+def attending_to(model: Any, window: int) -> Iterator[None]:
+    """Within the block, the config of a wrapped model has another window."""
+    values = vars(model.config.get_text_config(decoder=True))
+    before = {name: value for name, value in values.items() if name == "attention_window"}
+    values["attention_window"] = window
+    try:
+        yield
+    finally:
+        del values["attention_window"]
+        values.update(before)
+
+
+def check_window(model: Any, window: Any) -> None:
+    """Raise a `ValueError` for a window that is none, or that the attention of a model cannot have."""
     name = type(model).__name__
     _check_number(window)
     if not getattr(model, "attends", False):
-        raise ValueError(f"attention_window limits the attention of hybrids, and {name} is none: leave it out.")
+        raise ValueError(f"A window limits the attention of hybrids, and {name} is none: leave it out.")
+    config = model.config.get_text_config(decoder=True)
     if any(repr(kind) in repr(getattr(config, "rope_parameters", None)) for kind in OF_LENGTH):
         raise ValueError(
             f"The rotary embeddings of {name} ({config.rope_parameters}) change with the length of the text, so a "

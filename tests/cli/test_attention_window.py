@@ -8,6 +8,8 @@ import torch
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.cards import build_card
+from hf_recurrent_lengthgen.checkpoints.methods import ATTENTION_WINDOWS
+from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
@@ -67,6 +69,29 @@ def test_a_resume_with_another_window_is_refused(
         assert train("--resume", **often, attention_window=window) == 1
         assert "attention_window was 3 and is" in capsys.readouterr().err
     assert train("--resume", **often, attention_window=3) == 0
+
+
+def test_a_window_for_each_step_is_recorded_and_a_resume_keeps_it(
+    hybrid: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    often = {"model": hybrid, "save_strategy": "steps", "save_steps": 1}
+    assert train("--attention-windows", "2", "5", **often, max_steps=1) == 0
+    config = trained_config(tmp_path / "out")
+    assert "attention_window" not in config
+    assert config["interventions"] == ["state_passing with attention windows 2 5, 1 steps"]
+    lineage = read_lineage(tmp_path / "out")
+    assert lineage is not None
+    training = lineage.steps[-1].training
+    assert training is not None
+    assert training.methods[1] == ATTENTION_WINDOWS
+    assert training.settings[0].method["attention_windows"] == (2, 5)
+    card = str(build_card(tmp_path / "out"))
+    assert "of a number drawn for each step ([Cabannes et al., 2025](https://arxiv.org/abs/2509.24552))" in card
+    assert train("--attention-windows", "2", "6", "--resume", **often) == 1
+    assert "attention_windows was [2, 5] and is [2, 6]" in capsys.readouterr().err
+    assert train("--attention-windows", "2", "5", "--resume", **often) == 0
+    assert train("--attention-windows", "0", model=hybrid) == 1
+    assert "attention_windows must be a list of numbers of tokens of at least 1, got [0]" in capsys.readouterr().err
 
 
 def test_a_card_takes_results_with_its_window_and_says_it(hybrid: Path, evaluate: Evaluate, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ CHECKPOINT = {"first/checkpoint-10": "first/checkpoint-2"}
 LAUNCHERS = ("torchrun", "accelerate")
 CITED = {
     "Buitrago Ruiz and Gu, 2025": "[Buitrago Ruiz and Gu (2025)](https://arxiv.org/abs/2507.02782)",
+    "Cabannes et al., 2025": "[Cabannes et al. (2025)](https://arxiv.org/abs/2509.24552)",
     "Du et al., 2025": "[Du et al. (2025)](https://arxiv.org/abs/2506.11769)",
     "Shen et al., 2025": "[Shen et al. (2025)](https://arxiv.org/abs/2509.22630)",
 }

@@ -196,22 +196,25 @@ def test_a_cache_keeps_the_keys_of_the_window_alone(model_type: str, window: int
         load_text_state(tmp_path / "text", stateful(tiny_model(model_type), attention_window=window + 1))
 
 
+def flash_by_hand(
+    query: Any, key: Any, value: Any, mask: Any, sliding_window: Any, softmax_scale: Any, **_: Any
+) -> Any:
+    """(B, T, H, D), aligned at the last token, as flash attention does it."""
+    key, value = (x.repeat_interleave(query.shape[2] // key.shape[2], dim=2) for x in (key, value))
+    assert mask is None
+    output = torch.empty_like(query)
+    for t in range(query.shape[1]):
+        last = key.shape[1] - query.shape[1] + t + 1
+        near = slice(max(0, last - sliding_window), last)
+        weights = (torch.einsum("bhd,bshd->bhs", query[:, t], key[:, near]) * softmax_scale).softmax(-1)
+        output[:, t] = torch.einsum("bhs,bshd->bhd", weights, value[:, near])
+    return output
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", ["bamba", "lfm3"])
 def test_eager_and_flash_attention_have_the_window(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_hand(query: Any, key: Any, value: Any, mask: Any, sliding_window: Any, softmax_scale: Any, **_: Any) -> Any:
-        """(B, T, H, D), aligned at the last token, as flash attention does it."""
-        key, value = (x.repeat_interleave(query.shape[2] // key.shape[2], dim=2) for x in (key, value))
-        assert mask is None
-        output = torch.empty_like(query)
-        for t in range(query.shape[1]):
-            last = key.shape[1] - query.shape[1] + t + 1
-            near = slice(max(0, last - sliding_window), last)
-            weights = (torch.einsum("bhd,bshd->bhs", query[:, t], key[:, near]) * softmax_scale).softmax(-1)
-            output[:, t] = torch.einsum("bhs,bshd->bhd", weights, value[:, near])
-        return output
-
-    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", by_hand)
+    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash_by_hand)
     stock, model = windowed(model_type)
     tokens = random_tokens(2, 23)
     expected = masked(stock, tokens).logits

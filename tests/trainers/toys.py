@@ -102,6 +102,19 @@ def tiny_model(seed: int = 0, **fields: Any) -> StatefulMamba2ForCausalLM:
     return StatefulMamba2ForCausalLM(StatefulMamba2Config(num_heads=2, head_dim=8, n_groups=1, **sizes, **special))
 
 
+def tiny_hybrid() -> Any:
+    """Bamba with one layer of attention among three."""
+    from transformers import BambaConfig, BambaForCausalLM
+
+    from hf_recurrent_lengthgen.hybrids import stateful
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 8, "mamba_d_head": 8}
+    mamba = {"mamba_d_state": 6, "mamba_n_groups": 2, "attn_layer_indices": [1]}
+    return stateful(BambaForCausalLM(BambaConfig(**sizes, **heads, **mamba, initializer_range=0.2)))
+
+
 def sequences(count: int, length: int = 9, seed: int = 0) -> list[dict[str, Tensor]]:
     """Random ids; about a third of the labels is ignored, so micro-batches differ in their number of labels."""
     generator = torch.Generator().manual_seed(seed)
@@ -241,9 +254,9 @@ def resumable_trainer(
     }
     rows = changes.pop("rows", 15)
     chosen = METHODS[method]
+    model: Any = tiny_hybrid() if changes.pop("hybrid", False) else tiny_model()
     args = chosen.config(str(output_dir), **QUIET | settings | chosen.settings | changes)
-    model = tiny_model().double() if double else tiny_model()
-    return chosen.trainer(model, args, train_dataset=chosen.data(rows))
+    return chosen.trainer(model.double() if double else model, args, train_dataset=chosen.data(rows))
 
 
 def die_while_writing(what: str) -> None:

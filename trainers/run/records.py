@@ -18,7 +18,13 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.checkpoints.adapters import adapter_of, holds_adapter, holds_learned_state
-from hf_recurrent_lengthgen.checkpoints.methods import MIMETIC_INITIALIZATION, OUTPUT_ALIGNMENT, PLAIN, Method
+from hf_recurrent_lengthgen.checkpoints.methods import (
+    ATTENTION_WINDOWS,
+    MIMETIC_INITIALIZATION,
+    OUTPUT_ALIGNMENT,
+    PLAIN,
+    Method,
+)
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
 from hf_recurrent_lengthgen.checkpoints.records import Hardware, InitialWeights, Lineage, Settings, TrainingRun
 from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, from_plain, to_plain
@@ -107,6 +113,7 @@ def methods_of(trainer: Trainer, weights: InitialWeights | None = None) -> tuple
         about = PLAIN
     beside = {
         OUTPUT_ALIGNMENT: getattr(trainer.args, "alignment_alpha", 0),
+        ATTENTION_WINDOWS: getattr(trainer.args, "attention_windows", None),
         MIMETIC_INITIALIZATION: weights is not None and weights.mimetic is not None,
     }
     return (about, *(method for method, used in beside.items() if used))

@@ -1,0 +1,262 @@
+"""A window of attention for each step: training is that of the stock model under masks made by hand."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from scipy.stats import chisquare
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.trainers import (
+    InitialStateConfig,
+    StatePassingConfig,
+    StatePassingTrainer,
+    ZeroStateTrainer,
+)
+from hf_recurrent_lengthgen.trainers.attention_windows import drawn_window
+from tests.hybrids.measures import with_checkpointing
+from tests.hybrids.test_attention_window import flash_by_hand, masked
+from tests.hybrids.tiny_models import tiny_model
+from tests.versions import needs_hybrids
+
+pytestmark = needs_hybrids
+
+WINDOWS = [1, 2, 4, 8]
+
+
+def listening(trainer: Any) -> list[tuple[int, bool, int | None, Any]]:
+    """A list that gets step, mode, window and ids of each call of the model."""
+    calls: list[Any] = []
+    base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()
+
+    def note(model: Any, _: Any, given: dict[str, Any]) -> None:
+        window = getattr(model.config, "attention_window", None)
+        calls.append((trainer.state.global_step, model.training, window, given["input_ids"].clone()))
+
+    base.register_forward_pre_hook(note, with_kwargs=True)
+    return calls
+
+
+def made(toys: ModuleType, folder: Path, method: str = "state passing", **changes: Any) -> Any:
+    settings = {"attention_windows": WINDOWS, "save_strategy": "no"} | changes
+    return toys.resumable_trainer(folder, method=method, hybrid=True, **settings)
+
+
+def windows_of(calls: list[Any]) -> dict[int, int]:
+    """The one window of each step."""
+    found = {(step, window) for step, training, window, _ in calls if training}
+    assert len(dict(found)) == len(found)
+    return dict(sorted(found))
+
+
+def config_without_window(config: Any) -> None:
+    assert "attention_window" not in vars(config)
+    assert "attention_window" not in config.to_dict()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_weights_are_those_of_a_loop_over_the_stock_model_with_masks(
+    toys: ModuleType, tmp_path: Path, accumulation: int, checkpointed: bool
+) -> None:
+    stock, rows = tiny_model("bamba").double().train(), toys.sequences(24)
+    model = stateful(tiny_model("bamba").double())
+    settings: dict[str, Any] = toys.QUIET | {"save_strategy": "no", "max_steps": 6, "max_grad_norm": 0.0}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
+    if checkpointed:
+        with_checkpointing(model)
+    args = InitialStateConfig(str(tmp_path), attention_windows=WINDOWS, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+
+    def mean(output: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:  # that of Transformers is in float32
+        return cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / (
+            num_items_in_batch
+        )
+
+    both: Any = {"optimizers": (optimizer, schedule), "compute_loss_func": mean}
+    trainer = ZeroStateTrainer(model, args, train_dataset=rows, **both)
+    calls = listening(trainer)
+    trainer.train()
+    assert len(set(windows_of(calls).values())) > 2
+    labels = {tuple(row["input_ids"].tolist()): row["labels"] for row in rows}
+    by_hand = torch.optim.SGD(stock.parameters(), 0.1)
+    for step in range(6):
+        losses, targets = [], 0
+        for at, _, window, ids in calls:
+            if at == step:
+                logits = masked(stock, ids, window, use_cache=False).logits[:, :-1]
+                given = torch.stack([labels[tuple(row.tolist())] for row in ids])[:, 1:]
+                losses.append(cross_entropy(logits.flatten(0, 1), given.flatten(), reduction="sum"))
+                targets += int((given != -100).sum())
+        assert len(losses) == accumulation
+        by_hand.zero_grad()
+        (torch.stack(losses).sum() / targets).backward()
+        by_hand.step()
+    expected = dict(stock.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-12)
+    config_without_window(model.config)
+
+
+def test_the_recomputation_has_the_window_of_the_step(
+    toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def flash(*args: Any, sliding_window: int, **named: Any) -> Any:
+        given.append((trainer.state.global_step, sliding_window))
+        return flash_by_hand(*args, sliding_window=sliding_window, **named)
+
+    monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
+    trainer = made(toys, tmp_path)
+    with_checkpointing(trainer.model)
+    trainer.model.config._attn_implementation = "flash_attention_2"
+    calls = listening(trainer)
+    trainer.train()
+    assert dict(given) == windows_of(calls)
+    assert len(set(given)) == 8
+    assert len(given) == 2 * len(calls)  # the forward pass and its repetition in the backward pass
+
+
+@pytest.mark.parametrize("method", ["state passing", "tbtt", "tbtt on examples", "learned state", "alignment"])
+def test_each_method_has_one_window_per_step_and_evaluates_with_its_own(
+    toys: ModuleType, tmp_path: Path, method: str
+) -> None:
+    trainer = made(toys, tmp_path, method, rows=16)
+    for step in (2, 5):
+        trainer.add_callback(toys.OnStep(step, lambda: trainer.evaluate(toys.sequences(2))))
+    calls = listening(trainer)
+    trainer.train()
+    seen = windows_of(calls)
+    draws = {}
+    for step in seen:
+        trainer.state.global_step = step
+        with drawn_window(trainer):
+            draws[step] = trainer.model.config.attention_window
+    assert seen == draws
+    assert len(set(seen.values())) > 1
+    assert {window for _, training, window, _ in calls if not training} == {None}
+    config_without_window(trainer.model.config)
+
+
+def test_windows_are_drawn_uniformly_from_seed_and_step() -> None:
+    model = toy = SimpleNamespace(config=tiny_model("bamba").config)
+
+    def draws(seed: int) -> list[int]:
+        found = []
+        for step in range(600):
+            args = SimpleNamespace(attention_windows=[3, 5, 5, 9], seed=seed)
+            with drawn_window(SimpleNamespace(args=args, model=model, state=SimpleNamespace(global_step=step))):
+                found.append(toy.config.attention_window)
+        return found
+
+    first, again, other = draws(1), draws(1), draws(2)
+    assert first == again != other
+    counts = Counter(first)
+    assert chisquare([counts[3], counts[5], counts[9]], [150, 300, 150]).pvalue > 0.01
+    assert len({*zip(first, other, strict=True)}) == 9
+
+
+@pytest.mark.parametrize("own", [None, 3])
+def test_a_resumed_run_is_the_whole_one_and_checkpoints_have_the_own_window(
+    toys: ModuleType, tmp_path: Path, own: int | None
+) -> None:
+    whole, resumed = (made(toys, tmp_path, save_strategy="steps") for _ in range(2))
+    for trainer in (whole, resumed):
+        stateful(trainer.model, attention_window=own)
+    calls, again = listening(whole), listening(resumed)
+    whole.train()
+    saved = [json.loads(file.read_text()) for file in tmp_path.glob("checkpoint-*/config.json")]
+    assert len(saved) == 8
+    assert {one.get("attention_window") for one in saved} == {own}
+    resumed.train(str(tmp_path / "checkpoint-3"))
+    toys.assert_same_weights(toys.weights(resumed.model), toys.weights(whole.model))
+    assert windows_of(again) == {step: window for step, window in windows_of(calls).items() if step >= 3}
+    for windows in ([1, 2, 4], None):
+        other = made(toys, tmp_path, attention_windows=windows)
+        stateful(other.model, attention_window=own)
+        with pytest.raises(ValueError, match=r"attention_windows was \[1, 2, 4, 8\] and is"):
+            other.train(str(tmp_path / "checkpoint-3"))
+
+
+@pytest.mark.parametrize("own", [None, 5])
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, RuntimeError])
+def test_a_run_that_breaks_off_leaves_the_own_window(
+    toys: ModuleType, tmp_path: Path, own: int | None, ends: type[BaseException]
+) -> None:
+    trainer = made(toys, tmp_path)
+    stateful(trainer.model, attention_window=own)
+    before = trainer.model.config.to_dict()
+
+    def fail(model: Any, *_: Any) -> None:
+        assert model.config.attention_window in WINDOWS
+        raise ends("here")
+
+    trainer.model.register_forward_hook(fail)
+    with pytest.raises(ends, match="here"):
+        trainer.train()
+    assert trainer.model.config.to_dict() == before
+
+
+@pytest.mark.parametrize("method", ["state passing", "tbtt on examples"])
+def test_one_window_is_a_fixed_one(toys: ModuleType, tmp_path: Path, method: str) -> None:
+    found = []
+    for windows, own in ([3], None), ([3, 3], 7), (None, 3), (None, None):
+        trainer = made(toys, tmp_path, method, attention_windows=windows)
+        stateful(trainer.model, attention_window=own)
+        trainer.train()
+        found.append(toys.weights(trainer.model))
+    toys.assert_same_weights(found[0], found[2])
+    toys.assert_same_weights(found[1], found[2])
+    with pytest.raises(AssertionError):
+        toys.assert_same_weights(found[3], found[2])
+
+
+def test_an_adapter_trains_with_the_windows(toys: ModuleType, tmp_path: Path) -> None:
+    model = get_peft_model(toys.tiny_hybrid(), LoraConfig(r=2, target_modules=["q_proj", "in_proj"]))
+    args = StatePassingConfig(
+        str(tmp_path), attention_windows=WINDOWS, max_steps=8, per_device_train_batch_size=2, **toys.QUIET
+    )
+    trainer = StatePassingTrainer(model, args, train_dataset=toys.sequences(8))
+    calls = listening(trainer)
+    trainer.train()
+    assert len(set(windows_of(calls).values())) > 2
+
+
+@pytest.mark.slow
+def test_processes_draw_the_same_windows(toys: ModuleType, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"hybrid": True, "double": True, "rows": 16, "attention_windows": WINDOWS, "save_steps": 8}
+    alone = toys.resumable_trainer(tmp_path / "alone", **how)
+    alone.train()
+    job = how | {"output_dir": str(tmp_path / "two"), "processes": 2, "batch_size": 1}
+    assert toys.run_jobs([job]) == [[0, 0]]
+    expected, found = toys.weights(alone.model), load_file(tmp_path / "two" / "checkpoint-8" / "model.safetensors")
+    toys.assert_same_weights({name: found[name] for name in expected}, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("windows", [[], [0], [4, -1], [True], [2.0], ["4"], 4, "4", {"low": 1}])
+def test_windows_that_are_none_are_refused(windows: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="attention_windows must be a list of numbers of tokens of at least 1, got"):
+        InitialStateConfig(str(tmp_path), attention_windows=windows)
+
+
+def test_models_without_a_window_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=toys.VOCABULARY, **sizes))
+    args = InitialStateConfig(str(tmp_path), attention_windows=[4], **toys.QUIET)
+    for model in (toys.tiny_model(), stateful(tiny_model("mamba2")), toys.SumModel(), llama):
+        with pytest.raises(ValueError, match=f"limits the attention of hybrids, and {type(model).__name__} is none"):
+            ZeroStateTrainer(model, args, train_dataset=toys.sequences(4))
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(ValueError, match=r"rotary embeddings of BambaForCausalLM .* change with the length"):
+        ZeroStateTrainer(stateful(tiny_model("bamba", rope_parameters=scaled)), args, train_dataset=toys.sequences(4))
