@@ -95,6 +95,7 @@ for _metric in METRICS:
     MAY_IMPORT[f"metrics.{_metric}.figure"] = ("evaluation.results", "plotting", *RESULTS)
     if _metric != "diagnosis":  # which makes all parts
         MAY_IMPORT[f"metrics.{_metric}.measure"] = ("models", "data", "evaluation", "metrics")
+MAY_IMPORT["metrics.states.attention_windows"] = ("data", "evaluation", "hybrids.windows", "metrics")
 MAY_IMPORT["metrics.maps.result"] += ("models.state_on_disk",)
 MAY_IMPORT["metrics.diagnosis.result"] += (
     "metrics.repeated_token",

@@ -5,14 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen.cli.measuring import (
-    add_options,
-    announce,
-    load_inputs,
-    on_device,
-    settings_of,
-    told_of_cache,
-)
+from hf_recurrent_lengthgen.cli.measuring import add_options, load_inputs, ready, settings_of, told_of_cache
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import draw, in_columns, summary_table, write_page
 from hf_recurrent_lengthgen.evaluation.files import write_result
@@ -59,10 +52,10 @@ def run(arguments: Sequence[str]) -> int:
     settings = dataclasses.replace(settings, repeated_token=_repeated_token(inputs.tokenizer, settings.repeated_text))
     diagnosed = []
     for subject in inputs.subjects:
-        announce(subject, inputs, "Diagnosing")
-        model, given = on_device(subject.model, options.device), (inputs.tokens, inputs.training_length)
+        model = ready(subject, inputs, "Diagnosing", options.device)
         about: Any = {"label": subject.label, "role": subject.role, "data": inputs.data}
-        diagnosed.append(diagnose_model(model, *given, settings=settings, cache=inputs.cache, **about))
+        given = model, inputs.tokens, inputs.training_length
+        diagnosed.append(diagnose_model(*given, settings=settings, cache=inputs.cache, **about))
     diagnosis = Diagnosis("Length generalization, and why", tuple(diagnosed))
     folder = Path(options.output)
     write_result(folder / "result.json", diagnosis)

@@ -5,14 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_recurrent_lengthgen.checkpoints.records import last_training, read_lineage
-from hf_recurrent_lengthgen.cli.measuring import (
-    add_options,
-    announce,
-    load_inputs,
-    on_device,
-    settings_of,
-    told_of_cache,
-)
+from hf_recurrent_lengthgen.cli.measuring import add_options, load_inputs, ready, settings_of, told_of_cache
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
@@ -32,6 +25,7 @@ in windows of T. Results are cached by content: an interrupted command continues
 EXAMPLES = """\
 lengthgen evaluate demo-output/base demo-output/cured --roles base,cured
 lengthgen evaluate my-mamba2 --data book.txt --training-length 2048 --length 65536 --sequences 4
+lengthgen evaluate model_cards/bamba-cured --attention-window 32,128,512,none
 lengthgen evaluate state-spaces/mamba2-1.3b-hf --training-length 2048 --dtype bfloat16
 """
 
@@ -58,9 +52,8 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Comp
     settings = settings_of(EvaluationSettings, options, ["lengthgen", "evaluate", *arguments])
     inputs = load_inputs(options)
     compared = []
-    for name, subject in zip(options.models, inputs.subjects, strict=True):
-        announce(subject, inputs, "Evaluating")
-        model, about = on_device(subject.model, options.device), (subject.label, inputs.data)
+    for subject in inputs.subjects:
+        model, about = ready(subject, inputs, "Evaluating", options.device), (subject.label, inputs.data)
         result = evaluate_model(model, inputs.tokens, inputs.training_length, *about, settings, cache=inputs.cache)
-        compared.append(ComparedModel(subject.role, result, last_training(read_lineage(name))))
+        compared.append(ComparedModel(subject.role, result, last_training(read_lineage(subject.name))))
     return Comparison("Beyond the training length", tuple(compared)), inputs.cache

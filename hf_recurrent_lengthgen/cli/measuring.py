@@ -28,6 +28,8 @@ from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
+from hf_recurrent_lengthgen.hybrids.windows import set_window
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.plotting.names import short_names
 
@@ -42,11 +44,13 @@ MODEL_OPTIONS = (
 
 
 class Subject(NamedTuple):
-    """A model to measure, and its name in tables."""
+    """A model to measure with a window of attention (None for its own), as it was given, and its name in tables."""
 
+    name: str
     label: str
     role: Role
     model: Any
+    window: str | None
 
 
 class Inputs(NamedTuple):
@@ -99,7 +103,8 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     names = options.models
     check_given_once(names)
     roles = _roles(options)
-    models = load_models(options)
+    windows = _windows(options.attention_window)
+    models = load_models(options, windows[0])
     training_length = options.training_length or _training_length(names, models)
     length = options.length or 64 * training_length
     if length <= training_length:
@@ -120,22 +125,40 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     cache = open_cache(options)
     short = dict(zip(names, short_names(names), strict=True))
     subjects = [
-        Subject(model_label(short[name], model.config), role, model)
+        Subject(name, model_label(short[name], _windowed(model, window).config), role, model, window)
         for name, role, model in zip(names, roles, models, strict=True)
+        for window in windows
     ]
     data = DataRecord(stream.source, token_unit=token_unit(tokenizer))
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
 
 
-def load_models(options: argparse.Namespace) -> list[Any]:
+def load_models(options: argparse.Namespace, window: str | None) -> list[Any]:
     """The models of a command with `MODEL_OPTIONS`."""
-    how = options.trust_remote_code, DTYPES[options.dtype], options.attention_window
+    how = options.trust_remote_code, DTYPES[options.dtype], window
     return [load_language_model(name, *how) for name in options.models]
 
 
-def announce(subject: Subject, inputs: Inputs, what: str) -> None:
+def _windows(given: str | None) -> list[str | None]:
+    if given is None:
+        return [None]
+    windows: list[str | None] = [window.strip() for window in given.split(",")]
+    if len(set(windows)) < len(windows):
+        raise ValueError(f"--attention-window has a window twice: {given}.")
+    return windows
+
+
+def ready(subject: Subject, inputs: Inputs, what: str, device: str) -> Any:
+    """The model of a subject on the device, with its window, after a line that says what is done with it."""
     sequences, length = inputs.tokens.shape
     print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.data.token_unit}s")
+    return on_device(_windowed(subject.model, subject.window), device)
+
+
+def _windowed(model: Any, window: str | None) -> Any:
+    if window is not None:
+        set_window(base_of(model), window)
+    return model
 
 
 def told_of_cache(cache: ResultCache | None) -> str:

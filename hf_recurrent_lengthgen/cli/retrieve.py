@@ -154,7 +154,7 @@ def run(arguments: Sequence[str]) -> int:
     pieces = options.batch_size, options.chunk_length
     settings = EvaluationSettings(*pieces, command=command, progress=sys.stderr.isatty())
     names = dict(zip(options.models, short_names(options.models), strict=True))
-    models = load_models(options)
+    models = load_models(options, options.attention_window)
     results = []
     for name, model in zip(options.models, models, strict=True):
         print(f"{grid.task}, {len(grid.rows)} rows of {len(lengths)} lengths, {grid.samples} samples: {name}")

@@ -28,7 +28,7 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
         "--attention-window": {
             "metavar": "W",
             "help": 'of hybrids: number of tokens that a token attends to, itself included, or "none" for all '
-            "(default: from the config of the model)",
+            "(default: from the config of the model); evaluate and diagnose compare several, with commas between",
         },
         "--revision": {"metavar": "NAME", "help": "branch, tag or commit on the Hub (default: main)"},
     },

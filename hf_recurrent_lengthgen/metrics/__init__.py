@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
     from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult
     from hf_recurrent_lengthgen.metrics.states.attention import attention_apart
+    from hf_recurrent_lengthgen.metrics.states.attention_windows import attention_window_harm
     from hf_recurrent_lengthgen.metrics.states.distance import state_drift
     from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states
     from hf_recurrent_lengthgen.metrics.states.patching import patch_heads
@@ -52,6 +53,7 @@ _MODULES = {
     "metrics.retrieval.measure": "retrieval_accuracy",
     "metrics.retrieval.result": "RetrievalComparison RetrievalResult",
     "metrics.states.attention": "attention_apart",
+    "metrics.states.attention_windows": "attention_window_harm",
     "metrics.states.distance": "state_drift",
     "metrics.states.measure": "diagnose_states",
     "metrics.states.patching": "patch_heads",
@@ -74,6 +76,7 @@ __all__ = [
     "StateObserver",
     "attention_apart",
     "attention_maps",
+    "attention_window_harm",
     "constant_prompt",
     "diagnose_states",
     "effective_remembrance",

@@ -117,3 +117,24 @@ def test_what_would_lose_the_window_or_has_no_attention_is_refused(
     assert "limits the attention of hybrids, and StatefulMamba2ForCausalLM is none" in capsys.readouterr().err
     assert evaluate(hybrid, "--attention-window", "1k") == 1
     assert "attention_window must be a number of tokens of at least 1" in capsys.readouterr().err
+
+
+def test_several_windows_are_compared(hybrid: Path, evaluate: Evaluate, tmp_path: Path) -> None:
+    def measured(*options: str) -> dict[str, float]:
+        assert evaluate(hybrid, *options) == 0
+        models = read_result(tmp_path / "out" / "result.json", Comparison).models
+        return {model.evaluation.model: model.evaluation.position_wise.coarse.mean[-1] for model in models}
+
+    alone: dict[str, float] = {}
+    for window in ("2", "none"):
+        alone |= measured("--attention-window", window)
+    assert measured("--attention-window", "2, none") == alone
+    assert list(alone) == ["bamba (attention window 2)", "bamba"]
+
+
+def test_windows_that_cannot_be_compared_are_refused(
+    hybrid: Path, evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for windows, words in (("3,3", "has a window twice: 3,3"), ("3,,5", "of at least 1"), ("3,0", "got 0")):
+        assert evaluate(hybrid, "--attention-window", windows) == 1
+        assert words in capsys.readouterr().err

@@ -14,6 +14,7 @@ from hf_recurrent_lengthgen.metrics.states.result import (
     HeadStates,
     PatchedHeads,
     StateDiagnosis,
+    WindowHarm,
 )
 from tests.metrics.conftest import compared
 
@@ -73,7 +74,9 @@ def hybrid() -> StateDiagnosis:
     keys = PatchedHeads("attention", (), near(0.1), near(0.1))
     borders = (16, 64, 512)
     recurrent, attention = (tuple(map(near, values)) for values in ((0.0, 0.5, 1.2), (0.3, 0.0, 0.02)))
-    apart = AttentionHarm(borders, tuple(map(near, (0.1, 0.6, 1.3))), recurrent, attention)
+    harm, inside = (tuple(map(near, values)) for values in ((0.9, 0.42, 0.4, 1.3), (0.2, 0.01, 0.0, 0.0)))
+    windows = WindowHarm((256, 512), (4, 8, 16, None), harm, inside)
+    apart = AttentionHarm(borders, tuple(map(near, (0.1, 0.6, 1.3))), recurrent, attention, windows)
     patching = replace(found.patching, groups=(*found.patching.groups, keys))
     return replace(found, patching=patching, attention=apart)
 

@@ -14,7 +14,13 @@ from hf_recurrent_lengthgen.metrics.remembrance.words import remembrance_text
 from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt_text
 from hf_recurrent_lengthgen.metrics.states import words as states_part
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
-from hf_recurrent_lengthgen.metrics.states.words import attention_text, drift_text, left_text, retention_text
+from hf_recurrent_lengthgen.metrics.states.words import (
+    attention_text,
+    drift_text,
+    left_text,
+    retention_text,
+    windows_text,
+)
 from tests.metrics.diagnoses import (
     constant_prompt,
     diagnosed,
@@ -196,10 +202,16 @@ def test_a_hybrid_is_told_what_states_and_attention_do_apart() -> None:
         "After 512 tokens, the long states alone do +1.200 (+1.190 to +1.210) nats per byte of harm, the long "
         "attention alone +0.020 (+0.010 to +0.030), and both together +1.300 (+1.290 to +1.310)."
     )
+    assert windows_text(hybrid(), "byte") == (
+        "With all keys, the long context does +1.300 (+1.290 to +1.310) nats per byte of harm at positions 256 to "
+        "512, with a window of 16 keys +0.400 (+0.390 to +0.410): the smallest of 4, 8, 16 that is as good as any, "
+        "and costs nothing inside the training length. It needs no training (attention_window=16)."
+    )
+    assert facts(model)["Harm with a window of 16 keys"] == "+0.400 nats"
     assert "heads that drift 97%, all other heads none shown, keys and values 10%." in patching_text(hybrid())
     assert facts(model)["Harm of long states alone"] == "+1.200 nats"
     assert facts(model)["Harm of long attention alone"] == "+0.020 nats"
-    assert attention_text(states({}), "byte") == ""
+    assert attention_text(states({}), "byte") == windows_text(states({}), "byte") == ""
 
 
 def test_models_without_states_have_a_verdict_and_no_reason() -> None:

@@ -57,7 +57,10 @@ DRAWN: dict[str, Callable[[Callable[..., Figure]], Callable[[Names], Figure]]] =
     **dict.fromkeys(("state_mean_figure", "state_inputs_figure"), of_states),
     **dict.fromkeys(("heat_map_figure", "retrieval_accuracy_figure"), of_retrieval),
     "mistakes_figure": lambda figure: lambda names: figure([replace(MISTAKEN, model=name) for name in names]),
-    "attention_harm_figure": lambda figure: lambda names: figure(attended(names), "byte"),
+    **dict.fromkeys(
+        ("attention_harm_figure", "attention_windows_figure"),
+        lambda figure: lambda names: figure(attended(names), "byte"),
+    ),
     "attention_maps_figure": lambda figure: lambda names: figure(*(maps_of(2, list("abc"), name) for name in names)),
     "accuracy_figure": lambda figure: (
         lambda names: figure(

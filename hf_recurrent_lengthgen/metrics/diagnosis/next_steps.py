@@ -49,16 +49,13 @@ def _after_failure(model: DiagnosedModel) -> Step:
     name, output = model.evaluation.model, f"{_path(model).rstrip('/').rpartition('/')[2]}-cured"
     states = model.found(StateDiagnosis)
     apart = None if states is None else states.attention
-    of_attention = apart is not None and apart.attention[-1].mean > max(
-        apart.recurrent[-1].mean, 0.5 * apart.both[-1].mean
-    )
-    if of_attention and model.evaluation.attention_window is None:
+    window = None if apart is None else apart.best_window(model.evaluation.training_length)
+    if window is not None and model.evaluation.attention_window is None:
         why = (
             f"most of the harm in {name} is attention's, which no initial state takes away: let a token see no more "
             "keys than in training"
         )
-        window = ("--attention-window", str(model.evaluation.training_length))
-        return Step(why, (_command("diagnose", model, *window, length=True),))
+        return Step(why, (_command("diagnose", model, "--attention-window", str(window), length=True),))
     if model.role == "cured":
         why = f"the states of {name} still leave training: train it longer from states of its own"
         steps = ("--intervention", "state_passing", "--max-steps", str(MORE * STEPS), "--output", output)
@@ -91,7 +88,10 @@ def _words(model: DiagnosedModel) -> list[str]:
 def _given(model: DiagnosedModel) -> dict[str, str]:
     """The options of the command that measured a model, by name."""
     words = [part for word in _words(model) for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    return {word: value for word, value in pairwise(words) if word.startswith("--")}
+    given = {word: value for word, value in pairwise(words) if word.startswith("--")}
+    if "--attention-window" in given:  # one of several
+        given["--attention-window"] = str(model.evaluation.attention_window or "none")
+    return given
 
 
 def _path(model: DiagnosedModel) -> str:

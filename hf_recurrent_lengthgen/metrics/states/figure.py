@@ -23,10 +23,12 @@ from hf_recurrent_lengthgen.plotting.style import (
     ROLE_COLORS,
     draw_band,
     label_ends,
+    length_axis,
     mark_training_lengths,
     plain_axes,
     position_axis,
     set_left_title,
+    short_number,
 )
 
 DRIFT, STEADY = ROLE_COLORS["base"], ROLE_COLORS["cured"]
@@ -274,6 +276,30 @@ def attention_harm_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
         mark_training_lengths(axes, [diagnosis.training_length])
         label_ends(axes, ends)
         axes.set_xlabel("Tokens read" if axes is panels[-1] else "", fontsize=10, color=MUTED)
+    return figure
+
+
+def attention_windows_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
+    """Harm of a long context by window of attention in each hybrid, with its band; the last place is all keys."""
+    explanation = "By the window of attention. Dot: the smallest as good as any"
+    figure, panels = _panels(diagnoses, f"Harm of a long context (nats per {unit})", explanation)
+    results = [found.attention.windows for found in diagnoses.values() if found.attention and found.attention.windows]
+    low, high = _limits(value for result in results for value in result.harm)
+    numbers = [window for result in results for window in result.windows if window is not None]
+    everything = 2 * max(numbers, default=1)
+    for axes, diagnosis, result in zip(panels, diagnoses.values(), results, strict=True):
+        axes.axhline(0, color=INK, linewidth=1)
+        x = [window or everything for window in result.windows]
+        axes.plot(x, [value.mean for value in result.harm], color=STEADY, linewidth=2)
+        draw_band(axes, x, result.harm, STEADY)
+        axes.plot([result.best or everything], [result.at(result.best).mean], "o", color=STEADY)
+        length_axis(axes, sorted({*numbers, everything}), "keys")
+        axes.xaxis.set_major_formatter(
+            FuncFormatter(lambda value, _: "all" if value == everything else short_number(value))
+        )
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
+        axes.set_xlabel("Last keys that a token attends to" if axes is panels[-1] else "", fontsize=10, color=MUTED)
+        mark_training_lengths(axes, [diagnosis.training_length])
     return figure
 
 

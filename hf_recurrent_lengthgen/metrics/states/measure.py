@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, 
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluated
 from hf_recurrent_lengthgen.metrics.states.attention import attention_harm
+from hf_recurrent_lengthgen.metrics.states.attention_windows import attention_window_harm
 from hf_recurrent_lengthgen.metrics.states.distance import Drift, pooled_std, state_drift
 from hf_recurrent_lengthgen.metrics.states.patching import Head, Heads, heads_of, patch_heads, patched_place
 from hf_recurrent_lengthgen.metrics.states.result import (
@@ -163,8 +164,13 @@ def with_exchanges(
     if attends:
         try:
             attention = attention_harm(model, tokens, states.training_length, settings)
+            windows = attention_window_harm(model, tokens, states.training_length, settings=settings)
+            attention = dataclasses.replace(attention, windows=windows)
         except ValueError as error:
-            left_out.append(f"The harm of long states was not measured apart from that of long attention: {error}")
+            what = "of long states was not measured apart from that of long attention"
+            if attention is not None:
+                what = "with windows of attention was not measured"
+            left_out.append(f"The harm {what}: {error}")
     if patched_heads:
         order = [(head.layer, head.head) for head in states.ranking]
         groups = patched_groups(order, len(states.drifting), patched_heads)

@@ -101,18 +101,60 @@ class HeadPatching:
         return estimate.mean / self.harm.mean if self.harmful else None
 
 
+AS_GOOD = 0.01
+"""Nats per token by which a smaller window of attention may be worse than the best one."""
+
+
+@dataclass(frozen=True)
+class WindowHarm:
+    """Harm of a long context by window of attention, in nats per token (`attention_windows.py`).
+
+    Entry i was read with `windows[i]` keys, the last with all (None): `harm` over the positions `last_range`
+    ([start, stop)), and the loss `inside` the training length minus that with all keys.
+    """
+
+    last_range: tuple[int, int]
+    windows: tuple[int | None, ...]
+    harm: tuple[Estimate, ...]
+    inside: tuple[Estimate, ...]
+
+    @property
+    def best(self) -> int | None:
+        """The smallest window as good as any, which costs nothing inside the training length; None for all keys."""
+        within = [
+            (window, harm.mean)
+            for window, harm, inside in zip(self.windows, self.harm, self.inside, strict=True)
+            if inside.mean <= AS_GOOD
+        ]
+        least = min(harm for _, harm in within)
+        if self.harm[-1].mean <= least + AS_GOOD:
+            return None
+        return next(window for window, harm in within if harm <= least + AS_GOOD)
+
+    def at(self, window: int | None) -> Estimate:
+        """Harm with one of the windows."""
+        return self.harm[self.windows.index(window)]
+
+
 @dataclass(frozen=True)
 class AttentionHarm:
     """Harm of long recurrent states and of long attention, each alone, in nats per token (`attention.py`).
 
     Entry i is measured after `borders[i]` tokens, compared with the same tokens read from neither; `both` is the harm
-    of both together.
+    of both together. `windows` has what windows of attention make of the harm.
     """
 
     borders: tuple[int, ...]
     both: tuple[Estimate, ...]
     recurrent: tuple[Estimate, ...]
     attention: tuple[Estimate, ...]
+    windows: WindowHarm | None = None
+
+    def best_window(self, training_length: int) -> int | None:
+        """The window that takes most of the harm away, T if none was measured; None if it is not attention's."""
+        if self.attention[-1].mean <= max(self.recurrent[-1].mean, 0.5 * self.both[-1].mean):
+            return None
+        return training_length if self.windows is None else self.windows.best
 
 
 @document("state_diagnosis", version=5)

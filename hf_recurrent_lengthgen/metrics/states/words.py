@@ -14,6 +14,7 @@ from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
 from hf_recurrent_lengthgen.metrics.states.distance import SMALLEST_DRIFT
 from hf_recurrent_lengthgen.metrics.states.figure import (
     attention_harm_figure,
+    attention_windows_figure,
     distance_map_figure,
     patching_figure,
     retention_figure,
@@ -150,6 +151,26 @@ def attention_text(states: StateDiagnosis, unit: str) -> str:
     )
 
 
+def windows_text(states: StateDiagnosis, unit: str) -> str:
+    """What a window of attention makes of the harm in a hybrid."""
+    windows = None if states.attention is None else states.attention.windows
+    if windows is None:
+        return ""
+    (start, stop), whole = windows.last_range, windows.at(None)
+    measured = ", ".join(f"{window:,}" for window in windows.windows if window is not None)
+    harm = (
+        f"With all keys, the long context does {interval_text(whole, sign=True)} nats per {unit} of harm at positions "
+        f"{start:,} to {stop:,}"
+    )
+    if (best := windows.best) is None:
+        return f"{harm}; no window of attention ({measured}) does less."
+    return (
+        f"{harm}, with a window of {best:,} keys {interval_text(windows.at(best), sign=True)}: the smallest of "
+        f"{measured} that is as good as any, and costs nothing inside the training length. It needs no training "
+        f"(attention_window={best})."
+    )
+
+
 def _facts(states: StateDiagnosis) -> Sequence[Fact]:
     drifting, total, harm = states.drifting, len(states.heads), states.attention
     furthest = f"{len(drifting):,} of {total:,}, {states.ranking[0].name} the furthest"
@@ -160,6 +181,9 @@ def _facts(states: StateDiagnosis) -> Sequence[Fact]:
     if harm is not None:
         for name, values in (("states", harm.recurrent), ("attention", harm.attention)):
             facts.append(Fact(f"Harm of long {name} alone", f"{number_text(values[-1].mean, '+.3f')} nats"))
+        if harm.windows is not None and (best := harm.windows.best) is not None:
+            left = number_text(harm.windows.at(best).mean, "+.3f")
+            facts.append(Fact(f"Harm with a window of {best:,} keys", f"{left} nats"))
     return facts
 
 
@@ -257,7 +281,7 @@ STATES = Part(
         text
         for text in (
             *(drift_text(result), retention_text(result), patching_text(result, unit)),
-            attention_text(result, unit),
+            *(attention_text(result, unit), windows_text(result, unit)),
         )
         if text
     ],
@@ -287,6 +311,13 @@ STATES = Part(
             "Harm of what the recurrent layers and what the attention layers keep of a long text, each alone and "
             "together. At zero, the long context does no harm.",
             lambda result: result.attention is not None,
+            bands=True,
+        ),
+        "attention_windows": Picture(
+            lambda result, _, unit: attention_windows_figure(result, unit),
+            "Harm of the long context, if a token attends to its last keys only. Left of the training length, what a "
+            "window loses counts, too.",
+            lambda result: result.attention is not None and result.attention.windows is not None,
             bands=True,
         ),
         "state_std": Picture(
