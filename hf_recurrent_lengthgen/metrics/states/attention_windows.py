@@ -1,0 +1,78 @@
+"""The harm of a long context in a hybrid whose attention has a window, by window.
+
+The whole text is read once for each window of W keys. Harm is the NLL of a token in it minus the NLL of the same token
+given at most T tokens of context and all their keys (`context_harm/windows.py`), so that what a small window loses
+counts as harm, too.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
+from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, estimate, last_octave
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, stream_nll
+from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
+from hf_recurrent_lengthgen.hybrids.windows import set_window
+from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
+from hf_recurrent_lengthgen.metrics.states.result import WindowHarm
+
+FRACTIONS = (0.25, 0.5, 1, 2, 4)
+"""Windows that are measured by default, in training lengths."""
+
+
+def attention_window_harm(
+    model: nn.Module,
+    tokens: Tokens,
+    training_length: int,
+    windows: Sequence[int | None] | None = None,
+    settings: EvaluationSettings = DEFAULTS,
+) -> WindowHarm:
+    """Measure what windows of attention do to the harm of a long context; one forward pass per token and window.
+
+    Args:
+        model: A hybrid: `stateful(model)` with attention layers. Its own window is left as it was.
+        tokens: Token ids (S, L + 1), with L > T.
+        training_length: T in tokens.
+        windows: Numbers of keys, None for all, which are measured in any case; by default T/4, T/2, T, 2T and 4T.
+        settings: Confidence, progress, and texts and tokens per forward pass.
+
+    Raises:
+        ValueError: for models without attention layers or with positions that allow no window, and as in `stream_nll`.
+    """
+    check_training_length(training_length)
+    reader, reading = reader_of(model), settings.reading
+    array = check_tokens(tokens, reader.vocabulary, training_length + 1)
+    start, stop = last_octave(array.shape[1] - 1, training_length)
+    half, long = training_length // 2, start - training_length
+    first = long // half * half  # where a window of the whole text begins
+    if windows is None:
+        chosen = [int(share * training_length) for share in FRACTIONS]
+        windows = [window for window in (*chosen, attention_window(reader.model)) if window and window < stop]
+    read: list[int | None] = [*sorted({window for window in windows if window is not None}), None]
+    with _own_window_kept(reader.model):
+        set_window(reader.model, "none")
+        short = window_nll(model, array[:, first:], training_length, **reading).truncated[:, long - first :]
+        losses = {}
+        for window in reversed(read):
+            set_window(reader.model, window or "none")
+            losses[window] = stream_nll(model, array, **reading).nll
+    inside = losses[None][:, :training_length]
+    return WindowHarm(
+        last_range=(start, stop),
+        windows=tuple(read),
+        harm=tuple(estimate(losses[window][:, start:] - short, settings.confidence) for window in read),
+        inside=tuple(estimate(losses[window][:, :training_length] - inside, settings.confidence) for window in read),
+    )
+
+
+@contextmanager
+def _own_window_kept(model: Any) -> Iterator[None]:
+    own = attention_window(model)
+    try:
+        yield
+    finally:
+        set_window(model, own or "none")
