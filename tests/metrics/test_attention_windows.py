@@ -65,14 +65,14 @@ def test_models_without_attention_are_refused() -> None:
 @pytest.mark.parametrize(
     ("harm", "inside", "best"),
     [
-        ((0.5, 0.1, 0.1, 2.0), (0.3, 0.0, 0.0, 0.0), 8),
-        ((0.109, 0.1, 0.105, 2.0), (0.0, 0.0, 0.0, 0.0), 4),  # as good
-        ((0.1, 0.1, 0.1, 2.0), (0.2, 0.02, 0.0, 0.0), 16),  # smaller ones cost inside the training length
+        ((0.5, 0.1, 0.2, 2.0), (0.3, 0.0, 0.0, 0.0), 8),
+        ((0.1, 0.105, 0.109, 2.0), (0.0, 0.0, 0.0, 0.0), 16),  # as good
+        ((0.0, 0.1, 0.3, 2.0), (0.2, 0.01, 0.0, 0.0), 8),  # the smallest costs inside the training length
         ((0.4, 0.3, 0.2, 0.0), (0.3, 0.2, 0.1, 0.0), None),  # keys from far away help
         ((0.1, 0.0, 0.0, 0.005), (0.0, 0.0, 0.0, 0.0), None),  # and do no harm
     ],
 )
-def test_the_window_that_is_named_is_the_smallest_that_is_as_good_as_any(
+def test_the_window_that_is_named_is_the_largest_that_is_as_good_as_any(
     harm: tuple[float, ...], inside: tuple[float, ...], best: int | None
 ) -> None:
     values = (tuple(Estimate(mean, None, None) for mean in means) for means in (harm, inside))

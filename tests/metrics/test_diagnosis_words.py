@@ -204,8 +204,8 @@ def test_a_hybrid_is_told_what_states_and_attention_do_apart() -> None:
     )
     assert windows_text(hybrid(), "byte") == (
         "With all keys, the long context does +1.300 (+1.290 to +1.310) nats per byte of harm at positions 256 to "
-        "512, with a window of 16 keys +0.400 (+0.390 to +0.410): the smallest of 4, 8, 16 that is as good as any, "
-        "and costs nothing inside the training length. It needs no training (attention_window=16)."
+        "512, with a window of 16 keys +0.400 (+0.390 to +0.410): the largest of 4, 8, 16 that is as good as any. It "
+        "needs no training (attention_window=16)."
     )
     assert facts(model)["Harm with a window of 16 keys"] == "+0.400 nats"
     assert "heads that drift 97%, all other heads none shown, keys and values 10%." in patching_text(hybrid())

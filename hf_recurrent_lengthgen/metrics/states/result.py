@@ -102,7 +102,7 @@ class HeadPatching:
 
 
 AS_GOOD = 0.01
-"""Nats per token by which a smaller window of attention may be worse than the best one."""
+"""Nats per token by which a larger window of attention may be worse than the best one."""
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,14 @@ class WindowHarm:
 
     @property
     def best(self) -> int | None:
-        """The smallest window as good as any, which costs nothing inside the training length; None for all keys."""
+        """The largest window as good as any, which costs nothing inside the training length; None for all keys."""
         within = [
             (window, harm.mean)
             for window, harm, inside in zip(self.windows, self.harm, self.inside, strict=True)
             if inside.mean <= AS_GOOD
         ]
         least = min(harm for _, harm in within)
-        if self.harm[-1].mean <= least + AS_GOOD:
-            return None
-        return next(window for window, harm in within if harm <= least + AS_GOOD)
+        return [window for window, harm in within if harm <= least + AS_GOOD][-1]
 
     def at(self, window: int | None) -> Estimate:
         """Harm with one of the windows."""

@@ -165,9 +165,8 @@ def windows_text(states: StateDiagnosis, unit: str) -> str:
     if (best := windows.best) is None:
         return f"{harm}; no window of attention ({measured}) does less."
     return (
-        f"{harm}, with a window of {best:,} keys {interval_text(windows.at(best), sign=True)}: the smallest of "
-        f"{measured} that is as good as any, and costs nothing inside the training length. It needs no training "
-        f"(attention_window={best})."
+        f"{harm}, with a window of {best:,} keys {interval_text(windows.at(best), sign=True)}: the largest of "
+        f"{measured} that is as good as any. It needs no training (attention_window={best})."
     )
 
 
