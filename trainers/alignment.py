@@ -3,9 +3,10 @@
 The loss is in `alignment_loss.py`, because every other trainer takes `alignment_alpha`, too.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from hf_recurrent_lengthgen.evaluation.settings import option
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.zero_state import ZeroStates
@@ -15,12 +16,10 @@ from hf_recurrent_lengthgen.trainers.zero_state import ZeroStates
 class AlignmentConfig(InitialStateConfig):
     """`TrainingArguments` and the settings of output alignment, which is on by default."""
 
-    alignment_alpha: float = field(
-        default=0.1,
-        metadata={
-            "help": "Weight alpha of the output alignment loss (Du et al., 2025, Eq. 4). In the paper, 0.1 to 0.3 "
-            "helps; 0.5 or more hurts. Default 0.1."
-        },
+    alignment_alpha: float = option(
+        0.1,
+        "Weight alpha of the output alignment loss (Du et al., 2025, Eq. 4). In the paper, 0.1 to 0.3 "
+        "helps; 0.5 or more hurts. Default 0.1.",
     )
 
 

@@ -3,7 +3,7 @@
 h_{-1} ~ N(mean, variance), with the moving mean and variance of final states (Eq. 5 and 6)
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
+from hf_recurrent_lengthgen.evaluation.settings import option
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of
@@ -153,9 +154,8 @@ def _moments(sums: Tensor) -> LayerStatistics:
 class FittedNoiseConfig(InitialStateConfig):
     """`TrainingArguments` and the settings of fitted noise (Buitrago Ruiz and Gu, 2025, section 4.3)."""
 
-    fitted_noise_beta: float = field(
-        default=0.1,
-        metadata={"help": "Weight of the past in the moving statistics, beta of Eq. 5 and 6. Default 0.1."},
+    fitted_noise_beta: float = option(
+        0.1, "Weight of the past in the moving statistics, beta of Eq. 5 and 6. Default 0.1."
     )
 
 

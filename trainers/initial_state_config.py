@@ -1,12 +1,13 @@
 """Settings that every method shares."""
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from inspect import get_annotations
 from typing import Any, Literal, Self
 
 from transformers import TrainingArguments
 
+from hf_recurrent_lengthgen.evaluation.settings import option
 from hf_recurrent_lengthgen.trainers.settings import check_settings
 
 
@@ -19,48 +20,32 @@ class InitialStateConfig(TrainingArguments):
     """
 
     # Parameters that control output alignment
-    alignment_alpha: float = field(
-        default=0.0,
-        metadata={
-            "help": "Weight alpha of the output alignment loss (Du et al., 2025, Eq. 4). In the paper, 0.1 to 0.3 "
-            "helps; 0.5 or more hurts. Default 0: off."
-        },
+    alignment_alpha: float = option(
+        0.0,
+        "Weight alpha of the output alignment loss (Du et al., 2025, Eq. 4). In the paper, 0.1 to 0.3 "
+        "helps; 0.5 or more hurts. Default 0: off.",
     )
-    alignment_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Length T, in tokens, of the two crops that are aligned. Rows must hold T + alignment_max_extra "
-            "tokens. Default: the largest even T that the rows allow, about two thirds of a row."
-        },
+    alignment_length: int | None = option(
+        None,
+        "Length T, in tokens, of the two crops that are aligned. Rows must hold T + alignment_max_extra "
+        "tokens. Default: the largest even T that the rows allow, about two thirds of a row.",
     )
-    alignment_min_extra: int = field(
-        default=1, metadata={"help": "Smallest shift l_extra between the two crops, in tokens. Default 1."}
+    alignment_min_extra: int = option(1, "Smallest shift l_extra between the two crops, in tokens. Default 1.")
+    alignment_max_extra: int | None = option(
+        None, "Largest shift l_extra between the two crops, in tokens. Default: T/2, or what the context allows."
     )
-    alignment_max_extra: int | None = field(
-        default=None,
-        metadata={
-            "help": "Largest shift l_extra between the two crops, in tokens. Default: T/2, or what the context allows."
-        },
+    alignment_min_context: int | None = option(
+        None,
+        "Least tokens before an aligned one in both crops. Default: T/2, the paper's listing (D); "
+        "0 aligns all tokens that the crops share, as its text does (4.2).",
     )
-    alignment_min_context: int | None = field(
-        default=None,
-        metadata={
-            "help": "Least tokens before an aligned one in both crops. Default: T/2, the paper's listing (D); "
-            "0 aligns all tokens that the crops share, as its text does (4.2)."
-        },
+    alignment_divergence: Literal["sce", "jeffreys"] = option(
+        "sce",
+        "Divergence of aligned tokens: the paper's symmetric cross-entropy (sce), or Jeffreys (jeffreys, "
+        "ours), which is sce without its entropies. Default: sce.",
     )
-    alignment_divergence: Literal["sce", "jeffreys"] = field(
-        default="sce",
-        metadata={
-            "help": "Divergence of aligned tokens: the paper's symmetric cross-entropy (sce), or Jeffreys (jeffreys, "
-            "ours), which is sce without its entropies. Default: sce."
-        },
-    )
-    alignment_second_state: Literal["same", "zero"] = field(
-        default="same",
-        metadata={
-            "help": "Initial state of the second crop: that of the first (same), or zero (ours). Default: same."
-        },
+    alignment_second_state: Literal["same", "zero"] = option(
+        "same", "Initial state of the second crop: that of the first (same), or zero (ours). Default: same."
     )
 
     # Parameters that control attention
@@ -74,37 +59,28 @@ class InitialStateConfig(TrainingArguments):
     )
 
     # Parameters that control backpropagation through chunks
-    bptt_chunk_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Run each row in chunks of this many tokens and recompute their activations in the backward pass: "
-            "rows may be longer than memory allows, and gradients through the state stay exact. Default: whole rows."
-        },
+    bptt_chunk_length: int | None = option(
+        None,
+        "Run each row in chunks of this many tokens and recompute their activations in the backward pass: "
+        "rows may be longer than memory allows, and gradients through the state stay exact. Default: whole rows.",
     )
-    bptt_window: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of chunks after which the gradient through the state is stopped, counted from the end of "
-            "the row. Each such window has its own backward pass, and one without labels is only read. Default: "
-            "never; 1 for TBTT on examples."
-        },
+    bptt_window: int | None = option(
+        None,
+        "Number of chunks after which the gradient through the state is stopped, counted from the end of "
+        "the row. Each such window has its own backward pass, and one without labels is only read. Default: "
+        "never; 1 for TBTT on examples.",
     )
 
     # Parameters that control how processes share rows
-    context_parallel_size: int = field(
-        default=1,
-        metadata={
-            "help": "Processes that share each row, each with a piece of it; they divide all processes. Default 1."
-        },
+    context_parallel_size: int = option(
+        1, "Processes that share each row, each with a piece of it; they divide all processes. Default 1."
     )
 
     # Parameters that control what happens to broken states
-    nonfinite_states: Literal["stop", "reset"] = field(
-        default="stop",
-        metadata={
-            "help": "What to do when final states hold NaN or infinite values: stop the run, or reset the rows to "
-            "zero and warn. A loss that is not finite always stops the run. Default: stop."
-        },
+    nonfinite_states: Literal["stop", "reset"] = option(
+        "stop",
+        "What to do when final states hold NaN or infinite values: stop the run, or reset the rows to "
+        "zero and warn. A loss that is not finite always stops the run. Default: stop.",
     )
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ h_{-1} = theta, a parameter with the gradient of the loss summed over rows
 
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import LEARNED_STATE
+from hf_recurrent_lengthgen.evaluation.settings import option
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.state_learned import LearnedState
 from hf_recurrent_lengthgen.models.state_learned_files import STATE_FILE
@@ -57,15 +58,9 @@ class LearnedStateSource(InitialStateSource):
 class LearnedStateConfig(InitialStateConfig):
     """`TrainingArguments` and the settings of a learned initial state (state tuning)."""
 
-    train_model: bool = field(
-        default=False, metadata={"help": "Whether to train the weights of the model, too. Default: only the state."}
-    )
-    learn_conv_state: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether to learn the short-convolution part of the state, too; otherwise it stays zero. "
-            "Default: true."
-        },
+    train_model: bool = option(False, "Whether to train the weights of the model, too. Default: only the state.")
+    learn_conv_state: bool = option(
+        True, "Whether to learn the short-convolution part of the state, too; otherwise it stays zero. Default: true."
     )
 
 

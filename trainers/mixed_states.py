@@ -6,7 +6,7 @@ h_{-1} of row i  =  that of source k, with probability share_k
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
+from hf_recurrent_lengthgen.evaluation.settings import option
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 from hf_recurrent_lengthgen.trainers import fitted_noise, random_noise, state_passing, tbtt, zero_state  # noqa: F401 (known in INTERVENTIONS when they are imported)
 from hf_recurrent_lengthgen.trainers.base import INTERVENTIONS, InitialStateTrainer
@@ -120,14 +121,12 @@ class MixedStatesConfig(InitialStateConfig):
             sources.
     """
 
-    mixture: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "JSON object with the share of each source of initial states, or its share and settings: "
-            '{"zero": 0.1, "tbtt": 0.4, "random_noise": {"share": 0.5, "noise_sigma": 3.0}}. A source is drawn for '
-            "each sequence. Sources are zero and the interventions that draw or pass states. Required for mixed; "
-            "default for statex: only zero."
-        },
+    mixture: dict[str, Any] | str | None = option(
+        None,
+        "JSON object with the share of each source of initial states, or its share and settings: "
+        '{"zero": 0.1, "tbtt": 0.4, "random_noise": {"share": 0.5, "noise_sigma": 3.0}}. A source is drawn for '
+        "each sequence. Sources are zero and the interventions that draw or pass states. Required for mixed; "
+        "default for statex: only zero.",
     )
 
     def check(self) -> None:

@@ -7,13 +7,14 @@ convolutions and token shifts start from zero. CPU and GPU generators give diffe
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
+from hf_recurrent_lengthgen.evaluation.settings import option
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import zero_state_of
@@ -60,12 +61,10 @@ class RandomNoise(InitialStateSource):
 class RandomNoiseConfig(InitialStateConfig):
     """`TrainingArguments` and the settings of random noise (Buitrago Ruiz and Gu, 2025, section 4.2)."""
 
-    noise_sigma: float | None = field(
-        default=None,
-        metadata={
-            "help": "Standard deviation of every element of the initial recurrent state. Required, because it depends "
-            "on the model (the paper sweeps it): try values around the state_rms that every training logs."
-        },
+    noise_sigma: float | None = option(
+        None,
+        "Standard deviation of every element of the initial recurrent state. Required, because it depends "
+        "on the model (the paper sweeps it): try values around the state_rms that every training logs.",
     )
 
 

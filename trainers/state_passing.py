@@ -5,7 +5,7 @@
 The rows are shuffled, so row i of the previous step is another text.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
+from hf_recurrent_lengthgen.evaluation.settings import option
 from hf_recurrent_lengthgen.models.state_value import (
     LayerState,
     RecurrentState,
@@ -114,19 +115,14 @@ class CarriedStateConfig(InitialStateConfig):
         ValueError: if `state_drop_probability` is not between 0 and 1, and as in `InitialStateConfig`.
     """
 
-    state_drop_probability: float = field(
-        default=0.0,
-        metadata={
-            "help": "Probability that a training sequence starts from the zero state instead of a carried one, drawn "
-            "independently for each sequence. Default 0."
-        },
+    state_drop_probability: float = option(
+        0.0,
+        "Probability that a training sequence starts from the zero state instead of a carried one, drawn "
+        "independently for each sequence. Default 0.",
     )
-    carry_conv_state: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether to carry the short-convolution part of the state, too; otherwise it starts from zero. "
-            "Default: true."
-        },
+    carry_conv_state: bool = option(
+        True,
+        "Whether to carry the short-convolution part of the state, too; otherwise it starts from zero. Default: true.",
     )
 
 
@@ -134,19 +130,15 @@ class CarriedStateConfig(InitialStateConfig):
 class StatePassingConfig(CarriedStateConfig):
     """`TrainingArguments` and the settings of state passing (Buitrago Ruiz and Gu, 2025, section 4.4)."""
 
-    state_drop_probability: float = field(
-        default=0.1,
-        metadata={
-            "help": "Probability that a training sequence starts from the zero state instead of a passed one, drawn "
-            "independently for each sequence. Default 0.1 for state passing, as in the paper (section 4.4), else 0."
-        },
+    state_drop_probability: float = option(
+        0.1,
+        "Probability that a training sequence starts from the zero state instead of a passed one, drawn "
+        "independently for each sequence. Default 0.1 for state passing, as in the paper (section 4.4), else 0.",
     )
-    assume_shuffled: bool = field(
-        default=False,
-        metadata={
-            "help": "Declare that the training data are shuffled, for streams and samplers that cannot be checked: "
-            "passed states must come from other sequences. Default: false."
-        },
+    assume_shuffled: bool = option(
+        False,
+        "Declare that the training data are shuffled, for streams and samplers that cannot be checked: "
+        "passed states must come from other sequences. Default: false.",
     )
 
 

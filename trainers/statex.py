@@ -1,13 +1,14 @@
 """StateX: the states of some layers are enlarged, then the model is trained, from any source (Shen et al., 2025)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import STATEX
+from hf_recurrent_lengthgen.evaluation.settings import option
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.surgery import expand_state
 from hf_recurrent_lengthgen.surgery.state_expansion import expanded_parameters, recorded_expansions
@@ -24,43 +25,32 @@ class StateXConfig(MixedStatesConfig):
     """
 
     # Parameters that control the expansion
-    expand_layers: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": 'Layers to expand, counted from 0, or "all". Default: expand_count evenly spaced layers from the '
-            "first (Shen et al., 2025, section 4.4)."
-        },
+    expand_layers: list[str] | None = option(
+        None,
+        'Layers to expand, counted from 0, or "all". Default: expand_count evenly spaced layers from the '
+        "first (Shen et al., 2025, section 4.4).",
     )
-    expand_count: int | None = field(default=None, metadata={"help": "Number of layers to expand. Default 4."})
-    expand_factor: float | None = field(
-        default=None,
-        metadata={
-            "help": "Factor by which the states of these layers grow. Default: 4 in Mamba; in other families, all "
-            "heads of a layer are merged into one."
-        },
+    expand_count: int | None = option(None, "Number of layers to expand. Default 4.")
+    expand_factor: float | None = option(
+        None,
+        "Factor by which the states of these layers grow. Default: 4 in Mamba; in other families, all "
+        "heads of a layer are merged into one.",
     )
-    expand_state_size: int | None = field(
-        default=None, metadata={"help": "State size N of these layers in Mamba. Default: see expand_factor."}
+    expand_state_size: int | None = option(None, "State size N of these layers in Mamba. Default: see expand_factor.")
+    expand_num_heads: int | None = option(
+        None, "Number of heads of these layers in families other than Mamba. Default: see expand_factor."
     )
-    expand_num_heads: int | None = field(
-        default=None,
-        metadata={"help": "Number of heads of these layers in families other than Mamba. Default: see expand_factor."},
+    expand_initialization: Literal["reinit", "reinit-transformers", "inherit", "inherit-zero"] | None = option(
+        None,
+        "reinit initializes the recurrence of these layers anew, as in the paper (section 4.3), Mamba's "
+        "as mamba-ssm does; reinit-transformers as Transformers does; inherit keeps the trained weights, and new "
+        "ones can learn; inherit-zero is the paper's baseline (5.5), whose new weights never learn. Default: "
+        "reinit.",
     )
-    expand_initialization: Literal["reinit", "reinit-transformers", "inherit", "inherit-zero"] | None = field(
-        default=None,
-        metadata={
-            "help": "reinit initializes the recurrence of these layers anew, as in the paper (section 4.3), Mamba's "
-            "as mamba-ssm does; reinit-transformers as Transformers does; inherit keeps the trained weights, and new "
-            "ones can learn; inherit-zero is the paper's baseline (5.5), whose new weights never learn. Default: "
-            "reinit."
-        },
-    )
-    new_weights_lr_multiplier: float = field(
-        default=1.0,
-        metadata={
-            "help": "Multiplier of the learning rate for parameters that hold new values. It applies to whole "
-            "parameters: to all of in_proj in an expanded Mamba-2 layer. Default 1."
-        },
+    new_weights_lr_multiplier: float = option(
+        1.0,
+        "Multiplier of the learning rate for parameters that hold new values. It applies to whole "
+        "parameters: to all of in_proj in an expanded Mamba-2 layer. Default 1.",
     )
 
     def check(self) -> None:
