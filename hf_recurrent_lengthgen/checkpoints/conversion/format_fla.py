@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
@@ -90,26 +89,11 @@ KINDS = {
 OURS_ONLY = OUR_FIELDS | {"gate_logit_normalizer", "group_norm_eps", "mixer_rms_eps"}
 """Fields of ours that fla lacks; `exported_config` checks that they have no effect."""
 
-
-def _split(gate_and_up: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = gate_and_up.chunk(2)
-    return gate, up
-
-
-def _join(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.cat([gate, up])
-
-
-def _unstacked(shifts: Tensor) -> tuple[Tensor, ...]:
-    return tuple(shift.view(1, 1, -1) for shift in shifts)
-
-
-def _stacked(*shifts: Tensor) -> Tensor:
-    return torch.cat([shift.flatten(0, 1) for shift in shifts])
-
-
-GATE_AND_UP = Transform(_split, _join)
-SHIFTS = Transform(_unstacked, _stacked)
+GATE_AND_UP = Transform(lambda gate_and_up: gate_and_up.chunk(2), lambda gate, up: torch.cat([gate, up]))
+SHIFTS = Transform(
+    lambda shifts: tuple(shift.view(1, 1, -1) for shift in shifts),
+    lambda *shifts: torch.cat([shift.flatten(0, 1) for shift in shifts]),
+)
 
 
 def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:

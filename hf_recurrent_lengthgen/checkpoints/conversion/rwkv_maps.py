@@ -21,10 +21,6 @@ LAYER = "blocks.{layer}."
 TO_OURS, TO_THEIRS = [3, 0, 1, 2, 4], [1, 2, 3, 0, 4]
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _flat(vector: Tensor) -> Tensor:
     """(1, 1, n), or (n,) as some files have it, to (n,)."""
     return vector.reshape(-1)
@@ -35,42 +31,20 @@ def _wide(vector: Tensor) -> Tensor:
     return vector.reshape(1, 1, -1)
 
 
-def _five_to_ours(*vectors: Tensor) -> Tensor:
-    """Five vectors of D to (5, D)."""
-    return torch.stack([_flat(vector) for vector in vectors])
-
-
-def _five_to_theirs(rows: Tensor) -> list[Tensor]:
-    return [_wide(row) for row in rows]
-
-
-def _transposed(matrix: Tensor) -> Tensor:
-    return matrix.t()
-
-
-def _shift_down_to_ours(matrix: Tensor) -> Tensor:
-    return matrix.t().unflatten(0, (5, -1))[TO_OURS].flatten(0, 1)
-
-
-def _shift_down_to_theirs(matrix: Tensor) -> Tensor:
-    return matrix.unflatten(0, (5, -1))[TO_THEIRS].flatten(0, 1).t()
-
-
 def _shift_up_to_ours(blocks: Tensor) -> Tensor:
     w, k, v, r, g = blocks  # indexing would miss a sixth one and, on the meta device, a missing one
     return torch.cat([r, w, k, v, g]).t()
 
 
-def _shift_up_to_theirs(matrix: Tensor) -> Tensor:
-    return matrix.t().unflatten(0, (5, -1))[TO_THEIRS]
-
-
 VECTOR = Transform(_flat, _wide)
-WIDE_VECTOR = Transform(_wide, _same)
-FIVE_VECTORS = Transform(_five_to_ours, _five_to_theirs)
-TRANSPOSED = Transform(_transposed, _transposed)
-SHIFT_DOWN = Transform(_shift_down_to_ours, _shift_down_to_theirs)
-SHIFT_UP = Transform(_shift_up_to_ours, _shift_up_to_theirs)
+WIDE_VECTOR = Transform(_wide, SAME.to_theirs)
+FIVE_VECTORS = Transform(lambda *vectors: torch.stack([*map(_flat, vectors)]), lambda rows: [*map(_wide, rows)])
+TRANSPOSED = Transform(torch.t, torch.t)
+SHIFT_DOWN = Transform(
+    lambda matrix: matrix.t().unflatten(0, (5, -1))[TO_OURS].flatten(0, 1),
+    lambda matrix: matrix.unflatten(0, (5, -1))[TO_THEIRS].flatten(0, 1).t(),
+)
+SHIFT_UP = Transform(_shift_up_to_ours, lambda matrix: matrix.t().unflatten(0, (5, -1))[TO_THEIRS])
 
 RWKV6_LAYER: tuple[tuple[str | tuple[str, ...], str, Transform], ...] = (
     ("ln1.weight", "attn_norm.weight", SAME),
