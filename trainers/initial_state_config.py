@@ -49,13 +49,11 @@ class InitialStateConfig(TrainingArguments):
     )
 
     # Parameters that control attention
-    attention_windows: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Windows in tokens, one of which each step draws for the attention of a hybrid (SWAX, Cabannes et "
-            "al., 2025): recurrent layers learn to remember what attention does not see. Evaluation and checkpoints "
-            "have the model's own window. Default: its own in all steps."
-        },
+    attention_windows: list[int] | None = option(
+        None,
+        "Windows in tokens, one of which each step draws for the attention of a hybrid (SWAX, Cabannes et "
+        "al., 2025): recurrent layers learn to remember what attention does not see. Evaluation and checkpoints "
+        "have the model's own window. Default: its own in all steps.",
     )
 
     # Parameters that control backpropagation through chunks

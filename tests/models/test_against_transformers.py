@@ -1,8 +1,8 @@
 """Mamba-1, FalconMamba and Mamba-2 against Transformers' own, on full passes, where the latter are right.
 
-They are wrong, in some versions, in what is left out here: Mamba-1 with a state and more than one token, where it
-drops the recurrent part; Mamba-2 with `n_groups` above 1 without a grouped norm (mamba-ssm groups it; Transformers does
-from a 5.x release on), and with state and left padding together.
+They are wrong, in some versions, in what is left out here: Mamba-1 with a state and several tokens, where it drops
+the recurrent part; Mamba-2 with `n_groups` above 1 without a grouped norm (mamba-ssm groups it; Transformers does from
+a 5.x release on), and with state and left padding together.
 """
 
 import inspect
