@@ -130,11 +130,11 @@ def test_padded_and_packed_rows_are_those_alone(model_type: str) -> None:
             assert relative_error([padded[real]], [expected]) < TOLERANCE_OF_ROWS
 
 
-def by_masks(stock: Any, prompt: Tensor, new: int) -> Tensor:
+def by_masks(stock: Any, prompt: Tensor, new: int, window: int = WINDOW) -> Tensor:
     """Greedy tokens, each from a call of the stock model with a mask by hand."""
     text = prompt
     for _ in range(new):
-        text = torch.cat([text, masked(stock, text).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        text = torch.cat([text, masked(stock, text, window).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
     return text[:, prompt.shape[1] :]
 
 

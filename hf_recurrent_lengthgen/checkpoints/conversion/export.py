@@ -5,7 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import read_settings
-from hf_recurrent_lengthgen.checkpoints.conversion.exported_configs import check_exportable, exported_config
+from hf_recurrent_lengthgen.checkpoints.conversion.exported_configs import (
+    check_exportable,
+    exported_config,
+    with_sliding_window,
+)
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     Format,
     Settings,
@@ -19,7 +23,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.registry import named_format
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import write_safetensors, write_torch
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import copy_tokenizer
 from hf_recurrent_lengthgen.checkpoints.records import write_settings_file
-from hf_recurrent_lengthgen.checkpoints.sources import locate
+from hf_recurrent_lengthgen.checkpoints.sources import Source, locate
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.models import FAMILIES
 
@@ -35,7 +39,8 @@ def export_checkpoint(
     """Write a checkpoint of this package in another layout, completely or not at all, with equal values and dtypes.
 
     Args:
-        checkpoint: Folder or Hub name of a checkpoint of this package, also one that a Trainer saved during training.
+        checkpoint: Folder or Hub name of a checkpoint of this package, also one that a Trainer saved during training;
+            or a hybrid with an `attention_window`, which "transformers" says as `sliding_window`.
         output: Folder for the result, new or empty.
         format: Name of the layout.
         revision: Branch, tag or commit on the Hub.
@@ -49,7 +54,15 @@ def export_checkpoint(
     check_new(output)
     layout = named_format(format)
     place = locate(checkpoint, revision)
-    config = our_config(read_settings(place), checkpoint)
+    given = read_settings(place)
+    if given is not None and given.get("attention_window") is not None and format == "transformers":
+        changed = with_sliding_window(given, checkpoint)
+        with new_folder(output) as folder:
+            for path in (*TensorFiles(place.path).paths, *place.folder.glob("*.index.json")):
+                shutil.copyfile(path, folder / path.name)
+            _write_others(place, folder, changed)
+        return output
+    config = our_config(given, checkpoint)
     check_exportable(layout, config)
     files = TensorFiles(place.path)
     renames = expand(layout.renames(config), config.num_hidden_layers)
@@ -71,12 +84,17 @@ def export_checkpoint(
             write_safetensors(folder, entries, max_shard_size)
         else:
             write_torch(folder / layout.weights_file, entries, shared)
-        if settings is not None:
-            write_settings_file(folder / "config.json", settings)
-        if settings is not None and "model_type" in settings and (place.folder / "generation_config.json").is_file():
-            shutil.copyfile(place.folder / "generation_config.json", folder / "generation_config.json")
-        copy_tokenizer(place.folder, folder)
+        _write_others(place, folder, settings)
     return output
+
+
+def _write_others(place: Source, folder: Path, settings: Settings | None) -> None:
+    """Write what stands beside the weights: config, settings of generation, tokenizer."""
+    if settings is not None:
+        write_settings_file(folder / "config.json", settings)
+    if settings is not None and "model_type" in settings and (place.folder / "generation_config.json").is_file():
+        shutil.copyfile(place.folder / "generation_config.json", folder / "generation_config.json")
+    copy_tokenizer(place.folder, folder)
 
 
 def code_note(layout: Format) -> str:

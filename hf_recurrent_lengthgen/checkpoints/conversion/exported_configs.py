@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     SOURCE_CONFIG,
     Format,
@@ -38,6 +40,43 @@ WITHOUT_EFFECT = {"stateful_mamba2": {"time_step_rank"}, "stateful_rwkv7": {"fus
 
 UNIFORM_FIELDS = {"layer_state_sizes": "state_size", "layer_num_heads": "num_heads"}
 """Fields with the size of each layer, and the field with the size of all layers."""
+
+SLIDING = {"full_attention": "sliding_attention", "hybrid": "hybrid_sliding"}
+"""Kinds of attention layers of Transformers that see all keys, and those that see `sliding_window`."""
+
+
+def with_sliding_window(settings: Settings, where: str) -> Settings:
+    """The config of a hybrid whose `attention_window` its class in Transformers keeps, too, as `sliding_window`: both
+    count the token itself.
+
+    LFM3, Lara and Zaya have it for attention layers of a kind of their own. In LFM3 and Zaya the kinds differ in their
+    entry of `rope_parameters` alone, so all layers can become of that kind.
+
+    Raises:
+        ValueError: if the class would compute something else, and for learned states.
+    """
+    config: Any = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    _refuse_learned(config)
+    window, kinds = config.attention_window, {*(getattr(config, "layer_types", None) or ())}
+    full, sliding = kinds & SLIDING.keys(), kinds & {*SLIDING.values()}
+    changed: Settings = {}
+    if config.model_type in ("lfm3", "zaya") and full and not sliding:
+        ropes = {SLIDING[kind]: config.rope_parameters[kind] for kind in full}
+        changed = {"layer_types": [SLIDING.get(kind, kind) for kind in config.layer_types], "sliding_window": window}
+        changed["rope_parameters"] = config.rope_parameters | ropes
+    elif sliding and not full:
+        changed = {"sliding_window": min(config.sliding_window, window)}
+    if window == 1 or not changed:
+        why = "attends to all keys in some of its layers"
+        if config.model_type == "minimax":
+            why = "masks other keys when it generates from its cache, if sliding_window is set"
+        raise ValueError(
+            f"attention_window {window} of {where} would be lost: in Transformers alone, {config.model_type} "
+            f"{'keeps all keys in its cache for a window of 1' if changed else why}. Load it with "
+            "hf_recurrent_lengthgen.load_model, or save it without the window first: load_model(MODEL, "
+            'attention_window="none").save_pretrained(FOLDER).'
+        )
+    return {name: value for name, value in settings.items() if name != "attention_window"} | changed
 
 
 def uniform(config: Any) -> Any:
@@ -111,16 +150,20 @@ def check_exportable(format: Format, config: Any) -> None:
             f"This model forgets (forgetting: {config.forgetting}), which no other layout can hold: export the "
             "checkpoint it was made from."
         )
-    if names := recorded(config)["names"]:
-        raise ValueError(
-            f"This model has the learned states {names}, which no other layout can hold: delete them first "
-            "(model.learned_states.delete_adapter), or publish it as a checkpoint of this package."
-        )
+    _refuse_learned(config)
     uniform(config)
     if getattr(config, "attention_layers", None):
         raise ValueError(
             f"The layers {config.attention_layers} (attention_layers) of this model are attention, which "
             f"{format.title} cannot hold: publish it as a checkpoint of this package."
+        )
+
+
+def _refuse_learned(config: Any) -> None:
+    if names := recorded(config)["names"]:
+        raise ValueError(
+            f"This model has the learned states {names}, which no other layout can hold: delete them first "
+            "(model.learned_states.delete_adapter), or publish it as a checkpoint of this package."
         )
 
 
