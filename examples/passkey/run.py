@@ -12,12 +12,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import set_seed
 
+from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.cards.card import OWN_WORDS
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
@@ -25,6 +27,7 @@ from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, PasskeyGrid, PasskeyPrompts, RetrievalGrid
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.metrics import diagnose_states
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.plotting.images import save_png
@@ -46,6 +49,8 @@ from small_setting import Result, Stages, Training, lengthgen, options_of, parse
 from study_pages import band, legend_below, markdown, mean_and_range, panels
 
 HERE = Path(__file__).resolve().parent
+CARDS = HERE.parents[1] / "model_cards"
+QUIET = EvaluationSettings(progress=False)
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class PasskeyStudy(Stages):
     def __init__(self, options: argparse.Namespace) -> None:
         settings = TINY if options.tiny else SETTINGS
         super().__init__(options, settings, f"{settings.samples} prompts at each depth")
-        self.tokenizer = word_tokenizer()
+        self.tokenizer, self.tiny = word_tokenizer(), options.tiny
 
     def new_model(self, name: str, length: int, seed: int) -> StatefulMamba2ForCausalLM:
         """With the authors' initializer but for the second layer, which is mimetic; the seed determines the weights.
@@ -218,8 +223,8 @@ class PasskeyStudy(Stages):
     def accuracy(self, model: Any) -> dict[str, float]:
         """Share of keys found by length, over depths evenly from 0 to 1; the same prompts for all models."""
         depths = [place / (self.settings.depths - 1) for place in range(self.settings.depths)]
-        settings, grid = EvaluationSettings(progress=False), self.grid(depths, self.settings.samples)
-        retrieval = retrieval_accuracy(model, grid, self.settings.lengths, settings=settings)
+        grid = self.grid(depths, self.settings.samples)
+        retrieval = retrieval_accuracy(model, grid, self.settings.lengths, settings=QUIET)
         pairs = zip(retrieval.lengths, retrieval.by_length, strict=True)
         return {str(length): share.right / share.samples for length, share in pairs}
 
@@ -244,10 +249,29 @@ def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
     ways = by_words(study, seeds)
     rows = [[f"{words:,}", *accuracy_row(shares)] for words, shares in ways.items()]
     tables["tokens"] = markdown(["words read", *heads], rows)
+    if not study.tiny:
+        tables["retention"] = retention(study)
     print("\n".join(tables.values()))
     figure(study, arms, ways)
     picture = "![Share of keys found against length, by method and by words read](results/passkey.png)\n"
     study.show(HERE / "README.md", {"figure": picture, **tables})
+
+
+def retention(study: PasskeyStudy) -> str:
+    """Percent of the first word that the heads of the shipped pair hold, by words read, where it is 1 % at 1,024."""
+    read = study.settings.lengths[1:8]
+    prompts = study.prompts(read[-1], 4, EVALUATION_SEED)
+    texts = torch.stack([torch.as_tensor(prompts[row]["input_ids"][: read[-1]]) for row in range(len(prompts))])
+    rows = []
+    for name, folder in SHIPPED.items():
+        model = load_model(str(CARDS / folder))
+        states = diagnose_states(model, texts, study.settings.length, QUIET, patched_heads=0)
+        for head in states.heads:
+            held = {n: exp(log) for n, log in zip(states.positions, head.log_retention or (), strict=True)}
+            if held[1024] >= 0.01:
+                shown = (f"{100 * held[min(held, key=lambda n: abs(n - words))]:.0f}" for words in read)
+                rows.append([LABELS[name], head.name, *shown])
+    return markdown(["", "head", *(f"{words:,}" for words in read)], rows)
 
 
 def by_words(study: PasskeyStudy, seeds: Sequence[int]) -> dict[int, list[dict[str, float]]]:

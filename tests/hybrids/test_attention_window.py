@@ -249,7 +249,7 @@ ROTARY: list[tuple[str, dict[str, Any]]] = [
 def test_far_positions_move_outputs_by_rounding_alone(model_type: str, changes: dict[str, Any]) -> None:
     stock, tokens = tiny_model(model_type, **changes), random_tokens(2, 14)
     if "position_ids" not in inspect.signature(stock.forward).parameters:
-        return
+        pytest.skip("this version of Transformers takes no positions for this type")
 
     def error_at(first: int) -> float:
         logits = masked(stock, tokens, position_ids=torch.arange(first, first + 14)[None]).logits
