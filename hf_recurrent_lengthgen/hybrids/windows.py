@@ -97,8 +97,8 @@ def set_window(model: Any, window: int | str | None) -> None:
 
 
 @contextmanager
-def attending_to(model: Any, window: int) -> Iterator[None]:
-    """Within the block, the config of a wrapped model has another window."""
+def attending_to(model: Any, window: int | None) -> Iterator[None]:
+    """Within the block, the config of a wrapped model has another window, None for all keys."""
     values = vars(model.config.get_text_config(decoder=True))
     before = {name: value for name, value in values.items() if name == "attention_window"}
     values["attention_window"] = window

@@ -5,9 +5,7 @@ given at most T tokens of context and all their keys (`context_harm/windows.py`)
 counts as harm, too.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -16,7 +14,7 @@ from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSetti
 from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, estimate, last_octave
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, stream_nll
 from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
-from hf_recurrent_lengthgen.hybrids.windows import set_window
+from hf_recurrent_lengthgen.hybrids.windows import attending_to, check_window
 from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
 from hf_recurrent_lengthgen.metrics.states.result import WindowHarm
 
@@ -53,13 +51,14 @@ def attention_window_harm(
         chosen = [int(share * training_length) for share in FRACTIONS]
         windows = [window for window in (*chosen, attention_window(reader.model)) if window and window < stop]
     read: list[int | None] = [*sorted({window for window in windows if window is not None}), None]
-    with _own_window_kept(reader.model):
-        set_window(reader.model, "none")
-        short = window_nll(model, array[:, first:], training_length, **reading).truncated[:, long - first :]
-        losses = {}
-        for window in reversed(read):
-            set_window(reader.model, window or "none")
+    for window in read[:-1] or [training_length]:
+        check_window(reader.model, window)
+    losses = {}
+    for window in read:
+        with attending_to(reader.model, window):
             losses[window] = stream_nll(model, array, **reading).nll
+    with attending_to(reader.model, None):
+        short = window_nll(model, array[:, first:], training_length, **reading).truncated[:, long - first :]
     inside = losses[None][:, :training_length]
     return WindowHarm(
         last_range=(start, stop),
@@ -67,12 +66,3 @@ def attention_window_harm(
         harm=tuple(estimate(losses[window][:, start:] - short, settings.confidence) for window in read),
         inside=tuple(estimate(losses[window][:, :training_length] - inside, settings.confidence) for window in read),
     )
-
-
-@contextmanager
-def _own_window_kept(model: Any) -> Iterator[None]:
-    own = attention_window(model)
-    try:
-        yield
-    finally:
-        set_window(model, own or "none")
