@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.data import ContinuedChunks
-from hf_recurrent_lengthgen.metrics import attention_apart
+from hf_recurrent_lengthgen.metrics import EvaluationSettings, attention_apart, attention_window_harm
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK
@@ -128,6 +128,9 @@ class FamilyStudy(SlowStudy):
                 name: round(float((getattr(apart, name) - apart.neither).mean()), 4)
                 for name in ("both", "recurrent", "attention")
             }
+            settings = EvaluationSettings(progress=False)
+            windows = attention_window_harm(model, self.texts, length, [length], settings)
+            measured["apart"]["window"] = round(windows.at(length).mean, 4)
         return measured
 
     @torch.no_grad()
@@ -188,6 +191,7 @@ def growth(result: Result) -> float:
 
 
 PARTS = {"both": "harm of both", "recurrent": "of the recurrent states alone", "attention": "of attention alone"}
+PARTS |= {"window": "of both, with a window of T"}
 
 
 def label_of(method: str) -> str:
@@ -195,7 +199,9 @@ def label_of(method: str) -> str:
 
 
 def over_parts(results: dict[int, Result], part: str) -> str:
-    """Mean over seeds, least and most, of a harm of `attention_apart`."""
+    """Mean over seeds, least and most, of a harm of `attention_apart`, or with a window; "" where it is not known."""
+    if not all(part in result["apart"] for result in results.values()):
+        return ""
     return over_seeds([{part: result["apart"][part]} for result in results.values()], part, "+.3f")
 
 
@@ -241,7 +247,7 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
 
 
 def summary(measured: Measured) -> str:
-    """Mean harm of the base, after plain training and after state passing; of the recurrent part in hybrids.
+    """Mean harm of the base, after plain training and after state passing; with a window of T in hybrids.
 
     Only of those that fail. First those that do from their own start, then those that start with slow decays.
     """
@@ -250,7 +256,7 @@ def summary(measured: Measured) -> str:
     for family, methods in sorted(measured.items(), key=lambda item: FAMILIES[item[0]].start is not None):
         own = FAMILIES[family].start is None
         if methods.keys() >= {*shown} and not family.endswith("_short") and (own or not family.endswith(VARIANTS)):
-            harms = [recurrent_harm(methods[method]) for method in shown]
+            harms = [harm_of(methods[method]) for method in shown]
             if harms[0] >= FAILS:
                 label = FAMILIES[family].label.removesuffix(", default start")
                 rows.append([label, "own" if own else "slow", *(f"{harm:+.2f}" for harm in harms)])
@@ -262,7 +268,7 @@ def lengths_table(measured: Measured) -> str:
 
     def cell(family: str) -> str:
         methods = measured.get(family, {})
-        harms = [recurrent_harm(methods[method]) for method in ("base", "state_passing") if method in methods]
+        harms = [harm_of(methods[method]) for method in ("base", "state_passing") if method in methods]
         return ", then ".join(f"{harm:+.2f}" for harm in harms)
 
     pairs = [(name, f"{name}_short") for name in FAMILIES if f"{name}_short" in FAMILIES]
@@ -271,12 +277,12 @@ def lengths_table(measured: Measured) -> str:
     return markdown(["", "rows of 128", "rows of 16"], rows).replace("-0.00", "+0.00")
 
 
-def recurrent_harm(results: dict[int, Result]) -> float:
-    """Mean over seeds of the harm, in hybrids of that of the recurrent states alone."""
-    harms = [
-        result["apart"]["recurrent"] if "apart" in result else result["harm_last"]["mean"]
-        for result in results.values()
-    ]
+def harm_of(results: dict[int, Result]) -> float:
+    """Mean over seeds of the harm, in hybrids of that with a window, or of the recurrent states alone if not known."""
+    harms = []
+    for result in results.values():
+        apart = result.get("apart", {})
+        harms.append(apart.get("window", apart.get("recurrent", result["harm_last"]["mean"])))
     return float(sum(harms) / len(harms))
 
 
