@@ -30,11 +30,3 @@ def drawn_window(trainer: Any) -> Iterator[None]:
     generator = keyed_generator(trainer.args.seed, trainer.state.global_step, "attention_window")
     with attending_to(base_of(trainer.model), windows[int(torch.randint(len(windows), (), generator=generator))]):
         yield
-
-
-def check_windows(trainer: Any) -> None:
-    """Raise a `ValueError` for `attention_windows` of a model whose attention cannot have them."""
-    from hf_recurrent_lengthgen.hybrids.windows import check_window
-
-    for window in trainer.args.attention_windows or ():
-        check_window(base_of(trainer.model), window)

@@ -15,7 +15,6 @@ from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL, sampled_digest
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
-from hf_recurrent_lengthgen.trainers.attention_windows import check_windows
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
 from hf_recurrent_lengthgen.trainers.run.arguments import check_arguments, keep_states_in_full_precision
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels
@@ -32,11 +31,8 @@ STATE_ARGUMENTS = {"initial_state", "output_final_state"}
 def takes_states(model: nn.Module) -> bool:
     """Whether a model takes `initial_state` and returns a `final_state` that holds all of its state."""
     base = base_of(model)
-    return set(inspect.signature(base.forward).parameters) >= STATE_ARGUMENTS and not _stateless_layers(base)
-
-
-def _stateless_layers(base: Any) -> list[int]:
-    return getattr(base, "stateless_layers", [])
+    stateless = getattr(base, "stateless_layers", [])
+    return set(inspect.signature(base.forward).parameters) >= STATE_ARGUMENTS and not stateless
 
 
 def check_model(model: nn.Module) -> None:
@@ -48,7 +44,7 @@ def check_model(model: nn.Module) -> None:
             f"{type(base).__name__} does not take {sorted(missing)}, so it cannot be given states. Load it with "
             "hf_recurrent_lengthgen.load_model(...), or wrap it with stateful(model)."
         )
-    if _stateless_layers(base):
+    if getattr(base, "stateless_layers", []):
         base.check_has_states()
 
 
@@ -60,7 +56,10 @@ def check_trainer(trainer: Any) -> None:
     check_trainable(model, trainer.learns_state)
     check_no_forgetting(model)
     check_arguments(args)
-    check_windows(trainer)
+    for window in args.attention_windows or ():
+        from hf_recurrent_lengthgen.hybrids.windows import check_window  # reaches all hybrids
+
+        check_window(base_of(model), window)
     if args.nonfinite_states != "stop" and not takes_states(model):
         raise ValueError(f"{type(model).__name__} has no states, so nonfinite_states does nothing: leave it out.")
     keep_states_in_full_precision(trainer.accelerator.state)
@@ -135,23 +134,23 @@ def check_train_data(trainer: Any, alignment: "AlignmentSettings | None") -> Non
     elif trainer.needs_continued_data:
         check_examples(trainer)
     if trainer.needs_shuffled_data:
-        sampler = None if trainer.continues else trainer._get_train_sampler
-        check_shuffled(type(trainer).__name__, dataset, trainer.args, sampler)
+        check_shuffled(trainer, dataset)
 
 
-def check_shuffled(trainer: str, dataset: Any, args: Any, make_sampler: Callable[[], Any] | None) -> None:
-    """Raise a `ValueError` for data that are not shuffled; `make_sampler` is None if their rows continue."""
-    if make_sampler is None:
+def check_shuffled(trainer: Any, dataset: Any) -> None:
+    """Raise a `ValueError` for training data that are not shuffled."""
+    name = type(trainer).__name__
+    if trainer.continues:
         raise ValueError(
-            f"{trainer} passes states between different sequences, but the rows of {type(dataset).__name__} continue "
+            f"{name} passes states between different sequences, but the rows of {type(dataset).__name__} continue "
             "one another: use TbttTrainer."
         )
-    if getattr(args, "assume_shuffled", False):
+    if getattr(trainer.args, "assume_shuffled", False):
         return
     streamed = isinstance(dataset, IterableDataset) or not has_length(dataset)
-    if streamed or not isinstance(make_sampler(), RandomSampler):
+    if streamed or not isinstance(trainer._get_train_sampler(), RandomSampler):
         raise ValueError(
-            f"{trainer} passes states between different sequences, so the data must be shuffled: use Trainer's "
+            f"{name} passes states between different sequences, so the data must be shuffled: use Trainer's "
             "default random sampler, or, for a stream or data that are shuffled already, set assume_shuffled=True."
         )
 

@@ -97,7 +97,9 @@ class InitialStateConfig(TrainingArguments):
         unused = [
             name
             for name in sorted(InitialStateConfig.method_fields())
-            if name.startswith("alignment_") and name != "alignment_alpha" and getattr(self, name) != _default(name)
+            if name.startswith("alignment_")
+            and name != "alignment_alpha"
+            and getattr(self, name) != getattr(InitialStateConfig, name)
         ]
         if not self.alignment_alpha and unused:
             raise ValueError(f"{unused} have no effect without alignment_alpha: set it above 0, for instance to 0.1.")
@@ -154,7 +156,3 @@ class InitialStateConfig(TrainingArguments):
         """The values of `method_fields`."""
         own = self.method_fields()
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name in own}
-
-
-def _default(name: str) -> Any:
-    return InitialStateConfig.__dataclass_fields__[name].default

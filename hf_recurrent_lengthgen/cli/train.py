@@ -109,7 +109,7 @@ def train(
         _data(settings),
         rows.row_length if isinstance(rows, TaskStrings) else settings.length,
         tuple(command),
-        _initial_weights(settings) if settings.from_scratch else None,
+        InitialWeights(settings.mimetic_start if settings.mimetic else None) if settings.from_scratch else None,
     )
     trainer.card_writer = _write_card
     trainer.train(resume_from_checkpoint=settings.resume or None)
@@ -236,13 +236,6 @@ def _data(settings: RunArguments) -> DataSource:
         source = replace(source, name=f"{asked}{tokens} in {source.name}")
     least = settings.minimum_document_tokens
     return replace(source, selection=f"documents of at least {least:,} tokens") if least else source
-
-
-def _initial_weights(settings: RunArguments) -> InitialWeights:
-    """The record of random initial weights, with the options of mimetic initialization."""
-    if not settings.mimetic:
-        return InitialWeights()
-    return InitialWeights(settings.mimetic_start)
 
 
 def _state_alone(training: InitialStateConfig) -> bool:

@@ -24,9 +24,6 @@ from transformers.modeling_utils import AttentionInterface
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 
-OF_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies change with the length of the text."""
-
 
 class WindowLayer(DynamicSlidingWindowLayer):
     """The last keys and values of an attention layer, in memory of their own.
@@ -86,10 +83,10 @@ def set_window(model: Any, window: int | str | None) -> None:
         ValueError: for a window below 1, without attention layers, with frequencies that change with the length.
     """
     config = model.config.get_text_config(decoder=True)
-    before = wanted = window_of(config)
-    if window is not None:
-        number = isinstance(window, str) and window.isdecimal()
-        wanted = None if window == "none" else int(window) if number else window  # type: ignore[assignment]
+    before = window_of(config)
+    if isinstance(window, str) and window.isdecimal():
+        window = int(window)
+    wanted = before if window is None else None if window == "none" else window
     if wanted is not None:
         check_window(model, wanted)
     if wanted != before:
@@ -111,12 +108,12 @@ def attending_to(model: Any, window: int | None) -> Iterator[None]:
 
 def check_window(model: Any, window: Any) -> None:
     """Raise a `ValueError` for a window that is none, or that the attention of a model cannot have."""
-    name = type(model).__name__
     _check_number(window)
+    name = type(model).__name__
     if not getattr(model, "attends", False):
         raise ValueError(f"A window limits the attention of hybrids, and {name} is none: leave it out.")
     config = model.config.get_text_config(decoder=True)
-    if any(repr(kind) in repr(getattr(config, "rope_parameters", None)) for kind in OF_LENGTH):
+    if any(repr(kind) in repr(getattr(config, "rope_parameters", None)) for kind in ("dynamic", "longrope")):
         raise ValueError(
             f"The rotary embeddings of {name} ({config.rope_parameters}) change with the length of the text, so a "
             "window of keys would not be exact: set another rope_type in the config, or leave attention_window out."
@@ -145,7 +142,9 @@ def obey_window(config: Any) -> int | None:
     for interface, wrap in ((AttentionMaskInterface, _masking), (AttentionInterface, _attending)):
         stock = interface._global_mapping.get(name)
         if stock is not None and not hasattr(stock, "obeys"):
-            interface.register(name, wrap(stock))
+            wrapped = wrap(stock)
+            wrapped.obeys = True
+            interface.register(name, wrapped)
     return window
 
 
@@ -159,7 +158,6 @@ def _masking(stock: Any) -> Any:
             given["local_size"] = min(window, given.get("local_size") or window)
         return stock(*args, **given)
 
-    mask.obeys = True  # type: ignore[attr-defined]
     return mask
 
 
@@ -173,7 +171,6 @@ def _attending(stock: Any) -> Any:
             given["sliding_window"] = min(window, given.get("sliding_window") or window)
         return stock(module, *args, **given)
 
-    attend.obeys = True  # type: ignore[attr-defined]
     return attend
 
 

@@ -131,7 +131,9 @@ def training_run(trainer: Trainer, output: TrainOutput, facts: RunFacts) -> Trai
     record = getattr(trainer, "run_record", None) or RunRecord()
     readers = getattr(args, "row_processes", args.world_size)
     rows = args.train_batch_size * args.gradient_accumulation_steps * readers
-    all_rows, tokens = _rows_seen(trainer, rows), record.tokens(trainer)
+    batches, dataset = _length(trainer.callback_handler.train_dataloader), _length(trainer.train_dataset)
+    all_rows = rows_seen(state.global_step, rows, args.gradient_accumulation_steps, batches, dataset)
+    tokens = record.tokens(trainer)
     best = args.load_best_model_at_end and state.best_global_step not in (None, state.global_step)
     return TrainingRun(
         methods=methods_of(trainer, facts.initial_weights),
@@ -231,12 +233,6 @@ def rows_seen(steps: int, rows: int, accumulation: int, batches: int | None, dat
         return steps * rows
     epochs, rest = divmod(steps, -(-batches // accumulation))
     return epochs * min(dataset, batches * rows // accumulation) + rest * rows
-
-
-def _rows_seen(trainer: Trainer, rows: int) -> int:
-    batches = _length(trainer.callback_handler.train_dataloader)
-    accumulation = trainer.args.gradient_accumulation_steps
-    return rows_seen(trainer.state.global_step, rows, accumulation, batches, _length(trainer.train_dataset))
 
 
 def mean_loss(log: list[dict[str, float]], otherwise: float) -> float:

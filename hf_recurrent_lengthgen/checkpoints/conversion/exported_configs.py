@@ -67,14 +67,12 @@ def with_sliding_window(settings: Settings, where: str) -> Settings:
     elif sliding and not full:
         changed = {"sliding_window": min(config.sliding_window, window)}
     if window == 1 or not changed:
-        why = "attends to all keys in some of its layers"
-        if config.model_type == "minimax":
-            why = "masks other keys when it generates from its cache, if sliding_window is set"
+        known = {"minimax": "masks other keys when it generates from its cache, if sliding_window is set"}
+        why = known.get(config.model_type, "attends to all keys in some of its layers")
         raise ValueError(
             f"attention_window {window} of {where} would be lost: in Transformers alone, {config.model_type} "
-            f"{'keeps all keys in its cache for a window of 1' if changed else why}. Load it with "
-            "hf_recurrent_lengthgen.load_model, or save it without the window first: load_model(MODEL, "
-            'attention_window="none").save_pretrained(FOLDER).'
+            f"{'keeps all keys in its cache for a window of 1' if changed else why}. Load it with load_model, or save "
+            'it without the window first, load_model(MODEL, attention_window="none").save_pretrained(FOLDER).'
         )
     return {name: value for name, value in settings.items() if name != "attention_window"} | changed
 
