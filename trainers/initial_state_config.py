@@ -94,13 +94,11 @@ class InitialStateConfig(TrainingArguments):
         """
         if self.output_dir == "":
             raise ValueError("output_dir is empty: give the name of a folder.")
-        unused = [
-            name
-            for name in sorted(InitialStateConfig.method_fields())
-            if name.startswith("alignment_")
-            and name != "alignment_alpha"
-            and getattr(self, name) != getattr(InitialStateConfig, name)
-        ]
+        unused = sorted(
+            item.name
+            for item in fields(InitialStateConfig)
+            if item.name.startswith("alignment_") and getattr(self, item.name) != item.default
+        )
         if not self.alignment_alpha and unused:
             raise ValueError(f"{unused} have no effect without alignment_alpha: set it above 0, for instance to 0.1.")
         windows: Any = self.attention_windows

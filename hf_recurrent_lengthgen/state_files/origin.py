@@ -104,7 +104,7 @@ def weights_fingerprint(model: nn.Module) -> str:
 def tokenizer_hash(tokenizer: Any) -> str:
     """SHA-256 of a tokenizer's vocabulary and of the ids of a text with spaces, accents, kanji and emoji."""
     ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
-    return _hash_of([sorted(tokenizer.get_vocab().items()), list(ids)])
+    return hashlib.sha256(json.dumps([sorted(tokenizer.get_vocab().items()), list(ids)]).encode()).hexdigest()
 
 
 def prefix_hash(tokens: Tensor | np.ndarray, before: str = NO_TOKENS) -> str:
@@ -168,7 +168,3 @@ def _fields(config: Any) -> dict[str, Any]:
     """The fields of a config, as JSON gives them back."""
     fields = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in fields.items() if key not in _NOT_OF_STATES}
-
-
-def _hash_of(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

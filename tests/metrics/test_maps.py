@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps, channel_maps
+from hf_recurrent_lengthgen.metrics.maps.measure import _one_text, _scans, attention_maps
 from hf_recurrent_lengthgen.models import (
     StatefulGLAConfig,
     StatefulGLAForCausalLM,
@@ -35,6 +35,13 @@ from tests.versions import needs_hybrids
 ALL, SOFTMAX = slice(None), "softmax attention"
 SIZES: dict[str, Any] = {"vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2}
 IDS = torch.tensor([3, 1, 4, 1, 5, 9, 2])
+
+
+@torch.no_grad()
+def channel_maps(model: Any, input_ids: Tensor, layer: int, channels: slice) -> Tensor:
+    """M_d (Eq. 8) of some channels (heads) of a layer, (c, T, T); those of its scan, if it has attention, too."""
+    scan = _scans(model, _one_text(input_ids), [layer])[0][1]
+    return scan[channels] if isinstance(scan, Tensor) else scan.maps(channels)[0]
 
 
 def randomized(model: Any, seed: int = 0) -> Any:

@@ -66,10 +66,6 @@ ONLY_RWKV5 = {
 """The fields that our RWKV-6 has under other names."""
 
 
-def _recognizes_pth(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
-    return "emb.weight" in metas and any(name.startswith("blocks.0.") for name in metas)
-
-
 def _generation(metas: Mapping[str, Meta], where: str) -> str:
     """Our model type for a .pth file."""
     names = {name.removeprefix("blocks.0.") for name in metas if name.startswith("blocks.0.")}
@@ -243,7 +239,7 @@ RWKV = Format(
     name="rwkv",
     title="the .pth files of RWKV's author",
     container="torch",
-    recognizes=_recognizes_pth,
+    recognizes=lambda _, metas: "emb.weight" in metas and any(name.startswith("blocks.0.") for name in metas),
     to_config=_pth_config,
     from_config=lambda config: None,
     renames=pth_renames,

@@ -57,18 +57,25 @@ class RetrievalGrid(ABC):
             ValueError: for a length that is too short for a prompt with a needle, or too long for the text.
         """
 
-    def _generator(self, row: int, sample: int) -> np.random.Generator:
-        return np.random.default_rng([self.seed, row, sample])
-
 
 class DepthGrid(RetrievalGrid):
     """A row for each depth of the needle."""
+
+    depths: tuple[float, ...]
 
     def __init__(self, depths: Sequence[float], samples: int, seed: int) -> None:
         if wrong := [depth for depth in depths if not 0 <= depth <= 1]:
             raise ValueError(f"depth is {wrong[0]}, but must be from 0 (start) to 1 (end)")
         super().__init__([f"{100 * depth:.4g} %" for depth in depths], samples, seed)
-        self.depths: tuple[float, ...] = tuple(map(float, depths))
+        self.depths = tuple(map(float, depths))
+
+    def tasks(self, row: int, length: int) -> list[Task]:
+        generators = (np.random.default_rng([self.seed, row, sample]) for sample in range(self.samples))
+        return [self._task(generator, length, self.depths[row]) for generator in generators]
+
+    @abstractmethod
+    def _task(self, generator: np.random.Generator, length: int, depth: float) -> Task:
+        """A prompt and its answer; what is drawn does not depend on the length."""
 
 
 class PasskeyGrid(DepthGrid):
@@ -88,11 +95,10 @@ class PasskeyGrid(DepthGrid):
         self._tokenizer, self.style = tokenizer, style
         self._template = PasskeyTemplate(tokenizer, 0, style)  # refuses an unknown style at once
 
-    def tasks(self, row: int, length: int) -> list[Task]:
+    def _task(self, generator: np.random.Generator, length: int, depth: float) -> Task:
         if self._template.length != length:
             self._template = PasskeyTemplate(self._tokenizer, length, self.style)
-        keys = [random_key(self._generator(row, sample)) for sample in range(self.samples)]
-        return [self._template.fill(self.depths[row], key) for key in keys]
+        return self._template.fill(depth, random_key(generator))
 
 
 class NeedleGrid(DepthGrid):
@@ -116,10 +122,8 @@ class NeedleGrid(DepthGrid):
         super().__init__(depths, samples, seed)
         self._tokenizer, self._haystack = tokenizer, BackgroundText(tokenizer, texts, first="\n")
 
-    def tasks(self, row: int, length: int) -> list[Task]:
-        needles = [random_needle(self._generator(row, sample)) for sample in range(self.samples)]
-        text = self._tokenizer, self._haystack
-        return [needle_prompt(*text, length, self.depths[row], *needle) for needle in needles]
+    def _task(self, generator: np.random.Generator, length: int, depth: float) -> Task:
+        return needle_prompt(self._tokenizer, self._haystack, length, depth, *random_needle(generator))
 
 
 class BabilongGrid(RetrievalGrid):

@@ -224,7 +224,5 @@ class KeyGrid(DepthGrid):
         self.style = f"{keys} keys of {values} values"
         self._texts = KeyTexts(tokenizer, stream, keys, values)
 
-    def tasks(self, row: int, length: int) -> list[Task]:
-        return [
-            self._texts.task(self._generator(row, sample), length, self.depths[row]) for sample in range(self.samples)
-        ]
+    def _task(self, generator: np.random.Generator, length: int, depth: float) -> Task:
+        return self._texts.task(generator, length, depth)

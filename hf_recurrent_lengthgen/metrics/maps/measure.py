@@ -129,16 +129,6 @@ def attention_maps(
 
 
 @torch.no_grad()
-def channel_maps(model: nn.Module, input_ids: Tensor, layer: int, channels: slice) -> Tensor:
-    """M_d (Eq. 8) of some channels (heads) of a layer, (c, T, T) in float64; arguments as in `attention_maps`.
-
-    They are those of its scan, if it has attention, too.
-    """
-    scan = _scans(model, _one_text(input_ids), [layer])[0][1]
-    return scan[channels] if isinstance(scan, Tensor) else scan.maps(channels)[0]
-
-
-@torch.no_grad()
 def projection_correlations(model: nn.Module) -> dict[int, Correlation]:
     """Correlation of W_B and W_C for each layer with a Mamba-1, Mamba-2 or GLA mixer, mean over groups or heads.
 
