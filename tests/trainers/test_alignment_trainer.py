@@ -4,7 +4,6 @@ import copy
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from hf_recurrent_lengthgen.trainers import (
     ZeroStateTrainer,
 )
 from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
+from tests.trainers import toys
 
 ALPHA, SEED = 0.3, 4
 PLAIN: dict[str, Any] = {
@@ -89,9 +89,7 @@ def losses(
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("passing", [False, True], ids=["alone", "with state passing"])
-def test_training_is_the_formula_over_two_forward_passes(
-    toys: ModuleType, tmp_path: Path, accumulation: int, passing: bool
-) -> None:
+def test_training_is_the_formula_over_two_forward_passes(tmp_path: Path, accumulation: int, passing: bool) -> None:
     length, largest, steps = 8, 3, 3  # rows of 11 tokens
     model = toys.tiny_model(initializer_range=0.5).double()
     expected = copy.deepcopy(model).train()
@@ -130,7 +128,7 @@ def test_training_is_the_formula_over_two_forward_passes(
     toys.assert_same_weights(toys.weights(model), toys.weights(expected), atol=1e-7)
 
 
-def test_tbtt_carries_the_state_of_the_first_crop(toys: ModuleType, tmp_path: Path) -> None:
+def test_tbtt_carries_the_state_of_the_first_crop(tmp_path: Path) -> None:
     length, largest, steps = 9, 4, 4
     model = toys.tiny_model(initializer_range=0.5).double()
     expected = copy.deepcopy(model).train()
@@ -164,7 +162,7 @@ def llama(**fields: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def test_a_transformer_with_rope_scaling_trains_its_adapters(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_transformer_with_rope_scaling_trains_its_adapters(tmp_path: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "rope_theta": 10000.0}
     base = llama(rope_parameters=scaling)
     settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -203,7 +201,7 @@ def test_a_transformer_with_rope_scaling_trains_its_adapters(toys: ModuleType, t
     ],
 )
 def test_crops_and_shifts_are_as_long_as_asked(
-    toys: ModuleType, tmp_path: Path, fields: dict[str, int], tokens: int, length: int, low: int, high: int
+    tmp_path: Path, fields: dict[str, int], tokens: int, length: int, low: int, high: int
 ) -> None:
     model = toys.tiny_model()
     shapes: list[tuple[int, ...]] = []
@@ -224,7 +222,7 @@ def test_crops_and_shifts_are_as_long_as_asked(
     assert {low, high} <= set(shifts) <= set(range(low, high + 1))
 
 
-def test_evaluation_is_plain_cross_entropy_on_whole_rows(toys: ModuleType, tmp_path: Path) -> None:
+def test_evaluation_is_plain_cross_entropy_on_whole_rows(tmp_path: Path) -> None:
     model, data = toys.tiny_model(), toys.sequences(6, length=11)
     config = AlignmentConfig(str(tmp_path), **toys.QUIET, **PLAIN, max_steps=1, per_device_eval_batch_size=6)
     trainer = AlignmentTrainer(model, config, train_dataset=data, eval_dataset=data)
@@ -242,9 +240,7 @@ def test_evaluation_is_plain_cross_entropy_on_whole_rows(toys: ModuleType, tmp_p
 
 @pytest.mark.parametrize("divergence", ["sce", "jeffreys"])
 @pytest.mark.parametrize("second", ["same", "zero"])
-def test_the_second_crop_starts_where_it_is_told(
-    toys: ModuleType, tmp_path: Path, divergence: str, second: str
-) -> None:
+def test_the_second_crop_starts_where_it_is_told(tmp_path: Path, divergence: str, second: str) -> None:
     length, largest, steps = 9, 4, 3
     model = toys.tiny_model(initializer_range=0.5).double()
     expected = copy.deepcopy(model).train()
@@ -280,7 +276,7 @@ def test_the_second_crop_starts_where_it_is_told(
 
 
 @pytest.mark.parametrize("kind", [AlignmentTrainer, ZeroStateTrainer])
-def test_a_second_crop_from_zero_needs_states_for_the_first(toys: ModuleType, tmp_path: Path, kind: Any) -> None:
+def test_a_second_crop_from_zero_needs_states_for_the_first(tmp_path: Path, kind: Any) -> None:
     config = kind.config_class(str(tmp_path), **toys.QUIET | PLAIN, alignment_second_state="zero")
     with pytest.raises(ValueError, match="has no effect where both crops start from zero"):
         kind(toys.tiny_model(), config, train_dataset=toys.sequences(4))
@@ -306,7 +302,7 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, fields: dict[str, Any
         AlignmentConfig(str(tmp_path), **fields)
 
 
-def test_a_shift_that_leaves_no_overlap_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_shift_that_leaves_no_overlap_is_refused(tmp_path: Path) -> None:
     config = AlignmentConfig(str(tmp_path), **toys.QUIET, alignment_length=8, alignment_max_extra=4)
     with pytest.raises(ValueError, match=r"l_extra must lie between 1 and 3.*got 1 to 4"):
         AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
@@ -326,16 +322,14 @@ def test_a_shift_that_leaves_no_overlap_is_refused(toys: ModuleType, tmp_path: P
         ({"alignment_max_extra": 12}, 12, "l_extra must lie between 1 and"),
     ],
 )
-def test_rows_that_are_too_short_are_refused(
-    toys: ModuleType, tmp_path: Path, fields: dict[str, int], tokens: int, told: str
-) -> None:
+def test_rows_that_are_too_short_are_refused(tmp_path: Path, fields: dict[str, int], tokens: int, told: str) -> None:
     config = AlignmentConfig(str(tmp_path), **toys.QUIET, **fields)
     trainer = AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8, length=tokens))
     with pytest.raises(ValueError, match=told):
         trainer.train()
 
 
-def test_another_loss_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_another_loss_is_refused(tmp_path: Path) -> None:
     config = AlignmentConfig(str(tmp_path), **toys.QUIET)
     with pytest.raises(ValueError, match="compute_loss_func cannot be combined with alignment_alpha"):
         AlignmentTrainer(
@@ -352,7 +346,7 @@ def test_another_loss_is_refused(toys: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_without_labels_or_with_padding_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_rows_without_labels_or_with_padding_are_refused(tmp_path: Path) -> None:
     config = AlignmentConfig(str(tmp_path), **toys.QUIET)
     rows = [{"input_ids": item["input_ids"]} for item in toys.sequences(8, length=12)]
     with pytest.raises(ValueError, match="neither labels nor shift_labels"):
@@ -364,7 +358,7 @@ def test_rows_without_labels_or_with_padding_are_refused(toys: ModuleType, tmp_p
         AlignmentTrainer(toys.tiny_model(), config, train_dataset=padded).train()
 
 
-def test_without_alpha_nothing_is_aligned(toys: ModuleType, tmp_path: Path) -> None:
+def test_without_alpha_nothing_is_aligned(tmp_path: Path) -> None:
     assert InitialStateConfig(str(tmp_path)).alignment_alpha == 0.0
     config = AlignmentConfig(str(tmp_path), **toys.QUIET | PLAIN | {"alignment_alpha": 0.0}, max_steps=1)
     trainer = AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
@@ -372,7 +366,7 @@ def test_without_alpha_nothing_is_aligned(toys: ModuleType, tmp_path: Path) -> N
     assert "misalignment" not in trainer.state.log_history[0]
 
 
-def test_blocks_of_three_halves_are_read_as_crops_of_an_even_length(toys: ModuleType) -> None:
+def test_blocks_of_three_halves_are_read_as_crops_of_an_even_length() -> None:
     args = AlignmentConfig.alone()
     settings = AlignmentSettings.of(args, toys.tiny_model(), None, True)
     block = next(iter(PackedBlocks(torch.arange(400) % toys.VOCABULARY, 192)))

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from hf_recurrent_lengthgen.trainers.attention_windows import drawn_window
 from tests.hybrids.measures import with_checkpointing
 from tests.hybrids.test_attention_window import flash_by_hand, masked
 from tests.hybrids.tiny_models import tiny_model
+from tests.trainers import toys
 from tests.versions import needs_hybrids
 
 pytestmark = needs_hybrids
@@ -46,7 +47,7 @@ def listening(trainer: Any) -> list[tuple[int, bool, int | None, Any]]:
     return calls
 
 
-def made(toys: ModuleType, folder: Path, method: str = "state passing", **changes: Any) -> Any:
+def made(folder: Path, method: str = "state passing", **changes: Any) -> Any:
     settings = {"attention_windows": WINDOWS, "save_strategy": "no"} | changes
     return toys.resumable_trainer(folder, method=method, hybrid=True, **settings)
 
@@ -66,7 +67,7 @@ def config_without_window(config: Any) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_weights_are_those_of_a_loop_over_the_stock_model_with_masks(
-    toys: ModuleType, tmp_path: Path, accumulation: int, checkpointed: bool
+    tmp_path: Path, accumulation: int, checkpointed: bool
 ) -> None:
     stock, rows = tiny_model("bamba").double().train(), toys.sequences(24)
     model = stateful(tiny_model("bamba").double())
@@ -108,9 +109,7 @@ def test_weights_are_those_of_a_loop_over_the_stock_model_with_masks(
     config_without_window(model.config)
 
 
-def test_the_recomputation_has_the_window_of_the_step(
-    toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recomputation_has_the_window_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
 
     def flash(*args: Any, sliding_window: int, **named: Any) -> Any:
@@ -118,7 +117,7 @@ def test_the_recomputation_has_the_window_of_the_step(
         return flash_by_hand(*args, sliding_window=sliding_window, **named)
 
     monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash)
-    trainer = made(toys, tmp_path)
+    trainer = made(tmp_path)
     with_checkpointing(trainer.model)
     trainer.model.config._attn_implementation = "flash_attention_2"
     calls = listening(trainer)
@@ -129,10 +128,8 @@ def test_the_recomputation_has_the_window_of_the_step(
 
 
 @pytest.mark.parametrize("method", ["state passing", "tbtt", "tbtt on examples", "learned state", "alignment"])
-def test_each_method_has_one_window_per_step_and_evaluates_with_its_own(
-    toys: ModuleType, tmp_path: Path, method: str
-) -> None:
-    trainer = made(toys, tmp_path, method, rows=16)
+def test_each_method_has_one_window_per_step_and_evaluates_with_its_own(tmp_path: Path, method: str) -> None:
+    trainer = made(tmp_path, method, rows=16)
     for step in (2, 5):
         trainer.add_callback(toys.OnStep(step, lambda: trainer.evaluate(toys.sequences(2))))
     calls = listening(trainer)
@@ -168,10 +165,8 @@ def test_windows_are_drawn_uniformly_from_seed_and_step() -> None:
 
 
 @pytest.mark.parametrize("own", [None, 3])
-def test_a_resumed_run_is_the_whole_one_and_checkpoints_have_the_own_window(
-    toys: ModuleType, tmp_path: Path, own: int | None
-) -> None:
-    whole, resumed = (made(toys, tmp_path, save_strategy="steps") for _ in range(2))
+def test_a_resumed_run_is_the_whole_one_and_checkpoints_have_the_own_window(tmp_path: Path, own: int | None) -> None:
+    whole, resumed = (made(tmp_path, save_strategy="steps") for _ in range(2))
     for trainer in (whole, resumed):
         stateful(trainer.model, attention_window=own)
     calls, again = listening(whole), listening(resumed)
@@ -183,7 +178,7 @@ def test_a_resumed_run_is_the_whole_one_and_checkpoints_have_the_own_window(
     toys.assert_same_weights(toys.weights(resumed.model), toys.weights(whole.model))
     assert windows_of(again) == {step: window for step, window in windows_of(calls).items() if step >= 3}
     for windows in ([1, 2, 4], None):
-        other = made(toys, tmp_path, attention_windows=windows)
+        other = made(tmp_path, attention_windows=windows)
         stateful(other.model, attention_window=own)
         with pytest.raises(ValueError, match=r"attention_windows was \[1, 2, 4, 8\] and is"):
             other.train(str(tmp_path / "checkpoint-3"))
@@ -192,9 +187,9 @@ def test_a_resumed_run_is_the_whole_one_and_checkpoints_have_the_own_window(
 @pytest.mark.parametrize("own", [None, 5])
 @pytest.mark.parametrize("ends", [KeyboardInterrupt, RuntimeError])
 def test_a_run_that_breaks_off_leaves_the_own_window(
-    toys: ModuleType, tmp_path: Path, own: int | None, ends: type[BaseException]
+    tmp_path: Path, own: int | None, ends: type[BaseException]
 ) -> None:
-    trainer = made(toys, tmp_path)
+    trainer = made(tmp_path)
     stateful(trainer.model, attention_window=own)
     before = trainer.model.config.to_dict()
 
@@ -209,10 +204,10 @@ def test_a_run_that_breaks_off_leaves_the_own_window(
 
 
 @pytest.mark.parametrize("method", ["state passing", "tbtt on examples"])
-def test_one_window_is_a_fixed_one(toys: ModuleType, tmp_path: Path, method: str) -> None:
+def test_one_window_is_a_fixed_one(tmp_path: Path, method: str) -> None:
     found = []
     for windows, own in ([3], None), ([3, 3], 7), (None, 3), (None, None):
-        trainer = made(toys, tmp_path, method, attention_windows=windows)
+        trainer = made(tmp_path, method, attention_windows=windows)
         stateful(trainer.model, attention_window=own)
         trainer.train()
         found.append(toys.weights(trainer.model))
@@ -222,7 +217,7 @@ def test_one_window_is_a_fixed_one(toys: ModuleType, tmp_path: Path, method: str
         toys.assert_same_weights(found[3], found[2])
 
 
-def test_an_adapter_trains_with_the_windows(toys: ModuleType, tmp_path: Path) -> None:
+def test_an_adapter_trains_with_the_windows(tmp_path: Path) -> None:
     model = get_peft_model(toys.tiny_hybrid(), LoraConfig(r=2, target_modules=["q_proj", "in_proj"]))
     args = StatePassingConfig(
         str(tmp_path), attention_windows=WINDOWS, max_steps=8, per_device_train_batch_size=2, **toys.QUIET
@@ -234,7 +229,7 @@ def test_an_adapter_trains_with_the_windows(toys: ModuleType, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_processes_draw_the_same_windows(toys: ModuleType, tmp_path: Path) -> None:
+def test_processes_draw_the_same_windows(tmp_path: Path) -> None:
     how: dict[str, Any] = {"hybrid": True, "double": True, "rows": 16, "attention_windows": WINDOWS, "save_steps": 8}
     alone = toys.resumable_trainer(tmp_path / "alone", **how)
     alone.train()
@@ -251,7 +246,7 @@ def test_windows_that_are_none_are_refused(windows: Any, tmp_path: Path) -> None
         InitialStateConfig(str(tmp_path), attention_windows=windows)
 
 
-def test_models_without_a_window_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_models_without_a_window_are_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=toys.VOCABULARY, **sizes))
     args = InitialStateConfig(str(tmp_path), attention_windows=[4], **toys.QUIET)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingTrainer,
     ZeroStateTrainer,
 )
+from tests.trainers import toys
 from tests.versions import SINCE_5_23
 
 MakeConfig = Callable[..., StatePassingConfig]
@@ -40,9 +40,7 @@ ORDERED = {"sequential", "group_by_length", "batch_rebalance"} & {
 # --- evaluation ---
 
 
-def test_evaluation_starts_from_zero_and_leaves_the_carried_states_alone(
-    toys: ModuleType, make_config: MakeConfig
-) -> None:
+def test_evaluation_starts_from_zero_and_leaves_the_carried_states_alone(make_config: MakeConfig) -> None:
     model, data = toys.SumModel(), toys.sequences(8)
     config = make_config(max_steps=3, state_drop_probability=0.0)
     trainer = StatePassingTrainer(model, config, train_dataset=data, eval_dataset=data)
@@ -55,7 +53,7 @@ def test_evaluation_starts_from_zero_and_leaves_the_carried_states_alone(
     torch.testing.assert_close(trainer.initial_states.state_dict(), before, rtol=0, atol=0)
 
 
-def test_the_evaluation_loss_is_that_of_trainer(toys: ModuleType, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_the_evaluation_loss_is_that_of_trainer(make_config: MakeConfig, tmp_path: Path) -> None:
     model, data = toys.tiny_model(), toys.sequences(7)
     args = TrainingArguments(str(tmp_path / "stock"), **toys.QUIET, per_device_eval_batch_size=3)
     expected = Trainer(model, args, eval_dataset=data).evaluate()["eval_loss"]
@@ -66,7 +64,7 @@ def test_the_evaluation_loss_is_that_of_trainer(toys: ModuleType, make_config: M
 @pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
 @pytest.mark.parametrize("ignore_keys", [None, []])
 def test_predictions_are_logits_without_states(
-    toys: ModuleType, make_config: MakeConfig, labels: bool, ignore_keys: list[str] | None
+    make_config: MakeConfig, labels: bool, ignore_keys: list[str] | None
 ) -> None:
     model = toys.tiny_model()
     data = [item if labels else {"input_ids": item["input_ids"]} for item in toys.sequences(5)]
@@ -77,7 +75,7 @@ def test_predictions_are_logits_without_states(
     np.testing.assert_allclose(prediction.predictions, expected.numpy(), rtol=0, atol=1e-6)
 
 
-def test_compute_metrics_sees_logits_and_labels(toys: ModuleType, make_config: MakeConfig) -> None:
+def test_compute_metrics_sees_logits_and_labels(make_config: MakeConfig) -> None:
     def accuracy(prediction: EvalPrediction) -> dict[str, float]:
         scored = prediction.label_ids[:, 1:] != -100
         hits = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
@@ -95,11 +93,11 @@ def test_compute_metrics_sees_logits_and_labels(toys: ModuleType, make_config: M
 # --- drop-in: with every state dropped, state passing is Trainer, whatever else is used ---
 
 
-def model_init(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+def model_init(trainer: type[Trainer], args: type[TrainingArguments], out: str) -> Trainer:
     return trainer(model_init=lambda: toys.tiny_model(), args=args(out, **SETTINGS), train_dataset=toys.sequences(9))
 
 
-def own_optimizer(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+def own_optimizer(trainer: type[Trainer], args: type[TrainingArguments], out: str) -> Trainer:
     model = toys.tiny_model()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -107,7 +105,7 @@ def own_optimizer(trainer: type[Trainer], args: type[TrainingArguments], toys: M
     return trainer(model, args(out, **SETTINGS), train_dataset=data, optimizers=(optimizer, scheduler))
 
 
-def own_loss(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+def own_loss(trainer: type[Trainer], args: type[TrainingArguments], out: str) -> Trainer:
     def squared(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
         return outputs.logits.square().sum() / num_items_in_batch
 
@@ -115,12 +113,12 @@ def own_loss(trainer: type[Trainer], args: type[TrainingArguments], toys: Module
     return trainer(toys.tiny_model(), args(out, **SETTINGS), train_dataset=data, compute_loss_func=squared)
 
 
-def datasets_data(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+def datasets_data(trainer: type[Trainer], args: type[TrainingArguments], out: str) -> Trainer:
     rows = [{name: value.tolist() for name, value in item.items()} | {"text": "x"} for item in toys.sequences(9)]
     return trainer(toys.tiny_model(), args(out, **SETTINGS), train_dataset=Dataset.from_list(rows))
 
 
-def padding_collator(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+def padding_collator(trainer: type[Trainer], args: type[TrainingArguments], out: str) -> Trainer:
     tokenizer = ByT5Tokenizer()
     texts = ["state", "a longer text", "passing", "x", "of any length", "ab", "next", "last one", "!!"]
     rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
@@ -132,14 +130,12 @@ def padding_collator(trainer: type[Trainer], args: type[TrainingArguments], toys
     )
 
 
-def lora(trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str) -> Trainer:
+def lora(trainer: type[Trainer], args: type[TrainingArguments], out: str) -> Trainer:
     settings = LoraConfig(r=2, target_modules=["in_proj", "lm_head"], task_type="CAUSAL_LM")
     return trainer(get_peft_model(toys.tiny_model(), settings), args(out, **SETTINGS), train_dataset=toys.sequences(9))
 
 
-def with_settings(
-    trainer: type[Trainer], args: type[TrainingArguments], toys: ModuleType, out: str, **changes: Any
-) -> Trainer:
+def with_settings(trainer: type[Trainer], args: type[TrainingArguments], out: str, **changes: Any) -> Trainer:
     return trainer(toys.tiny_model(), args(out, **SETTINGS | changes), train_dataset=toys.sequences(9))
 
 
@@ -173,19 +169,17 @@ SCRIPTS = [
 
 @pytest.mark.thinned(11)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_for_trainer_runs_with_two_names_changed(
-    toys: ModuleType, tmp_path: Path, script: Callable[..., Trainer]
-) -> None:
-    stock = script(Trainer, TrainingArguments, toys, str(tmp_path / "stock"))
+def test_a_script_for_trainer_runs_with_two_names_changed(tmp_path: Path, script: Callable[..., Trainer]) -> None:
+    stock = script(Trainer, TrainingArguments, str(tmp_path / "stock"))
     stock_start = toys.weights(stock.model)
     stock.train()
     dropping = script(
-        StatePassingTrainer, partial(StatePassingConfig, state_drop_probability=1.0), toys, str(tmp_path / "drop")
+        StatePassingTrainer, partial(StatePassingConfig, state_drop_probability=1.0), str(tmp_path / "drop")
     )
     dropping.train()
     toys.assert_same_weights(toys.weights(dropping.model), toys.weights(stock.model))
 
-    passing = script(StatePassingTrainer, StatePassingConfig, toys, str(tmp_path / "pass"))
+    passing = script(StatePassingTrainer, StatePassingConfig, str(tmp_path / "pass"))
     passing.train()
     passed = toys.weights(passing.model)
     trainable = [name for name, parameter in passing.model.named_parameters() if parameter.requires_grad]
@@ -197,19 +191,19 @@ def test_a_script_for_trainer_runs_with_two_names_changed(
 # --- refusals ---
 
 
-def test_the_base_class_cannot_be_used_on_its_own(toys: ModuleType, tmp_path: Path) -> None:
+def test_the_base_class_cannot_be_used_on_its_own(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="initial_state_source"):
         InitialStateTrainer(toys.tiny_model(), TrainingArguments(str(tmp_path), **toys.QUIET))  # type: ignore[abstract]
 
 
-def test_a_model_that_takes_no_state_is_refused(toys: ModuleType, make_config: MakeConfig) -> None:
+def test_a_model_that_takes_no_state_is_refused(make_config: MakeConfig) -> None:
     sizes = {"vocab_size": 17, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 1}
     stock = Mamba2ForCausalLM(Mamba2Config(num_heads=2, head_dim=8, n_groups=1, **sizes))
     with pytest.raises(ValueError, match=r"Mamba2ForCausalLM does not take .*initial_state.*load_model"):
         StatePassingTrainer(stock, make_config(), train_dataset=toys.sequences(4))
 
 
-def test_plain_training_arguments_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_plain_training_arguments_are_refused(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), **toys.QUIET)
     with pytest.raises(ValueError, match=r"needs args of class StatePassingConfig.*got TrainingArguments"):
         StatePassingTrainer(toys.tiny_model(), args, train_dataset=toys.sequences(4))
@@ -225,7 +219,7 @@ class Stream(IterableDataset):
         return iter(self.items)
 
 
-def test_a_stream_needs_the_word_that_it_is_shuffled(toys: ModuleType, make_config: MakeConfig) -> None:
+def test_a_stream_needs_the_word_that_it_is_shuffled(make_config: MakeConfig) -> None:
     data = Stream(toys.sequences(8))
     with pytest.raises(ValueError, match=r"for a stream .*set assume_shuffled=True"):
         StatePassingTrainer(toys.tiny_model(), make_config(max_steps=2), train_dataset=data)
@@ -252,13 +246,13 @@ CHECKPOINTING = f"{'activation' if SINCE_5_23 else 'gradient'}_checkpointing_kwa
     ],
 )
 def test_settings_that_do_not_go_with_states_are_refused(
-    toys: ModuleType, make_config: MakeConfig, fields: dict[str, Any], told: str
+    make_config: MakeConfig, fields: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ValueError, match=told):
         StatePassingTrainer(toys.tiny_model(), make_config(**fields), train_dataset=toys.sequences(4))
 
 
-def test_a_trainer_with_its_own_sampler_is_asked_about_it(toys: ModuleType, make_config: MakeConfig) -> None:
+def test_a_trainer_with_its_own_sampler_is_asked_about_it(make_config: MakeConfig) -> None:
     class InOrder(StatePassingTrainer):
         def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)
@@ -268,16 +262,14 @@ def test_a_trainer_with_its_own_sampler_is_asked_about_it(toys: ModuleType, make
     InOrder(toys.tiny_model(), make_config(assume_shuffled=True), train_dataset=toys.sequences(4)).train()
 
 
-def test_several_gpus_in_one_process_are_refused(
-    toys: ModuleType, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_gpus_in_one_process_are_refused(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
     monkeypatch.setattr(type(config), "n_gpu", 2)
     with pytest.raises(ValueError, match="2 GPUs in one process"):
         StatePassingTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
 
 
-def test_rows_that_say_their_lengths_are_grouped_without_being_made(toys: ModuleType, make_config: MakeConfig) -> None:
+def test_rows_that_say_their_lengths_are_grouped_without_being_made(make_config: MakeConfig) -> None:
     made: list[int] = []
 
     class Rows(list[dict[str, Tensor]]):

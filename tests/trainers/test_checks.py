@@ -1,7 +1,7 @@
 """What is refused or set right before training."""
 
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.trainers import (
     ZeroStateTrainer,
 )
 from hf_recurrent_lengthgen.trainers.checks import check_arguments, keep_states_in_full_precision
+from tests.trainers import toys
 
 TRAINERS: dict[str, Any] = {
     "zero_state": (ZeroStateTrainer, InitialStateConfig),
@@ -51,9 +52,7 @@ def test_the_first_version_of_fsdp_is_refused() -> None:
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("settings", FORGETTING, ids=str)
 @pytest.mark.parametrize("method", ["zero_state", "learned_state"])
-def test_a_model_that_is_made_to_forget_is_not_trained(
-    method: str, settings: dict[str, Any], toys: ModuleType, tmp_path: Path
-) -> None:
+def test_a_model_that_is_made_to_forget_is_not_trained(method: str, settings: dict[str, Any], tmp_path: Path) -> None:
     trainer_class, config_class = TRAINERS[method]
     arguments = config_class(str(tmp_path / "run"), max_steps=1, save_strategy="no", **toys.QUIET)
     forgets, rows = toys.tiny_model(forgetting=settings), toys.sequences(8)
@@ -83,7 +82,7 @@ class Stream(IterableDataset[Any]):
     ],
 )
 def test_a_training_of_no_step_is_an_error(
-    rows: int, streamed: bool, settings: dict[str, Any], told: str, toys: ModuleType, tmp_path: Path
+    rows: int, streamed: bool, settings: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
     arguments = InitialStateConfig(str(tmp_path / "run"), per_device_train_batch_size=4, **toys.QUIET, **settings)
     data: Any = toys.sequences(rows)
@@ -146,7 +145,7 @@ def rows_with(name: str, value: Any) -> list[dict[str, list[Any]]]:
 )
 @pytest.mark.parametrize("step", ["train", "evaluate"])
 def test_ids_outside_the_vocabulary_are_named_by_their_place(
-    name: str, value: int, message: str, step: str, toys: ModuleType, tmp_path: Path
+    name: str, value: int, message: str, step: str, tmp_path: Path
 ) -> None:
     rows = rows_with(name, value)
     args = InitialStateConfig(
@@ -158,7 +157,7 @@ def test_ids_outside_the_vocabulary_are_named_by_their_place(
         getattr(trainer, step)()
 
 
-def test_ids_that_are_no_integers_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_ids_that_are_no_integers_are_refused(tmp_path: Path) -> None:
     args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True, max_steps=1)
     rows = [{"input_ids": [1.0, 2.0], "labels": [1, 2]}] * 8
     trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=rows)
@@ -167,14 +166,14 @@ def test_ids_that_are_no_integers_are_refused(toys: ModuleType, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
-def test_empty_data_are_refused(name: str, toys: ModuleType, tmp_path: Path) -> None:
+def test_empty_data_are_refused(name: str, tmp_path: Path) -> None:
     args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True)
     for empty in ([], {"one": toys.sequences(2), "two": []}) if name == "eval_dataset" else ([],):
         with pytest.raises(ValueError, match=f"{name} has no rows"):
             ZeroStateTrainer(toys.tiny_model(), args, **{name: empty})
 
 
-def test_a_setting_that_would_do_nothing_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_setting_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
     args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True, nonfinite_states="reset")
     with pytest.raises(ValueError, match="LlamaForCausalLM has no states, so nonfinite_states does nothing"):

@@ -5,7 +5,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer, TbttTrainer, combine
+from tests.trainers import toys
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings(
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def test_a_trainer_of_ones_own_goes_with_a_method(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_trainer_of_ones_own_goes_with_a_method(tmp_path: Path) -> None:
     class Weighted(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return 2 * super().compute_loss(*args, **kwargs)
@@ -36,7 +36,7 @@ def test_a_trainer_of_ones_own_goes_with_a_method(toys: ModuleType, tmp_path: Pa
     assert 2 * 2.5 < trainer.state.log_history[0]["loss"] < 2 * 3.5  # ln 17 = 2.8
 
 
-def test_generation_at_evaluation_goes_with_a_method(toys: ModuleType, tmp_path: Path) -> None:
+def test_generation_at_evaluation_goes_with_a_method(tmp_path: Path) -> None:
     trainer_class, config_class = combine(Seq2SeqTrainer, StatePassingTrainer)
     assert issubclass(config_class, Seq2SeqTrainingArguments)
     settings = toys.QUIET | {"max_steps": 2, "save_strategy": "no", "predict_with_generate": True}

@@ -1,16 +1,16 @@
 """Training with torch.compile."""
 
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from tests.trainers import toys
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the compiler, about its own internals
-def test_a_compiled_model_trains_the_same_weights(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_compiled_model_trains_the_same_weights(tmp_path: Path) -> None:
     results = []
     for compiled in (False, True):
         compiler = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiled else {}

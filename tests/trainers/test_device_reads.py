@@ -4,7 +4,6 @@ import math
 import traceback
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
 from hf_recurrent_lengthgen.trainers.row_layout import lay_out
+from tests.trainers import toys
 from tests.trainers.toys import METHODS, VOCABULARY
 
 OPS = {"_local_scalar_dense", "nonzero", "masked_select", "equal"}
@@ -73,7 +73,7 @@ class Steps(TrainerCallback):
         self.files.clear()
 
 
-def reads_of_steps(toys: ModuleType, folder: Path, method: str, **changes: Any) -> list[Counter[str]]:
+def reads_of_steps(folder: Path, method: str, **changes: Any) -> list[Counter[str]]:
     quiet = {"save_strategy": "no", "logging_strategy": "no"}
     trainer = toys.resumable_trainer(folder, method=method, rows=16, **{**quiet, **changes})
     steps = Steps()
@@ -85,9 +85,9 @@ def reads_of_steps(toys: ModuleType, folder: Path, method: str, **changes: Any) 
 
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_waits_once_for_the_device(toys: ModuleType, tmp_path: Path, method: str) -> None:
+def test_a_step_waits_once_for_the_device(tmp_path: Path, method: str) -> None:
     """Whatever the number of micro-batches: here two."""
-    found = reads_of_steps(toys, tmp_path, method)
+    found = reads_of_steps(tmp_path, method)
     assert found
     for step in found:
         if method in ("tbtt by document", "tbtt on examples"):
@@ -102,7 +102,7 @@ def test_a_step_waits_once_for_the_device(toys: ModuleType, tmp_path: Path, meth
 @pytest.mark.parametrize("wrong", ["loss", "id", "label"])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_what_is_wrong_in_a_micro_batch_stops_the_step_before_weights_change(
-    toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, micro_batch: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, micro_batch: int
 ) -> None:
     trainer = toys.resumable_trainer(tmp_path, max_steps=2, gradient_accumulation_steps=2)
     loss_of = type(trainer)._loss

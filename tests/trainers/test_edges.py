@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,12 +25,13 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingTrainer,
     ZeroStateTrainer,
 )
+from tests.trainers import toys
 
 Settings = Callable[..., Any]
 
 
 @pytest.fixture
-def settings(toys: ModuleType, tmp_path: Path) -> Settings:
+def settings(tmp_path: Path) -> Settings:
     """A config for a few quiet steps."""
 
     def make(config: type[InitialStateConfig], **fields: Any) -> Any:
@@ -45,19 +45,19 @@ def logged(trainer: Trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def test_resets_inside_rows_belong_to_tbtt(toys: ModuleType, settings: Settings) -> None:
+def test_resets_inside_rows_belong_to_tbtt(settings: Settings) -> None:
     data = toys.chunks(24, reset_at_document=True, separator_id=2)
     with pytest.raises(ValueError, match="TBTT supports and RandomNoiseTrainer does not"):
         RandomNoiseTrainer(toys.tiny_model(), settings(RandomNoiseConfig, noise_sigma=1.0), train_dataset=data)
 
 
-def test_rows_that_continue_are_no_evaluation_data(toys: ModuleType, settings: Settings) -> None:
+def test_rows_that_continue_are_no_evaluation_data(settings: Settings) -> None:
     for given in (toys.chunks(8), {"a": toys.chunks(8)}):
         with pytest.raises(ValueError, match="give PackedBlocks as eval_dataset"):
             ZeroStateTrainer(toys.tiny_model(), settings(InitialStateConfig), eval_dataset=given)
 
 
-def test_data_that_are_replaced_are_checked(toys: ModuleType, settings: Settings) -> None:
+def test_data_that_are_replaced_are_checked(settings: Settings) -> None:
     trainer = StatePassingTrainer(toys.tiny_model(), settings(StatePassingConfig), train_dataset=toys.sequences(8))
     trainer.train_dataset = toys.chunks(24)
     with pytest.raises(ValueError, match="use TbttTrainer"):
@@ -68,7 +68,7 @@ def test_data_that_are_replaced_are_checked(toys: ModuleType, settings: Settings
 @pytest.mark.filterwarnings("ignore:mtime may not be reliable:UserWarning")  # checkpoints within a second
 @pytest.mark.parametrize("train_model", [True, False])
 def test_the_best_learned_state_comes_back_with_the_best_weights(
-    toys: ModuleType, settings: Settings, tmp_path: Path, train_model: bool
+    settings: Settings, tmp_path: Path, train_model: bool
 ) -> None:
     best = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     config = settings(
@@ -93,7 +93,7 @@ def test_the_best_learned_state_comes_back_with_the_best_weights(
     toys.assert_same_weights(toys.weights(trainer.model), toys.weights(best_model))
 
 
-def test_what_a_learner_leaves_in_a_model_is_named(toys: ModuleType, settings: Settings) -> None:
+def test_what_a_learner_leaves_in_a_model_is_named(settings: Settings) -> None:
     model, data = toys.tiny_model(), toys.sequences(8)
     with pytest.raises(ValueError, match="needs args of class LearnedStateConfig"):
         LearnedStateTrainer(model, settings(StatePassingConfig), train_dataset=data)
@@ -108,7 +108,7 @@ def test_what_a_learner_leaves_in_a_model_is_named(toys: ModuleType, settings: S
 
 
 @pytest.mark.slow
-def test_nonfinite_rows_do_not_count_in_fitted_statistics(toys: ModuleType, settings: Settings) -> None:
+def test_nonfinite_rows_do_not_count_in_fitted_statistics(settings: Settings) -> None:
     results = []
     for poisoned in (None, 1):
         model = toys.SumModel()
@@ -132,7 +132,7 @@ def test_nonfinite_rows_do_not_count_in_fitted_statistics(toys: ModuleType, sett
         torch.testing.assert_close(statistics[0][index], expected.reshape(1), rtol=1e-5, atol=1e-5)
 
 
-def test_the_settings_of_a_source_stand_beside_its_share(toys: ModuleType, settings: Settings) -> None:
+def test_the_settings_of_a_source_stand_beside_its_share(settings: Settings) -> None:
     sources = {
         "fitted_noise": {"share": 0.5, "fitted_noise_beta": 0.7},
         "state_passing": {"share": 0.5, "carry_conv_state": False, "assume_shuffled": True},

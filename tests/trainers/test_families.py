@@ -1,7 +1,6 @@
 """State passing trains every family as a hand-written loop does, and every method trains all weights of each."""
 
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.models.state_value import detach_state
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from tests.models.families import DELTA_FAMILIES, FAMILIES, MAMBA3, RWKV7, Family, build, random_tokens, variant_id
+from tests.trainers import toys
 
 STEPS = 3
 
@@ -63,7 +63,7 @@ SOURCES += ["state passing in chunks", "statex, state passing"]
     [(f, method) for f in FAMILIES for method in SOURCES if f not in (RWKV7, MAMBA3) or "statex" not in method],
     ids=variant_id,
 )
-def test_every_method_trains_every_weight(family: Family, toys: ModuleType, tmp_path: Path, method: str) -> None:
+def test_every_method_trains_every_weight(family: Family, tmp_path: Path, method: str) -> None:
     chosen = toys.METHODS[method]
     settings = toys.QUIET | chosen.settings
     if "expand_initialization" in settings and family in DELTA_FAMILIES:

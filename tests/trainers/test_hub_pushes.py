@@ -4,7 +4,6 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from hf_recurrent_lengthgen.trainers.run.hub_pushes import check_texts, has_card
 from tests.checkpoints.hub.client import PYTHON, STRANGER, environment
 from tests.checkpoints.hub.conftest import hub as hub
 from tests.checkpoints.hub.endpoint import Endpoint
+from tests.trainers import toys
 
 PUSHING = {
     **{"push_to_hub": True, "hub_model_id": "user/run", "hub_token": "hf_test", "hub_private_repo": True},
@@ -36,9 +36,7 @@ def pushes(endpoint: Endpoint) -> dict[str, dict[str, bytes]]:
     return {commit.title: {name: blob.content for name, blob in commit.files.items()} for commit in commits}
 
 
-def test_every_push_holds_code_and_tokenizer_and_no_pickle(
-    hub: Endpoint, toys: ModuleType, make_config: MakeConfig
-) -> None:
+def test_every_push_holds_code_and_tokenizer_and_no_pickle(hub: Endpoint, make_config: MakeConfig) -> None:
     trainer = StatePassingTrainer(
         toys.tiny_model(), make_config(**PUSHING), train_dataset=toys.sequences(8), processing_class=byte_tokenizer()
     )
@@ -57,7 +55,7 @@ def test_every_push_holds_code_and_tokenizer_and_no_pickle(
 
 @pytest.mark.slow
 def test_a_stranger_loads_what_was_pushed_in_the_middle(
-    hub: Endpoint, toys: ModuleType, make_config: MakeConfig, tmp_path: Path
+    hub: Endpoint, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     trainer = StatePassingTrainer(toys.tiny_model(), make_config(**PUSHING), train_dataset=toys.sequences(8))
     trainer.train()
@@ -76,9 +74,7 @@ torch.save(model(torch.arange(1, 6)[None]).logits, "logits.pt")
         torch.testing.assert_close(found, expected(torch.arange(1, 6)[None]).logits, rtol=0, atol=0)
 
 
-def test_checkpoints_that_are_pushed_to_be_resumed_hold_no_arguments(
-    hub: Endpoint, toys: ModuleType, make_config: MakeConfig
-) -> None:
+def test_checkpoints_that_are_pushed_to_be_resumed_hold_no_arguments(hub: Endpoint, make_config: MakeConfig) -> None:
     arguments = make_config(**PUSHING, hub_strategy="checkpoint")
     trainer = StatePassingTrainer(toys.tiny_model(), arguments, train_dataset=toys.sequences(8))
     trainer.train()
@@ -90,9 +86,7 @@ def test_checkpoints_that_are_pushed_to_be_resumed_hold_no_arguments(
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("tags", "kept"), [("generated_from_trainer", False), ("state-passing", True), (None, False)])
-def test_a_card_from_elsewhere_is_kept(
-    tmp_path: Path, toys: ModuleType, make_config: MakeConfig, tags: str | None, kept: bool
-) -> None:
+def test_a_card_from_elsewhere_is_kept(tmp_path: Path, make_config: MakeConfig, tags: str | None, kept: bool) -> None:
     trainer = StatePassingTrainer(toys.tiny_model(), make_config(), train_dataset=toys.sequences(8))
     card = Path(trainer.output_dir) / "README.md"
     card.parent.mkdir(exist_ok=True)
@@ -105,9 +99,7 @@ def test_a_card_from_elsewhere_is_kept(
 
 
 @pytest.mark.slow
-def test_a_run_with_a_lineage_gets_the_card_of_it(
-    hub: Endpoint, toys: ModuleType, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_run_with_a_lineage_gets_the_card_of_it(hub: Endpoint, make_config: MakeConfig, tmp_path: Path) -> None:
     """By the command, whose last push has the lineage, too."""
     toys.tiny_model(vocab_size=384).save_pretrained(tmp_path / "start")
     (tmp_path / "text.txt").write_text("abc" * 2000)
@@ -134,7 +126,7 @@ def test_a_run_with_a_lineage_gets_the_card_of_it(
         next(name for name in files if str(tmp_path) in files[name].decode(errors="replace"))
 
 
-def test_a_card_with_what_was_asked_for_is_trainers(toys: ModuleType, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_card_with_what_was_asked_for_is_trainers(make_config: MakeConfig, tmp_path: Path) -> None:
     trainer = StatePassingTrainer(toys.tiny_model(), make_config(), train_dataset=toys.sequences(8))
     trainer.train()
     trainer.save_model()
@@ -160,7 +152,7 @@ def test_secrets_are_refused_and_paths_warned_of(tmp_path: Path, monkeypatch: py
         check_texts(tmp_path, "hf_test")
 
 
-def test_a_trainer_does_not_upload_secrets(hub: Endpoint, toys: ModuleType, make_config: MakeConfig) -> None:
+def test_a_trainer_does_not_upload_secrets(hub: Endpoint, make_config: MakeConfig) -> None:
     trainer = StatePassingTrainer(
         toys.tiny_model(), make_config(**PUSHING, hub_strategy="end"), train_dataset=toys.sequences(8)
     )

@@ -1,12 +1,11 @@
 """Sources of initial states, with states written by hand."""
 
-from types import ModuleType
-
 import pytest
 import torch
 
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import BatchPlace, PassedStates
+from tests.trainers import toys
 
 CPU = torch.device("cpu")
 
@@ -50,7 +49,7 @@ def test_rows_without_a_state_start_from_zero() -> None:
     torch.testing.assert_close(source.initial_state(place(1, rows=3)), state(5.0, 0.0, 0.0), rtol=0, atol=0)
 
 
-def test_dropped_rows_are_those_of_the_hand_computed_key(toys: ModuleType) -> None:
+def test_dropped_rows_are_those_of_the_hand_computed_key() -> None:
     source = PassedStates(drop_probability=0.4)
     values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     source.observe(place(rows=8), state(*values))

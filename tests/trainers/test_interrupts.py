@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
+from tests.trainers import toys
 from tests.versions import SINCE_5_23
 
 STEPS = 8  # of toys.resumable_trainer
@@ -34,14 +34,14 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def whole(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> InitialStateTrainer:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> InitialStateTrainer:
     """A run that nothing interrupts."""
     trainer: InitialStateTrainer = toys.resumable_trainer(tmp_path_factory.mktemp("whole"), save_strategy="no")
     trainer.train()
     return trainer
 
 
-def interrupted(toys: ModuleType, output_dir: Path, step: int, *numbers: int, **changes: Any) -> InitialStateTrainer:
+def interrupted(output_dir: Path, step: int, *numbers: int, **changes: Any) -> InitialStateTrainer:
     """A trainer that is sent signals when a step begins."""
 
     def send() -> None:
@@ -56,11 +56,11 @@ def interrupted(toys: ModuleType, output_dir: Path, step: int, *numbers: int, **
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
-    toys: ModuleType, whole: InitialStateTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
+    whole: InitialStateTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int
 ) -> None:
     step = random.randrange(STEPS - 1)
     print("interrupted in step", step)
-    trainer = interrupted(toys, tmp_path, step, number, save_strategy="no")
+    trainer = interrupted(tmp_path, step, number, save_strategy="no")
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as ended:
         trainer.train()
     if number == signal.SIGTERM:
@@ -85,10 +85,8 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint(
     torch.testing.assert_close(*moments, rtol=0, atol=0)
 
 
-def test_a_second_signal_ends_the_run_at_once(
-    toys: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = interrupted(toys, tmp_path, 3, signal.SIGINT, signal.SIGINT)
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = interrupted(tmp_path, 3, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.state.global_step == 3
@@ -97,7 +95,7 @@ def test_a_second_signal_ends_the_run_at_once(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_training_in_another_thread_leaves_signals_alone(toys: ModuleType, tmp_path: Path) -> None:
+def test_training_in_another_thread_leaves_signals_alone(tmp_path: Path) -> None:
     trainer = toys.resumable_trainer(tmp_path, save_strategy="no", max_steps=2)
     seen: list[Any] = []
     trainer.add_callback(toys.OnStep(1, lambda: seen.append(signal.getsignal(signal.SIGINT))))
@@ -110,7 +108,7 @@ def test_training_in_another_thread_leaves_signals_alone(toys: ModuleType, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SINCE_5_23, reason="two processes cannot resume, see test_processes.py")
-def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_path: Path) -> None:
     run = {"rows": 24, "processes": 2, "max_steps": 4, "save_steps": 4}
     folder = {"output_dir": str(tmp_path / "run")}
     interrupted = {"interrupt_at_step": 1, "die_in_process": 1, "number": signal.SIGTERM.value}
@@ -122,7 +120,7 @@ def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(toys: M
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
 
 
-def test_a_signal_in_an_evaluation_stops_right_after_it(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_signal_in_an_evaluation_stops_right_after_it(tmp_path: Path) -> None:
     trainer = toys.resumable_trainer(tmp_path, save_strategy="no")
     trainer.args.eval_strategy, trainer.args.eval_steps = IntervalStrategy.STEPS, 1
     trainer.eval_dataset = toys.sequences(2)
@@ -139,7 +137,7 @@ class SignalInEvaluation(TrainerCallback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_weights_alone_would_leave_nothing_to_resume_from(toys: ModuleType, tmp_path: Path) -> None:
+def test_weights_alone_would_leave_nothing_to_resume_from(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        interrupted(toys, tmp_path, 3, signal.SIGINT, save_only_model=True).train()
+        interrupted(tmp_path, 3, signal.SIGINT, save_only_model=True).train()
     assert newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-4"

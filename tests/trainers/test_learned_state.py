@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,12 +15,13 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, detach_state, map_state
 from hf_recurrent_lengthgen.trainers import LearnedStateConfig, LearnedStateTrainer
+from tests.trainers import toys
 
 MakeLearner = Callable[..., LearnedStateTrainer]
 
 
 @pytest.fixture
-def learner(toys: ModuleType, tmp_path: Path) -> MakeLearner:
+def learner(tmp_path: Path) -> MakeLearner:
     """A trainer of four steps on a model whose outputs depend on its state."""
 
     def make(model: Any = None, data: Any = None, **fields: Any) -> LearnedStateTrainer:
@@ -36,13 +36,13 @@ def learner(toys: ModuleType, tmp_path: Path) -> MakeLearner:
         config = LearnedStateConfig(str(tmp_path / "run"), **toys.QUIET | settings | fields)
         data = toys.sequences(8) if data is None else data
         return LearnedStateTrainer(
-            strong(toys) if model is None else model, config, train_dataset=data, eval_dataset=data, **extra
+            strong() if model is None else model, config, train_dataset=data, eval_dataset=data, **extra
         )
 
     return make
 
 
-def strong(toys: ModuleType) -> Any:
+def strong() -> Any:
     return toys.tiny_model(initializer_range=0.6)
 
 
@@ -50,8 +50,8 @@ def rows_of(state: RecurrentState, rows: int) -> RecurrentState:
     return map_state(lambda part: part.expand(rows, *part.shape[1:]), state)
 
 
-def test_one_step_is_gradient_descent_on_the_state(toys: ModuleType, learner: MakeLearner) -> None:
-    model = strong(toys)
+def test_one_step_is_gradient_descent_on_the_state(learner: MakeLearner) -> None:
+    model = strong()
     twin = copy.deepcopy(model).train()
     item = toys.sequences(1)[0]
     trainer = learner(
@@ -66,11 +66,11 @@ def test_one_step_is_gradient_descent_on_the_state(toys: ModuleType, learner: Ma
 
 
 @pytest.mark.parametrize("learn_conv", [True, False])
-def test_only_the_state_is_trained_and_all_of_it(toys: ModuleType, learner: MakeLearner, learn_conv: bool) -> None:
+def test_only_the_state_is_trained_and_all_of_it(learner: MakeLearner, learn_conv: bool) -> None:
     trainer = learner(learn_conv_state=learn_conv)
     assert not any(bool(part.any()) for layer in trainer.learned_state() for part in layer)
     trainer.train()
-    start = toys.weights(strong(toys))
+    start = toys.weights(strong())
     now = toys.weights(trainer.model)
     toys.assert_same_weights({name: now[name] for name in start}, start)
     trained = {name for name, value in trainer.model.named_parameters() if value.requires_grad}
@@ -81,9 +81,7 @@ def test_only_the_state_is_trained_and_all_of_it(toys: ModuleType, learner: Make
         assert bool(layer.conv.any()) == learn_conv
 
 
-def test_the_saved_file_is_the_state_alone_and_generates(
-    toys: ModuleType, learner: MakeLearner, tmp_path: Path
-) -> None:
+def test_the_saved_file_is_the_state_alone_and_generates(learner: MakeLearner, tmp_path: Path) -> None:
     trainer = learner(processing_class=ByT5Tokenizer(), learning_rate=1.0)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
@@ -93,7 +91,7 @@ def test_the_saved_file_is_the_state_alone_and_generates(
     state, _ = load_state(tmp_path / "saved" / "learned_state.safetensors")
     torch.testing.assert_close(state, trainer.learned_state(), rtol=0, atol=0)
 
-    model = strong(toys).eval()
+    model = strong().eval()
     prompt = torch.tensor([[5, 6, 7]])
     given = model.generate(input_ids=prompt, initial_state=state, max_new_tokens=6, do_sample=False, eos_token_id=None)
     expected = prompt
@@ -109,9 +107,7 @@ def test_the_saved_file_is_the_state_alone_and_generates(
     assert loaded.tolist() == given.tolist()
 
 
-def test_with_the_model_everything_is_trained_and_saved(
-    toys: ModuleType, learner: MakeLearner, tmp_path: Path
-) -> None:
+def test_with_the_model_everything_is_trained_and_saved(learner: MakeLearner, tmp_path: Path) -> None:
     trainer = learner(train_model=True)
     before = toys.weights(trainer.model)
     trainer.train()
@@ -123,7 +119,7 @@ def test_with_the_model_everything_is_trained_and_saved(
     torch.testing.assert_close(detach_state(loaded.first_state(1)), trainer.learned_state(), rtol=0, atol=0)
 
 
-def test_evaluation_starts_from_the_learned_state(toys: ModuleType, learner: MakeLearner) -> None:
+def test_evaluation_starts_from_the_learned_state(learner: MakeLearner) -> None:
     trainer = learner(learning_rate=1.0, per_device_eval_batch_size=8)
     data = toys.sequences(8)
     ids, labels = (torch.stack([item[name] for item in data]) for name in ("input_ids", "labels"))
@@ -141,10 +137,10 @@ def test_evaluation_starts_from_the_learned_state(toys: ModuleType, learner: Mak
 
 @pytest.mark.parametrize("train_model", [False, True])
 def test_a_state_is_learned_with_or_instead_of_adapters(
-    toys: ModuleType, learner: MakeLearner, tmp_path: Path, train_model: bool
+    learner: MakeLearner, tmp_path: Path, train_model: bool
 ) -> None:
     settings = LoraConfig(r=2, target_modules=["in_proj"], task_type="CAUSAL_LM")
-    strong(toys).save_pretrained(tmp_path / "base")
+    strong().save_pretrained(tmp_path / "base")
     base = load_model(str(tmp_path / "base"))
     trainer = learner(get_peft_model(base, settings), train_model=train_model)
     before = toys.weights(trainer.model)
@@ -166,7 +162,7 @@ def test_a_state_is_learned_with_or_instead_of_adapters(
         torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits, rtol=0, atol=1e-6)
 
 
-def test_model_init_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_model_init_is_refused(tmp_path: Path) -> None:
     config = LearnedStateConfig(str(tmp_path), **toys.QUIET)
     with pytest.raises(ValueError, match="give model, not model_init"):
         LearnedStateTrainer(model_init=toys.tiny_model, args=config, train_dataset=toys.sequences(4))

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import default_data_collator
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
+from tests.trainers import toys
 from tests.versions import SINCE_5_23
 
 STEPS, ROWS = 6, 24
@@ -43,7 +43,7 @@ METHODS = [
 ]
 
 
-def test_the_table_of_methods_is_whole(toys: ModuleType) -> None:
+def test_the_table_of_methods_is_whole() -> None:
     assert list(toys.METHODS) == METHODS
 
 
@@ -72,7 +72,7 @@ def jobs_of(method: str, root: Path) -> dict[str, dict[str, Any]]:
     return jobs
 
 
-def run_methods(toys: ModuleType, methods: list[str], root: Path) -> Path:
+def run_methods(methods: list[str], root: Path) -> Path:
     jobs = {(method, name): job for method in methods for name, job in jobs_of(method, root / method).items()}
     print({key: (job["die_at_step"], job["die_in_process"]) for key, job in jobs.items() if "die_at_step" in job})
     codes = toys.run_jobs(list(jobs.values()), timeout=1500)
@@ -84,13 +84,13 @@ def run_methods(toys: ModuleType, methods: list[str], root: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quick_runs(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_methods(toys, QUICK, tmp_path_factory.mktemp("quick"))
+def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_methods(QUICK, tmp_path_factory.mktemp("quick"))
 
 
 @pytest.fixture(scope="module")
-def slow_runs(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_methods(toys, [name for name in METHODS if name not in QUICK], tmp_path_factory.mktemp("slow"))
+def slow_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_methods([name for name in METHODS if name not in QUICK], tmp_path_factory.mktemp("slow"))
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def trained(output_dir: Path) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in METHODS if "stream" not in name])
-def test_two_processes_train_what_one_trains_with_twice_the_batch(toys: ModuleType, method: str, runs: Path) -> None:
+def test_two_processes_train_what_one_trains_with_twice_the_batch(method: str, runs: Path) -> None:
     one, two = trained(runs / "whole 1"), trained(runs / "whole 2")
     # Sums over rows in another order; a wrong row of states makes a difference of 1e-2.
     toys.assert_same_weights(two, one, atol=1e-12)
@@ -161,9 +161,7 @@ class CropDifferently:
 
 @pytest.mark.thinned(11)
 @pytest.mark.parametrize("method", METHODS)
-def test_low_precision_clipping_checkpointing_and_other_lengths_go_together(
-    toys: ModuleType, tmp_path: Path, method: str
-) -> None:
+def test_low_precision_clipping_checkpointing_and_other_lengths_go_together(tmp_path: Path, method: str) -> None:
     name = "activation_checkpointing" if SINCE_5_23 else "gradient_checkpointing"
     continued = "tbtt" in method  # where lengths cannot change
     results = []
@@ -204,7 +202,7 @@ CHANGES = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """A checkpoint of a method."""
     root = tmp_path_factory.mktemp("checkpoints")
 
@@ -219,7 +217,6 @@ def checkpoint(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Ca
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(("method", "change", "told"), CHANGES)
 def test_a_changed_setting_is_refused_at_resume(
-    toys: ModuleType,
     checkpoint: Callable[[str], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -230,7 +227,7 @@ def test_a_changed_setting_is_refused_at_resume(
     start, change = checkpoint(method), dict(change)
     if "num_hidden_layers" in change:
         model = toys.tiny_model(**change)
-        monkeypatch.setattr(toys, "tiny_model", lambda: model)
+        monkeypatch.setattr("tiny_model", lambda: model)
         change = {}
     chosen = toys.METHODS[method]
     layout = {name: change.pop(name) for name in ("length", "chunks_before_reset") if name in change}

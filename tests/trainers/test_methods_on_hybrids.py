@@ -8,7 +8,6 @@ import copy
 import math
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingTrainer,
 )
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
+from tests.trainers import toys
 from tests.versions import needs_hybrids
 
 pytestmark = needs_hybrids
@@ -71,7 +71,7 @@ def refusal(model_type: str, method: str, attends: bool) -> str | None:
     return None
 
 
-def make(toys: ModuleType, folder: Path, model_type: str, method: str) -> Any:
+def make(folder: Path, model_type: str, method: str) -> Any:
     chosen = toys.METHODS[method]
     settings = {"per_device_train_batch_size": 2, "learning_rate": 0.01, "save_steps": 2, "logging_steps": 1}
     if method.startswith("statex"):
@@ -87,16 +87,16 @@ def losses(trainer: Any) -> list[dict[str, float]]:
 @pytest.mark.thinned(7)
 @pytest.mark.parametrize(("model_type", "methods"), SELECTED)
 def test_a_method_trains_and_resumes_or_says_why_it_cannot(
-    toys: ModuleType, tmp_path: Path, model_type: str, methods: tuple[str, ...] | int
+    tmp_path: Path, model_type: str, methods: tuple[str, ...] | int
 ) -> None:
     for number, method in enumerate(toys.METHODS):
         told = refusal(model_type, method, wrapped(model_type).attends)
         folder = tmp_path / method
         if told is not None:
             with pytest.raises(ValueError, match=told):
-                make(toys, folder, model_type, method)
+                make(folder, model_type, method)
         elif (number - methods) % 10 == 0 if isinstance(methods, int) else method in methods:
-            trainer, resumed = make(toys, folder, model_type, method), make(toys, folder, model_type, method)
+            trainer, resumed = make(folder, model_type, method), make(folder, model_type, method)
             trainer.train()
             logged = losses(trainer)
             assert len(logged) == 3
@@ -110,9 +110,7 @@ def test_a_method_trains_and_resumes_or_says_why_it_cannot(
 
 
 @pytest.mark.parametrize("model_type", ["nemotron_h", "granitemoehybrid"])
-def test_the_best_weights_are_taken_back_whatever_their_names_in_the_file(
-    toys: ModuleType, tmp_path: Path, model_type: str
-) -> None:
+def test_the_best_weights_are_taken_back_whatever_their_names_in_the_file(tmp_path: Path, model_type: str) -> None:
     """Transformers' Trainer would keep the last ones, with a warning."""
     settings = {"learning_rate": 10.0, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "max_steps": 2}
     config = StatePassingConfig(str(tmp_path), **toys.QUIET | settings, load_best_model_at_end=True)
@@ -125,7 +123,7 @@ def test_the_best_weights_are_taken_back_whatever_their_names_in_the_file(
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(measured), rel=1e-6)
 
 
-def test_weights_of_another_model_are_not_taken(toys: ModuleType, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_not_taken(tmp_path: Path) -> None:
     settings = toys.QUIET | {"max_steps": 2, "save_steps": 1}
     trainer = StatePassingTrainer(
         copy.deepcopy(wrapped("nemotron_h")),
@@ -141,7 +139,7 @@ def test_weights_of_another_model_are_not_taken(toys: ModuleType, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_adapters_on_a_model_with_other_names_in_its_file_resume(toys: ModuleType, tmp_path: Path) -> None:
+def test_adapters_on_a_model_with_other_names_in_its_file_resume(tmp_path: Path) -> None:
     trained = []
     for resume in (False, True):
         torch.manual_seed(0)
@@ -162,9 +160,7 @@ def test_the_types_are_those_that_are_supported() -> None:
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_layers_of_different_sizes_resume_whatever_their_names_in_the_file(
-    toys: ModuleType, tmp_path: Path, learned: bool
-) -> None:
+def test_layers_of_different_sizes_resume_whatever_their_names_in_the_file(tmp_path: Path, learned: bool) -> None:
     """With a learned state, too, which the stock class that reads the file does not know either."""
     model = expand_state(copy.deepcopy(wrapped("nemotron_h")), [1], factor=2, initialization="inherit")
     settings = {"per_device_train_batch_size": 2, "learning_rate": 0.01, "save_steps": 2, "max_steps": 3}

@@ -4,7 +4,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from hf_recurrent_lengthgen.trainers import (
     nll_by_length,
 )
 from hf_recurrent_lengthgen.trainers.metric_callbacks import numbers_of
+from tests.trainers import toys
 
 TOKENS = np.random.default_rng(0).integers(3, 17, (3, 65))
 
@@ -46,9 +46,7 @@ def disturbing(model: nn.Module) -> float:
 @pytest.mark.parametrize(
     ("method", "bf16"), [("state passing", False), ("state passing", True), ("random noise", False)]
 )
-def test_training_is_bit_for_bit_that_without_metrics(
-    toys: ModuleType, tmp_path: Path, method: str, bf16: bool
-) -> None:
+def test_training_is_bit_for_bit_that_without_metrics(tmp_path: Path, method: str, bf16: bool) -> None:
     logs, weights = [], []
     for name in ("without", "with"):
         trainer = toys.resumable_trainer(tmp_path / name, method=method, save_strategy="no", bf16=bf16)
@@ -69,7 +67,7 @@ def test_training_is_bit_for_bit_that_without_metrics(
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("broken", [False, True])
-def test_metrics_see_the_weights_in_their_dtype(toys: ModuleType, tmp_path: Path, broken: bool) -> None:
+def test_metrics_see_the_weights_in_their_dtype(tmp_path: Path, broken: bool) -> None:
     ids = torch.from_numpy(TOKENS)
     seen = []
 
@@ -116,9 +114,7 @@ class Tracker(TrainerCallback):
     ],
     ids=str,
 )
-def test_values_are_logged_at_the_steps_asked_for(
-    toys: ModuleType, tmp_path: Path, options: dict[str, Any], steps: list[int]
-) -> None:
+def test_values_are_logged_at_the_steps_asked_for(tmp_path: Path, options: dict[str, Any], steps: list[int]) -> None:
     trainer = toys.resumable_trainer(tmp_path, save_strategy="no", logging_steps=3)
     tracker = Tracker()
     trainer.add_callback(tracker)
@@ -136,7 +132,7 @@ def test_values_are_logged_at_the_steps_asked_for(
 
 
 @pytest.mark.slow
-def test_ready_made_metrics_are_those_of_evaluation(toys: ModuleType, tmp_path: Path) -> None:
+def test_ready_made_metrics_are_those_of_evaluation(tmp_path: Path) -> None:
     model, T = toys.tiny_model(), 16
     args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", **toys.QUIET)
     trainer = Trainer(model, args, train_dataset=toys.sequences(8))
@@ -183,7 +179,7 @@ def broken(model: nn.Module) -> float:
     ],
     ids=["error", "text", "nothing", "short tokens"],
 )
-def test_a_failing_metric_is_named(toys: ModuleType, tmp_path: Path, metric: Any, error: type, message: str) -> None:
+def test_a_failing_metric_is_named(tmp_path: Path, metric: Any, error: type, message: str) -> None:
     trainer = toys.resumable_trainer(tmp_path, save_strategy="no")
     MetricCallback({"fine": lambda model: 1.0, "m": metric}, every_steps=2).attach(trainer)
     with pytest.raises(error, match=message):
@@ -191,14 +187,14 @@ def test_a_failing_metric_is_named(toys: ModuleType, tmp_path: Path, metric: Any
     assert trainer.model.training
 
 
-def test_names_that_meet_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_names_that_meet_are_refused(tmp_path: Path) -> None:
     trainer = toys.resumable_trainer(tmp_path, save_strategy="no")
     MetricCallback({"a": lambda model: {"b": 1.0}, "a_b": lambda model: 2.0}, every_steps=2).attach(trainer)
     with pytest.raises(ValueError, match=r"'a_b' failed at step 0: .*names of another metric"):
         trainer.train()
 
 
-def test_unusable_settings_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_unusable_settings_are_refused(tmp_path: Path) -> None:
     fine = {"a": lambda model: 1.0}
     with pytest.raises(ValueError, match=r"at least one metric, with different names, got \[\]"):
         MetricCallback([], every_steps=1)
@@ -265,7 +261,7 @@ finally:
 
 
 @pytest.mark.slow
-def test_the_main_process_measures_and_all_go_on_or_end(toys: ModuleType, tmp_path: Path) -> None:
+def test_the_main_process_measures_and_all_go_on_or_end(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
@@ -279,7 +275,7 @@ def test_the_main_process_measures_and_all_go_on_or_end(toys: ModuleType, tmp_pa
         ], done.stderr[:3000] + done.stderr[-2000:]
 
 
-def evaluating(toys: ModuleType, folder: Path, own: bool, callback: Any, **changes: Any) -> Trainer:
+def evaluating(folder: Path, own: bool, callback: Any, **changes: Any) -> Trainer:
     """A run of four steps that is evaluated after each; `own` is of this package and gets its callback by the list."""
     settings = toys.QUIET | {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1} | changes
     data = {"train_dataset": toys.sequences(16), "eval_dataset": toys.sequences(4)}
@@ -306,11 +302,11 @@ class Falling:
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("own", [True, False])
-def test_the_best_model_is_that_of_a_metric(toys: ModuleType, tmp_path: Path, own: bool) -> None:
+def test_the_best_model_is_that_of_a_metric(tmp_path: Path, own: bool) -> None:
     harm = Falling()
     callback = MetricCallback([Metric("context_harm", harm, greater_is_better=False)], every_steps=2, at_start=False)
     best = {"metric_for_best_model": "context_harm", "load_best_model_at_end": True, "greater_is_better": False}
-    trainer = evaluating(toys, tmp_path, own, callback, **best)
+    trainer = evaluating(tmp_path, own, callback, **best)
     trainer.train()
     assert trainer.state.best_global_step == 2
     assert trainer.state.best_metric == 1.0
@@ -324,19 +320,19 @@ def test_the_best_model_is_that_of_a_metric(toys: ModuleType, tmp_path: Path, ow
     toys.assert_same_weights(harm.weights[4], harm.weights[1])
 
 
-def test_early_stopping_reads_a_metric(toys: ModuleType, tmp_path: Path) -> None:
+def test_early_stopping_reads_a_metric(tmp_path: Path) -> None:
     callback = MetricCallback(
         [Metric("context_harm", Falling(), greater_is_better=False)], every_steps=100, at_start=False, at_end=False
     )
     best = {"metric_for_best_model": "context_harm", "load_best_model_at_end": True, "greater_is_better": False}
-    trainer = evaluating(toys, tmp_path / "early", True, callback, **best, max_steps=8)
+    trainer = evaluating(tmp_path / "early", True, callback, **best, max_steps=8)
     trainer.train()
     assert trainer.state.global_step == 4
 
 
 @pytest.mark.parametrize("named", ["context_harm", "eval_context_harm_high", "nll_beyond"])
-def test_the_worst_is_not_kept_as_the_best(toys: ModuleType, tmp_path: Path, named: str) -> None:
+def test_the_worst_is_not_kept_as_the_best(tmp_path: Path, named: str) -> None:
     callback = MetricCallback([context_harm(TOKENS, 16), nll_by_length(TOKENS, 16)], every_steps=2)
     best = {"metric_for_best_model": named, "load_best_model_at_end": True}
     with pytest.raises(ValueError, match=r"best value of .* is the lowest.*set greater_is_better=False"):
-        evaluating(toys, tmp_path, True, callback, **best)
+        evaluating(tmp_path, True, callback, **best)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from hf_recurrent_lengthgen.trainers import (
     PassedStates,
     ZeroStates,
 )
+from tests.trainers import toys
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ class Constant(ZeroStates):
         return (LayerState(full, -full),)
 
 
-def chosen(toys: ModuleType, shares: dict[str, float], seed: int, step: int, micro_batch: int, row: int) -> str:
+def chosen(shares: dict[str, float], seed: int, step: int, micro_batch: int, row: int) -> str:
     """The source of a row: the names in alphabetic order share the interval from 0 to 1."""
     draw = toys.keyed_uniform("mixture", seed, step, micro_batch, row)
     for name in sorted(shares):
@@ -46,13 +46,13 @@ def chosen(toys: ModuleType, shares: dict[str, float], seed: int, step: int, mic
     raise AssertionError("shares do not add up to 1")
 
 
-def test_each_row_takes_the_source_of_the_hand_computed_key(toys: ModuleType) -> None:
+def test_each_row_takes_the_source_of_the_hand_computed_key() -> None:
     shares = {"b": 0.2, "a": 0.5, "c": 0.3}
     values = {"a": 1.0, "b": 2.0, "c": 3.0}
     source = MixedStates({name: Constant(value) for name, value in values.items()}, shares)
     counts: Counter[str] = Counter()
     for step in range(40):
-        names = [chosen(toys, shares, 7, step, 1, row) for row in range(2, 10)]
+        names = [chosen(shares, 7, step, 1, row) for row in range(2, 10)]
         given = source.initial_state(BatchPlace(7, step, 1, 2, 8))
         assert given is not None
         assert given[0].recurrent.tolist() == [[values[name]] * 2 for name in names]
@@ -90,7 +90,7 @@ def test_every_source_sees_every_final_state() -> None:
     assert source.state_dict() == {}
 
 
-def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, tmp_path: Path) -> None:
+def test_rows_of_a_training_run_start_where_the_mixture_says(tmp_path: Path) -> None:
     shares = {"zero": 0.2, "state_passing": 0.4, "random_noise": 0.4}
     config = MixedStatesConfig(
         str(tmp_path),
@@ -118,7 +118,7 @@ def test_rows_of_a_training_run_start_where_the_mixture_says(toys: ModuleType, t
         for micro_batch in range(2):
             _, ids, recurrent, conv = trainer.model.seen[2 * step + micro_batch]
             for row in range(4):
-                name = chosen(toys, shares, 9, step, micro_batch, row)
+                name = chosen(shares, 9, step, micro_batch, row)
                 noise = (0.25 * toys.keyed_normal(1, 9, step, micro_batch, row).item(), 0.0)
                 start = {"zero": (0.0, 0.0), "random_noise": noise, "state_passing": carried[micro_batch, row]}[name]
                 assert (recurrent[row], conv[row]) == pytest.approx(start, rel=1e-6)
@@ -161,7 +161,7 @@ def test_mixtures_that_make_no_sense_are_refused(tmp_path: Path, fields: dict[st
         MixedStatesConfig(str(tmp_path), **fields)
 
 
-def test_data_must_suit_the_sources(toys: ModuleType, tmp_path: Path) -> None:
+def test_data_must_suit_the_sources(tmp_path: Path) -> None:
     def make(mixture: dict[str, float], data: Any) -> MixedStatesTrainer:
         config = MixedStatesConfig(str(tmp_path), **toys.QUIET, mixture=mixture)
         return MixedStatesTrainer(toys.tiny_model(), config, train_dataset=data)

@@ -1,7 +1,6 @@
 """A method that does not reach the model ends the run; none is recorded that took no part."""
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from transformers import Trainer
 
 from hf_recurrent_lengthgen.trainers import AlignmentTrainer, FittedNoiseTrainer, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.run.step_checks import ModelCalls
+from tests.trainers import toys
 
 
 class Alone(Trainer):
@@ -34,7 +34,7 @@ class Dropping(Trainer):
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("method", ["state passing", "alignment", "zero state", "fitted noise"])
 def test_a_loss_that_goes_past_the_method_stops_before_the_first_update(
-    toys: ModuleType, tmp_path: Path, method: str, accumulation: int
+    tmp_path: Path, method: str, accumulation: int
 ) -> None:
     chosen = toys.METHODS[method]
 
@@ -63,7 +63,7 @@ def test_a_loss_that_goes_past_the_method_stops_before_the_first_update(
     ids=["initial state", "final state", "both", "alignment"],
 )
 def test_a_loss_beneath_that_loses_what_it_was_given_stops_the_run(
-    toys: ModuleType, tmp_path: Path, base: Any, alpha: float, told: str | None
+    tmp_path: Path, base: Any, alpha: float, told: str | None
 ) -> None:
     class Losing(StatePassingTrainer, base):  # type: ignore[misc]
         pass
@@ -78,7 +78,7 @@ def test_a_loss_beneath_that_loses_what_it_was_given_stops_the_run(
         trainer.train()
 
 
-def test_a_model_without_final_states_stops_the_run(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_model_without_final_states_stops_the_run(tmp_path: Path) -> None:
     class Silent(toys.SumModel):  # type: ignore[name-defined, misc]
         def forward(
             self, input_ids: Any, labels: Any = None, initial_state: Any = None, output_final_state: bool = True
@@ -94,7 +94,7 @@ def test_a_model_without_final_states_stops_the_run(toys: ModuleType, tmp_path: 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", [StatePassingTrainer, FittedNoiseTrainer, AlignmentTrainer])
-def test_nothing_is_left_on_the_model(toys: ModuleType, tmp_path: Path, method: Any) -> None:
+def test_nothing_is_left_on_the_model(tmp_path: Path, method: Any) -> None:
     model = toys.tiny_model()
     settings = toys.QUIET | {"save_strategy": "no", "max_steps": 2}
     trainer = method(model, method.config_class(str(tmp_path), **settings), train_dataset=toys.sequences(32))
@@ -103,7 +103,7 @@ def test_nothing_is_left_on_the_model(toys: ModuleType, tmp_path: Path, method: 
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_only_calls_in_training_count(toys: ModuleType) -> None:
+def test_only_calls_in_training_count() -> None:
     model, calls = toys.tiny_model(), ModelCalls()
     calls.watch(model)
     ids = torch.ones(2, 5).long()

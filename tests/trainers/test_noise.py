@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Callable
 from math import nan
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from hf_recurrent_lengthgen.trainers import (
     RandomNoiseConfig,
     RandomNoiseTrainer,
 )
+from tests.trainers import toys
 
 CPU = torch.device("cpu")
 
@@ -210,7 +210,7 @@ def test_statistics_are_given_back_and_forgotten() -> None:
 # --- in training ---
 
 
-def trained(toys: ModuleType, tmp_path: Path, kind: str, **changes: Any) -> Any:
+def trained(tmp_path: Path, kind: str, **changes: Any) -> Any:
     fields = toys.QUIET | {
         "save_strategy": "no",
         "per_device_train_batch_size": 2,
@@ -231,8 +231,8 @@ def trained(toys: ModuleType, tmp_path: Path, kind: str, **changes: Any) -> Any:
     return trainer
 
 
-def test_random_noise_starts_every_row_from_its_own_draw(toys: ModuleType, tmp_path: Path) -> None:
-    trainer = trained(toys, tmp_path, "random")
+def test_random_noise_starts_every_row_from_its_own_draw(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, "random")
     draws = [
         [0.5 * toys.keyed_normal(1, 5, step, micro_batch, row).item() for row in range(2)]
         for step in range(4)
@@ -242,8 +242,8 @@ def test_random_noise_starts_every_row_from_its_own_draw(toys: ModuleType, tmp_p
     assert all(conv == [0.0, 0.0] for *_, conv in trainer.model.seen)
 
 
-def test_fitted_noise_starts_from_the_statistics_of_the_steps_before(toys: ModuleType, tmp_path: Path) -> None:
-    trainer = trained(toys, tmp_path, "fitted")
+def test_fitted_noise_starts_from_the_statistics_of_the_steps_before(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, "fitted")
     seen = [(ids, recurrent) for _, ids, recurrent, _ in trainer.model.seen]
     mean = variance = None
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]

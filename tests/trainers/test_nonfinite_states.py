@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from hf_recurrent_lengthgen.trainers.run.step_checks import (
     recurrent_rms,
     zero_rows,
 )
+from tests.trainers import toys
 
 
 def state_of_ones(rows: int = 3) -> RecurrentState:
@@ -80,7 +80,7 @@ def test_a_number_that_is_not_finite_is_named_by_layer_part_and_rows(value: floa
 
 
 @pytest.fixture
-def run(toys: ModuleType, tmp_path: Path) -> Callable[..., StatePassingTrainer]:
+def run(tmp_path: Path) -> Callable[..., StatePassingTrainer]:
     """A trainer of four steps with two micro-batches of two rows that sum their ids."""
 
     def make(**fields: Any) -> StatePassingTrainer:
@@ -183,7 +183,7 @@ def test_logs_are_means_and_maxima_over_micro_batches_and_processes() -> None:
     ],
 )
 def test_what_happens_to_states_is_logged_where_a_method_gives_some(
-    toys: ModuleType, tmp_path: Path, method: str, settings: dict[str, Any], told: set[str]
+    tmp_path: Path, method: str, settings: dict[str, Any], told: set[str]
 ) -> None:
     trainer = toys.resumable_trainer(tmp_path, method=method, max_steps=1, save_strategy="no", **settings)
     trainer.train()

@@ -1,7 +1,6 @@
 """Weight decay, and hyperparameter search."""
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from hf_recurrent_lengthgen.trainers import (
     ZeroStateTrainer,
 )
 from tests.models.families import FAMILIES, build
+from tests.trainers import toys
 
 
 def decayed(trainer: ZeroStateTrainer | LearnedStateTrainer) -> set[str]:
@@ -25,7 +25,7 @@ def decayed(trainer: ZeroStateTrainer | LearnedStateTrainer) -> set[str]:
     return {names[id(parameter)] for group in groups if group["weight_decay"] for parameter in group["params"]}
 
 
-def test_only_matrices_of_mamba_are_decayed(toys: ModuleType, tmp_path: Path) -> None:
+def test_only_matrices_of_mamba_are_decayed(tmp_path: Path) -> None:
     for family in FAMILIES[:2]:  # Mamba-2; Mamba-1, whose A_log is a matrix
         trainer = ZeroStateTrainer(build(family), InitialStateConfig(str(tmp_path), **toys.QUIET, weight_decay=0.1))
         found = decayed(trainer)
@@ -34,14 +34,12 @@ def test_only_matrices_of_mamba_are_decayed(toys: ModuleType, tmp_path: Path) ->
         assert [name for name in found if name.endswith(("A_log", ".D", "bias", "norm.weight"))] == []
 
 
-def test_a_learned_state_is_not_decayed(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_learned_state_is_not_decayed(tmp_path: Path) -> None:
     config = LearnedStateConfig(str(tmp_path), **toys.QUIET, weight_decay=0.1)
     assert decayed(LearnedStateTrainer(toys.tiny_model(), config)) == set()
 
 
-def test_a_trial_of_a_search_changes_the_source(
-    toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_of_a_search_changes_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = RandomNoiseTrainer(toys.tiny_model(), RandomNoiseConfig(str(tmp_path), **toys.QUIET, noise_sigma=0.1))
 
     def stock(self: Trainer, trial: Any) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from hf_recurrent_lengthgen.trainers import (
 )
 from hf_recurrent_lengthgen.trainers.row_layout import lay_out
 from tests.hybrids.tiny_models import tiny_model as tiny_hybrid
+from tests.trainers import toys
 from tests.versions import needs_hybrids
 
 UNEQUAL = ["random noise", "fitted noise", "state passing", "learned state and model", "mixture", "zero state"]
@@ -58,14 +58,12 @@ FORMS: dict[str, Callable[[list[Batch]], Batch]] = {
 }
 
 
-def unequal(toys: ModuleType, count: int) -> list[dict[str, Tensor]]:
+def unequal(count: int) -> list[dict[str, Tensor]]:
     rows = toys.sequences(count)
     return [{name: x[: 3 + 5 * i % 7] for name, x in row.items()} for i, row in enumerate(rows)]
 
 
-def trained(
-    toys: ModuleType, path: Path, method: str, collator: Any, data: Any, **changes: Any
-) -> tuple[dict[str, Tensor], list[Any]]:
+def trained(path: Path, method: str, collator: Any, data: Any, **changes: Any) -> tuple[dict[str, Tensor], list[Any]]:
     """The weights after 3 steps of two micro-batches, and the shares of zero states in the log."""
     settings = {"max_steps": 3, "save_strategy": "no", "rows": 16} | changes
     trainer = toys.resumable_trainer(path, 4, method, double=True, **settings)
@@ -76,10 +74,10 @@ def trained(
 
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("method", UNEQUAL + IN_CHUNKS + OF_ONE_LENGTH)
-def test_every_source_gives_each_sequence_its_state(toys: ModuleType, tmp_path: Path, method: str) -> None:
-    data = toys.sequences(16) if method in OF_ONE_LENGTH else unequal(toys, 16)
-    expected, shares = trained(toys, tmp_path, method, padded, data)
-    weights, logged = trained(toys, tmp_path, method, DataCollatorWithFlattening(), data)
+def test_every_source_gives_each_sequence_its_state(tmp_path: Path, method: str) -> None:
+    data = toys.sequences(16) if method in OF_ONE_LENGTH else unequal(16)
+    expected, shares = trained(tmp_path, method, padded, data)
+    weights, logged = trained(tmp_path, method, DataCollatorWithFlattening(), data)
     toys.assert_same_weights(weights, expected, atol=1e-9)
     assert logged == shares
     assert method in ("zero state", "alignment") or logged[-1] < 1
@@ -87,16 +85,16 @@ def test_every_source_gives_each_sequence_its_state(toys: ModuleType, tmp_path: 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_packed_rows_is_unpacked(toys: ModuleType, tmp_path: Path, form: str) -> None:
-    data, without = unequal(toys, 16), {"state_drop_probability": 0.0}  # other drops, from other row numbers
-    expected, shares = trained(toys, tmp_path, "state passing", padded, data, **without)
-    weights, logged = trained(toys, tmp_path, "state passing", FORMS[form], data, **without)
+def test_every_form_of_packed_rows_is_unpacked(tmp_path: Path, form: str) -> None:
+    data, without = unequal(16), {"state_drop_probability": 0.0}  # other drops, from other row numbers
+    expected, shares = trained(tmp_path, "state passing", padded, data, **without)
+    weights, logged = trained(tmp_path, "state passing", FORMS[form], data, **without)
     toys.assert_same_weights(weights, expected, atol=1e-9)
     assert logged == shares == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=needs_hybrids)], ids=["family", "hybrid"])
-def test_the_log_counts_sequences(toys: ModuleType, tmp_path: Path, hybrid: bool) -> None:
+def test_the_log_counts_sequences(tmp_path: Path, hybrid: bool) -> None:
     """A first batch of one sequence leaves one state, from which one of the next 8 sequences starts."""
     model = stateful(tiny_hybrid("falcon_h1")) if hybrid else toys.tiny_model()
     arguments = StatePassingConfig(
@@ -120,7 +118,7 @@ def test_the_log_counts_sequences(toys: ModuleType, tmp_path: Path, hybrid: bool
     assert [entry["zero_states"] for entry in trainer.state.log_history[:-1]] == [1.0, 0.875]
 
 
-def test_rows_that_continue_are_not_packed(toys: ModuleType, tmp_path: Path) -> None:
+def test_rows_that_continue_are_not_packed(tmp_path: Path) -> None:
     few = {"max_steps": 2, "save_strategy": "no", "per_device_train_batch_size": 2}
     for trainer in (
         TbttTrainer(toys.tiny_model(), TbttConfig(str(tmp_path), **toys.QUIET, **few), train_dataset=toys.chunks(8)),
@@ -137,8 +135,8 @@ def test_rows_that_continue_are_not_packed(toys: ModuleType, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_packed_evaluation_starts_where_the_source_says(toys: ModuleType, tmp_path: Path) -> None:
-    data = unequal(toys, 8)
+def test_packed_evaluation_starts_where_the_source_says(tmp_path: Path) -> None:
+    data = unequal(8)
     for method in ("learned state and model", "state passing"):
         losses = []
         for collator in (padded, DataCollatorWithFlattening()):
@@ -151,8 +149,8 @@ def test_packed_evaluation_starts_where_the_source_says(toys: ModuleType, tmp_pa
         assert losses == pytest.approx(losses[:1] * 2, rel=1e-6)
 
 
-def test_from_zero_rows_stay_packed(toys: ModuleType, tmp_path: Path) -> None:
+def test_from_zero_rows_stay_packed(tmp_path: Path) -> None:
     trainer = toys.resumable_trainer(tmp_path, 4, "zero state", max_steps=1, save_strategy="no")
     assert isinstance(trainer, ZeroStateTrainer)
-    batch = DataCollatorWithFlattening()(unequal(toys, 4))
+    batch = DataCollatorWithFlattening()(unequal(4))
     assert lay_out(trainer, batch, 0)["input_ids"].shape[0] == 1

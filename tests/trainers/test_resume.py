@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 import hf_recurrent_lengthgen.trainers.run.checkpoints as checkpoints
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
+from tests.trainers import toys
 
 STEPS = 8  # of toys.resumable_trainer; 4 per epoch
 KILLS = ["weights", "optimizer.pt", "scheduler.pt", "rng_state", "initial_states", "trainer_state.json"]
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     log: list[tuple[float, float, float]]
 
 
-def outcome(trainer: StatePassingTrainer, toys: ModuleType) -> Outcome:
+def outcome(trainer: StatePassingTrainer) -> Outcome:
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     values = [(entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in log]
@@ -41,36 +41,34 @@ def assert_same(given: Outcome, expected: Outcome) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole_run(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     """The folder and the outcome of a run that nothing interrupts."""
     output_dir = tmp_path_factory.mktemp("whole") / "run"
     trainer = toys.resumable_trainer(output_dir)
     trainer.train()
-    whole = outcome(trainer, toys)
+    whole = outcome(trainer)
     assert len(whole.log) == STEPS
     assert len(whole.initial_states) == 8  # two micro-batches of two layers of two parts
     assert all(torch.is_nonzero(part.abs().sum()) for part in whole.initial_states.values())
     return output_dir, whole
 
 
-def resume(toys: ModuleType, output_dir: Path, checkpoint: str | bool = True, **changes: Any) -> Outcome:
+def resume(output_dir: Path, checkpoint: str | bool = True, **changes: Any) -> Outcome:
     trainer = toys.resumable_trainer(output_dir, **changes)
     trainer.train(resume_from_checkpoint=checkpoint)
-    return outcome(trainer, toys)
+    return outcome(trainer)
 
 
 @pytest.mark.thinned(7)
 @pytest.mark.parametrize("step", range(1, STEPS))
 def test_resuming_from_any_step_equals_the_whole_run(
-    toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path, step: int
+    whole_run: tuple[Path, Outcome], tmp_path: Path, step: int
 ) -> None:
     output_dir, whole = whole_run
-    assert_same(resume(toys, tmp_path, str(output_dir / f"checkpoint-{step}")), whole)
+    assert_same(resume(tmp_path, str(output_dir / f"checkpoint-{step}")), whole)
 
 
-def test_the_newest_checkpoint_is_taken_and_none_is_an_error(
-    toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path
-) -> None:
+def test_the_newest_checkpoint_is_taken_and_none_is_an_error(whole_run: tuple[Path, Outcome], tmp_path: Path) -> None:
     output_dir, whole = whole_run
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*train without resume_from_checkpoint"):
         toys.resumable_trainer(tmp_path).train(resume_from_checkpoint=True)
@@ -82,7 +80,7 @@ def test_the_newest_checkpoint_is_taken_and_none_is_an_error(
     trainer.add_callback(toys.OnStep(2, lambda: first_steps.append(2)))
     trainer.train(resume_from_checkpoint=True)
     assert first_steps == [6]
-    assert_same(outcome(trainer, toys), whole)
+    assert_same(outcome(trainer), whole)
 
 
 @pytest.mark.thinned(3)
@@ -95,7 +93,7 @@ def test_the_newest_checkpoint_is_taken_and_none_is_an_error(
     ],
 )
 def test_a_finished_run_returns_its_weights_and_is_not_trained_further(
-    toys: ModuleType, tmp_path: Path, steps: int, now: int, method: str
+    tmp_path: Path, steps: int, now: int, method: str
 ) -> None:
     first = toys.resumable_trainer(tmp_path, method=method, max_steps=steps)
     first.train()
@@ -110,7 +108,7 @@ def test_a_finished_run_returns_its_weights_and_is_not_trained_further(
 
 
 @pytest.fixture(scope="module")
-def killed_runs(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of runs that died by SIGKILL, by what they were doing."""
     root = tmp_path_factory.mktemp("killed")
     random_step = int.from_bytes(os.urandom(1), "little") % (STEPS - 2) + 2
@@ -125,7 +123,7 @@ def killed_runs(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["step", *KILLS])
 def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
-    toys: ModuleType, whole_run: tuple[Path, Outcome], killed_runs: dict[str, Path], name: str
+    whole_run: tuple[Path, Outcome], killed_runs: dict[str, Path], name: str
 ) -> None:
     _, whole = whole_run
     output_dir = killed_runs[name]
@@ -135,25 +133,25 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
         assert checkpoints.what_is_missing(broken) is not None
         with pytest.raises(ValueError, match=r"Cannot resume from .*checkpoint-6.*checkpoint-5"):
             toys.resumable_trainer(output_dir).train(resume_from_checkpoint=str(broken))
-    assert_same(resume(toys, output_dir), whole)
+    assert_same(resume(output_dir), whole)
     assert checkpoints.what_is_missing(output_dir / f"checkpoint-{STEPS}") is None
 
 
 def test_a_loss_that_is_nan_stops_the_run_before_it_can_spoil_anything(
-    toys: ModuleType, whole_run: tuple[Path, Outcome], tmp_path: Path
+    whole_run: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
     trainer = toys.resumable_trainer(tmp_path)
     head = trainer.model.lm_head.weight
     trainer.add_callback(toys.OnStep(4, lambda: head.data.fill_(torch.nan)))
     with pytest.raises(ValueError, match=r"loss of step 4, micro-batch 0 is nan.*checkpoint-4.*Lower the learning"):
         trainer.train()
-    assert_same(resume(toys, tmp_path), whole_run[1])
+    assert_same(resume(tmp_path), whole_run[1])
 
 
 @pytest.mark.parametrize("by_name", [True, False], ids=["by name", "newest"])
-def test_a_checkpoint_of_another_trainer_is_refused(toys: ModuleType, tmp_path: Path, by_name: bool) -> None:
+def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path, by_name: bool) -> None:
     args = TrainingArguments(str(tmp_path), **toys.QUIET, max_steps=1, save_steps=1)
     Trainer(toys.tiny_model(), args, train_dataset=toys.sequences(8)).train()
     message = "initial_states_0.safetensors is missing.*from_pretrained" if by_name else "no complete checkpoint"
     with pytest.raises(ValueError, match=message):
-        resume(toys, tmp_path, str(tmp_path / "checkpoint-1") if by_name else True)
+        resume(tmp_path, str(tmp_path / "checkpoint-1") if by_name else True)

@@ -2,7 +2,6 @@
 
 from dataclasses import MISSING, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from hf_recurrent_lengthgen.trainers.run.resumed_settings import (
     WATCHING,
     fixed_arguments,
 )
+from tests.trainers import toys
 
 FIXED = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "data_seed", "train_sampling_strategy"),
@@ -64,7 +64,7 @@ def test_what_decides_the_training_is_refused(tmp_path: Path, name: str) -> None
         load_initial_states(path, {"arguments": fixed_arguments(args)})
 
 
-def run(toys: ModuleType, folder: Path, resume: Any = None, **changes: Any) -> Any:
+def run(folder: Path, resume: Any = None, **changes: Any) -> Any:
     base = {"per_device_train_batch_size": 2, "max_steps": 6, "save_steps": 3, "learning_rate": 0.05}
     args = InitialStateConfig(str(folder), **toys.QUIET | base | changes)
     trainer = ZeroStateTrainer(
@@ -74,21 +74,21 @@ def run(toys: ModuleType, folder: Path, resume: Any = None, **changes: Any) -> A
     return trainer
 
 
-def test_what_has_no_part_in_the_training_may_change(toys: ModuleType, tmp_path: Path) -> None:
+def test_what_has_no_part_in_the_training_may_change(tmp_path: Path) -> None:
     assert CHANGED.keys() <= WATCHING | COMPUTING
-    whole = run(toys, tmp_path / "whole")
-    on = run(toys, tmp_path / "on", str(tmp_path / "whole" / "checkpoint-3"), **CHANGED)
+    whole = run(tmp_path / "whole")
+    on = run(tmp_path / "on", str(tmp_path / "whole" / "checkpoint-3"), **CHANGED)
     toys.assert_same_weights(toys.weights(on.model), toys.weights(whole.model))
 
 
-def test_noise_on_embeddings_may_change_and_is_recorded(toys: ModuleType, tmp_path: Path) -> None:
-    run(toys, tmp_path, max_steps=3)
-    on = run(toys, tmp_path, True, neftune_noise_alpha=5.0)
+def test_noise_on_embeddings_may_change_and_is_recorded(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=3)
+    on = run(tmp_path, True, neftune_noise_alpha=5.0)
     told = [(part.from_step, part.neftune_noise_alpha) for part in on.run_record.settings(on)]
     assert told == [(0, None), (3, 5.0)]
 
 
-def test_each_applied_argument_is_recorded(toys: ModuleType, tmp_path: Path) -> None:
+def test_each_applied_argument_is_recorded(tmp_path: Path) -> None:
     """All but those that a number of steps stands for."""
     args = InitialStateConfig(str(tmp_path), **toys.QUIET)
     trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=toys.sequences(8))

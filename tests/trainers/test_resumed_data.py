@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import datasets
@@ -13,6 +12,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer, combine
+from tests.trainers import toys
 
 datasets.disable_progress_bars()
 ROWS, STEPS = 22, 13  # in batches of 4: 5 batches and 2 rows that are left out
@@ -51,12 +51,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
 
 
 def rows_of(
-    toys: ModuleType,
-    data: Any,
-    folder: Path,
-    checkpoint: Path | None = None,
-    trainer: Any = ZeroStateTrainer,
-    **other: Any,
+    data: Any, folder: Path, checkpoint: Path | None = None, trainer: Any = ZeroStateTrainer, **other: Any
 ) -> list[list[int]]:
     """The rows of each batch that is trained on, by their first id."""
     settings = {"per_device_train_batch_size": 4, "max_steps": STEPS, "save_steps": 1, "seed": 3}
@@ -71,50 +66,50 @@ def rows_of(
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("name", list(STREAMS))
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_finite_stream_goes_on_in_every_pass(toys: ModuleType, tmp_path: Path, name: str, accumulation: int) -> None:
+def test_a_finite_stream_goes_on_in_every_pass(tmp_path: Path, name: str, accumulation: int) -> None:
     settings = {"gradient_accumulation_steps": accumulation, "max_steps": STEPS // accumulation}
-    whole = rows_of(toys, STREAMS[name](), tmp_path / "whole", **settings)
+    whole = rows_of(STREAMS[name](), tmp_path / "whole", **settings)
     per_pass = 5 // accumulation * accumulation
     if name == "in order":
         assert whole[0] == whole[per_pass] == [1, 2, 3, 4]
     for step in (3, 5, 6, 8, 11) if accumulation == 1 else (1, 2, 3):
         checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
-        rest = rows_of(toys, STREAMS[name](), tmp_path / str(step), checkpoint, **settings)
+        rest = rows_of(STREAMS[name](), tmp_path / str(step), checkpoint, **settings)
         assert rest == whole[step * accumulation :]
 
 
-def test_each_pass_over_a_shuffled_stream_has_the_order_of_its_epoch(toys: ModuleType, tmp_path: Path) -> None:
+def test_each_pass_over_a_shuffled_stream_has_the_order_of_its_epoch(tmp_path: Path) -> None:
     expected = []
     for epoch in range(3):
         data = hub({"seed": 3})
         data.set_epoch(epoch)
         rows = [row["input_ids"][0] for row in data]
         expected += [rows[first : first + 4] for first in range(0, 24, 4)]
-    assert rows_of(toys, hub({"seed": 3}), tmp_path) == expected[:STEPS]
-    assert rows_of(toys, hub({"seed": 3}), tmp_path / "on", tmp_path / "checkpoint-7") == expected[7:STEPS]
+    assert rows_of(hub({"seed": 3}), tmp_path) == expected[:STEPS]
+    assert rows_of(hub({"seed": 3}), tmp_path / "on", tmp_path / "checkpoint-7") == expected[7:STEPS]
 
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("step", [2, 6, 7])  # 6: a pass is over
 @pytest.mark.parametrize("changed", ["no seed", "other data"])
-def test_a_stream_that_gives_other_rows_is_refused(toys: ModuleType, tmp_path: Path, step: int, changed: str) -> None:
+def test_a_stream_that_gives_other_rows_is_refused(tmp_path: Path, step: int, changed: str) -> None:
     def data(begin: int) -> Any:
         return hub({}) if changed == "no seed" else hub({"seed": 3}, (begin, 7, 13, 19))
 
-    rows_of(toys, data(1), tmp_path, max_steps=step)
+    rows_of(data(1), tmp_path, max_steps=step)
     with pytest.raises(ValueError, match=r"Cannot resume exactly: the first \d batches .* Shuffle it with a seed"):
-        rows_of(toys, data(30), tmp_path / "on", tmp_path / f"checkpoint-{step}")
+        rows_of(data(30), tmp_path / "on", tmp_path / f"checkpoint-{step}")
 
 
 @pytest.mark.slow
-def test_data_workers_read_on_and_are_checked(toys: ModuleType, tmp_path: Path) -> None:
+def test_data_workers_read_on_and_are_checked(tmp_path: Path) -> None:
     settings = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
-    whole = rows_of(toys, hub({"seed": 3}), tmp_path / "whole", **settings)
+    whole = rows_of(hub({"seed": 3}), tmp_path / "whole", **settings)
     for step in (2, 7):
         checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
-        assert rows_of(toys, hub({"seed": 3}), tmp_path / str(step), checkpoint, **settings) == whole[step:]
+        assert rows_of(hub({"seed": 3}), tmp_path / str(step), checkpoint, **settings) == whole[step:]
         with pytest.raises(ValueError, match="Shuffle it with a seed, leave its data and dataloader_num_workers"):
-            rows_of(toys, hub({"seed": 3}), tmp_path / "other", checkpoint)
+            rows_of(hub({"seed": 3}), tmp_path / "other", checkpoint)
 
 
 def padded(rows: list[Any]) -> dict[str, Any]:
@@ -125,16 +120,16 @@ def padded(rows: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
-def test_rows_come_in_the_order_of_trainer(toys: ModuleType, tmp_path: Path, strategy: str) -> None:
+def test_rows_come_in_the_order_of_trainer(tmp_path: Path, strategy: str) -> None:
     lengths = [1 + row % 4 for row in range(24)]
     data = [{"input_ids": [row] * length, "labels": [row] * length} for row, length in enumerate(lengths, 1)]
     settings = {"train_sampling_strategy": strategy, "data_collator": padded}
-    stock = rows_of(toys, data, tmp_path / "stock", trainer=Trainer, **settings)
-    assert rows_of(toys, data, tmp_path / "ours", **settings) == stock
-    assert rows_of(toys, data, tmp_path / "on", tmp_path / "ours" / "checkpoint-8", **settings) == stock[8:]
+    stock = rows_of(data, tmp_path / "stock", trainer=Trainer, **settings)
+    assert rows_of(data, tmp_path / "ours", **settings) == stock
+    assert rows_of(data, tmp_path / "on", tmp_path / "ours" / "checkpoint-8", **settings) == stock[8:]
 
 
-def test_a_generator_of_ones_own_goes_on_in_the_second_epoch(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_generator_of_ones_own_goes_on_in_the_second_epoch(tmp_path: Path) -> None:
     class Ordered(Trainer):
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
             return RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(5))  # type: ignore[arg-type]
@@ -142,7 +137,7 @@ def test_a_generator_of_ones_own_goes_on_in_the_second_epoch(toys: ModuleType, t
     trainer, _ = combine(Ordered, ZeroStateTrainer)
     data = [item(row) for row in range(1, 21)]
     settings = {"trainer": trainer, "accelerator_config": {"use_seedable_sampler": False}}
-    whole = rows_of(toys, data, tmp_path / "whole", **settings)
+    whole = rows_of(data, tmp_path / "whole", **settings)
     assert sorted(chain(*whole[:5])) == sorted(chain(*whole[5:10])) != chain(*whole[:5])
     checkpoint = tmp_path / "whole" / "checkpoint-8"
-    assert rows_of(toys, data, tmp_path / "on", checkpoint, **settings) == whole[8:]
+    assert rows_of(data, tmp_path / "on", checkpoint, **settings) == whole[8:]

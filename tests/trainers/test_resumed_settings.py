@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,28 +18,27 @@ from hf_recurrent_lengthgen.checkpoints.records import Settings, read_lineage
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
+from tests.trainers import toys
 
 FIRST: dict[str, Any] = {"learning_rate": 0.01, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 3}
 
 
 @pytest.fixture(scope="module")
-def base(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base") / "base"
     toys.tiny_model().save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def checkpoint(toys: ModuleType, base: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+def checkpoint(base: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """After two steps of three."""
     folder = tmp_path_factory.mktemp("first")
-    make(toys, base, folder, save_steps=2).train()
+    make(base, folder, save_steps=2).train()
     return str(folder / "checkpoint-2")
 
 
-def make(
-    toys: ModuleType, base: Path, folder: Path, own: Callable[[Any], Any] | None = None, **changes: Any
-) -> StatePassingTrainer:
+def make(base: Path, folder: Path, own: Callable[[Any], Any] | None = None, **changes: Any) -> StatePassingTrainer:
     """With an optimizer and schedule that `own` makes of the parameters."""
     settings = toys.QUIET | FIRST | {"save_strategy": "steps", "save_steps": 100, "logging_steps": 1} | changes
     arguments = StatePassingConfig(str(folder), per_device_train_batch_size=2, **settings)
@@ -79,9 +77,9 @@ def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixtur
 
 @pytest.mark.slow
 def test_an_unchanged_resume_says_nothing(
-    toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path, warned: pytest.LogCaptureFixture
+    base: Path, checkpoint: str, tmp_path: Path, warned: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make(toys, base, tmp_path)
+    trainer = make(base, tmp_path)
     trainer.train(checkpoint)
     assert "these settings differ" not in said(warned)
     settings = recorded(trainer)
@@ -90,11 +88,11 @@ def test_an_unchanged_resume_says_nothing(
     assert (only.optim, only.betas, only.weight_decay) == ("adamw_torch_fused", (0.9, 0.999), 0)
 
 
-def test_a_new_learning_rate_applies(toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path) -> None:
+def test_a_new_learning_rate_applies(base: Path, checkpoint: str, tmp_path: Path) -> None:
     before = load_file(Path(checkpoint) / "model.safetensors")
     moved: list[dict[str, Tensor]] = []
     for rate in (0.01, 0.0025):
-        trainer = make(toys, base, tmp_path / str(rate), learning_rate=rate)
+        trainer = make(base, tmp_path / str(rate), learning_rate=rate)
         trainer.train(checkpoint)
         assert trainer.state.log_history[-2]["learning_rate"] == rate
         after = trainer.model.state_dict()
@@ -104,9 +102,9 @@ def test_a_new_learning_rate_applies(toys: ModuleType, base: Path, checkpoint: s
 
 
 def test_clipping_changes_and_is_said(
-    toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path, warned: pytest.LogCaptureFixture
+    base: Path, checkpoint: str, tmp_path: Path, warned: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make(toys, base, tmp_path, max_grad_norm=0.5)
+    trainer = make(base, tmp_path, max_grad_norm=0.5)
     trainer.train(checkpoint)
     assert over(recorded(trainer), "max_grad_norm") == [(0, None), (2, 0.5)]
     assert "From step 2 on" in said(warned)
@@ -124,15 +122,10 @@ def test_clipping_changes_and_is_said(
     ids=["steps", "warm-up", "precision"],
 )
 def test_the_schedule_is_that_of_the_arguments_from_the_first_step_on(
-    toys: ModuleType,
-    base: Path,
-    tmp_path: Path,
-    changes: dict[str, Any],
-    rates: list[float],
-    names: dict[str, list[Any]],
+    base: Path, tmp_path: Path, changes: dict[str, Any], rates: list[float], names: dict[str, list[Any]]
 ) -> None:
-    make(toys, base, tmp_path / "first", save_steps=2, lr_scheduler_type="linear").train()
-    trainer = make(toys, base, tmp_path, **{"lr_scheduler_type": "linear"} | changes)
+    make(base, tmp_path / "first", save_steps=2, lr_scheduler_type="linear").train()
+    trainer = make(base, tmp_path, **{"lr_scheduler_type": "linear"} | changes)
     trainer.train(str(tmp_path / "first" / "checkpoint-2"))
     log = [entry["learning_rate"] for entry in trainer.state.log_history if entry["step"] > 2 and "loss" in entry]
     assert log == pytest.approx(rates)
@@ -150,27 +143,27 @@ def test_the_schedule_is_that_of_the_arguments_from_the_first_step_on(
     ],
 )
 def test_another_optimizer_or_schedule_is_refused_by_name(
-    toys: ModuleType, base: Path, checkpoint: str, tmp_path: Path, changes: dict[str, Any], difference: str
+    base: Path, checkpoint: str, tmp_path: Path, changes: dict[str, Any], difference: str
 ) -> None:
     with pytest.raises(ValueError, match=difference):
-        make(toys, base, tmp_path, **changes).train(checkpoint)
+        make(base, tmp_path, **changes).train(checkpoint)
 
 
 @pytest.mark.slow
-def test_a_schedule_that_keeps_its_rate_takes_no_other(toys: ModuleType, base: Path, tmp_path: Path) -> None:
+def test_a_schedule_that_keeps_its_rate_takes_no_other(base: Path, tmp_path: Path) -> None:
     plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 100}
-    first = make(toys, base, tmp_path / "first", save_steps=2, **plateau)
+    first = make(base, tmp_path / "first", save_steps=2, **plateau)
     first.train()
-    again = make(toys, base, tmp_path / "again", learning_rate=0.5, **plateau)
+    again = make(base, tmp_path / "again", learning_rate=0.5, **plateau)
     with pytest.raises(ValueError, match="ReduceLROnPlateau keeps its own learning rate"):
         again.train(str(tmp_path / "first" / "checkpoint-2"))
-    same = make(toys, base, tmp_path / "same", **plateau)
+    same = make(base, tmp_path / "same", **plateau)
     same.train(str(tmp_path / "first" / "checkpoint-2"))
     assert same.state.global_step == 3
 
 
-def test_an_optimizer_of_ones_own_is_recorded_as_it_is(toys: ModuleType, base: Path, tmp_path: Path) -> None:
-    trainer = make(toys, base, tmp_path)
+def test_an_optimizer_of_ones_own_is_recorded_as_it_is(base: Path, tmp_path: Path) -> None:
+    trainer = make(base, tmp_path)
     optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.3, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     trainer = StatePassingTrainer(
@@ -182,17 +175,17 @@ def test_an_optimizer_of_ones_own_is_recorded_as_it_is(toys: ModuleType, base: P
     assert (settings.learning_rate, settings.lr_scheduler_type) == (0.3, "StepLR")
 
 
-def test_another_optimizer_of_ones_own_is_refused(toys: ModuleType, base: Path, tmp_path: Path) -> None:
+def test_another_optimizer_of_ones_own_is_refused(base: Path, tmp_path: Path) -> None:
     def own(kind: Any, **settings: Any) -> Callable[[Any], Any]:
         return lambda parameters: (kind(parameters, lr=0.1, **settings), None)
 
-    make(toys, base, tmp_path, own(torch.optim.AdamW), save_steps=2).train()
+    make(base, tmp_path, own(torch.optim.AdamW), save_steps=2).train()
     checkpoint = str(tmp_path / "checkpoint-2")
-    make(toys, base, tmp_path, own(torch.optim.AdamW)).train(checkpoint)
+    make(base, tmp_path, own(torch.optim.AdamW)).train(checkpoint)
     with pytest.raises(ValueError, match=r"another optimizer: weight_decay was 0.01 and is 0.5"):
-        make(toys, base, tmp_path, own(torch.optim.AdamW, weight_decay=0.5)).train(checkpoint)
+        make(base, tmp_path, own(torch.optim.AdamW, weight_decay=0.5)).train(checkpoint)
     with pytest.raises(ValueError, match=r"another optimizer: optim was adamw_torch_fused and is SGD"):
-        make(toys, base, tmp_path, own(torch.optim.SGD)).train(checkpoint)
+        make(base, tmp_path, own(torch.optim.SGD)).train(checkpoint)
 
 
 def one_cycle(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[Any], Any]:
@@ -227,7 +220,6 @@ class _Annealing(TrainerCallback):
     ids=["betas", "momentum", "callback"],
 )
 def test_what_moves_during_a_run_goes_on_at_a_resume(
-    toys: ModuleType,
     base: Path,
     tmp_path: Path,
     warned: pytest.LogCaptureFixture,
@@ -235,8 +227,8 @@ def test_what_moves_during_a_run_goes_on_at_a_resume(
     callbacks: list[Any],
     told: tuple[Any, ...],
 ) -> None:
-    whole = make(toys, base, tmp_path / "whole", own, max_steps=6, save_steps=3)
-    trainer = make(toys, base, tmp_path / "resumed", own, max_steps=6)
+    whole = make(base, tmp_path / "whole", own, max_steps=6, save_steps=3)
+    trainer = make(base, tmp_path / "resumed", own, max_steps=6)
     for callback in callbacks:
         whole.add_callback(callback)
         trainer.add_callback(callback)
@@ -249,10 +241,8 @@ def test_what_moves_during_a_run_goes_on_at_a_resume(
 
 
 @pytest.mark.parametrize("probability", [0.1, 1.0])
-def test_a_method_that_gave_no_state_is_not_recorded(
-    toys: ModuleType, base: Path, tmp_path: Path, probability: float
-) -> None:
-    trainer = make(toys, base, tmp_path, state_drop_probability=probability)
+def test_a_method_that_gave_no_state_is_not_recorded(base: Path, tmp_path: Path, probability: float) -> None:
+    trainer = make(base, tmp_path, state_drop_probability=probability)
     trainer.train()
     trainer.save_model()
     lineage = read_lineage(tmp_path)
@@ -262,10 +252,10 @@ def test_a_method_that_gave_no_state_is_not_recorded(
     assert step.training.methods == (StatePassingTrainer.about if probability < 1 else PLAIN,)
 
 
-def test_the_best_weights_are_recorded_as_such(toys: ModuleType, base: Path, tmp_path: Path) -> None:
+def test_the_best_weights_are_recorded_as_such(base: Path, tmp_path: Path) -> None:
     changes = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     # the wrong way round, so that the first is the best
-    trainer = make(toys, base, tmp_path, **changes, metric_for_best_model="loss", greater_is_better=True)
+    trainer = make(base, tmp_path, **changes, metric_for_best_model="loss", greater_is_better=True)
     trainer.train()
     assert trainer.state.best_global_step == 1
     recorded(trainer)

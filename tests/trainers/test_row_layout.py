@@ -1,13 +1,13 @@
 """Rows of one length and a tokenizer without a pad token."""
 
 from pathlib import Path
-from types import ModuleType
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer
+from tests.trainers import toys
 
 
-def test_rows_of_one_length_need_no_pad_token(toys: ModuleType, tmp_path: Path) -> None:
+def test_rows_of_one_length_need_no_pad_token(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = None
     arguments = InitialStateConfig(str(tmp_path / "run"), max_steps=2, save_strategy="no", **toys.QUIET)

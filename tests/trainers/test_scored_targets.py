@@ -1,7 +1,7 @@
 """Loss and gradients are means over the targets that are scored, however texts stand in rows."""
 
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from transformers import ByT5Tokenizer, DataCollatorForLanguageModeling
 
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.run.scored_targets import with_scored_labels
+from tests.trainers import toys
 
 MakeConfig = Callable[..., StatePassingConfig]
 TEXTS = [[1, 3, 3, 7, 4, 2, 9, 9, 12, 5, 6, 8], [4, 4, 10], [5, 1, 16, 2], [11, 6, 14, 3, 13]]
@@ -63,9 +64,7 @@ def by_hand(model: Any) -> Tensor:
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [4, 2, 1])
-def test_loss_and_gradients_are_means_over_what_is_scored(
-    toys: ModuleType, make_config: MakeConfig, layout: str, rows: int
-) -> None:
+def test_loss_and_gradients_are_means_over_what_is_scored(make_config: MakeConfig, layout: str, rows: int) -> None:
     model, data = toys.tiny_model(), LAYOUTS[layout]()
     expected = by_hand(model)
     gradients = torch.autograd.grad(expected, list(model.parameters()))
@@ -89,7 +88,7 @@ def test_loss_and_gradients_are_means_over_what_is_scored(
         torch.testing.assert_close(old - dict(model.named_parameters())[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_a_loss_of_ones_own_gets_the_labels_that_are_counted(toys: ModuleType, make_config: MakeConfig) -> None:
+def test_a_loss_of_ones_own_gets_the_labels_that_are_counted(make_config: MakeConfig) -> None:
     seen = []
 
     def own(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

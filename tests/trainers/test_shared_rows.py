@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from hf_recurrent_lengthgen.trainers.checks import check_trainer
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
+from tests.trainers import toys
 
 # what one process trains with 4 rows of 9 tokens in a micro-batch, by processes and context_parallel_size; no 3, since
 # Transformers computes losses in float32, where a third is rounded, and Adam divides by small gradients
@@ -41,7 +42,7 @@ def jobs_of(root: Path, method: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def shared(toys: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("shared")
     codes = toys.run_jobs([job for method in METHODS for job in jobs_of(root, method)], timeout=1200)
     assert not any(code for each in codes for code in each)
@@ -68,9 +69,7 @@ def resumed_jobs(root: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_processes_that_share_rows_train_what_one_trains(
-    toys: ModuleType, shared: Path, tmp_path: Path, method: str
-) -> None:
+def test_processes_that_share_rows_train_what_one_trains(shared: Path, tmp_path: Path, method: str) -> None:
     trainer = toys.resumable_trainer(tmp_path, batch_size=4, method=method, double=True, rows=24, save_steps=STEPS)
     trainer.train()
     expected = weights_of(last_checkpoint(tmp_path))
@@ -90,7 +89,7 @@ def test_processes_that_share_rows_train_what_one_trains(
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_in_a_save_resumes_bit_for_bit(toys: ModuleType, shared: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_in_a_save_resumes_bit_for_bit(shared: Path, tmp_path: Path) -> None:
     (_, again) = toys.run_jobs(resumed_jobs(tmp_path))
     assert again == [0, 0, 0, 0]
     (whole,) = [job for job in jobs_of(shared, "state passing") if job["output_dir"].endswith("4_2")]
@@ -107,7 +106,7 @@ def test_a_run_that_was_killed_in_a_save_resumes_bit_for_bit(toys: ModuleType, s
     [{"alignment_alpha": 0.1}, {"bptt_chunk_length": 4}, {"torch_compile": True}, {"eval_use_gather_object": True}],
     ids=str,
 )
-def test_what_needs_whole_rows_is_refused(toys: ModuleType, tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_what_needs_whole_rows_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="context_parallel_size does not work with"):
         toys.StatePassingConfig(str(tmp_path), **toys.QUIET, context_parallel_size=2, **settings)
 
@@ -122,12 +121,12 @@ def test_the_rows_of_each_group_are_gathered_once_and_repeated_ones_left_out() -
     assert SharedRows(2, mesh=mesh).gather_once(accelerator, None).tolist() == [1, 2, 3, 1]
 
 
-def test_groups_must_fill_the_processes(toys: ModuleType, tmp_path: Path) -> None:
+def test_groups_must_fill_the_processes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="context_parallel_size=2 must divide the number of processes, 1"):
         toys.resumable_trainer(tmp_path, context_parallel_size=2)
 
 
-def test_a_loss_function_of_whole_rows_is_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_loss_function_of_whole_rows_is_refused(tmp_path: Path) -> None:
     trainer = toys.resumable_trainer(tmp_path)
     trainer.args.context_parallel_size, trainer.compute_loss_func = 2, lambda *_, **__: None
     with pytest.raises(ValueError, match="compute_loss_func gets labels of whole rows"):

@@ -4,7 +4,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace
 from hf_recurrent_lengthgen.trainers.state_passing import PassedStates
+from tests.trainers import toys
 
 MakeConfig = Callable[..., StatePassingConfig]
 
@@ -27,7 +27,7 @@ def numbers(count: int) -> list[dict[str, Tensor]]:
 
 
 def trace(
-    toys: ModuleType, model: Any, groups: list[int], seed: int, probability: float, conv: bool = True
+    model: Any, groups: list[int], seed: int, probability: float, conv: bool = True
 ) -> list[tuple[list[float], list[float]]]:
     """What a model must have seen if micro-batches come in `groups` per step: rows of (recurrent, conv) starts."""
     carried: dict[int, list[list[float]]] = {}
@@ -63,13 +63,7 @@ def trace(
 )
 @pytest.mark.parametrize("probability", [0.0, 0.3])
 def test_every_row_starts_where_the_same_row_and_slot_ended(
-    toys: ModuleType,
-    make_config: MakeConfig,
-    items: int,
-    batch: int,
-    accumulation: int,
-    groups: list[int],
-    probability: float,
+    make_config: MakeConfig, items: int, batch: int, accumulation: int, groups: list[int], probability: float
 ) -> None:
     model = toys.SumModel()
     config = make_config(
@@ -83,7 +77,7 @@ def test_every_row_starts_where_the_same_row_and_slot_ended(
     trainer = StatePassingTrainer(model, config, train_dataset=numbers(items))
     trainer.train()
     seen = [(recurrent, conv) for _, _, recurrent, conv in model.seen]
-    assert seen == trace(toys, model, groups, 11, probability)
+    assert seen == trace(model, groups, 11, probability)
     assert trainer.state.global_step == len(groups)
     last_rows = [rows for _, rows, _, _ in model.seen][-1]
     final = trainer.initial_states.state_dict()[f"micro_batches.{groups[-1] - 1}.layers.0.recurrent"]
@@ -91,12 +85,12 @@ def test_every_row_starts_where_the_same_row_and_slot_ended(
     assert final[: len(last_rows), 0].tolist() == last_final
 
 
-def test_the_convolution_part_starts_from_zero_if_not_carried(toys: ModuleType, make_config: MakeConfig) -> None:
+def test_the_convolution_part_starts_from_zero_if_not_carried(make_config: MakeConfig) -> None:
     model = toys.SumModel()
     config = make_config(carry_conv_state=False, state_drop_probability=0.0, learning_rate=0.0, num_train_epochs=2)
     StatePassingTrainer(model, config, train_dataset=numbers(8)).train()
     seen = [(recurrent, conv) for _, _, recurrent, conv in model.seen]
-    assert seen == trace(toys, model, [1] * 8, 42, 0.0, conv=False)
+    assert seen == trace(model, [1] * 8, 42, 0.0, conv=False)
     assert all(conv == [0.0, 0.0] for _, conv in seen)
     assert any(sum(recurrent) > 0 for recurrent, _ in seen)
 
@@ -136,7 +130,7 @@ def test_carried_states_lie_in_memory_as_a_checkpoint_gives_them_back() -> None:
     torch.testing.assert_close(source.initial_state(place)[0].recurrent, state[0].recurrent)  # type: ignore[index]
 
 
-def test_no_graph_of_an_earlier_step_is_kept(toys: ModuleType, make_config: MakeConfig) -> None:
+def test_no_graph_of_an_earlier_step_is_kept(make_config: MakeConfig) -> None:
     class Graph(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -177,7 +171,7 @@ def recording(batches: list[dict[str, Tensor]]) -> Callable[[list[Any]], dict[st
 )
 @pytest.mark.parametrize("probability", [0.0, 0.4])
 def test_weights_are_those_of_a_hand_written_loop(
-    toys: ModuleType, make_config: MakeConfig, accumulation: int, groups: list[int], probability: float
+    make_config: MakeConfig, accumulation: int, groups: list[int], probability: float
 ) -> None:
     model = toys.tiny_model().double()  # rounding errors grow a thousandfold in ten such steps
     by_hand = copy.deepcopy(model)
@@ -232,9 +226,7 @@ def test_weights_are_those_of_a_hand_written_loop(
     assert logged == pytest.approx(losses, abs=2e-4)  # Trainer rounds the losses it logs
 
 
-def test_a_model_that_returns_a_mean_loss_gets_the_mean_over_micro_batches(
-    toys: ModuleType, make_config: MakeConfig
-) -> None:
+def test_a_model_that_returns_a_mean_loss_gets_the_mean_over_micro_batches(make_config: MakeConfig) -> None:
     model = toys.SumModel()
     config = make_config(
         max_steps=1, gradient_accumulation_steps=4, optim="sgd", learning_rate=0.001, max_grad_norm=0.0

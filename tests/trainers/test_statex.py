@@ -1,7 +1,6 @@
 """StateX as a trainer: expansion once, learning rates of new weights, every source of initial states."""
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.surgery import expand_state
 from hf_recurrent_lengthgen.trainers import StateXConfig, StateXTrainer
 from tests.models.families import GLA, MAMBA, build
+from tests.trainers import toys
 
 
-def make(toys: ModuleType, folder: Path, model: Any = None, **fields: Any) -> StateXTrainer:
+def make(folder: Path, model: Any = None, **fields: Any) -> StateXTrainer:
     rows = fields.pop("rows", toys.sequences(16))
     settings = toys.QUIET | {"per_device_train_batch_size": 2, "max_steps": 4, "save_strategy": "no"} | fields
     return StateXTrainer(
@@ -21,10 +21,10 @@ def make(toys: ModuleType, folder: Path, model: Any = None, **fields: Any) -> St
     )
 
 
-def test_the_model_given_stays_and_the_expanded_one_is_trained(toys: ModuleType, tmp_path: Path) -> None:
+def test_the_model_given_stays_and_the_expanded_one_is_trained(tmp_path: Path) -> None:
     model = toys.tiny_model()
     before = toys.weights(model)
-    trainer = make(toys, tmp_path, model, expand_layers=[1], expand_factor=3.0, seed=5)
+    trainer = make(tmp_path, model, expand_layers=[1], expand_factor=3.0, seed=5)
     expected = expand_state(model, [1], factor=3, seed=5)
     toys.assert_same_weights(toys.weights(trainer.model), toys.weights(expected))
     trainer.train()
@@ -39,8 +39,8 @@ def test_the_model_given_stays_and_the_expanded_one_is_trained(toys: ModuleType,
     toys.assert_same_weights(toys.weights(loaded), after)
 
 
-def test_it_trains_on_rows_that_continue(toys: ModuleType, tmp_path: Path) -> None:
-    trainer = make(toys, tmp_path, mixture={"tbtt": 1.0}, logging_steps=1, rows=toys.chunks(16))
+def test_it_trains_on_rows_that_continue(tmp_path: Path) -> None:
+    trainer = make(tmp_path, mixture={"tbtt": 1.0}, logging_steps=1, rows=toys.chunks(16))
     trainer.train()
     zeros = [entry["zero_states"] for entry in trainer.state.log_history if "zero_states" in entry]
     assert zeros[1:] == [0.0] * 3
@@ -49,7 +49,7 @@ def test_it_trains_on_rows_that_continue(toys: ModuleType, tmp_path: Path) -> No
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("family", ["mamba2", "mamba", "gla"])
-def test_new_weights_have_a_learning_rate_of_their_own(toys: ModuleType, tmp_path: Path, family: str) -> None:
+def test_new_weights_have_a_learning_rate_of_their_own(tmp_path: Path, family: str) -> None:
     model = {"mamba2": toys.tiny_model(), "mamba": build(MAMBA), "gla": build(GLA)}[family]
     new = {
         "mamba2": ("in_proj.weight", "conv1d.weight", "conv1d.bias", "A_log", "dt_bias"),
@@ -60,7 +60,6 @@ def test_new_weights_have_a_learning_rate_of_their_own(toys: ModuleType, tmp_pat
         ),
     }[family]
     trainer = make(
-        toys,
         tmp_path,
         model,
         expand_layers=["1"],
@@ -84,22 +83,22 @@ def test_new_weights_have_a_learning_rate_of_their_own(toys: ModuleType, tmp_pat
     assert any(name.endswith(f"1.{'attn.q_proj' if family == 'gla' else 'mixer.in_proj'}.weight") for name in decayed)
 
 
-def test_a_model_that_was_expanded_is_not_expanded_again(toys: ModuleType, tmp_path: Path) -> None:
+def test_a_model_that_was_expanded_is_not_expanded_again(tmp_path: Path) -> None:
     expanded = expand_state(toys.tiny_model(), [0])
-    trainer = make(toys, tmp_path, expanded, new_weights_lr_multiplier=2.0)
+    trainer = make(tmp_path, expanded, new_weights_lr_multiplier=2.0)
     assert trainer.model is expanded
     assert expanded.config.layer_state_sizes == [16, 4]
     assert len(trainer.create_optimizer().param_groups) == 4
     with pytest.raises(ValueError, match=r"expanded already \(state expansion, .*\['factor'\] would have no effect"):
-        make(toys, tmp_path, expanded, expand_factor=2.0)
+        make(tmp_path, expanded, expand_factor=2.0)
     with pytest.raises(ValueError, match=r"\['initialization'\] would have no effect"):
-        make(toys, tmp_path, expanded, expand_initialization="inherit")
-    assert make(toys, tmp_path, expanded, expand_initialization="reinit").model is expanded
+        make(tmp_path, expanded, expand_initialization="inherit")
+    assert make(tmp_path, expanded, expand_initialization="reinit").model is expanded
     inherits = expand_state(toys.tiny_model(), [0], initialization="inherit")
     with pytest.raises(ValueError, match=r"\['initialization'\] would have no effect"):
-        make(toys, tmp_path, inherits, expand_initialization="reinit")
+        make(tmp_path, inherits, expand_initialization="reinit")
     for same in (None, "inherit"):
-        assert make(toys, tmp_path, inherits, expand_initialization=same).model is inherits
+        assert make(tmp_path, inherits, expand_initialization=same).model is inherits
 
 
 @pytest.mark.parametrize(
@@ -116,12 +115,12 @@ def test_a_model_that_was_expanded_is_not_expanded_again(toys: ModuleType, tmp_p
         ({"mixture": {"learned": 1.0}}, r", got \['learned'\]"),
     ],
 )
-def test_what_cannot_be_is_refused(toys: ModuleType, tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make(toys, tmp_path, **fields)
+        make(tmp_path, **fields)
 
 
-def test_model_init_and_optimizers_are_refused(toys: ModuleType, tmp_path: Path) -> None:
+def test_model_init_and_optimizers_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give model, not model_init"):
         StateXTrainer(args=StateXConfig(str(tmp_path), **toys.QUIET), model_init=toys.tiny_model)
     model = toys.tiny_model()

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,13 +17,14 @@ from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import clone_state, detach_state
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, TbttConfig, TbttTrainer, ZeroStateTrainer
 from tests.hybrids.tiny_models import tiny_model
+from tests.trainers import toys
 from tests.versions import needs_hybrids
 
 SEPARATOR = 2
 
 
 @pytest.fixture
-def tbtt(tmp_path: Path, toys: ModuleType) -> Callable[..., TbttTrainer]:
+def tbtt(tmp_path: Path) -> Callable[..., TbttTrainer]:
     """A trainer with plain SGD and batches of two rows."""
 
     def make(model: Any, data: Any, **fields: Any) -> TbttTrainer:
@@ -46,7 +46,7 @@ def tbtt(tmp_path: Path, toys: ModuleType) -> Callable[..., TbttTrainer]:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_every_token_of_a_lane_is_read_once_and_added_to_its_state(
-    toys: ModuleType, tbtt: Callable[..., TbttTrainer], accumulation: int
+    tbtt: Callable[..., TbttTrainer], accumulation: int
 ) -> None:
     length, size, chunks = 5, 3, 24
     ids = torch.arange(1, chunks * length + 2)  # every token is unique
@@ -94,7 +94,7 @@ def tokens_of(count: int, documents: bool = False) -> Tensor:
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("size", [None, 3, 1])
 def test_chunks_train_as_one_long_pass_with_the_gradient_stopped_at_the_borders(
-    toys: ModuleType, tbtt: Callable[..., TbttTrainer], size: int | None
+    tbtt: Callable[..., TbttTrainer], size: int | None
 ) -> None:
     length, steps = 7, 6
     ids = tokens_of(2 * steps * length + 1)
@@ -131,7 +131,7 @@ def test_chunks_train_as_one_long_pass_with_the_gradient_stopped_at_the_borders(
     "hybrid", [None, *(pytest.param(name, marks=needs_hybrids) for name in ("falcon_h1", "kimi_linear"))]
 )
 def test_reset_at_document_trains_on_every_document_alone(
-    toys: ModuleType, tbtt: Callable[..., TbttTrainer], hybrid: str | None
+    tbtt: Callable[..., TbttTrainer], hybrid: str | None
 ) -> None:
     length, steps = 8, 3
     ids = tokens_of(2 * steps * length + 1, documents=True)
@@ -173,7 +173,7 @@ def test_reset_at_document_trains_on_every_document_alone(
 
 
 @pytest.mark.slow
-def test_rows_may_be_columns_of_a_dataset(toys: ModuleType, tmp_path: Path) -> None:
+def test_rows_may_be_columns_of_a_dataset(tmp_path: Path) -> None:
     # Targets that are shifted already are kept although no model names them, other columns are not.
     chunks = toys.chunks(8)
     rows = [{name: chunks[i][name].tolist() for name in ("input_ids", "shift_labels")} for i in range(8)]
@@ -190,9 +190,7 @@ def test_rows_may_be_columns_of_a_dataset(toys: ModuleType, tmp_path: Path) -> N
     assert logs == pytest.approx([expected] * 2, rel=1e-3)
 
 
-def test_evaluation_reads_blocks_from_zero_or_refuses_resets(
-    toys: ModuleType, tbtt: Callable[..., TbttTrainer]
-) -> None:
+def test_evaluation_reads_blocks_from_zero_or_refuses_resets(tbtt: Callable[..., TbttTrainer]) -> None:
     model = toys.SumModel()
     blocks = PackedBlocks(torch.arange(3, 33) % 17, 5)
     trainer = tbtt(model, toys.chunks(8), max_steps=2, eval_dataset=blocks)
@@ -208,7 +206,7 @@ def test_evaluation_reads_blocks_from_zero_or_refuses_resets(
 # --- refusals ---
 
 
-def test_data_whose_rows_do_not_continue_are_refused(toys: ModuleType, tbtt: Callable[..., TbttTrainer]) -> None:
+def test_data_whose_rows_do_not_continue_are_refused(tbtt: Callable[..., TbttTrainer]) -> None:
     with pytest.raises(ValueError, match=r"TbttTrainer needs rows that continue .*ContinuedChunks.*got list"):
         tbtt(toys.tiny_model(), toys.sequences(4))
 
@@ -226,20 +224,18 @@ def test_data_whose_rows_do_not_continue_are_refused(toys: ModuleType, tbtt: Cal
     ],
 )
 def test_settings_that_part_rows_are_refused(
-    toys: ModuleType, tbtt: Callable[..., TbttTrainer], fields: dict[str, Any], told: str
+    tbtt: Callable[..., TbttTrainer], fields: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ValueError, match=told):
         tbtt(toys.tiny_model(), toys.chunks(8), **fields)
 
 
-def test_a_lookahead_that_nothing_reads_is_refused(toys: ModuleType, tbtt: Callable[..., TbttTrainer]) -> None:
+def test_a_lookahead_that_nothing_reads_is_refused(tbtt: Callable[..., TbttTrainer]) -> None:
     with pytest.raises(ValueError, match="lookahead=3, but this run needs 0: only the alignment loss reads ahead"):
         tbtt(toys.tiny_model(), toys.chunks(8, lookahead=3))
 
 
-def test_resets_inside_rows_are_refused_with_the_alignment_loss(
-    toys: ModuleType, tbtt: Callable[..., TbttTrainer]
-) -> None:
+def test_resets_inside_rows_are_refused_with_the_alignment_loss(tbtt: Callable[..., TbttTrainer]) -> None:
     data = toys.chunks(8, reset_at_document=True, separator_id=SEPARATOR, lookahead=4)
     with pytest.raises(ValueError, match="leave reset_at_document out"):
         tbtt(toys.tiny_model(), data, alignment_alpha=0.1, alignment_length=9, num_train_epochs=1)

@@ -3,10 +3,12 @@
 import re
 import sys
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any
 
 import pytest
+
+from tests.trainers import toys
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "how_it_works.md").read_text()
@@ -32,9 +34,7 @@ def entered(step: Any) -> list[str]:
     return list(files)
 
 
-def test_a_step_takes_the_way_that_the_page_draws(
-    toys: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_takes_the_way_that_the_page_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = toys.resumable_trainer(tmp_path, max_steps=2, save_strategy="no", gradient_accumulation_steps=1)
     original, ways = trainer.training_step, []
 

@@ -1,7 +1,6 @@
 """Plain training, as a trainer of this package."""
 
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
@@ -29,8 +28,6 @@ def test_the_zero_state_trainer_trains_as_trainer_does(make_config: Callable[...
     assert not all(torch.equal(start[name], theirs[name]) for name in theirs)
 
 
-def test_a_batch_size_that_finds_itself_is_refused(
-    make_config: Callable[..., StatePassingConfig], toys: ModuleType
-) -> None:
+def test_a_batch_size_that_finds_itself_is_refused(make_config: Callable[..., StatePassingConfig]) -> None:
     with pytest.raises(ValueError, match="auto_find_batch_size is not supported"):
         trained(ZeroStateTrainer, make_config(max_steps=1, auto_find_batch_size=True))
