@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_recurrent_lengthgen.data.collating import FILL
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import cut_rows, shifted_targets
 from hf_recurrent_lengthgen.models.rows import read_rows
@@ -151,9 +152,8 @@ def _padded(batch: Inputs, extra: int) -> Inputs:
     shape = token_shape_of(batch)
     first = next(value for value in batch.values() if _has_tokens(value, shape))
     whole = {"attention_mask": torch.ones(shape, dtype=torch.long, device=first.device)} | batch
-    fills = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
     return {
-        name: pad(value, (*[0] * (2 * value.ndim - 4), extra, 0), value=fills.get(name, 0))
+        name: pad(value, (*[0] * (2 * value.ndim - 4), extra, 0), value=FILL.get(name, 0))
         for name, value in whole.items()
         if _has_tokens(value, shape)
     }

@@ -14,7 +14,6 @@ from hf_recurrent_lengthgen.data.tasks import (
     BabilongPrompts,
     KeyPrompts,
     PasskeyPrompts,
-    TaskStrings,
     babi_files,
     read_babi,
     string_task,
@@ -38,21 +37,13 @@ def training_rows(settings: RunArguments, training: InitialStateConfig, tokenize
     """The training data."""
     rows = training.per_device_train_batch_size * training.gradient_accumulation_steps * training.row_processes
     samples = rows * training.max_steps if training.max_steps > 0 else TASK_SAMPLES
-    if settings.of_symbols:
-        return _symbols(settings, samples, training.seed)
-    if settings.task == "passkey":
-        return _passkeys(settings, samples, training.seed, tokenizer)
-    if settings.task == "examples":
-        return LabelledExamples(load_rows(settings.data, settings.chosen_split), tokenizer)
-    if settings.task == "babilong":
-        return _questions(settings, "train", settings.data, settings.chosen_split, training.seed, tokenizer)
-    stream = stream_of(settings, settings.data, settings.chosen_split, tokenizer)
-    if settings.task == "keys":
-        return _keys(settings, stream, samples, training.seed, tokenizer)
+    found = _found(settings, training, tokenizer, samples, held_out=False)
+    if settings.task != "text":
+        return found
     lookahead = _lookahead(training)
     if continues(training):
         return ContinuedChunks(
-            stream,
+            found,
             settings.length,
             settings.chunks_before_reset or None,
             settings.reset_at_document,
@@ -60,7 +51,35 @@ def training_rows(settings: RunArguments, training: InitialStateConfig, tokenize
             lookahead,
         )
     # a block of n predictions has n + 1 tokens
-    return PackedBlocks(stream, settings.length + max(lookahead - 1, 0))
+    return PackedBlocks(found, settings.length + max(lookahead - 1, 0))
+
+
+def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
+    """The evaluation data: other text, keys or questions than the training data."""
+    found = _found(settings, training, tokenizer, TASK_EVALUATION_SAMPLES, held_out=True)
+    return PackedBlocks(found, settings.length) if settings.task == "text" else found
+
+
+def _found(
+    settings: RunArguments, training: InitialStateConfig, tokenizer: Any, samples: int, *, held_out: bool
+) -> Any:
+    """The rows of a task, or the stream of a text; those for evaluation are `held_out`."""
+    seed, lengths = training.seed + held_out, settings.row_lengths
+    if settings.of_symbols:
+        seed = training.seed + EVALUATION_SEED * held_out
+        return string_task(settings.task, lengths, settings.task_vocabulary, samples, seed, begin=True)
+    if settings.task == "passkey":
+        return PasskeyPrompts(tokenizer, lengths, samples, seed, style=settings.task_style)
+    data = settings.chosen_eval_data if held_out else settings.data
+    split = settings.chosen_eval_split if held_out else settings.chosen_split
+    if settings.task == "examples":
+        return LabelledExamples(load_rows(data, split), tokenizer)
+    if settings.task == "babilong":
+        return _questions(settings, "test" if held_out else "train", data, split, seed, tokenizer)
+    stream = stream_of(settings, data, split, tokenizer)
+    if settings.task == "keys":
+        return KeyPrompts(tokenizer, stream, lengths, samples, seed, settings.task_keys, settings.task_values)
+    return stream
 
 
 def with_pieces(settings: RunArguments, training: InitialStateConfig, longest: int, given: int | None) -> RunArguments:
@@ -94,24 +113,6 @@ def with_pieces(settings: RunArguments, training: InitialStateConfig, longest: i
     return replace(settings, training_length=given or (training.bptt_chunk_length if in_pieces else longest))
 
 
-def evaluation_rows(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> Any:
-    """The evaluation data: other text, keys or questions than the training data."""
-    seed = training.seed + 1
-    if settings.of_symbols:
-        return _symbols(settings, TASK_EVALUATION_SAMPLES, EVALUATION_SEED + training.seed)
-    if settings.task == "passkey":
-        return _passkeys(settings, TASK_EVALUATION_SAMPLES, seed, tokenizer)
-    data = settings.chosen_eval_data
-    if settings.task == "examples":
-        return LabelledExamples(load_rows(data, settings.chosen_eval_split), tokenizer)
-    if settings.task == "babilong":
-        return _questions(settings, "test", data, settings.chosen_eval_split, seed, tokenizer)
-    stream = stream_of(settings, data, settings.chosen_eval_split, tokenizer)
-    if settings.task == "keys":
-        return _keys(settings, stream, TASK_EVALUATION_SAMPLES, seed, tokenizer)
-    return PackedBlocks(stream, settings.length)
-
-
 def stream_of(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
     stream = load_stream(data, split, tokenizer, _text_column(settings, data)).tokens
     least = settings.minimum_document_tokens
@@ -121,19 +122,6 @@ def stream_of(settings: RunArguments, data: str, split: str, tokenizer: Any) -> 
 def _text_column(settings: RunArguments, data: str) -> str:
     """The text column of one of the two data sets; the standard library has no columns."""
     return "text" if data == STANDARD_LIBRARY else settings.text_column
-
-
-def _passkeys(settings: RunArguments, samples: int, seed: int, tokenizer: Any) -> PasskeyPrompts:
-    return PasskeyPrompts(tokenizer, settings.row_lengths, samples, seed, style=settings.task_style)
-
-
-def _keys(settings: RunArguments, stream: Tensor, samples: int, seed: int, tokenizer: Any) -> KeyPrompts:
-    numbers = settings.task_keys, settings.task_values
-    return KeyPrompts(tokenizer, stream, settings.row_lengths, samples, seed, *numbers)
-
-
-def _symbols(settings: RunArguments, samples: int, seed: int) -> TaskStrings:
-    return string_task(settings.task, settings.row_lengths, settings.task_vocabulary, samples, seed, begin=True)
 
 
 def _questions(

@@ -9,12 +9,8 @@ from torch import Tensor
 from .packing import IGNORED_LABEL
 
 PADDING_ID = 0
-_FILL = {
-    "input_ids": PADDING_ID,
-    "attention_mask": 0,
-    "labels": IGNORED_LABEL,
-    "shift_labels": IGNORED_LABEL,
-}
+FILL = {"input_ids": PADDING_ID, "attention_mask": 0, "labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
+"""What stands at padding."""
 
 
 class PaddingCollator:
@@ -39,9 +35,9 @@ class PaddingCollator:
 def _together(name: str, parts: list[Tensor]) -> Tensor:
     if len({part.shape for part in parts}) == 1:
         return torch.stack(parts)
-    if name not in _FILL:
+    if name not in FILL:
         raise ValueError(
             f"{name!r} of rows of several lengths cannot be padded: leave it out, or give an own data_collator. "
-            f"What is padded is {', '.join(_FILL)}."
+            f"What is padded is {', '.join(FILL)}."
         )
-    return torch.nn.utils.rnn.pad_sequence(parts, True, _FILL[name])
+    return torch.nn.utils.rnn.pad_sequence(parts, True, FILL[name])

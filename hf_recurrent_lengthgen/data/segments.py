@@ -7,9 +7,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.models.rows import LAYOUT, Rows
 
-from .packing import IGNORED_LABEL
-
-_FILL = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
+from .collating import FILL
 
 
 def unpacked(inputs: dict[str, Any], rows: Rows) -> dict[str, Any]:
@@ -36,10 +34,10 @@ def unpacked(inputs: dict[str, Any], rows: Rows) -> dict[str, Any]:
     whole = {name: value for name, value in inputs.items() if name not in LAYOUT}
     whole["attention_mask"] = (torch.ones_like(begins) if rows.real is None else rows.real).long()
     for name, value in whole.items():
-        if isinstance(value, Tensor) and (name not in _FILL or value.shape != rows.shape):
+        if isinstance(value, Tensor) and (name not in FILL or value.shape != rows.shape):
             raise ValueError(
                 f"inputs[{name!r}] {tuple(value.shape)} cannot be cut where sequences begin inside a row; only "
-                f"{', '.join(_FILL)} of shape {rows.shape} can: give rows of one sequence, or no other tensors."
+                f"{', '.join(FILL)} of shape {rows.shape} can: give rows of one sequence, or no other tensors."
             )
     # (B T,): the sequence of each token, and its place there
     sequence = begins.flatten().cumsum(0) - 1
@@ -48,6 +46,6 @@ def unpacked(inputs: dict[str, Any], rows: Rows) -> dict[str, Any]:
     cut = dict(whole)
     for name, value in whole.items():
         if isinstance(value, Tensor):
-            cut[name] = value.new_full(size, _FILL[name])
+            cut[name] = value.new_full(size, FILL[name])
             cut[name][sequence, place] = value.flatten()
     return cut

@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
-from hf_recurrent_lengthgen.cli import demo, inputs, retrieve
+from hf_recurrent_lengthgen.cli import demo, retrieve
 from hf_recurrent_lengthgen.cli.demo import DemoSettings, MemoryBudget, memory_section, memory_stages, run_demo
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
-from hf_recurrent_lengthgen.data import standard_library_corpus
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalComparison
@@ -49,17 +48,6 @@ class Finished(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Twenty files instead of the standard library, which takes seconds to read."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(20):
-        lines = (f"value_{index} = {index * number}\n" for index in range(100))
-        (folder / f"file_{number}.py").write_text("".join(lines))
-    corpus = standard_library_corpus(folder)
-    return lambda: corpus
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """One run on the real corpus, as the command starts it."""
     output = tmp_path_factory.mktemp("demo") / "output"
@@ -77,9 +65,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 @pytest.fixture
-def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: Any) -> Callable[..., int]:
+def run_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_corpus: None) -> Callable[..., int]:
     """Run `lengthgen demo` with tiny settings into `tmp_path / "out"`."""
-    monkeypatch.setattr(inputs, "standard_library_corpus", small_corpus)
     monkeypatch.chdir(tmp_path)  # where there is no model_cards/
 
     def run(*arguments: str) -> int:

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, default_data_collator
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.models.state_value import detach_state
@@ -48,15 +47,6 @@ def extra_by_hand(step: int, low: int, high: int) -> int:
     digest = hashlib.blake2b(f"{SEED}/{step}/0/extra".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     return int(torch.randint(low, high + 1, (), generator=generator))
-
-
-def recording(batches: list[dict[str, Tensor]]) -> Callable[[list[Any]], dict[str, Tensor]]:
-    def collate(items: list[Any]) -> dict[str, Tensor]:
-        batch = default_data_collator(items)
-        batches.append({name: value.clone() for name, value in batch.items()})
-        return batch
-
-    return collate
 
 
 def losses(
@@ -102,7 +92,7 @@ def test_training_is_the_formula_over_two_forward_passes(tmp_path: Path, accumul
         else AlignmentConfig(str(tmp_path), **fields)
     )
     data = toys.sequences(12, length=length + largest)
-    trainer = kind(model, config, train_dataset=data, data_collator=recording(batches))
+    trainer = kind(model, config, train_dataset=data, data_collator=toys.recording(batches))
     trainer.train()
 
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
@@ -172,7 +162,7 @@ def test_a_transformer_with_rope_scaling_trains_its_adapters(tmp_path: Path) -> 
     batches: list[dict[str, Tensor]] = []
     data = toys.sequences(8, length=11)
     before = toys.weights(model)
-    AlignmentTrainer(model, config, train_dataset=data, data_collator=recording(batches)).train()
+    AlignmentTrainer(model, config, train_dataset=data, data_collator=toys.recording(batches)).train()
     after = toys.weights(model)
     moved = {name for name in before if not torch.equal(after[name], before[name])}
     assert moved == {name for name in before if "lora_" in name}
@@ -249,7 +239,7 @@ def test_the_second_crop_starts_where_it_is_told(tmp_path: Path, divergence: str
     ours["alignment_length"] = length
     config = StatePassingConfig(str(tmp_path), **toys.QUIET | PLAIN, **ours, max_steps=steps)
     data = toys.sequences(12, length=length + largest)
-    StatePassingTrainer(model, config, train_dataset=data, data_collator=recording(batches)).train()
+    StatePassingTrainer(model, config, train_dataset=data, data_collator=toys.recording(batches)).train()
 
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
     carried = expected.zero_state(2)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import default_data_collator
 
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
@@ -153,17 +152,6 @@ def test_no_graph_of_an_earlier_step_is_kept(make_config: MakeConfig) -> None:
     assert all(token() is None for token in _Remember.tokens)
 
 
-def recording(batches: list[dict[str, Tensor]]) -> Callable[[list[Any]], dict[str, Tensor]]:
-    """A data collator that appends each batch to `batches`."""
-
-    def collate(items: list[Any]) -> dict[str, Tensor]:
-        batch = default_data_collator(items)
-        batches.append({name: value.clone() for name, value in batch.items()})
-        return batch
-
-    return collate
-
-
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("accumulation", "groups"),
@@ -188,7 +176,7 @@ def test_weights_are_those_of_a_hand_written_loop(
         logging_steps=1,
     )
     items = toys.sequences(11)  # five batches, and a row that is left out
-    trainer = StatePassingTrainer(model, config, train_dataset=items, data_collator=recording(batches))
+    trainer = StatePassingTrainer(model, config, train_dataset=items, data_collator=toys.recording(batches))
     trainer.train()
 
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments, trainer_callback
+from transformers import TrainerCallback, TrainingArguments, default_data_collator, trainer_callback
 from transformers.utils import logging
 
 import hf_recurrent_lengthgen.trainers.run.checkpoints as checkpoints
@@ -52,6 +52,17 @@ from hf_recurrent_lengthgen.trainers import (
 VOCABULARY = 17
 SEPARATOR = 2
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+
+
+def recording(batches: list[dict[str, Tensor]]) -> Callable[[list[Any]], dict[str, Tensor]]:
+    """A data collator that appends each batch to `batches`."""
+
+    def collate(items: list[Any]) -> dict[str, Tensor]:
+        batch = default_data_collator(items)
+        batches.append({name: value.clone() for name, value in batch.items()})
+        return batch
+
+    return collate
 
 
 class SumModel(nn.Module):
