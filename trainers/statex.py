@@ -1,6 +1,5 @@
 """StateX: the states of some layers are enlarged, then the model is trained, from any source (Shen et al., 2025)."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,6 +10,7 @@ from hf_recurrent_lengthgen.checkpoints.papers import STATEX
 from hf_recurrent_lengthgen.evaluation.settings import option
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.surgery import expand_state
+from hf_recurrent_lengthgen.surgery.expansion_plan import layers_of
 from hf_recurrent_lengthgen.surgery.state_expansion import expanded_parameters, recorded_expansions
 from hf_recurrent_lengthgen.trainers.checks import check_model
 from hf_recurrent_lengthgen.trainers.mixed_states import MixedStatesConfig, MixedStatesTrainer
@@ -57,7 +57,7 @@ class StateXConfig(MixedStatesConfig):
         """See `MixedStatesConfig.check`; without a mixture, all initial states are zero."""
         if self.mixture is None:
             self.mixture = {"zero": 1.0}
-        self.expand_layers = _layers(self.expand_layers)  # type: ignore[assignment]
+        self.expand_layers = layers_of(self.expand_layers, "expand_layers")  # type: ignore[assignment]
         super().check()
 
     def expansion(self) -> dict[str, Any]:
@@ -70,17 +70,6 @@ class StateXConfig(MixedStatesConfig):
             "num_heads": self.expand_num_heads,
             "initialization": "reinit" if self.expand_initialization is None else self.expand_initialization,
         }
-
-
-def _layers(given: str | int | Iterable[int | str] | None) -> str | list[int] | None:
-    """ "all", or layer numbers."""
-    layers = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    if given is None or layers == ["all"]:
-        return None if given is None else "all"
-    try:
-        return sorted({int(str(layer)) for layer in layers})  # str refuses 1.5 and True
-    except ValueError as error:
-        raise ValueError(f'expand_layers must be "all" or layer numbers, got {given!r}.') from error
 
 
 class StateXTrainer(MixedStatesTrainer):

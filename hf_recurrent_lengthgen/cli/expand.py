@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, read_config
@@ -13,6 +12,7 @@ from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
+from hf_recurrent_lengthgen.surgery.expansion_plan import layers_of
 
 DESCRIPTION = """\
 Expand the recurrent states of some layers of a trained model (StateX; Shen et al., 2025): Mamba gets a larger state
@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     refuse_adapter(options.model)
     expansion = {
-        "layers": _layers(options.layers),
+        "layers": layers_of(options.layers, "--layers"),
         **{name: getattr(options, name) for name in ("count", "factor", "state_size", "num_heads")},
     }
     output = Path(options.output)
@@ -90,12 +90,3 @@ def run(arguments: Sequence[str]) -> int:
         train.append("--trust-remote-code")
     print(f"\nSaved to {output}. Next (--intervention may be another): lengthgen train {shlex.join(train)}")
     return 0
-
-
-def _layers(given: list[str] | None) -> Any:
-    if given is None or given == ["all"]:
-        return None if given is None else "all"
-    try:
-        return [int(layer) for layer in given]
-    except ValueError as error:
-        raise ValueError(f'--layers takes numbers of layers or "all", got {" ".join(given)}.') from error

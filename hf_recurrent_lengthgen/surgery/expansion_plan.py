@@ -32,6 +32,17 @@ ONE_SIZE = {"falcon_h1": ", and so have the multipliers of their B and C"} | {
 """Types of Transformers whose layers are expanded together only, and what else there is to say."""
 
 
+def layers_of(given: str | int | Iterable[int | str] | None, name: str) -> Any:
+    """ "all", layer numbers or None, from what a person gives; `name` is that of the setting in errors."""
+    layers = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    if given is None or layers == ["all"]:
+        return None if given is None else "all"
+    try:
+        return sorted({int(str(layer)) for layer in layers})  # str refuses 1.5 and True
+    except ValueError as error:
+        raise ValueError(f'{name} must be "all" or layer numbers, got {given!r}.') from error
+
+
 class Growth(NamedTuple):
     """How states grow: by "state_size" or "num_heads", in all layers together or in each, and in which field."""
 

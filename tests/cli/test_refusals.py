@@ -36,7 +36,7 @@ REFUSED = [
     ("expand {ours} --output {stock}", "exists already and is not an empty folder"),
     ("expand {ours} --output {file}/x", "file, which is no folder: give another --output"),
     (f"{EXPAND} --factor inf", "factor must be a finite number above 1, got inf"),
-    (f"{EXPAND} --layers first", '--layers takes numbers of layers or "all", got first'),
+    (f"{EXPAND} --layers first", "--layers must be \"all\" or layer numbers, got ['first']"),
     (f"{EXPAND} --layers 7", "layers must be some of the recurrent layers, 0, 1, got [7]"),
     (f"{EXPAND} --num-heads 1", "num_heads does not apply to stateful_mamba2"),
     (f"{MAPS} --token-ids 3 400", "Token ids must be from 0 to 383, got 3 to 400"),
