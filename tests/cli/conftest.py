@@ -1,6 +1,7 @@
 """Texts and checkpoints small enough to train and evaluate in a second."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,22 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def measured(command: str, text_file: Path, output: Path, *arguments: Any) -> int:
+    """Run a command on 3 sequences of 64 bytes."""
+    given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64, "--training-length", 8]
+    return main([command, *map(str, [*given, "--output", output, *arguments])])
+
+
 @pytest.fixture
 def evaluate(tmp_path: Path, text_file: Path) -> Evaluate:
     """Run `lengthgen evaluate` on 3 sequences of 64 bytes, into `tmp_path / "out"`."""
+    return partial(measured, "evaluate", text_file, tmp_path / "out")
 
-    def run(*arguments: Any) -> int:
-        given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64, "--training-length", 8]
-        return main(["evaluate", *map(str, [*given, "--output", tmp_path / "out", *arguments])])
 
-    return run
+@pytest.fixture
+def diagnose(tmp_path: Path, text_file: Path) -> Evaluate:
+    """Run `lengthgen diagnose` on 3 sequences of 64 bytes, into `tmp_path / "out"`."""
+    return partial(measured, "diagnose", text_file, tmp_path / "out")
 
 
 @pytest.fixture

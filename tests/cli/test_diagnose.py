@@ -11,7 +11,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
-from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
@@ -20,17 +19,6 @@ from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 
 Diagnose = Callable[..., int]
-
-
-@pytest.fixture
-def diagnose(tmp_path: Path, text_file: Path) -> Diagnose:
-    """Run `lengthgen diagnose` on 3 sequences of 64 bytes, into `tmp_path / "out"`."""
-
-    def run(*arguments: Any) -> int:
-        given = ["--data", text_file, "--split", "train", "--sequences", 3, "--length", 64, "--training-length", 8]
-        return main(["diagnose", *map(str, [*given, "--output", tmp_path / "out", *arguments])])
-
-    return run
 
 
 def states_of(model: DiagnosedModel) -> StateDiagnosis | None:

@@ -30,6 +30,7 @@ from hf_recurrent_lengthgen.models import (
 )
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from tests.hybrids.tiny_models import tiny_model
+from tests.models import families
 from tests.versions import needs_hybrids
 
 ALL, SOFTMAX = slice(None), "softmax attention"
@@ -45,11 +46,7 @@ def channel_maps(model: Any, input_ids: Tensor, layer: int, channels: slice) -> 
 
 
 def randomized(model: Any, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.7)
-    return model.eval()
+    return families.randomized(model, seed, std=0.7).eval()
 
 
 def mamba(**changes: Any) -> Any:

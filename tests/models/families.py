@@ -114,6 +114,15 @@ def perturb(model: nn.Module) -> Any:
     return model
 
 
+def randomized(model: Any, seed: int = 0, std: float = 1.0) -> Any:
+    """Every parameter random, so that none has a value by chance."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=std)
+    return model
+
+
 def random_state(model: Any, batch_size: int, seed: int = 1, scale: float = 0.5) -> RecurrentState:
     """A state of nonzero values in every entry."""
     generator = torch.Generator().manual_seed(seed)

@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.models import (
 )
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from tests.hybrids.tiny_models import tiny_model
+from tests.models.families import randomized
 from tests.versions import needs_hybrids
 
 SWITCHES = ("a", "delta", "bc", "conv")
@@ -44,15 +45,6 @@ CHANGED = {
     "bc": {"mixer.in_proj.weight"},
     "conv": {"mixer.conv1d.weight", "mixer.conv1d.bias"},
 }
-
-
-def randomized(model: nn.Module) -> nn.Module:
-    """Every parameter random, so that none has the new value by chance."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    return model
 
 
 def stateful_model(**changes: Any) -> nn.Module:

@@ -7,6 +7,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForC
 
 import hf_recurrent_lengthgen.models as package
 from hf_recurrent_lengthgen.surgery import initialize_from_teacher_layer
+from tests.models.families import randomized
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -26,14 +27,6 @@ def model_of(family: str, layers: int, seed: int, **changes: Any) -> Any:
         **SIZES, **(FAMILIES[family] | changes), num_hidden_layers=layers
     )
     return randomized(getattr(package, f"Stateful{family}ForCausalLM")(config), seed)
-
-
-def randomized(model: Any, seed: int) -> Any:
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_()
-    return model
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:

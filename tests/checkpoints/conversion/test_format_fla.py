@@ -151,32 +151,27 @@ def test_what_fla_calls_the_step_of_mamba_is_read_without_a_conversion(tmp_path:
     torch.testing.assert_close(logits, model(input_ids=tokens).logits, rtol=0, atol=1e-6)
 
 
-def test_gate_and_up_projections_in_one_tensor_are_parted(tmp_path: Path) -> None:
+def joined_gate_and_up(weights: dict[str, Tensor], layer: str) -> None:
     """As in checkpoints from before February 2025: gate above up."""
-    folder = edited(tmp_path / "old", "gla")
-    weights = load_file(folder / "model.safetensors")
-    for layer in range(2):
-        mlp = f"model.layers.{layer}.mlp."
-        weights[f"{mlp}gate_proj.weight"] = torch.cat(
-            [weights[f"{mlp}gate_proj.weight"], weights.pop(f"{mlp}up_proj.weight")]
-        )
-    save_file(weights, folder / "model.safetensors")
-    convert_checkpoint(str(folder), tmp_path / "ours")
-    before, after = (load_file(path / "model.safetensors") for path in (FIXTURES / "gla", tmp_path / "ours"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    parts = [weights.pop(f"{layer}mlp.{part}_proj.weight") for part in ("gate", "up")]
+    weights[f"{layer}mlp.gate_proj.weight"] = torch.cat(parts)
 
 
-def test_token_shifts_of_rwkv7_in_one_tensor_are_parted(tmp_path: Path) -> None:
+def stacked_shifts(weights: dict[str, Tensor], layer: str) -> None:
     """As in the first checkpoints of fla: x_x of r, w, k, v, a and g, (6, D)."""
-    folder = edited(tmp_path / "old", "rwkv7")
+    parts = [weights.pop(f"{layer}attn.x_{part}") for part in "rwkvag"]
+    weights[f"{layer}attn.x_x"] = torch.stack([part.flatten() for part in parts])
+
+
+@pytest.mark.parametrize(("family", "join"), [("gla", joined_gate_and_up), ("rwkv7", stacked_shifts)])
+def test_tensors_that_stood_for_several_are_parted(family: str, join: Any, tmp_path: Path) -> None:
+    folder = edited(tmp_path / "old", family)
     weights = load_file(folder / "model.safetensors")
     for layer in range(2):
-        parts = [weights.pop(f"model.layers.{layer}.attn.x_{part}") for part in "rwkvag"]
-        weights[f"model.layers.{layer}.attn.x_x"] = torch.stack([part.flatten() for part in parts])
+        join(weights, f"model.layers.{layer}.")
     save_file(weights, folder / "model.safetensors")
     convert_checkpoint(str(folder), tmp_path / "ours")
-    before, after = (load_file(path / "model.safetensors") for path in (FIXTURES / "rwkv7", tmp_path / "ours"))
+    before, after = (load_file(path / "model.safetensors") for path in (FIXTURES / family, tmp_path / "ours"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
 
