@@ -57,7 +57,7 @@ class StateXConfig(MixedStatesConfig):
         """See `MixedStatesConfig.check`; without a mixture, all initial states are zero."""
         if self.mixture is None:
             self.mixture = {"zero": 1.0}
-        self.expand_layers = layers_of(self.expand_layers, "expand_layers")  # type: ignore[assignment]
+        self.expand_layers = layers_of(self.expand_layers, "expand_layers")
         super().check()
 
     def expansion(self) -> dict[str, Any]:
