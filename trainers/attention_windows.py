@@ -22,11 +22,9 @@ def drawn_window(trainer: Any) -> Iterator[None]:
     It is drawn uniformly from `attention_windows` with (seed, step) as the key: the same for all processes, all
     micro-batches of a step, and a resumed run.
     """
-    if (windows := trainer.args.attention_windows) is None:
-        yield
-        return
     from hf_recurrent_lengthgen.hybrids.windows import attending_to
 
+    windows = trainer.args.attention_windows
     generator = keyed_generator(trainer.args.seed, trainer.state.global_step, "attention_window")
     with attending_to(base_of(trainer.model), windows[int(torch.randint(len(windows), (), generator=generator))]):
         yield

@@ -228,7 +228,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             ValueError: if the loss comes from a `compute_loss` that does not call the method's.
         """
         step = partial(self._training_step, model)
-        with drawn_window(self):
+        with nullcontext() if self.args.attention_windows is None else drawn_window(self):
             if self.args.bptt_window is None or MICRO_BATCH not in inputs:
                 return step(inputs, *args, **kwargs)
             return train_in_windows(self, model, inputs, lambda window: step(window, *args, **kwargs))

@@ -1,7 +1,9 @@
 """The checkpoints of model_cards/: each belongs to its records, and its card is still what these give."""
 
+import json
 import re
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,13 @@ def recorded(name: str) -> Checkpoint:
     assert verification.passed
     assert carded(verification.files) == checkpoint.files
     return replace(checkpoint, verification=verification)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_classes_that_a_config_names_are_there(name: str) -> None:
+    for entry in json.loads((MODEL_CARDS / name / "config.json").read_text()).get("auto_map", {}).values():
+        module, _, named = entry.rpartition(".")
+        assert hasattr(import_module(f"hf_recurrent_lengthgen.models.{module}"), named)
 
 
 def test_each_family_has_a_base_and_a_cured_checkpoint() -> None:
