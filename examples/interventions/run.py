@@ -1,8 +1,8 @@
 """Compare training interventions on one base model: position-wise loss, context harm, output alignment.
 
-Each base (one per seed) is a Mamba-2 from a slow start. Every method trains it further with the same number of steps
-and tokens a step. Writes into the output folder: interventions.png, interventions.md, interventions.json, and a
-checkpoint per method and seed. An interrupted run continues.
+Each base (one per seed) is that of `lengthgen demo`, which fails from its own start. Every method trains it further
+with the same number of steps and tokens a step. Writes into the output folder: interventions.png, interventions.md,
+interventions.json, and a checkpoint per method and seed. An interrupted run continues.
 """
 
 import sys
@@ -28,7 +28,7 @@ from hf_recurrent_lengthgen.trainers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import Result, SlowStudy, Training, parse
+from small_setting import Result, Study, Training, options_of
 from study_pages import draw, legend_below, markdown, over_seeds, panels
 
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -81,13 +81,14 @@ def others(length: int) -> dict[str, Method]:
     }
 
 
-def train(study: SlowStudy, name: str, method: Method, seed: int) -> Result | None:
+def train(study: Study, name: str, method: Method, seed: int) -> Result | None:
     """One stage. Rows with two crops come in half as large batches: equally many tokens a step."""
     settings, length = study.settings, study.settings.training_length
     options, batch = dict(method.options), settings.batch_size
     extra = 0
     if "alignment_alpha" in options:
-        options["alignment_length"], batch, extra = length, batch // 2, length // 2 - 1
+        options["alignment_length"], batch = length, batch // 2
+        extra = options["alignment_max_extra"] or length // 2 - 1
     data: Dataset = study.blocks(length + extra - 1 if extra else length)
     if method.trainer is TbttTrainer:
         data = ContinuedChunks(study.stream, length, method.chunks, lookahead=extra)
@@ -95,7 +96,7 @@ def train(study: SlowStudy, name: str, method: Method, seed: int) -> Result | No
     return study.run(name, seed, training, method.trainer, data, **options)
 
 
-def sigma_of(study: SlowStudy, name: str, seed: int) -> float | None:
+def sigma_of(study: Study, name: str, seed: int) -> float | None:
     """The standard deviation of a random-noise stage, to two digits."""
     control = study.result("control", seed)
     if control is None:
@@ -103,7 +104,7 @@ def sigma_of(study: SlowStudy, name: str, seed: int) -> float | None:
     return float(f"{float(name.rpartition('_')[2]) * control['log'][-1]['state_rms']:.2g}")
 
 
-def best_noise(study: SlowStudy, seed: int) -> str | None:
+def best_noise(study: Study, seed: int) -> str | None:
     """The noise of least harm, on the texts that are reported: the choice is in its favor."""
     results = {name: study.result(name, seed) for name in noises()}
     if any(result is None for result in results.values()):
@@ -111,7 +112,7 @@ def best_noise(study: SlowStudy, seed: int) -> str | None:
     return min(results, key=lambda name: results[name]["measured"]["harm_last"]["mean"])
 
 
-def stages(study: SlowStudy, seeds: list[int]) -> Iterator[Callable[[], Any]]:
+def stages(study: Study, seeds: list[int]) -> Iterator[Callable[[], Any]]:
     """The stages, the most important first: the figure's methods of all seeds, then the rest seed by seed."""
     for number, seed in enumerate(seeds):
         yield lambda seed=seed: study.base(seed)
@@ -128,14 +129,14 @@ def stages(study: SlowStudy, seeds: list[int]) -> Iterator[Callable[[], Any]]:
             yield lambda name=name, method=method, seed=seed: train(study, name, method, seed)
 
 
-def labels(study: SlowStudy) -> dict[str, str]:
+def labels(study: Study) -> dict[str, str]:
     """Stages as they stand in the table."""
     methods = {**noises(), **FIGURE, **others(study.settings.training_length)}
     order = ["control", *noises(), *(name for name in methods if name != "control" and name not in noises())]
     return {"base": "base"} | {name: methods[name].label for name in order}
 
 
-def figure(study: SlowStudy, measured: dict[str, dict[int, Result]], noise: str) -> None:
+def figure(study: Study, measured: dict[str, dict[int, Result]], noise: str) -> None:
     """Loss and harm against position, after Fig. 5 of arXiv:2507.02782."""
     looks = {
         "base": ("base", "#d55e00", "solid"),
@@ -158,7 +159,7 @@ def figure(study: SlowStudy, measured: dict[str, dict[int, Result]], noise: str)
     save_png(picture, study.output / "interventions.png")
 
 
-def report(study: SlowStudy, seeds: list[int]) -> None:
+def report(study: Study, seeds: list[int]) -> None:
     """Figure, table and numbers of the stages that are there."""
     measured = study.measured(labels(study), seeds)
     rows = []
@@ -178,8 +179,10 @@ def report(study: SlowStudy, seeds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    options = parse(__doc__)
-    study = SlowStudy(options)
+    parser = options_of(__doc__)
+    parser.set_defaults(output="demo-output/interventions")  # other studies have a stage "base", too
+    options = parser.parse_args()
+    study = Study(options)
     for stage in stages(study, options.seeds):
         stage()
     report(study, options.seeds)
