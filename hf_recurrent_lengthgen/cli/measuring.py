@@ -142,7 +142,8 @@ def load_models(options: argparse.Namespace, window: str | None) -> list[Any]:
 def _windows(given: str | None) -> list[str | None]:
     if given is None:
         return [None]
-    windows: list[str | None] = [window.strip() for window in given.split(",")]
+    words = [window.strip() for window in given.split(",")]
+    windows: list[str | None] = [str(int(word)) if word.isdecimal() else word for word in words]
     if len(set(windows)) < len(windows):
         raise ValueError(f"--attention-window has a window twice: {given}.")
     return windows

@@ -135,6 +135,7 @@ def test_several_windows_are_compared(hybrid: Path, evaluate: Evaluate, tmp_path
 def test_windows_that_cannot_be_compared_are_refused(
     hybrid: Path, evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for windows, words in (("3,3", "has a window twice: 3,3"), ("3,,5", "of at least 1"), ("3,0", "got 0")):
+    twice = [(windows, f"has a window twice: {windows}") for windows in ("3,3", "3,03")]
+    for windows, words in (*twice, ("3,,5", "of at least 1"), ("3,0", "got 0")):
         assert evaluate(hybrid, "--attention-window", windows) == 1
         assert words in capsys.readouterr().err

@@ -208,6 +208,19 @@ def test_a_hybrid_is_told_what_states_and_attention_do_apart() -> None:
         "needs no training (attention_window=16)."
     )
     assert facts(model)["Harm with a window of 16 keys"] == "+0.400 nats"
+    assert found.attention is not None
+    assert found.attention.windows is not None
+    harm = found.attention.windows.harm
+    costly = ((0.3, 1.3, 1.295, 1.3), "+1.300", "; no window of attention (4, 8, 16) takes more ")
+    for means, shown, told in (costly, ((0.3, 0.0, 0.0, 0.005), "+0.005", ": none is shown.")):
+        values = tuple(Estimate(mean, mean - 0.01, mean + 0.01) for mean in means)
+        assert len(values) == len(harm)
+        windows = replace(found.attention.windows, harm=values)
+        other = replace(found, attention=replace(found.attention, windows=windows))
+        text = windows_text(other, "byte")
+        assert f"does {shown} (" in text
+        assert f"nats per byte of harm at positions 256 to 512{told}" in text
+        assert not [name for name in facts(diagnosed("base", "b", 1.4, other)) if "window" in name]
     assert "heads that drift 97%, all other heads none shown, keys and values 10%." in patching_text(hybrid())
     assert facts(model)["Harm of long states alone"] == "+1.200 nats"
     assert facts(model)["Harm of long attention alone"] == "+0.020 nats"

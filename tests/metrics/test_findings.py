@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -98,3 +99,16 @@ def test_interval_text_has_real_minus_signs() -> None:
         == "\N{MINUS SIGN}0.500 (\N{MINUS SIGN}0.750 to \N{MINUS SIGN}0.250)"
     )
     assert interval_text(Estimate(0.5, None, None)) == "0.500"
+
+
+def test_a_cure_is_judged_against_the_base_with_its_window_of_attention(model_of: ModelOf) -> None:
+    models = []
+    for role, window, harm in (("base", None, 1.4), ("base", 8, 0.0), ("cured", None, 0.5), ("cured", 8, 0.0)):
+        model = model_of(role, f"{role} {window}", harm)
+        models.append(replace(model, evaluation=replace(model.evaluation, attention_window=window)))
+    for order in (models, [models[1], models[0], *models[2:]]):
+        told = {finding.model.evaluation.model: finding for finding in findings(Comparison("", tuple(order)))}
+        assert told["cured None"].headline == "cured None eases it, but does not cure it"
+        assert told["cured 8"].headline == "cured 8 holds to 1,024 tokens"  # as the base does
+        assert "compared with base 8." in told["cured 8"].detail
+    assert "0% of the harm of base None" in findings(Comparison("", tuple(models)))[1].detail

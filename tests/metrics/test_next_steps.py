@@ -45,10 +45,24 @@ def test_harm_of_attention_is_not_said_to_be_cured_by_states() -> None:
     apart = replace(found.attention, recurrent=found.attention.attention, attention=found.attention.recurrent)
     model = diagnosed("base", "a", 1.4, replace(found, attention=apart))
     (step,) = steps(model)
-    assert "attention's" in step.why
+    assert step.why.endswith(
+        "is attention's, which no initial state takes away: let a token see its last 16 keys alone"
+    )
     assert step.commands == ("lengthgen diagnose folder/a --attention-window 16 --data 'my text.txt' --length 512",)
     (step,) = steps(replace(model, evaluation=replace(model.evaluation, attention_window=64)))
     assert "state_passing" in step.commands[0]
+
+
+@pytest.mark.parametrize("role", ["base", "other"])
+def test_a_model_that_holds_with_another_window_is_read_further_with_it(role: str) -> None:
+    models = {label: diagnosed(role, label, 1.4, hybrid()) for label in ("a", "b")}  # type: ignore[arg-type]
+    held = diagnosed(role, "a (attention window 8)", 0.0)  # type: ignore[arg-type]
+    held = replace(held, evaluation=replace(held.evaluation, attention_window=8))
+    (step,) = steps(models["a"], held)
+    assert step.commands[0].startswith("lengthgen evaluate folder/a --length 4096")
+    for order in ((models["a"], held, models["b"]), (models["b"], held, models["a"])):
+        (step,) = steps(*order)
+        assert step.commands[0].startswith("lengthgen train --model folder/b")
 
 
 @pytest.mark.parametrize("role", ["base", "cured", "other", "control"])

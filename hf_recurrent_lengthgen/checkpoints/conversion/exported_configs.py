@@ -58,6 +58,8 @@ def with_sliding_window(settings: Settings, where: str) -> Settings:
     config: Any = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
     _refuse_learned(config)
     window, kinds = config.attention_window, {*(getattr(config, "layer_types", None) or ())}
+    if type(window) is not int or window < 1:
+        raise ValueError(f"attention_window of {where} must be a number of tokens of at least 1, got {window!r}.")
     full, sliding = kinds & SLIDING.keys(), kinds & {*SLIDING.values()}
     changed: Settings = {}
     if config.model_type in ("lfm3", "zaya") and full and not sliding:

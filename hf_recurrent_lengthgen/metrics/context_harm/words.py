@@ -38,9 +38,16 @@ def status(evaluation: EvaluationResult) -> Status:
 
 
 def findings(comparison: Comparison) -> list[Finding]:
-    """One finding per model; cured and control models are judged against the first base, if there is one."""
-    base = next((model for model in comparison.models if model.role == "base"), None)
-    return [_finding(model, None if model is base else base) for model in comparison.models]
+    """One finding per model, judged against the first base; cured and control models against the first base with
+    their window of attention, if there is one."""
+    bases = [model for model in comparison.models if model.role == "base"]
+    found = []
+    for model in comparison.models:
+        window = model.evaluation.attention_window
+        same = [base for base in bases if base.evaluation.attention_window == window and model.role != "base"]
+        base = next(iter(same or bases), None)
+        found.append(_finding(model, None if model is base else base))
+    return found
 
 
 def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:

@@ -27,7 +27,9 @@ def next_steps(diagnosis: Diagnosis) -> list[Step]:
     """A step for the first model that fails, unless one that cures it is there, else for what is not certain yet."""
     judged = list(zip(diagnosis.models, (finding.status for finding in findings(diagnosis.comparison)), strict=True))
     holding = [model for model, status in judged if status == "holds"]
+    held = {_path(model) for model in holding if model.evaluation.attention_window}  # another window holds
     broken = [model for model, status in judged if status == "breaks" and model.role != "control"]
+    broken = [model for model in broken if _path(model) not in held]
     cured = [model for model in broken if model.role == "cured"]
     if broken and not any(model.role == "cured" for model in holding):
         return [_after_failure((cured or broken)[-1 if cured else 0])]
@@ -52,8 +54,8 @@ def _after_failure(model: DiagnosedModel) -> Step:
     window = None if apart is None else apart.best_window(model.evaluation.training_length)
     if window is not None and model.evaluation.attention_window is None:
         why = (
-            f"most of the harm in {name} is attention's, which no initial state takes away: let a token see no more "
-            "keys than in training"
+            f"most of the harm in {name} is attention's, which no initial state takes away: let a token see its last "
+            f"{window:,} keys alone"
         )
         return Step(why, (_command("diagnose", model, "--attention-window", str(window), length=True),))
     if model.role == "cured":

@@ -22,7 +22,13 @@ from hf_recurrent_lengthgen.metrics.states.figure import (
     state_std_figure,
 )
 from hf_recurrent_lengthgen.metrics.states.measure import measure_states
-from hf_recurrent_lengthgen.metrics.states.result import HeadPatching, HeadStates, PatchedHeads, StateDiagnosis
+from hf_recurrent_lengthgen.metrics.states.result import (
+    AS_GOOD,
+    HeadPatching,
+    HeadStates,
+    PatchedHeads,
+    StateDiagnosis,
+)
 
 LISTED_LAYERS = 6
 """Maximum number of layers that are listed in a sentence."""
@@ -162,8 +168,11 @@ def windows_text(states: StateDiagnosis, unit: str) -> str:
         f"With all keys, the long context does {interval_text(whole, sign=True)} nats per {unit} of harm at positions "
         f"{start:,} to {stop:,}"
     )
+    if not _shown(whole):
+        return f"{harm}: none is shown."
     if (best := windows.best) is None:
-        return f"{harm}; no window of attention ({measured}) does less."
+        less = f"takes more than {AS_GOOD} of it away at no cost inside the training length"
+        return f"{harm}; no window of attention ({measured}) {less}."
     return (
         f"{harm}, with a window of {best:,} keys {interval_text(windows.at(best), sign=True)}: the largest of "
         f"{measured} that is as good as any. It needs no training (attention_window={best})."
@@ -180,8 +189,9 @@ def _facts(states: StateDiagnosis) -> Sequence[Fact]:
     if harm is not None:
         for name, values in (("states", harm.recurrent), ("attention", harm.attention)):
             facts.append(Fact(f"Harm of long {name} alone", f"{number_text(values[-1].mean, '+.3f')} nats"))
-        if harm.windows is not None and (best := harm.windows.best) is not None:
-            left = number_text(harm.windows.at(best).mean, "+.3f")
+        windows = harm.windows
+        if windows is not None and _shown(windows.at(None)) and (best := windows.best) is not None:
+            left = number_text(windows.at(best).mean, "+.3f")
             facts.append(Fact(f"Harm with a window of {best:,} keys", f"{left} nats"))
     return facts
 

@@ -80,6 +80,14 @@ def test_the_two_reasons_of_transformers_hold() -> None:
         assert not torch.equal(stock.generate(prompt, **options)[:, 8:], whole)
 
 
+@pytest.mark.parametrize("window", [0, -3, "3", 2.5])
+def test_windows_that_are_none_are_refused(window: Any, tmp_path: Path) -> None:
+    path = saved("zaya", tmp_path / "ours", 3) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"attention_window": window}))
+    with pytest.raises(ValueError, match=f"of .*ours must be a number of tokens of at least 1, got {window!r}"):
+        export_checkpoint(str(path.parent), tmp_path / "theirs", "transformers")
+
+
 def test_a_window_of_one_and_other_formats_are_refused(tmp_path: Path) -> None:
     ours = saved("zaya", tmp_path / "ours", 1)
     with pytest.raises(ValueError, match="zaya keeps all keys in its cache for a window of 1"):
