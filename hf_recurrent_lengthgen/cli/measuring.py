@@ -125,7 +125,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     cache = open_cache(options)
     short = dict(zip(names, short_names(names), strict=True))
     subjects = [
-        Subject(name, model_label(short[name], _windowed(model, window).config), role, model, window)
+        Subject(name, model_label(short[name], _windowed(model, window).config, window), role, model, window)
         for name, role, model in zip(names, roles, models, strict=True)
         for window in windows
     ]
@@ -210,10 +210,11 @@ def _length_of(name: str, model: Any) -> int | None:
     return lengths[-1] if lengths else length
 
 
-def model_label(name: str, config: Any) -> str:
-    """The name of a model, and in brackets how it is made to forget, and its window of attention."""
+def model_label(name: str, config: Any, asked: str | None = None) -> str:
+    """The name of a model, and in brackets how it is made to forget, and what its window, `asked` for, lets it see."""
     rule, window = Forgetting.of(config), getattr(config, "attention_window", None)
-    words = [in_words(rule)] * (rule != Forgetting()) + [f"attention window {window}"] * (window is not None)
+    words = [in_words(rule)] * (rule != Forgetting()) + [f"{window} keys"] * (window is not None)
+    words += ["all keys"] * (asked == "none")
     return f"{name} ({', '.join(words)})" if words else name
 
 

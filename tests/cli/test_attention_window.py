@@ -47,7 +47,7 @@ def test_evaluate_measures_with_the_window_and_says_so(hybrid: Path, evaluate: E
         assert evaluate(hybrid, "--attention-window", window) == 0
         [model] = read_result(tmp_path / "out" / "result.json", Comparison).models
         losses[model.evaluation.model] = model.evaluation.in_window.loss.mean
-    assert losses.keys() == {"bamba (attention window 1)", "bamba"}
+    assert losses.keys() == {"bamba (1 keys)", "bamba (all keys)"}
     assert len({*losses.values()}) == 2
 
 
@@ -129,7 +129,7 @@ def test_several_windows_are_compared(hybrid: Path, evaluate: Evaluate, tmp_path
     for window in ("2", "none"):
         alone |= measured("--attention-window", window)
     assert measured("--attention-window", "2, none") == alone
-    assert list(alone) == ["bamba (attention window 2)", "bamba"]
+    assert list(alone) == ["bamba (2 keys)", "bamba (all keys)"]
 
 
 def test_windows_that_cannot_be_compared_are_refused(
