@@ -97,6 +97,7 @@ SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
 # one entry per layer, where layers differ, in the families that have them
 PER_LAYER_FIELDS = ("layer_num_heads", "layer_state_sizes")
 LAYER_FIELDS = (*PER_LAYER_FIELDS, "attention_layers")
+EPSILONS = ("norm_eps", "group_norm_eps", "layer_norm_epsilon", "mixer_rms_eps")
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -191,6 +192,10 @@ class StatefulConfigMixin:
         if self.scan_backend not in SCAN_BACKEND_SETTINGS:
             raise ValueError(f"scan_backend must be one of {SCAN_BACKEND_SETTINGS}, got {self.scan_backend!r}.")
         self.check_forgetting()
+        for name, least in {**dict.fromkeys(EPSILONS, 0), "chunk_size": 1}.items():
+            value = getattr(self, name, None)
+            if value is not None and not value >= least:  # NaN, too
+                raise ValueError(f"{name} must be at least {least}, got {value}.")
         for name in LAYER_FIELDS:
             value = getattr(self, name, None)
             if value is not None and not hasattr(type(self), name):

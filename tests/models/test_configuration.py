@@ -1,6 +1,7 @@
 """Configurations, Auto classes and types: Transformers' own everywhere, nothing of theirs replaced."""
 
 import importlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,9 @@ def test_infinite_step_limits_survive_saving(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"code_format_version": 2}, "code format version 2, this code reads up to 1: update"),
+        ({"layer_norm_epsilon": -1e-5}, "layer_norm_epsilon must be at least 0, got -1e-05"),
+        ({"layer_norm_epsilon": math.nan}, "layer_norm_epsilon must be at least 0, got nan"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         ({"scan_backend": "triton"}, "scan_backend must be one of ('auto', 'torch', 'kernel'), got 'triton'"),
         ({"hidden_act": "gelu"}, "hidden_act must be \"silu\", got 'gelu'"),
         ({"n_groups": 3}, "num_heads (4) must be a multiple of n_groups (3)"),
