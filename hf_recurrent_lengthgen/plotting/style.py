@@ -147,10 +147,11 @@ def position_axis(axes: Axes, first: float, last: float) -> None:
 
 
 def length_axis(axes: Axes, lengths: Sequence[int], unit: str) -> None:
-    """A logarithmic axis with at most seven of the lengths as ticks."""
+    """A logarithmic axis with at most seven of the lengths as ticks, the last one among them."""
+    step = -(-len(lengths) // 7)
     axes.set_xscale("log", base=2)
     axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.06)
-    axes.xaxis.set_major_locator(FixedLocator(lengths if len(lengths) <= 7 else lengths[:: -(-len(lengths) // 7)]))
+    axes.xaxis.set_major_locator(FixedLocator(lengths[(len(lengths) - 1) % step :: step]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     axes.set_xlabel(f"Length ({unit})", fontsize=FONT_SIZE - 0.5, color=MUTED)

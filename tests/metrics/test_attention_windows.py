@@ -1,5 +1,6 @@
 """Harm by window of attention, against plain calls of a model with that window, and the window that is named."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ from torch.nn.functional import cross_entropy
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics import EvaluationSettings, attention_window_harm
+from hf_recurrent_lengthgen.metrics.states.figure import attention_windows_figure
 from hf_recurrent_lengthgen.metrics.states.result import WindowHarm
 from tests.hybrids.tiny_models import tiny_model
+from tests.metrics.diagnoses import hybrid
 from tests.metrics.test_attention import text
 from tests.models.families import MAMBA2, build, random_tokens
 from tests.versions import needs_hybrids
@@ -77,3 +80,17 @@ def test_the_window_that_is_named_is_the_largest_that_is_as_good_as_any(
 ) -> None:
     values = (tuple(Estimate(mean, None, None) for mean in means) for means in (harm, inside))
     assert WindowHarm((16, 64), (4, 8, 16, None), *values).best == best
+
+
+@pytest.mark.parametrize("last", range(3, 12))
+def test_the_place_of_all_keys_is_named_however_many_windows_there_are(last: int) -> None:
+    windows = (*(2**power for power in range(last)), None)
+    values = tuple(Estimate(0.1 * place, None, None) for place in range(last + 1))
+    found = hybrid()
+    assert found.attention is not None
+    apart = replace(found.attention, windows=WindowHarm((256, 512), windows, values, values[:1] * (last + 1)))
+    figure = attention_windows_figure({"one": found, "two": replace(found, attention=apart)})
+    for axes in figure.axes:
+        labels = [label.get_text() for label in axes.get_xticklabels()]
+        assert labels[-1] == "all"
+        assert len(labels) <= 7

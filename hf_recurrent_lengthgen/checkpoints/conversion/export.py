@@ -55,7 +55,8 @@ def export_checkpoint(
     layout = named_format(format)
     place = locate(checkpoint, revision)
     given = read_settings(place)
-    if given is not None and given.get("attention_window") is not None and format == "transformers":
+    text = (given or {}).get("text_config", given) or {}
+    if given is not None and text.get("attention_window") is not None and format == "transformers":
         changed = with_sliding_window(given, checkpoint)
         with new_folder(output) as folder:
             for path in (*TensorFiles(place.path).paths, *place.folder.glob("*.index.json")):

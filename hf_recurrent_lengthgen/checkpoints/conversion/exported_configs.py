@@ -57,7 +57,9 @@ def with_sliding_window(settings: Settings, where: str) -> Settings:
     """
     config: Any = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
     _refuse_learned(config)
-    window, kinds = config.attention_window, {*(getattr(config, "layer_types", None) or ())}
+    config = config.get_text_config(decoder=True)  # that of a model with images is refused
+    types = () if "text_config" in settings else getattr(config, "layer_types", None) or ()
+    window, kinds = config.attention_window, {*types}
     if type(window) is not int or window < 1:
         raise ValueError(f"attention_window of {where} must be a number of tokens of at least 1, got {window!r}.")
     full, sliding = kinds & SLIDING.keys(), kinds & {*SLIDING.values()}

@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.hybrids.measures import random_tokens, relative_error
 from tests.hybrids.test_attention_window import HYBRIDS, by_masks, masked
-from tests.hybrids.tiny_models import tiny_model
+from tests.hybrids.tiny_models import tiny_composite, tiny_model
 from tests.versions import needs_hybrids
 
 pytestmark = needs_hybrids
@@ -78,6 +78,14 @@ def test_the_two_reasons_of_transformers_hold() -> None:
         whole = stock.generate(prompt, use_cache=False, **options)[:, 8:]
         assert torch.equal(whole, by_masks(stock, prompt, 9, window))
         assert not torch.equal(stock.generate(prompt, **options)[:, 8:], whole)
+
+
+def test_the_window_of_a_model_of_images_and_text_is_not_lost_in_silence(tmp_path: Path) -> None:
+    stateful(tiny_composite("qwen3_5"), attention_window=3).save_pretrained(tmp_path / "ours")
+    with pytest.raises(
+        ValueError, match=r"attention_window 3 of .*ours would be lost: .* qwen3_5_text attends to all"
+    ):
+        export_checkpoint(str(tmp_path / "ours"), tmp_path / "theirs", "transformers")
 
 
 @pytest.mark.parametrize("window", [0, -3, "3", 2.5])
