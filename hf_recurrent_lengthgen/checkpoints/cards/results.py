@@ -39,11 +39,23 @@ def verdict(models: Sequence[ComparedModel], retrievals: Sequence[RetrievalResul
         f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its loss with the whole text is "
         f"{_estimate(own.harm.last)} nats per {unit} compared with only the last {length:,} {unit}s"
     )
-    for model in models[1:]:
-        if model.role in COMPARED:
-            harm += f"; for {COMPARED[model.role]}, it is {_estimate(model.evaluation.harm.last)}"
+    for model in _others(models):
+        harm += f"; for {COMPARED[model.role]}, it is {_estimate(model.evaluation.harm.last)}"
     lost = [f" Retrieval falls short: {clause}." for result in retrievals for clause in not_found(result)[:1]]
     return f"{harm}.{''.join(lost[:1])}"
+
+
+def _others(models: Sequence[ComparedModel]) -> list[ComparedModel]:
+    """The base and control that the first model is compared with: other weights, and its window of attention if some
+    of them have it."""
+    own, *others = models
+    named = [
+        model
+        for model in others
+        if model.role in COMPARED and (model.role, model.evaluation.weights) != (own.role, own.evaluation.weights)
+    ]
+    window = own.evaluation.attention_window
+    return [model for model in named if model.evaluation.attention_window == window] or named
 
 
 def _estimate(harm: Estimate) -> str:
@@ -59,7 +71,7 @@ def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
         return f"It is unclear whether it holds {beyond}."
     if failures := known_failures(own, vocab_size):
         return f"It is not shown to work {beyond}: {failures[0]}."
-    if any(model.role == "base" and status(model.evaluation) == "holds" for model in models[1:]):
+    if any(model.role == "base" and status(model.evaluation) == "holds" for model in _others(models)):
         return (
             f"It holds {beyond}, up to the {end:,} {own.data.token_unit}s that were tested, but so does the base "
             "model: there was nothing to cure."

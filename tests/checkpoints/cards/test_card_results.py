@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 
 from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, build_card, write_card
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape
+from hf_recurrent_lengthgen.checkpoints.cards.results import verdict
 from hf_recurrent_lengthgen.checkpoints.records import Check, Verification, verified_files, write_verification
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
@@ -23,6 +25,7 @@ from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
 from tests.checkpoints.cards.conftest import Work
 from tests.checkpoints.cards.reading import MINUS, blocks, changed, evaluations, metadata_of, retrieval, shown
+from tests.metrics.conftest import compared
 
 
 def test_nothing_of_the_machine_is_written(cured: Path, work: Work) -> None:
@@ -61,6 +64,22 @@ def test_a_card_with_special_names(work: Work, tmp_path: Path) -> None:
     assert plain["models"][0]["evaluation"]["model"] == "ba|se_*x*"
     [train] = [line for line in blocks(text, "bash")[0].splitlines()]
     assert shlex.split(train)[3] == "we_ird* [x] |y|"
+
+
+def test_of_several_windows_the_base_with_that_of_the_checkpoint_is_compared() -> None:
+    def model(role: Any, weights: str, window: int | None, harm: float) -> Any:
+        one = compared(role, "m", harm)
+        return replace(one, evaluation=replace(one.evaluation, weights=weights, attention_window=window))
+
+    base, windowed = model("base", "1f", None, 1.4), model("base", "1f", 8, 0.0)
+    cured, same = model("cured", "2f", None, 0.01), model("cured", "2f", 8, 0.01)
+    text = verdict([cured, base, windowed, same], [], None)
+    assert text.startswith("**It works beyond its training length")
+    assert text.count("for the base model, before post-training, it is +1.400") == text.count("base model") == 1
+    assert "so does the base model: there was nothing to cure" in verdict([same, base, windowed, cured], [], None)
+    assert "for the base model, before post-training, it is +1.400" in verdict([same, base], [], None)
+    assert "base model" not in verdict([base, windowed], [], None)
+    assert "base model" not in verdict([windowed, base], [], None)
 
 
 def test_a_known_failure_is_told(work: Work, tmp_path: Path) -> None:
