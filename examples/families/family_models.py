@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import BambaConfig, Qwen3NextConfig
+from transformers import BambaConfig, FalconH1Config, GraniteMoeHybridConfig, Qwen3NextConfig
 
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import DECAY_RATE
@@ -18,6 +18,9 @@ SHARED = {"hidden_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": True
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 MAMBA = {"initialization": "mamba-ssm"}
 HYBRID = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 192, "num_hidden_layers": 3}
+
+HYBRID_MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1}
+HYBRID_MAMBA2 |= {"mamba_chunk_size": 64}
 
 
 class Start(NamedTuple):
@@ -163,18 +166,22 @@ FAMILIES = {
     "gated_deltanet_default": replace(GATED_DELTANET, label="Gated DeltaNet, default start", start=None),
     "kda": Family("Kimi Delta Attention", "stateful_kda", {"num_heads": 3, "head_dim": 32}, SLOW_DELTA),
     "bamba": Family(
-        "Bamba (Mamba-2 and attention)",
-        "bamba",
+        "Bamba (Mamba-2 and attention)", "bamba", {**HYBRID, **HYBRID_MAMBA2, "attn_layer_indices": [1]}, MIMETIC
+    ),
+    "falcon_h1": Family(
+        "Falcon-H1 (Mamba-2 and attention in each layer)",
+        "falcon_h1",
+        {**HYBRID, **HYBRID_MAMBA2, "mamba_d_ssm": 192, "head_dim": 24},
+        MIMETIC,
+    ),
+    "granite": Family(
+        "Granite 4 (Mamba-2, and attention without positions)",
+        "granitemoehybrid",
         {
             **HYBRID,
-            **{
-                "mamba_n_heads": 6,
-                "mamba_d_head": 32,
-                "mamba_d_state": 32,
-                "mamba_n_groups": 1,
-                "mamba_chunk_size": 64,
-            },
-            "attn_layer_indices": [1],
+            **HYBRID_MAMBA2,
+            **{"layer_types": ["mamba", "attention", "mamba"], "shared_intermediate_size": 192},
+            **{"num_local_experts": 0, "position_embedding_type": "nope"},
         },
         MIMETIC,
     ),
@@ -197,4 +204,9 @@ FAMILIES |= {
     for name, family in FAMILIES.items()
     if name.startswith(("rwkv7", "delta_net", "gated_deltanet", "kda", "qwen3_next"))
 }
-STOCK = {"bamba": BambaConfig, "qwen3_next": Qwen3NextConfig}
+STOCK = {
+    "bamba": BambaConfig,
+    "falcon_h1": FalconH1Config,
+    "granitemoehybrid": GraniteMoeHybridConfig,
+    "qwen3_next": Qwen3NextConfig,
+}

@@ -1,0 +1,68 @@
+"""The study of hybrids runs in miniature, and its ways of reading are what they are called."""
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from tests.hybrids.measures import pair, random_tokens, relative_error
+from tests.versions import needs_hybrids
+
+pytestmark = needs_hybrids
+RUN = Path(__file__).parents[1] / "examples/hybrids/run.py"
+
+
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return runpy.run_path(str(RUN))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_corpus")
+def test_each_model_is_read_in_each_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--tiny", "--families", "bamba", "--seeds", "0", "--output", tmp_path, "--results", tmp_path / "r"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(RUN), run_name="__main__")
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| Bamba")]
+    assert [row[2] for row in rows[:8]] == [row[2] for row in rows[8:]]
+    assert len({row[2] for row in rows}) == 8
+    assert (tmp_path / "r/hybrids.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_first_keys_are_seen_beside_the_window(study: dict[str, Any]) -> None:
+    stock, model = pair("bamba")
+    model, tokens = stateful(model, attention_window=3), random_tokens(2, 20)
+    with study["first_keys_too"]():
+        found = model(tokens).logits
+    places = torch.arange(20)
+    ages = places[:, None] - places
+    seen = (ages >= 0) & ((ages < 3) | (places < study["SINKS"]))
+    masks = {"full_attention": seen.expand(2, 1, 20, 20), "linear_attention": None}
+    expected = stock(tokens, attention_mask=masks).logits
+    assert relative_error([found], [expected]) < 1e-5
+    assert relative_error([model(tokens).logits], [expected]) > 1e-4  # the window alone, again
+
+
+def test_rotary_embeddings_are_those_of_transformers(study: dict[str, Any], tmp_path: Path) -> None:
+    stock, _ = pair("bamba")
+    stock.save_pretrained(tmp_path)
+    tokens, logits = random_tokens(1, 64), {}
+    for name in ("all", "linear", "yarn", "dynamic"):
+        with study["read_in"](tmp_path, study["WAYS"][name], 16) as model:
+            logits[name] = model.eval()(tokens).logits
+            rotary = model.model.rotary_emb
+            assert rotary.rope_type == {"all": "default"}.get(name, name)
+            if name == "linear":  # positions over 64
+                expected = stock.model.rotary_emb.inv_freq / study["MULTIPLE"]
+                torch.testing.assert_close(rotary.inv_freq, expected)
+    assert relative_error([logits["all"]], [stock(tokens).logits]) < 1e-5
+    inside = relative_error([logits["dynamic"][:, :16]], [logits["all"][:, :16]])
+    assert inside > 1e-6  # the whole call has other frequencies at the begin, too
