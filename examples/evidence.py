@@ -50,6 +50,12 @@ STUDIES = {
         "families/run.py --report",
         5.5,
     ),
+    "hybrids": Study(
+        "What takes the harm of long attention away?",
+        [f"hybrids/run.py --seeds {seed}" for seed in SEEDS],
+        "hybrids/run.py --report",
+        2.5,
+    ),
     "failure": Study(
         "When does a model begin to fail in its training, and how little cures it?",
         [f"failure/run.py --seeds {seed}" for seed in SEEDS],

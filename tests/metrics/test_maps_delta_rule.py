@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps, channel_maps
+from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
 from hf_recurrent_lengthgen.models import (
     StatefulDeltaNetConfig,
     StatefulDeltaNetForCausalLM,
@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulRWKV7Config,
     StatefulRWKV7ForCausalLM,
 )
-from tests.metrics.test_maps import ALL, IDS, SIZES, randomized, seen
+from tests.metrics.test_maps import ALL, IDS, SIZES, channel_maps, randomized, seen
 
 
 def delta_rule_heads(model: Any) -> tuple[Tensor, ...]:
