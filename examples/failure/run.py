@@ -1,20 +1,25 @@
 """Train base models in different ways and see which of them fail beyond their training length, and what cures them.
 
-After Fig. 1, 2, 3 and 11 of arXiv:2507.02782: training length at equal tokens, tokens seen, warm-up, and few steps of
+After Fig. 1 to 4 and 11 of arXiv:2507.02782: training length at equal tokens, tokens seen, warm-up, and few steps of
 state passing. The model is the base of `lengthgen demo`; one thing is changed at a time. Writes to the output folder:
 failure.png, failure.md, failure.json, and a checkpoint per stage and seed. An interrupted run continues.
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
+from hf_recurrent_lengthgen.metrics.remembrance.measure import effective_remembrance
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer, ZeroStateTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from small_setting import Result, Study, Training, options_of
-from study_pages import draw, markdown, over_seeds, panels
+from study_pages import band, draw, markdown, over_seeds, panels
 
 COLORS = ("#56b4e9", "#009e73", "#d55e00", "#7a3b9c", "#a8780f")
 LINES = ("solid", (0, (5, 2)), "solid", (0, (1, 1)), "solid")
@@ -24,6 +29,19 @@ WARMUPS = (0.02, 0.1, 0.25)
 """Shares of all steps; the demo's is the middle one."""
 CURES = (0.1, 0.25, 1)
 """Steps of state passing after the base, in those of a cure."""
+
+
+class FailureStudy(Study):
+    """Its stages have Effective Remembrance after 4 training lengths of the base, too."""
+
+    def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:
+        measured = super().measure(model, length, seed, misalignment)
+        settings, read = EvaluationSettings(progress=False), 4 * self.settings.training_length
+        result = effective_remembrance(model, self.texts, length, settings, length=read)
+        kept = [result.length - start for start in result.starts]
+        values = [round(value.mean, 4) for value in result.total_variation]
+        beyond = result.beyond_training
+        return measured | {"remembrance": {"kept": kept, "mean": values}, "forgotten": beyond and beyond.mean}
 
 
 def cures(study: Study) -> dict[str, str]:
@@ -91,8 +109,8 @@ def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Resu
 
 
 def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> None:
-    """Loss above, harm below, one column per series."""
-    quantities = {"nll": "loss (nats per byte)", "harm": "harm of extra context"}
+    """Loss, harm and Remembrance, one column per series."""
+    quantities = {"nll": "loss (nats per byte)", "harm": "harm of extra context", "remembrance": "remembrance"}
     titles = [f"{panel}: {quantity}" for quantity in quantities.values() for panel in measured]
     picture, axes = panels(titles, len(measured))
     length = study.settings.training_length
@@ -100,9 +118,18 @@ def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> N
     for axis, (curve, panel) in zip(axes, places, strict=True):
         first = length // 8 if curve == "nll" else length // 4
         for (label, results), color, line in zip(measured[panel].items(), COLORS, LINES, strict=False):
-            if results:
-                draw(axis, list(results.values()), curve, first, color=color, linestyle=line, label=label)
-        position_axis(axis, first, study.length)
+            values, style = list(results.values()), {"color": color, "linestyle": line, "label": label}
+            if values and curve == "remembrance":
+                x = values[0]["remembrance"]["kept"]
+                band(axis, x, list(zip(*(each["remembrance"]["mean"] for each in values), strict=True)), 0.18, **style)
+            elif values:
+                draw(axis, values, curve, first, **style)
+        if curve == "remembrance":
+            position_axis(axis, 1, 4 * length)
+            axis.set_xlabel(f"last bytes kept, of {4 * length}", fontsize=FONT_SIZE)
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize=FONT_SIZE - 1)
+        else:
+            position_axis(axis, first, study.length)
         if panel == "Training length":
             for multiple, color in zip(MULTIPLES, COLORS, strict=False):
                 axis.axvline(multiple * length, color=color, linewidth=1, linestyle=(0, (2, 2)))
@@ -110,7 +137,6 @@ def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> N
             mark_training_lengths(axis, [length])
         if curve == "harm":
             axis.axhline(0, color=INK, linewidth=1, zorder=0)
-            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize=FONT_SIZE - 1)
     save_png(picture, study.output / "failure.png")
 
 
@@ -124,11 +150,11 @@ def report(study: Study, seeds: list[int]) -> None:
             values = list(results.values())
             if values:
                 numbers = [over_seeds(values, "harm_last", "+.3f"), over_seeds(values, "nll_last")]
-                numbers += [over_seeds(values, key) for key in ("in_window", "context_use")]
+                numbers += [over_seeds(values, key) for key in ("in_window", "context_use", "forgotten")]
                 rows.append([panel.lower(), label, ", ".join(map(str, results)), *numbers])
     start, stop = next(iter(measured["Tokens seen"].values()))[seeds[0]]["harm_range"]
     head = ["varied", "value", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
-    table = markdown([*head, "loss inside the training length", "context use"], rows)
+    table = markdown([*head, "loss inside the training length", "context use", "remembrance"], rows)
     (study.output / "failure.md").write_text(table, encoding="utf-8")
     study.write_results(
         study.output / "failure.json",
@@ -146,7 +172,8 @@ if __name__ == "__main__":
     parser = options_of(__doc__)
     parser.set_defaults(output="demo-output/failure")  # other studies have a stage "base", too
     options = parser.parse_args()
-    study = Study(options)
+    torch.set_num_threads(1)  # results of small runs hang on rounding
+    study = FailureStudy(options)
     if not options.report:
         for stages in (train_base_and_cures, train_variations):
             for seed in options.seeds:
