@@ -227,7 +227,7 @@ def test_a_changed_setting_is_refused_at_resume(
     start, change = checkpoint(method), dict(change)
     if "num_hidden_layers" in change:
         model = toys.tiny_model(**change)
-        monkeypatch.setattr("tiny_model", lambda: model)
+        monkeypatch.setattr(toys, "tiny_model", lambda: model)
         change = {}
     chosen = toys.METHODS[method]
     layout = {name: change.pop(name) for name in ("length", "chunks_before_reset") if name in change}
