@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
 from transformers.masking_utils import AttentionMaskInterface, and_masks, sliding_window_overlay
 from transformers.modeling_utils import AttentionInterface
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+
+try:
+    from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer
+except ImportError:  # a Transformers older than those whose hybrids are wrapped
+    LinearAttentionAndSlidingWindowAttentionLayer = LinearAttentionAndFullAttentionLayer  # type: ignore[assignment,misc]
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
