@@ -56,10 +56,11 @@ def check_trainer(trainer: Any) -> None:
     check_trainable(model, trainer.learns_state)
     check_no_forgetting(model)
     check_arguments(args)
-    for window in args.attention_windows or ():
+    if args.attention_windows is not None:
         from hf_recurrent_lengthgen.hybrids.windows import check_window  # reaches all hybrids
 
-        check_window(base_of(model), window)
+        for window in args.attention_windows:
+            check_window(base_of(model), window)
     if args.nonfinite_states != "stop" and not takes_states(model):
         raise ValueError(f"{type(model).__name__} has no states, so nonfinite_states does nothing: leave it out.")
     keep_states_in_full_precision(trainer.accelerator.state)

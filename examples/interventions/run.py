@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset
 
 from hf_recurrent_lengthgen.data import ContinuedChunks
@@ -182,6 +183,7 @@ if __name__ == "__main__":
     parser = options_of(__doc__)
     parser.set_defaults(output="demo-output/interventions")  # other studies have a stage "base", too
     options = parser.parse_args()
+    torch.set_num_threads(1)  # results of small runs hang on rounding
     study = Study(options)
     for stage in stages(study, options.seeds):
         stage()

@@ -65,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     results = []
     for name, model in zip(short_names(names), models, strict=True):
-        placed, label = on_device(model, options.device), model_label(name, model.config)
+        placed, label = on_device(model, options.device), model_label(name, model)
         given = options.lengths, label, task.longest, settings
         results.append(measure_accuracy(placed, task, *given, samples=options.samples))
     comparison = AccuracyComparison(tuple(results))

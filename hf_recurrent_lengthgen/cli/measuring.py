@@ -28,6 +28,7 @@ from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
+from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
 from hf_recurrent_lengthgen.hybrids.windows import set_window
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
@@ -125,7 +126,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     cache = open_cache(options)
     short = dict(zip(names, short_names(names), strict=True))
     subjects = [
-        Subject(name, model_label(short[name], _windowed(model, window).config, window), role, model, window)
+        Subject(name, model_label(short[name], _windowed(model, window), window), role, model, window)
         for name, role, model in zip(names, roles, models, strict=True)
         for window in windows
     ]
@@ -210,9 +211,9 @@ def _length_of(name: str, model: Any) -> int | None:
     return lengths[-1] if lengths else length
 
 
-def model_label(name: str, config: Any, asked: str | None = None) -> str:
+def model_label(name: str, model: Any, asked: str | None = None) -> str:
     """The name of a model, and in brackets how it is made to forget, and what its window, `asked` for, lets it see."""
-    rule, window = Forgetting.of(config), getattr(config, "attention_window", None)
+    rule, window = Forgetting.of(model.config), attention_window(model)
     words = [in_words(rule)] * (rule != Forgetting()) + [f"{window} keys"] * (window is not None)
     words += ["all keys"] * (asked == "none")
     return f"{name} ({', '.join(words)})" if words else name

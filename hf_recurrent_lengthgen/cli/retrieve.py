@@ -158,7 +158,7 @@ def run(arguments: Sequence[str]) -> int:
     results = []
     for name, model in zip(options.models, models, strict=True):
         print(f"{grid.task}, {len(grid.rows)} rows of {len(lengths)} lengths, {grid.samples} samples: {name}")
-        placed, label = on_device(model, options.device), model_label(names[name], model.config)
+        placed, label = on_device(model, options.device), model_label(names[name], model)
         trained = options.training_length or getattr(model.config, "training_length", None)
         results.append(retrieval_accuracy(placed, grid, lengths, label, data, trained, settings, cache=cache))
     print(f"\n{_table(results)}")

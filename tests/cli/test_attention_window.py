@@ -11,12 +11,14 @@ from hf_recurrent_lengthgen.checkpoints.cards import build_card
 from hf_recurrent_lengthgen.checkpoints.methods import ATTENTION_WINDOWS
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.cli.measuring import model_label
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from tests.cli.conftest import Evaluate
 from tests.cli.training import Train, trained_config
-from tests.hybrids.tiny_models import tiny_model
+from tests.hybrids.tiny_models import tiny_composite, tiny_model
 from tests.versions import needs_hybrids
 
 pytestmark = needs_hybrids
@@ -139,3 +141,9 @@ def test_windows_that_cannot_be_compared_are_refused(
     for windows, words in (*twice, ("3,,5", "of at least 1"), ("3,0", "got 0")):
         assert evaluate(hybrid, "--attention-window", windows) == 1
         assert words in capsys.readouterr().err
+
+
+def test_the_window_of_a_model_of_images_and_text_is_in_its_name() -> None:
+    model = stateful(tiny_composite("qwen3_5"), attention_window=3)
+    assert model_label("m", model) == "m (3 keys)"
+    assert model_label("m", stateful(model, attention_window="none"), "none") == "m (all keys)"

@@ -1,6 +1,7 @@
 """Export a checkpoint of this package to another layout with the same architecture, tensor by tensor."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_theirs
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import named_format
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import write_safetensors, write_torch
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, write_safetensors, write_torch
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import copy_tokenizer
 from hf_recurrent_lengthgen.checkpoints.records import write_settings_file
 from hf_recurrent_lengthgen.checkpoints.sources import Source, locate
@@ -57,10 +58,10 @@ def export_checkpoint(
     given = read_settings(place)
     text = (given or {}).get("text_config", given) or {}
     if given is not None and text.get("attention_window") is not None and format == "transformers":
-        changed = with_sliding_window(given, checkpoint)
+        changed, files = with_sliding_window(given, checkpoint), TensorFiles(place.path)
+        same = [Entry(name, *meta, partial(files.tensor, name)) for name, meta in files.metas.items()]
         with new_folder(output) as folder:
-            for path in (*TensorFiles(place.path).paths, *place.folder.glob("*.index.json")):
-                shutil.copyfile(path, folder / path.name)
+            write_safetensors(folder, same, max_shard_size)
             _write_others(place, folder, changed)
         return output
     config = our_config(given, checkpoint)

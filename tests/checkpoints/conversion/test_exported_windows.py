@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen import load_model
@@ -86,6 +87,17 @@ def test_the_window_of_a_model_of_images_and_text_is_not_lost_in_silence(tmp_pat
         ValueError, match=r"attention_window 3 of .*ours would be lost: .* qwen3_5_text attends to all"
     ):
         export_checkpoint(str(tmp_path / "ours"), tmp_path / "theirs", "transformers")
+
+
+def test_pickles_become_safetensors_of_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    ours = saved("zaya", tmp_path / "ours", 3)
+    torch.save(load_file(ours / "model.safetensors"), ours / "pytorch_model.bin")
+    (ours / "model.safetensors").unlink()
+    theirs = export_checkpoint(str(ours), tmp_path / "theirs", "transformers", max_shard_size=10_000)
+    assert len([*theirs.glob("model-*.safetensors")]) > 1
+    assert not [*theirs.glob("*.bin")]
+    weights = AutoModelForCausalLM.from_pretrained(theirs).state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in load_model(str(ours)).state_dict().items())
 
 
 @pytest.mark.parametrize("window", [0, -3, "3", 2.5])
