@@ -10,13 +10,14 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+from hf_recurrent_lengthgen.metrics.context_harm.measure import differences, evaluate_model
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
 from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
 
 DESCRIPTION = """\
 Measure language models beyond their training length T: loss by position, how much the context beyond T harms
-predictions (context harm), and how far each model holds. Writes result.json, index.html and figures.
+predictions (context harm), how far each model holds, and what differs between them. Writes result.json, index.html,
+figures and tables.
 
 Any causal language model of Transformers can be measured. Recurrent models read texts of any length in constant
 memory, others with a growing cache of keys and values. Each token is read three times: once in its whole text, twice
@@ -26,6 +27,7 @@ EXAMPLES = """\
 lengthgen evaluate demo-output/base demo-output/cured --roles base,cured
 lengthgen evaluate my-mamba2 --data book.txt --training-length 2048 --length 65536 --sequences 4
 lengthgen evaluate model_cards/bamba-cured --attention-window 32,128,512,none
+lengthgen evaluate runs/plain runs/state_passing  # each with seed0, seed1, ...
 lengthgen evaluate state-spaces/mamba2-1.3b-hf --training-length 2048 --dtype bfloat16
 """
 
@@ -55,5 +57,6 @@ def compare(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Comp
     for subject in inputs.subjects:
         model, about = ready(subject, inputs, "Evaluating", options.device), (subject.label, inputs.data)
         result = evaluate_model(model, inputs.tokens, inputs.training_length, *about, settings, cache=inputs.cache)
-        compared.append(ComparedModel(subject.role, result, last_training(read_lineage(subject.name))))
-    return Comparison("Beyond the training length", tuple(compared)), inputs.cache
+        training = last_training(read_lineage(subject.name))
+        compared.append(ComparedModel(subject.role, result, training, subject.method, subject.seed))
+    return Comparison("Beyond the training length", tuple(compared), differences(compared)), inputs.cache

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -45,13 +46,18 @@ MODEL_OPTIONS = (
 
 
 class Subject(NamedTuple):
-    """A model to measure with a window of attention (None for its own), as it was given, and its name in tables."""
+    """A model to measure with a window of attention (None for its own), its folder or Hub name, and that in tables.
+
+    `method` is the name of a folder that holds it as one of several seeds, `seed` the name of that; else empty.
+    """
 
     name: str
     label: str
     role: Role
     model: Any
     window: str | None
+    method: str = ""
+    seed: str = ""
 
 
 class Inputs(NamedTuple):
@@ -101,9 +107,10 @@ def settings_of(settings: type[Settings], options: argparse.Namespace, command: 
 
 def load_inputs(options: argparse.Namespace) -> Inputs:
     """Load models and texts, and check everything that can be checked before the first forward pass."""
-    names = options.models
+    given = options.models
+    members = [(one, name, role) for name, role in zip(given, _roles(options), strict=True) for one in _seeds(name)]
+    names = options.models = [name for name, *_ in members]
     check_given_once(names)
-    roles = _roles(options)
     windows = _windows(options.attention_window)
     models = load_models(options, windows[0])
     training_length = options.training_length or _training_length(names, models)
@@ -124,14 +131,25 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
         array = check_tokens(tokens, reader_of(model).vocabulary, training_length + 1)
     make_output_folder(options.output)
     cache = open_cache(options)
-    short = dict(zip(names, short_names(names), strict=True))
-    subjects = [
-        Subject(name, model_label(short[name], _windowed(model, window), window), role, model, window)
-        for name, role, model in zip(names, roles, models, strict=True)
-        for window in windows
-    ]
+    short, folders = (dict(zip(all_of, short_names(all_of), strict=True)) for all_of in (names, given))
+    subjects = []
+    for (name, folder, role), model in zip(members, models, strict=True):
+        seed = "" if name == folder else Path(name).name
+        for window in windows:
+            label = model_label(short[name], _windowed(model, window), window)
+            method = folders[folder] + label.removeprefix(short[name]) if seed else ""
+            subjects.append(Subject(name, label, role, model, window, method, seed))
     data = DataRecord(stream.source, token_unit=token_unit(tokenizer))
     return Inputs(subjects, tokenizer, training_length, array, data, cache)
+
+
+def _seeds(name: str) -> list[str]:
+    """The checkpoints of a folder that has one of its own for each seed, seed0, seed1, ..., or just the model."""
+    own, of_seeds = (
+        {str(file.parent) for kind in ("config.json", "adapter_config.json") for file in Path(name).glob(place + kind)}
+        for place in ("", "seed*/")
+    )
+    return [name] if own or not of_seeds else sorted(of_seeds, key=lambda folder: (len(folder), folder))
 
 
 def load_models(options: argparse.Namespace, window: str | None) -> list[Any]:

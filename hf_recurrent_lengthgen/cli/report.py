@@ -1,10 +1,12 @@
 """A comparison as files (JSON, figures, page) and as a table for the terminal."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape, table
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.page import PICTURES
@@ -12,6 +14,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_page
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
+from hf_recurrent_lengthgen.plotting.html import plain_table
 from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
 
 LOADING = """\
@@ -28,11 +31,18 @@ print(tokenizer.decode(text[0]))"""
 
 
 def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None = None, further: str = "") -> Path:
-    """Write `result.json`, the figures as PNG and SVG, and `index.html`, which shows how to load `checkpoint`.
+    """Write `result.json`, the figures as PNG and SVG, `index.html`, which shows how to load `checkpoint`, and its
+    tables as `tables.md` and `tables.tex`.
 
     The page shows `further`, HTML, after its own figures. Returns the path of the page.
     """
     write_result(folder / "result.json", comparison)
+    shown = tables(comparison)
+    named = [[(escape(name), *cells) for name, *cells in rows] for rows, _ in shown]
+    write_text(folder / "tables.md", "\n".join(f"{table(rows)}\n" for rows in named))
+    write_text(folder / "tables.tex", "\n".join(f"{latex(rows)}\n" for rows, _ in shown))
+    if comparison.differences:
+        further = f"<h2>Differences</h2>{plain_table(*shown[1])}{further}"
     for name, picture in PICTURES.items():
         draw(picture.draw(comparison.models), folder / name)
     loading = None if checkpoint is None else LOADING.format(folder=str(checkpoint))
@@ -47,18 +57,26 @@ def draw(figure: Figure, path: Path) -> None:
 
 def write_page(folder: Path, text: str) -> Path:
     """Write `index.html`; an old page is replaced once the new one is complete."""
-    page = folder / "index.html"
-    with replacing(page) as temporary:
+    return write_text(folder / "index.html", text)
+
+
+def write_text(path: Path, text: str) -> Path:
+    with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    return page
+    return path
 
 
 def summary_table(comparison: Comparison) -> str:
-    """One row per model: harm in the last octave, in-window loss, use of context, and where harm begins."""
+    """The tables of a comparison in columns, each with what its numbers are."""
+    return "\n\n".join(f"{in_columns(rows)}\n{note}" for rows, note in tables(comparison))
+
+
+def tables(comparison: Comparison) -> list[tuple[list[tuple[str, ...]], str]]:
+    """Rows, of which the first is the header, and a note: the models, and if there are several, their differences."""
     first = comparison.models[0].evaluation
     start, stop = first.harm.last_range
-    confidence = f"{first.confidence:.0%}"
-    rows = [("model", f"harm at {start:,}-{stop:,}", "in-window loss", "context use", "harmful from")]
+    place, confidence = f"at {start:,}-{stop:,}", f"{first.confidence:.0%}"
+    rows = [("model", f"harm {place}", "in-window loss", "context use", "harmful from")]
     for model in comparison.models:
         evaluation = model.evaluation
         rows.append(
@@ -74,7 +92,21 @@ def summary_table(comparison: Comparison) -> str:
         f"nats per {first.data.token_unit} with {confidence} intervals over {first.sequences} sequences; "
         "positive harm: the context beyond the training length makes predictions worse."
     )
-    return f"{in_columns(rows)}\n{note}"
+    if not comparison.differences:
+        return [(rows, note)]
+    minus = [("difference", f"harm {place}", f"loss {place}", "in-window loss", "over")]
+    for each in comparison.differences:
+        values = (estimate_text(value, "+") for value in (each.harm, each.loss, each.in_window))
+        minus.append((f"{each.model} - {each.minus}", *values, f"{each.count} {each.over}"))
+    return [(rows, note), (minus, f"Paired, with {confidence} intervals over texts or seeds.")]
+
+
+def latex(rows: Sequence[Sequence[str]]) -> str:
+    """A tabular of the package booktabs from rows of text, of which the first is the header."""
+    escaped = [[re.sub(r"([_%&#$])", r"\\\1", cell) for cell in row] for row in rows]
+    head, *body = (re.sub(r"(?<![\w-])-(?=\d)", "$-$", " & ".join(row)) + r" \\" for row in escaped)
+    start = rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}"
+    return "\n".join([start, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> str:

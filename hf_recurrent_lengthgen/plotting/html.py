@@ -114,6 +114,17 @@ def table(models: Sequence[Shown], colors: Sequence[str], rows: Sequence[Row[Sho
     )
 
 
+def plain_table(rows: Sequence[Sequence[str]], note: str) -> str:
+    """A table of text, whose first row is its header, with a note below."""
+    head, *body = rows
+    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in body)
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="Table"><table><thead><tr>'
+        f'{names}</tr></thead><tbody>{lines}</tbody></table></div><p class="note">{escape(note)}</p>'
+    )
+
+
 def entry_list(entries: Sequence[tuple[str, str]]) -> str:
     """A list of names and values as HTML; empty without entries."""
     if not entries:

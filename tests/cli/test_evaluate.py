@@ -6,11 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from tests.cli.conftest import Evaluate
 
+SEEDS = {"state_passing": (0, 2, 10), "plain": (0, 10)}
 FILES = ["context_harm", "in_window", "position_wise"]
 
 
@@ -18,7 +21,9 @@ def test_one_model(evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys:
     assert evaluate(checkpoint) == 0
     out = tmp_path / "out"
     figures = [f"{name}.{kind}" for name in FILES for kind in ("png", "svg")]
-    assert sorted(path.name for path in out.iterdir()) == sorted([*figures, "index.html", "result.json"])
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        [*figures, "index.html", "result.json", "tables.md", "tables.tex"]
+    )
     [model] = read_result(out / "result.json", Comparison).models
     assert (model.role, model.training) == ("other", None)
     found = model.evaluation
@@ -42,6 +47,42 @@ def test_several_models_on_the_same_text(
     assert [model.evaluation.model for model in comparison.models] == names
     assert len({model.evaluation.data.digest for model in comparison.models}) == 1
     assert len({model.evaluation.in_window.loss.mean for model in comparison.models}) == 2
+
+
+def test_methods_with_several_seeds_are_compared(
+    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for method, seeds in SEEDS.items():
+        for seed in seeds:
+            folder = tmp_path / method / f"seed{seed}"
+            shutil.copytree(checkpoint, folder)
+            model = load_model(folder)
+            with torch.no_grad():
+                model.lm_head.weight.add_(0.1 * (1 + seed) * torch.randn_like(model.lm_head.weight))
+            model.save_pretrained(folder)
+    assert evaluate(tmp_path / "state_passing", tmp_path / "plain", "--roles", "cured,base", "--no-cache") == 0
+    comparison = read_result(tmp_path / "out" / "result.json", Comparison)
+    found = {(model.method, model.seed): model for model in comparison.models}
+    assert [*found] == [("state_passing", f"seed{seed}") for seed in (0, 2, 10)] + [
+        ("plain", "seed0"),
+        ("plain", "seed10"),
+    ]
+    [difference] = comparison.differences
+    assert (difference.model, difference.minus, difference.over, difference.count) == (
+        *("state_passing", "plain", "seeds", 2),
+    )
+    losses = {key: model.evaluation.in_window.loss.mean for key, model in found.items()}
+    expected = sum(losses["state_passing", seed] - losses["plain", seed] for seed in ("seed0", "seed10")) / 2
+    assert difference.in_window.mean == pytest.approx(expected)
+    shown = f"state_passing - plain  {difference.harm.mean:+.3f}"
+    assert shown in capsys.readouterr().out
+    page, markdown, tex = ((tmp_path / "out" / name).read_text() for name in ("index.html", "tables.md", "tables.tex"))
+    assert "<h2>Differences</h2>" in page
+    assert "| state_passing - plain | " in markdown
+    assert r"state\_passing - plain & " in tex
+    assert all("2 seeds" in text for text in (page, markdown, tex))
+    assert evaluate(tmp_path / "plain", tmp_path / "plain" / "seed0") == 1
+    assert "can be given once" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_ends_the_command_before_the_first_is_measured(

@@ -81,7 +81,7 @@ def test_documents_survive_the_round_trip(result: EvaluationResult, comparison: 
 def test_the_json_says_what_it_is(comparison: Comparison) -> None:
     plain = json.loads(to_json(comparison))
     assert plain["kind"] == "comparison"
-    assert plain["schema_version"] == 3
+    assert plain["schema_version"] == 4
     assert plain["models"][1]["training"] == {
         "methods": ["state passing"],
         "steps": 600,
@@ -132,10 +132,10 @@ def test_a_file_of_an_earlier_version_lacks_what_came_later(result: EvaluationRe
 
 
 def test_a_file_of_a_newer_version_is_refused_with_both_versions(result: EvaluationResult) -> None:
-    text = edited(to_json(result), lambda plain: plain.update(schema_version=4, later=1))
+    text = edited(to_json(result), lambda plain: plain.update(schema_version=5, later=1))
     with pytest.raises(
         ValueError,
-        match="schema version 4, but this version of the package reads up to 3: update hf_recurrent_lengthgen",
+        match="schema version 5, but this version of the package reads up to 4: update hf_recurrent_lengthgen",
     ):
         from_json(text, EvaluationResult)
 

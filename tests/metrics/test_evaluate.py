@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -5,13 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.provenance import token_digest
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model, length_verdict
-from hf_recurrent_lengthgen.metrics.context_harm.result import EvaluationResult
+from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
+from hf_recurrent_lengthgen.metrics.context_harm.measure import differences, evaluate_model, length_verdict
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, EvaluationResult
+from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
 
 NLL = Callable[..., list[float]]
 
@@ -182,3 +186,46 @@ def test_the_tolerance_is_a_fraction_of_perplexity() -> None:
     curve = sequences([3, 2.5, 2, 2 + math.log(1.1) - 1e-9, 2 + math.log(1.1) + 1e-6, 4], 0)
     assert length_verdict(EDGES, curve, 16, tolerance=0.1).holds_to == 32
     assert length_verdict(EDGES, curve, 16, tolerance=0.2).holds_to == 64
+
+
+def test_models_are_compared_text_by_text_and_methods_seed_by_seed(
+    counter_model: Any, random_tokens: np.ndarray
+) -> None:
+    strengths = {"a0": 40, "a1": 50, "b0": 45, "b1": 90, "b2": 60, "c": 70}
+    models = {name: counter_model(lambda count, fade=fade: 4 - count / fade) for name, fade in strengths.items()}
+    arms = {
+        name: ComparedModel("base" if name == "b0" else "other", evaluate(model, random_tokens), None)
+        for name, model in models.items()
+    }
+    nll = {name: stream_nll(model, random_tokens).nll.astype(float) for name, model in models.items()}
+    harm = {name: nll[name][:, 16:] - window_nll(model, random_tokens, 16).truncated for name, model in models.items()}
+
+    def named(name: str, method: str = "", seed: str = "") -> ComparedModel:
+        found = arms[name]
+        evaluation = dataclasses.replace(found.evaluation, model=name)
+        return dataclasses.replace(found, evaluation=evaluation, method=method, seed=seed)
+
+    [one] = differences([named("c"), named("b0")])  # the base is what is subtracted, wherever it stands
+    assert (one.model, one.minus, one.over, one.count) == ("c", "b0", "texts", 3)
+    for values, first, found in ((nll, 65, one.loss), (harm, 49, one.harm)):
+        test = stats.ttest_rel(values["c"][:, first:].mean(1), values["b0"][:, first:].mean(1))
+        assert (found.low, found.high) == pytest.approx(tuple(test.confidence_interval(0.95)), abs=1e-7)
+    assert one.in_window.mean == pytest.approx(
+        arms["c"].evaluation.in_window.loss.mean - arms["b0"].evaluation.in_window.loss.mean
+    )
+
+    a, b = (
+        [named(f"{method}{seed}", method, f"seed{seed}") for seed in range(n)] for method, n in (("a", 2), ("b", 3))
+    )
+    of_b, of_c = differences([*a, *b, named("c")])  # nothing but "b0" is a base
+    assert [(each.model, each.minus, each.over, each.count) for each in (of_b, of_c)] == [
+        ("a", "b", "seeds", 2),
+        ("c", "b", "seeds", 3),
+    ]
+    losses = {name: values[:, 65:].mean() for name, values in nll.items()}
+    test = stats.ttest_rel([losses["a0"], losses["a1"]], [losses["b0"], losses["b1"]])
+    assert (of_b.loss.low, of_b.loss.high) == pytest.approx(tuple(test.confidence_interval(0.95)), abs=1e-6)
+    assert of_c.loss.mean == pytest.approx(losses["c"] - np.mean([losses["b0"], losses["b1"], losses["b2"]]))
+    assert [each.model for each in differences([a[0], named("b1", "b", "seed1"), named("c")])] == ["c"]
+    old = dataclasses.replace(arms["c"], evaluation=dataclasses.replace(arms["c"].evaluation, by_text=None))
+    assert differences([old, named("b0")]) == differences([]) == ()

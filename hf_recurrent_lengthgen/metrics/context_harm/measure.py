@@ -11,6 +11,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,10 +33,13 @@ from hf_recurrent_lengthgen.evaluation.statistics import (
 )
 from hf_recurrent_lengthgen.evaluation.streaming import Observer, Tokens, stream_nll
 from hf_recurrent_lengthgen.metrics.context_harm.result import (
+    ComparedModel,
     ContextHarm,
+    Difference,
     EvaluationResult,
     InWindow,
     LengthVerdict,
+    TextMeans,
     TwoResolutions,
 )
 from hf_recurrent_lengthgen.metrics.context_harm.windows import WindowNll, context_use_bands, window_nll
@@ -183,13 +188,56 @@ def _verdict(task: Measurement, read: StreamAndWindows) -> LengthVerdict:
     return length_verdict(edges, nll, task.training_length, task.settings.tolerance, task.settings.confidence)
 
 
+def _by_text(task: Measurement, read: StreamAndWindows) -> TextMeans:
+    trained, (start, stop) = task.training_length, last_octave(task.length, task.training_length)
+    loss, truncated = read.stream[:, start:stop], read.windows.truncated[:, start - trained : stop - trained]
+    means = (values.mean(1, dtype=np.float64).tolist() for values in (loss - truncated, loss, read.windows.in_window))
+    return TextMeans(*map(tuple, means))
+
+
 MEASURES: dict[str, Callable[[Measurement, StreamAndWindows], Any]] = {
     "position_wise": _position_wise,
     "harm": _context_harm,
     "in_window": _in_window,
     "verdict": _verdict,
+    "by_text": _by_text,
 }
 """Field of `EvaluationResult` -> how it is found."""
+
+
+def differences(models: Sequence[ComparedModel]) -> tuple[Difference, ...]:
+    """What each model has more than the first base, or else the first model, text by text (`TextMeans`).
+
+    A method with several seeds is compared as one: by the means over texts of the seeds that both have, seed by seed,
+    or of each of its seeds with a model that has none. A method without such a seed is left out.
+    """
+    methods: dict[str, dict[str, ComparedModel]] = {}
+    for model in models:
+        if model.evaluation.by_text is not None:
+            methods.setdefault(model.method or model.evaluation.model, {})[model.seed] = model
+    bases = [name for name, seeds in methods.items() if next(iter(seeds.values())).role == "base"]
+    first, *others = dict.fromkeys([*bases[:1], *methods]) or [""]
+    pairs = {name: _pairs(methods[name], methods[first]) for name in others}
+    return tuple(_difference(name, first, pairs[name]) for name in others if pairs[name])
+
+
+def _pairs(
+    models: dict[str, ComparedModel], others: dict[str, ComparedModel]
+) -> list[tuple[ComparedModel, ComparedModel]]:
+    """The models of two methods, by seed, that are compared."""
+    if "" in models or "" in others:
+        return list(product(models.values(), others.values()))
+    return [(models[seed], others[seed]) for seed in models if seed in others]
+
+
+def _difference(name: str, other: str, pairs: Sequence[tuple[ComparedModel, ComparedModel]]) -> Difference:
+    estimates, over = {}, "texts" if len(pairs) == 1 else "seeds"
+    for quantity in (field.name for field in dataclasses.fields(TextMeans)):
+        read = attrgetter(f"evaluation.by_text.{quantity}")
+        values = np.array([np.subtract(read(model), read(other)) for model, other in pairs])  # pairs, texts
+        values = values.T if over == "texts" else values.mean(1, keepdims=True)
+        estimates[quantity] = estimate(values, pairs[0][0].evaluation.confidence)
+    return Difference(name, other, over, len(values), **estimates)  # type: ignore[arg-type]
 
 
 def length_verdict(

@@ -4,6 +4,7 @@ Position t is scored with t + 1 tokens of context; units are those of `evaluatio
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import (
@@ -75,7 +76,19 @@ class LengthVerdict:
     violated_from: int | None
 
 
-@document("evaluation", version=3)
+@dataclass(frozen=True)
+class TextMeans:
+    """Means of each text, from which models are compared text by text; (S,) each, nats per token.
+
+    `harm` and `loss` are over `ContextHarm.last_range`, `in_window` is over all windows of the text.
+    """
+
+    harm: tuple[float, ...]
+    loss: tuple[float, ...]
+    in_window: tuple[float, ...]
+
+
+@document("evaluation", version=4)
 @dataclass(frozen=True)
 class EvaluationResult:
     """One model on one set of sequences.
@@ -91,6 +104,7 @@ class EvaluationResult:
         verdict: Up to which position the model holds.
         device, versions, command, seed, wall_seconds: How it was measured.
         forgetting, attention_window: Those in its config; None for all keys.
+        by_text: The numbers for a table of each text; None in older files.
     """
 
     model: str
@@ -111,24 +125,44 @@ class EvaluationResult:
     wall_seconds: float
     forgetting: ForgettingRule = NO_FORGETTING
     attention_window: int | None = None
+    by_text: TextMeans | None = None
 
 
 @dataclass(frozen=True)
 class ComparedModel:
-    """One model of a comparison; `training` is None if its training is not recorded."""
+    """One model of a comparison; `training` is None if its training is not recorded.
+
+    `method` and `seed` name the folder of a method that was trained with several seeds, and the seed; else empty.
+    """
 
     role: Role
     evaluation: EvaluationResult
     training: TrainingRecord | None
+    method: str = ""
+    seed: str = ""
 
 
-@document("comparison", version=3)
+@dataclass(frozen=True)
+class Difference:
+    """Means of a model or method minus those of another, with paired intervals over `count` texts or seeds."""
+
+    model: str
+    minus: str
+    over: Literal["texts", "seeds"]
+    count: int
+    harm: Estimate
+    loss: Estimate
+    in_window: Estimate
+
+
+@document("comparison", version=4)
 @dataclass(frozen=True)
 class Comparison:
-    """Models evaluated on the same data, in the order in which they are shown."""
+    """Models evaluated on the same data, in the order in which they are shown, and their `differences`."""
 
     title: str
     models: tuple[ComparedModel, ...]
+    differences: tuple[Difference, ...] = ()
 
     def __post_init__(self) -> None:
         check_comparison([model.evaluation for model in self.models], "data.digest", "data.token_unit")
