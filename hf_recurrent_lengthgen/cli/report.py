@@ -71,12 +71,12 @@ def summary_table(comparison: Comparison) -> str:
     return "\n\n".join(f"{in_columns(rows)}\n{note}" for rows, note in tables(comparison))
 
 
-def tables(comparison: Comparison) -> list[tuple[list[tuple[str, ...]], str]]:
+def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
     """Rows, of which the first is the header, and a note: the models, and if there are several, their differences."""
     first = comparison.models[0].evaluation
     start, stop = first.harm.last_range
     place, confidence = f"at {start:,}-{stop:,}", f"{first.confidence:.0%}"
-    rows = [("model", f"harm {place}", "in-window loss", "context use", "harmful from")]
+    rows: list[Sequence[str]] = [("model", f"harm {place}", "in-window loss", "context use", "harmful from")]
     for model in comparison.models:
         evaluation = model.evaluation
         rows.append(
@@ -94,11 +94,12 @@ def tables(comparison: Comparison) -> list[tuple[list[tuple[str, ...]], str]]:
     )
     if not comparison.differences:
         return [(rows, note)]
-    minus = [("difference", f"harm {place}", f"loss {place}", "in-window loss", "over")]
+    minus: list[Sequence[str]] = [("difference", f"harm {place}", f"loss {place}", "in-window loss", "over")]
     for each in comparison.differences:
         values = (estimate_text(value, "+") for value in (each.harm, each.loss, each.in_window))
         minus.append((f"{each.model} - {each.minus}", *values, f"{each.count} {each.over}"))
-    return [(rows, note), (minus, f"Paired, with {confidence} intervals over texts or seeds.")]
+    paired = f"nats per {first.data.token_unit}, paired, with {confidence} intervals; below zero the first has less."
+    return [(rows, note), (minus, paired)]
 
 
 def latex(rows: Sequence[Sequence[str]]) -> str:
