@@ -7,9 +7,9 @@ lists which model type has which.
 import copy
 import functools
 import inspect
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_recurrent_lengthgen.hybrids.mixers import Mamba1StateCache, limited_steps, scans_from_state
+from hf_recurrent_lengthgen.hybrids.rows import StockRows
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
 from hf_recurrent_lengthgen.hybrids.stopping import scans_of_rows, stopped_xlstm
@@ -241,12 +242,30 @@ def copy_keys(attention: Cache, cache: Any) -> None:
                 setattr(target, name, value.detach().clone() if isinstance(value, Tensor) else value)
 
 
-def repeated_keys(attention: Cache, copies: int) -> Cache:
-    """A copy of an attention cache with every row repeated `copies` times, without gradients."""
-    repeated: Any = copy.copy(attention)
-    repeated.layers = [copy.copy(layer) for layer in attention.layers]
-    for layer in repeated.layers:
+def rows_of_keys(attention: Any, rows: Tensor, behind: Tensor | None = None) -> Any:
+    """A copy of an attention cache with these rows, in the order given, and with padding `behind` them (`windows`)."""
+    taken = copy.copy(attention)
+    taken.layers = [copy.copy(layer) for layer in attention.layers]
+    for layer in taken.layers:
+        layer.behind = behind
         if getattr(layer, "keys", None) is not None:
-            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
-            layer.batch_repeat_interleave(copies)
-    return repeated
+            layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+    return taken
+
+
+@contextmanager
+def keys_of_sequences(attention: Any, rows: StockRows | None) -> Iterator[Any]:
+    """A cache for the N sequences of B rows; after the block, `attention` has the keys of the last one of each row.
+
+    A sequence that begins inside a row has no keys before it: all columns of the cache are padding to it.
+    """
+    if attention is None or rows is None:
+        yield attention
+        return
+    (owners,), last = rows.moved.owners, rows.moved.last
+    behind = torch.zeros_like(owners) if rows.padded is None else rows.length - cast(Tensor, rows.padded.lengths)
+    padding = getattr(attention, "padding", torch.zeros_like(last))
+    read = rows_of_keys(attention, owners.clamp(max=len(last) - 1), behind)
+    read.padding = torch.cat([padding, padding.new_tensor([attention.get_seq_length()])])[owners]
+    yield read
+    attention.layers, attention.padding = rows_of_keys(read, last).layers, (read.padding + behind)[last]

@@ -35,7 +35,7 @@ def check_arguments(cache_argument: str, arguments: dict[str, Any], seen: int) -
     return rows, length, rows_of(arguments, seen)
 
 
-def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any, packed: bool = True) -> None:
+def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any) -> None:
     """Refuse padding and several sequences in a row where they would not be exact."""
     what = "attention_mask has zeros, or several sequences are in a row"
     if group is not None:
@@ -43,10 +43,10 @@ def check_rows(model: HybridModel, attention_cache: Cache | None, group: Any, pa
             f"{what}, which a sequence_group does not take with wrapped models: give rows of one sequence without "
             "padding."
         )
-    if attention_cache is not None and (packed or window_of(model.config) is None):
+    if attention_cache is not None and window_of(model.config) is None:
         raise ValueError(
             f"{what}, but attention_cache keeps equally many keys of every row: read rows of unequal length one at "
-            "a time, leave attention_cache out, or give the model an attention_window, which takes padding."
+            "a time, leave attention_cache out, or give the model an attention_window, which takes both."
         )
     if not reads_tokens(model):
         raise ValueError(f"{what}, but {type(model).__name__} is not a language model: give rows of equal length.")
@@ -140,10 +140,10 @@ def set_positions(
         return {}
     start, padding = state_cache.get_seq_length(), getattr(state_cache.attention, "padding", None)
     begins = 0 if padding is None else padding[:, None]
-    check_positions(given, rows, start - begins)
+    columns = torch.arange(start + length, device=model.device)[None] - begins
+    check_positions(given, rows, columns[:, start:])
     if not start:
         return {}
-    columns = torch.arange(start + length, device=model.device)[None] - begins
     further = {} if padding is None else {"attention_mask": (columns >= 0).long()}
     # given, because Bamba does not ask the cache
     takes = "position_ids" in inspect.signature(model.forward).parameters

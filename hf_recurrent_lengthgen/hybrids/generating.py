@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_recurrent_lengthgen.hybrids.cache_adapters import repeated_keys
+from hf_recurrent_lengthgen.hybrids.cache_adapters import rows_of_keys
 from hf_recurrent_lengthgen.hybrids.calls import check_attention_cache, check_padding, check_rows, starts_learned
 from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
 from hf_recurrent_lengthgen.hybrids.rows import check_cached, real_of, rows_of, text_positions
@@ -87,7 +87,7 @@ def generation_arguments(
         whole = attention_cache.get_seq_length() + length
         padding: Any = getattr(attention_cache, "padding", torch.zeros(rows, dtype=torch.long, device=prompt.device))
         further["attention_mask"] = (torch.arange(whole, device=prompt.device) >= padding[:, None]).long()
-        attention_cache = repeated_keys(attention_cache, copies)
+        attention_cache = rows_of_keys(attention_cache, torch.arange(rows).repeat_interleave(copies))
     initial_state = map_state(lambda part: part.repeat_interleave(copies, dim=0), initial_state)
     cache = model.cache_from_state(initial_state, attention_cache)
     if read_here:

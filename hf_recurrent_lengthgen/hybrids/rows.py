@@ -35,6 +35,7 @@ class StockRows:
         given: The rows of the call, with padding or several sequences.
 
     Attributes:
+        moved: The one group of the N sequences.
         rows: N.
         length: L.
         padded: The N rows, if some have padding at their ends; None if all sequences have L tokens.
@@ -42,21 +43,16 @@ class StockRows:
 
     def __init__(self, given: Rows) -> None:
         self.given = given
-        self._moved = MovedRows.of_sequences(given, together=True)
-        (self.padded,) = self._moved.groups
-        self.rows, self.length = self._moved.orders[0].shape
-        self._source = self._moved.source
+        self.moved = MovedRows.of_sequences(given, together=True)
+        (self.padded,) = self.moved.groups
+        self.rows, self.length = self.moved.orders[0].shape
+        self._source = self.moved.source
         self._kept: Tensor | None = None
         self._latest: tuple[Any, Any] = (None, None)
 
-    @property
-    def positions(self) -> Tensor:
-        """Of each token in its sequence, (B, T); padding has that of the last real token before it."""
-        return self._source % self.length
-
     def to_front(self, x: Tensor) -> Tensor:
         """(B, T, ...) to (N, L, ...), with zeros behind shorter sequences."""
-        moved = self._moved.to_front(x.flatten(2) if x.ndim > 2 else x[..., None])[0]
+        moved = self.moved.to_front(x.flatten(2) if x.ndim > 2 else x[..., None])[0]
         return moved.view(self.rows, self.length, *x.shape[2:])
 
     def back(self, x: Tensor) -> Tensor:
@@ -72,7 +68,7 @@ class StockRows:
         `new` has one row; None is zero.
         """
         news = (None,) * len(state) if new is None else new
-        return tuple(self._moved.starting_states(*layers)[0] for layers in zip(state, news, strict=True))
+        return tuple(self.moved.starting_states(*layers)[0] for layers in zip(state, news, strict=True))
 
     def final(self, before: RecurrentState, after: RecurrentState) -> RecurrentState:
         """The states after the last sequence of each row, from those before and after the N sequences."""
@@ -85,7 +81,7 @@ class StockRows:
                 )
                 for layers in zip(before, after, strict=True)
             )
-        return tuple(self._moved.final_states((layer,)) for layer in after)
+        return tuple(self.moved.final_states((layer,)) for layer in after)
 
     def arguments(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
         """The arguments for the N rows; targets stay as they are, since `loss` gets the logits that moved back.
@@ -106,7 +102,7 @@ class StockRows:
         routers = given.get("output_router_logits")
         if getattr(config, "output_router_logits", False) if routers is None else routers:
             # the loss of experts counts the tokens of this mask
-            real: Any = torch.ones_like(self._moved.orders[0]) if self.padded is None else self.padded.real
+            real: Any = torch.ones_like(self.moved.orders[0]) if self.padded is None else self.padded.real
             if not bool(real[:, 0].all()):
                 raise ValueError("A row has no real token, which output_router_logits does not take: leave it out.")
             moved["attention_mask"] = real.long()
@@ -258,7 +254,7 @@ def stock_call(model: Any, cache_argument: str, arguments: dict[str, Any]) -> tu
         return None, arguments
     if rows is not None:
         if model.attends:
-            check_positions(arguments.get("position_ids"), rows, 0)
+            check_positions(arguments.get("position_ids"), rows, torch.arange(rows.length, device=model.device)[None])
         return rows, arguments
     return None, of_whole_rows(arguments, ("attention_mask", "position_ids"))
 
@@ -296,16 +292,16 @@ def reads_tokens(model: Any) -> bool:
     return model.base_model is model or model.get_output_embeddings() is not None
 
 
-def check_positions(positions: Any, rows: StockRows | None, first: Any) -> None:
-    """Raise a `ValueError` if positions are not those from which attention layers start, at `first`."""
+def check_positions(positions: Any, rows: StockRows | None, expected: Tensor) -> None:
+    """Raise a `ValueError` if positions are not those `expected`, (N or 1, L), of the rows of the stock model."""
     if positions is None:
         return
     positions = text_positions(positions)
-    expected = rows.positions if rows is not None else torch.arange(positions.shape[-1], device=positions.device)
-    wrong = positions != expected + first
+    wrong = positions != (expected if rows is None else rows.back(expected.expand(rows.rows, -1)))
     if rows is not None and rows.given.real is not None:
         wrong = wrong & rows.given.real
     if bool(wrong.any()):
+        first = " or ".join(map(str, expected[:, 0].unique().tolist()))
         raise ValueError(
             f"position_ids must count the real tokens of each sequence from {first}: leave them out, or let them "
             "restart at 0 where a new sequence begins in a row."

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.hybrids.cache_adapters import copy_keys
+from hf_recurrent_lengthgen.hybrids.cache_adapters import copy_keys, keys_of_sequences
 from hf_recurrent_lengthgen.hybrids.calls import (
     check_arguments,
     check_attention_cache,
@@ -191,7 +191,7 @@ class StatefulMixin(LearnedStatesMixin):
         seen = attention_cache.get_seq_length() if isinstance(attention_cache, Cache) else 0
         batch_size, length, rows = check_arguments(adapter.argument, arguments, seen)
         if rows is not None:
-            check_rows(self, attention_cache, group, rows.given.starts is not None)
+            check_rows(self, attention_cache, group)
         if attention_cache is not None:
             check_attention_cache(self, attention_cache, initial_state)
         if initial_state is None:
@@ -224,15 +224,11 @@ class StatefulMixin(LearnedStatesMixin):
         if padded is not None:
             check_stops(self)
         shared = None if group is None else Shared(group, size, self.device, window_of(self.config))
-        state_cache: Any = adapter.state_cache(before, size[1] == 1, attention_cache, padded, shared)
-        state_cache.keys = keys
-        further = set_positions(self, state_cache, arguments, rows, size[1])
-        behind = None if rows is None or rows.padded is None else size[1] - cast(Tensor, rows.padded.lengths)
-        for layer in getattr(attention_cache, "layers", ()):
-            layer.behind = behind
-        output = self._carry(state_cache, arguments, rows, further)
-        if attention_cache is not None and behind is not None:
-            cast(Any, attention_cache).padding = getattr(attention_cache, "padding", 0) + behind
+        with keys_of_sequences(attention_cache, rows) as attention:
+            state_cache: Any = adapter.state_cache(before, size[1] == 1, attention, padded, shared)
+            state_cache.keys = keys
+            further = set_positions(self, state_cache, arguments, rows, size[1])
+            output = self._carry(state_cache, arguments, rows, further)
         if group is not None:
             state_cache.shared.check(len(state_cache.asked), type(self).__name__)
         if padded is not None:

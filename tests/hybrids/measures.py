@@ -18,6 +18,32 @@ def pair(model_type: str, **changes: Any) -> tuple[Any, Any]:
     return stock, stateful(copy.deepcopy(stock))
 
 
+WINDOW = 5
+
+
+def windowed(model_type: str, window: int = WINDOW, **changes: Any) -> tuple[Any, Any]:
+    stock, model = pair(model_type, **changes)
+    return stock, stateful(model, attention_window=window)
+
+
+def masked(stock: Any, x: Tensor, window: int = WINDOW, **given: Any) -> Any:
+    """The stock model with a mask by hand, in which the query in row t sees the keys t - W + 1 to t."""
+    ages = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
+
+    def within(size: int) -> Tensor:
+        return ((ages >= 0) & (ages < size)).expand(len(x), 1, *ages.shape)
+
+    own = getattr(stock.config, "sliding_window", None) or window
+    masks = dict.fromkeys(("full_attention", "hybrid"), within(window)) | {"linear_attention": None, "conv": None}
+    masks |= dict.fromkeys(("sliding_attention", "hybrid_sliding"), within(min(own, window)))
+    name = "inputs_embeds" if x.is_floating_point() else "input_ids"
+    return stock(**{name: x}, attention_mask=masks, **given)
+
+
+def kept(cache: Any) -> list[Tensor]:
+    return [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
+
+
 def random_tokens(rows: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
