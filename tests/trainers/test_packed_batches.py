@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithFlattening
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.trainers import (
+    InitialStateConfig,
     MixedStatesConfig,
     MixedStatesTrainer,
     StatePassingConfig,
@@ -154,3 +157,28 @@ def test_from_zero_rows_stay_packed(tmp_path: Path) -> None:
     assert isinstance(trainer, ZeroStateTrainer)
     batch = DataCollatorWithFlattening()(unequal(4))
     assert lay_out(trainer, batch, 0)["input_ids"].shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "make"),
+    [
+        ("seq_idx", toys.tiny_model),
+        pytest.param("position_ids", lambda: stateful(tiny_hybrid("mamba")), marks=needs_hybrids),
+    ],
+    ids=["ours", "stock mamba"],
+)
+def test_columns_that_tell_sequences_apart_are_kept(tmp_path: Path, column: str, make: Callable[[], Any]) -> None:
+    """Trainer drops the columns that `forward` does not name, and each row would be one sequence."""
+    ids = torch.randint(3, 17, (8, 10), generator=torch.Generator().manual_seed(0))
+    says = {"seq_idx": [0] * 4 + [1] * 6, "position_ids": [*range(4), *range(6)]}[column]
+    data = Dataset.from_list([{"input_ids": row, "labels": row, column: says} for row in ids.tolist()])
+    settings = InitialStateConfig(str(tmp_path), **toys.QUIET, save_strategy="no", max_steps=1, logging_steps=1)
+    trainer = ZeroStateTrainer(make(), settings, train_dataset=data, eval_dataset=data)
+    with torch.no_grad():
+        alone = [
+            cross_entropy(make()(part).logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+            for part in (ids[:, :4], ids[:, 4:])
+        ]
+    expected = pytest.approx(sum(alone).item() / 64, rel=1e-4)
+    assert trainer.evaluate()["eval_loss"] == expected
+    assert trainer.train().training_loss == expected

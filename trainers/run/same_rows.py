@@ -31,6 +31,7 @@ from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows, refuse_o
 logger = logging.get_logger(__name__)
 
 EXTRA_COLUMNS = ("shift_labels", "state_resets")
+PACKING_COLUMNS = ("position_ids", "seq_idx")
 
 _SETTINGS = {
     name: f"dataloader_{name}"
@@ -155,7 +156,8 @@ class SameRowsTrainer(PushingTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         known: list[str] = self._signature_columns or []
-        self._signature_columns = list(dict.fromkeys([*known, *EXTRA_COLUMNS]))  # type: ignore[assignment]
+        more = EXTRA_COLUMNS + (PACKING_COLUMNS if self._takes_states else ())
+        self._signature_columns = list(dict.fromkeys([*known, *more]))  # type: ignore[assignment]
 
     # --- evaluation ---
 
