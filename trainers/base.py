@@ -52,7 +52,7 @@ from hf_recurrent_lengthgen.trainers.run.step_checks import (
 )
 from hf_recurrent_lengthgen.trainers.windows import plan_windows, train_in_windows
 
-_NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.)")
+_NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.|time_|x_[rwkvag]$|r_k$|bonus$|lora\.\d|x_proj\.\d)")
 
 INTERVENTIONS: dict[str, type["InitialStateTrainer"]] = {}
 """The trainers by the name of their method. A class with an `about` of its own is registered when it is defined."""
@@ -173,9 +173,9 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             self._make_source()
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Trainer's, without parameters of one dimension, Mamba's A_log and a learned state.
+        """Trainer's, without parameters of one dimension, Mamba's A_log, all small ones of RWKV and a learned state.
 
-        The authors of Mamba do not decay A_log, D and biases; Trainer exempts biases and norms only.
+        Nor do the authors decay them (RWKV-LM, `configure_optimizers`); Trainer exempts biases and norms only.
         """
         spared = {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
         names: list[str] = super().get_decay_parameter_names(model)

@@ -14,7 +14,7 @@ from hf_recurrent_lengthgen.trainers import (
     RandomNoiseTrainer,
     ZeroStateTrainer,
 )
-from tests.models.families import FAMILIES, build
+from tests.models.families import FAMILIES, Family, build, variant_id
 from tests.trainers import toys
 
 
@@ -32,6 +32,21 @@ def test_only_matrices_of_mamba_are_decayed(tmp_path: Path) -> None:
         assert any(name.endswith("A_log") for name, _ in trainer.model.named_parameters())
         assert any(name.endswith("in_proj.weight") for name in found)
         assert [name for name in found if name.endswith(("A_log", ".D", "bias", "norm.weight"))] == []
+
+
+LARGE = {
+    "rwkv5": "key value receptance gate output",
+    "rwkv6": "r_proj k_proj v_proj g_proj o_proj key value receptance",
+    "rwkv7": "r_proj k_proj v_proj o_proj key value",
+}
+"""The matrices of a layer that the authors decay, those of two dimensions whose names end with .weight in RWKV-LM."""
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.name in LARGE], ids=variant_id)
+def test_only_large_matrices_of_rwkv_are_decayed(tmp_path: Path, family: Family) -> None:
+    trainer = ZeroStateTrainer(build(family), InitialStateConfig(str(tmp_path), **toys.QUIET, weight_decay=0.1))
+    found = {name.removesuffix(".weight").removesuffix(".linear").split(".")[-1] for name in decayed(trainer)}
+    assert found == {"embeddings", trainer.model.head_name, *LARGE[family.name].split()}
 
 
 def test_a_learned_state_is_not_decayed(tmp_path: Path) -> None:
