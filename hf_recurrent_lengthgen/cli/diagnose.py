@@ -49,7 +49,9 @@ def run(arguments: Sequence[str]) -> int:
             f"--repeated-text is for the {CONSTANT_PROMPT.name}, which --parts leaves out: {', '.join(parts)}."
         )
     inputs = load_inputs(options)
-    settings = dataclasses.replace(settings, repeated_token=_repeated_token(inputs.tokenizer, settings.repeated_text))
+    token = _repeated_token(inputs.tokenizer, settings.repeated_text)
+    windows = tuple(int(subject.window) for subject in inputs.subjects if subject.window not in (None, "none"))
+    settings = dataclasses.replace(settings, repeated_token=token, attention_windows=windows)
     diagnosed = []
     for subject in inputs.subjects:
         model = ready(subject, inputs, "Diagnosing", options.device)

@@ -42,11 +42,14 @@ def weights_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def config_digest(config: Any, but: str = "") -> str:
+    """SHA-256 of all fields of a config, `but` one of them."""
+    plain = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+    return _digest_of({key: repr(value) for key, value in plain.items() if key not in ("_name_or_path", but)})
+
+
 def model_record(model: Any) -> dict[str, str]:
     """Everything that the predictions of a model depend on: class, weights, config, adapters, code and device type."""
-    config = model.config
-    plain = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-    settings = {key: repr(value) for key, value in plain.items() if key != "_name_or_path"}
     adapters = {
         name: [repr(getattr(module, setting, None)) for setting in ADAPTER_SETTINGS]
         for name, module in model.named_modules()
@@ -55,7 +58,7 @@ def model_record(model: Any) -> dict[str, str]:
     return {
         "class": type(model).__name__,
         "weights": weights_digest(model),
-        "config": _digest_of(settings),
+        "config": config_digest(model.config),
         "adapters": _digest_of(adapters),
         "code": _digest_of(_foreign_code(model)),
         "device": next(model.parameters()).device.type,

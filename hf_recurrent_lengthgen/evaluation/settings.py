@@ -68,6 +68,7 @@ class DiagnosisSettings(EvaluationSettings):
         remembrance_distances: Distances for Effective Remembrance beside total variation, see `DISTANCES` there.
         repeated_text: The text that the constant prompt repeats; None for a line break.
         repeated_token: Its token, which is what is read; None for no such prompt.
+        attention_windows: Windows that hybrids are read with beside those of `attention_window_harm`.
     """
 
     parts: tuple[str, ...] | None = option(
@@ -88,6 +89,7 @@ class DiagnosisSettings(EvaluationSettings):
         None, "text of one token, which the constant prompt repeats (default: a line break)"
     )
     repeated_token: int | None = None
+    attention_windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,7 @@
 """--attention-window of the commands that load models."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
+from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
+from hf_recurrent_lengthgen.metrics.states import attention_windows
+from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from tests.cli.conftest import Evaluate
 from tests.cli.training import Train, trained_config
 from tests.hybrids.tiny_models import tiny_composite, tiny_model
@@ -132,6 +136,24 @@ def test_several_windows_are_compared(hybrid: Path, evaluate: Evaluate, tmp_path
         alone |= measured("--attention-window", window)
     assert measured("--attention-window", "2, none") == alone
     assert list(alone) == ["bamba (2 keys)", "bamba (all keys)"]
+
+
+def test_a_diagnosis_of_several_windows_reads_the_texts_once_for_each(
+    hybrid: Path, diagnose: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Mock(side_effect=attention_windows.stream_nll)
+    monkeypatch.setattr(attention_windows, "stream_nll", reads)
+    options = "--attention-window", "3,none", "--parts", "states", "--cache", tmp_path / "cache", "--patched-heads", 0
+    assert diagnose(hybrid, *options) == 0
+    states = [m.found(StateDiagnosis) for m in read_result(tmp_path / "out" / "result.json", Diagnosis).models]
+    one, other = (each.attention for each in states if each is not None)
+    assert one is not None
+    assert other is not None
+    assert one.windows is not None
+    assert one.windows.windows == (2, 3, 4, 8, 16, 32, None)
+    assert reads.call_count == 7
+    assert one.windows == other.windows
+    assert one.both != other.both  # what else is measured has the window of the model
 
 
 def test_windows_that_cannot_be_compared_are_refused(

@@ -22,6 +22,12 @@ FRACTIONS = (0.25, 0.5, 1, 2, 4)
 """Windows that are measured by default, in training lengths."""
 
 
+def windows_to_read(model: nn.Module, training_length: int, length: int, others: Sequence[int] = ()) -> list[int]:
+    """T/4, T/2, T, 2T, 4T, the model's own window and others, of those that are shorter than texts."""
+    chosen = {int(share * training_length) for share in FRACTIONS} | {attention_window(model), *others}
+    return sorted(window for window in chosen if window and window < length)
+
+
 def attention_window_harm(
     model: nn.Module,
     tokens: Tokens,
@@ -48,8 +54,7 @@ def attention_window_harm(
     half, long = training_length // 2, start - training_length
     first = long // half * half  # where a window of the whole text begins
     if windows is None:
-        chosen = [int(share * training_length) for share in FRACTIONS]
-        windows = [window for window in (*chosen, attention_window(reader.model)) if window and window < stop]
+        windows = windows_to_read(reader.model, training_length, stop)
     read: list[int | None] = [*sorted({window for window in windows if window is not None}), None]
     for window in read[:-1] or [training_length]:
         check_window(reader.model, window)

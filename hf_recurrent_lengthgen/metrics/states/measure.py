@@ -5,13 +5,15 @@ sections 3.2 and 3.3.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.measurement import Measurement
+from hf_recurrent_lengthgen.evaluation.provenance import config_digest
 from hf_recurrent_lengthgen.evaluation.readers import StateReader
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.settings import (
@@ -25,7 +27,7 @@ from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, 
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluated
 from hf_recurrent_lengthgen.metrics.states.attention import attention_harm
-from hf_recurrent_lengthgen.metrics.states.attention_windows import attention_window_harm
+from hf_recurrent_lengthgen.metrics.states.attention_windows import attention_window_harm, windows_to_read
 from hf_recurrent_lengthgen.metrics.states.distance import Drift, pooled_std, state_drift
 from hf_recurrent_lengthgen.metrics.states.patching import Head, Heads, heads_of, patch_heads, patched_place
 from hf_recurrent_lengthgen.metrics.states.result import (
@@ -36,6 +38,7 @@ from hf_recurrent_lengthgen.metrics.states.result import (
     PatchedHeads,
     StateDiagnosis,
     Values,
+    WindowHarm,
 )
 from hf_recurrent_lengthgen.metrics.states.trajectory import (
     LayerTrajectory,
@@ -79,7 +82,8 @@ def diagnose_states(
     with observer:
         stream_nll(model, tokens, observer=observer, **settings.reading)
     states = describe_states(model, observer.trajectory(), training_length, settings.confidence)
-    return with_exchanges(model, tokens, states, patched_heads, settings, observer.kept_state())
+    windows = functools.partial(attention_window_harm, model, tokens, training_length, settings=settings)
+    return with_exchanges(model, tokens, states, patched_heads, settings, observer.kept_state(), windows)
 
 
 def measure_states(task: Measurement) -> StateDiagnosis:
@@ -99,10 +103,18 @@ def measure_states(task: Measurement) -> StateDiagnosis:
 
     states = task.kept("states", StateDiagnosis, describe)
 
-    def exchange() -> StateDiagnosis:
-        return with_exchanges(task.model, task.tokens, states, heads, settings, observer.kept_state())
+    read = windows_to_read(task.model, task.training_length, task.length, settings.attention_windows)
 
-    return task.kept("states and exchanges", StateDiagnosis, exchange, patched_heads=heads)
+    def windows() -> WindowHarm:
+        """Measured once for a model, whatever its own window."""
+        model = task.key["model"] | {"config": config_digest(task.model.config, but="attention_window")}
+        sweep = functools.partial(attention_window_harm, task.model, task.tokens, task.training_length, read, settings)
+        return task.kept("windows of attention", WindowHarm, sweep, model=model, windows=read)
+
+    def exchange() -> StateDiagnosis:
+        return with_exchanges(task.model, task.tokens, states, heads, settings, observer.kept_state(), windows)
+
+    return task.kept("states and exchanges", StateDiagnosis, exchange, patched_heads=heads, windows=read)
 
 
 def _observer(model: nn.Module, tokens: Tokens, training_length: int, patched_heads: int) -> StateObserver:
@@ -154,18 +166,19 @@ def with_exchanges(
     patched_heads: int,
     settings: EvaluationSettings,
     state_there: RecurrentState | None,
+    windows: Callable[[], WindowHarm],
 ) -> StateDiagnosis:
-    """The diagnosis of `describe_states` with patching, and in hybrids with the harm of attention apart.
+    """The diagnosis of `describe_states` with patching, and in hybrids with the harm of attention apart and by window.
 
-    What could not be measured has its reason in `left_out`. `state_there` are the states kept by the observer.
+    `windows` measures the latter. What could not be measured has its reason in `left_out`. `state_there` are the
+    states kept by the observer.
     """
     attends, left_out = getattr(model, "attends", False), list(states.left_out)
     attention = patching = None
     if attends:
         try:
             attention = attention_harm(model, tokens, states.training_length, settings)
-            windows = attention_window_harm(model, tokens, states.training_length, settings=settings)
-            attention = dataclasses.replace(attention, windows=windows)
+            attention = dataclasses.replace(attention, windows=windows())
         except ValueError as error:
             what = "of long states was not measured apart from that of long attention"
             if attention is not None:

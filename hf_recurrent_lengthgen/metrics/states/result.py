@@ -105,6 +105,7 @@ AS_GOOD = 0.01
 """Nats per token by which a larger window of attention may be worse than the best one."""
 
 
+@document("window_harm")
 @dataclass(frozen=True)
 class WindowHarm:
     """Harm of a long context by window of attention, in nats per token (`attention_windows.py`).
