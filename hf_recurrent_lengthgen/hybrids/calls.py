@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of, stock_type_of
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.hybrids.state_cache import NoCache
 from hf_recurrent_lengthgen.hybrids.windows import window_of
@@ -22,6 +23,29 @@ from hf_recurrent_lengthgen.models.rows import token_shape
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_learned import recorded
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
+
+
+def check_stock(model: PreTrainedModel) -> None:
+    """Refuse models that cannot be wrapped, whatever their states."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"stateful takes a model of Transformers, got {name}. For a PEFT model, call stateful(model) before "
+            "get_peft_model(model, ...)."
+        )
+    if any("forward" in vars(module) for module in (model, model.base_model)):
+        raise ValueError(
+            f"{name} has a replaced forward, as hooks of accelerate make it (device_map over several devices, "
+            "offloading); it would drop the states. Load it without device_map, call stateful(model), then offload it."
+        )
+    text_type = model.config.get_text_config(decoder=True).model_type
+    if text_type in REFUSED:
+        raise ValueError(f"{name} cannot carry its states: {REFUSED[text_type]}.")
+    if text_type not in SUPPORTED:
+        raise ValueError(
+            f"{name} is of type {text_type!r}, which is no recurrent type that is known: stateful takes "
+            f"{', '.join(sorted(SUPPORTED))}."
+        )
 
 
 def check_arguments(cache_argument: str, arguments: dict[str, Any], seen: int) -> tuple[int, int, StockRows | None]:

@@ -37,8 +37,23 @@ def use_our_scan(model: StatefulModel) -> None:
 @functools.cache
 def _scanning_class(stock: Any) -> Any:
     """The subclass of a mixer's class that calls our scan, under its name."""
+    return under_its_name(stock, _scanning_class, (), _with_our_scan(stock.forward))
+
+
+def under_its_name(stock: Any, make: Any, mixins: tuple[type, ...], forward: Any) -> Any:
+    """A subclass of a stock class under its name, by which pickle would find that one: it is told `make(stock)`."""
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        _, _, *contents = stock.__reduce_ex__(self, protocol)
+        return _empty, (make, stock), *contents
+
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (stock,), names | {"forward": _with_our_scan(stock.forward)})
+    return type(stock.__name__, (*mixins, stock), names | {"forward": forward, "__reduce_ex__": reduced})
+
+
+def _empty(make: Any, stock: Any) -> Any:
+    made = make(stock)
+    return made.__new__(made)
 
 
 def _with_our_scan(function: Any) -> Any:

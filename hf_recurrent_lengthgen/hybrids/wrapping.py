@@ -27,6 +27,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_call,
     check_remembers,
     check_rows,
+    check_stock,
     check_stock_cache,
     check_stopped,
     check_stops,
@@ -39,17 +40,11 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     with_one_cache,
     without_checkpointing,
 )
-from hf_recurrent_lengthgen.hybrids.delta_scans import use_our_scan
+from hf_recurrent_lengthgen.hybrids.delta_scans import under_its_name, use_our_scan
 from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, read_prompt
 from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
 from hf_recurrent_lengthgen.hybrids.measuring import watched_scans
-from hf_recurrent_lengthgen.hybrids.registry import (
-    REFUSED,
-    SUPPORTED,
-    adapter_targets,
-    cache_adapter_of,
-    stock_type_of,
-)
+from hf_recurrent_lengthgen.hybrids.registry import adapter_targets, cache_adapter_of, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, loss_of, of_whole_rows, refuse_unread, stock_call
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.windows import obey_window, set_window, shorten_keys, window_of
@@ -315,8 +310,7 @@ def _stateful_class(stock: Any) -> Any:
         parameters=[p for p in parameters if p not in catch_all] + added + catch_all
     )
     forward.__doc__ = stock.forward.__doc__
-    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (StatefulMixin, stock), names | {"forward": forward})
+    return under_its_name(stock, _stateful_class, (StatefulMixin,), forward)
 
 
 @functools.cache
@@ -324,29 +318,6 @@ def _output_class(stock: Any) -> Any:
     """A stock output class with the field `final_state`."""
     fields = [("final_state", RecurrentState | None, dataclasses.field(default=None))]
     return dataclasses.make_dataclass(f"Stateful{stock.__name__}", fields, bases=(stock,))
-
-
-def _check_stock(model: PreTrainedModel) -> None:
-    """Refuse models that cannot be wrapped, whatever their states."""
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(
-            f"stateful takes a model of Transformers, got {name}. For a PEFT model, call stateful(model) before "
-            "get_peft_model(model, ...)."
-        )
-    if any("forward" in vars(module) for module in (model, model.base_model)):
-        raise ValueError(
-            f"{name} has a replaced forward, as hooks of accelerate make it (device_map over several devices, "
-            "offloading); it would drop the states. Load it without device_map, call stateful(model), then offload it."
-        )
-    text_type = model.config.get_text_config(decoder=True).model_type
-    if text_type in REFUSED:
-        raise ValueError(f"{name} cannot carry its states: {REFUSED[text_type]}.")
-    if text_type not in SUPPORTED:
-        raise ValueError(
-            f"{name} is of type {text_type!r}, which is no recurrent type that is known: stateful takes "
-            f"{', '.join(sorted(SUPPORTED))}."
-        )
 
 
 def stateful(model: PreTrainedModel, attention_window: int | str | None = None) -> Any:
@@ -377,7 +348,7 @@ def stateful(model: PreTrainedModel, attention_window: int | str | None = None) 
     if isinstance(model, PreTrainedModel) and "initial_state" in inspect.signature(model.forward).parameters:
         set_window(model, attention_window)
         return model
-    _check_stock(model)
+    check_stock(model)
     wrapped.__class__ = _stateful_class(stock)
     try:
         wrapped._layout = layout_of(wrapped)

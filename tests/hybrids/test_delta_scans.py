@@ -3,6 +3,7 @@
 import copy
 import functools
 import inspect
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -195,9 +196,9 @@ def test_other_models_are_not_touched_and_copies_keep_the_scan() -> None:
     logits = model(tokens).logits
     assert (dict(vars(module)), dict(vars(mixer))) == before[:2]
     assert torch.equal(stock(tokens).logits, before[2])
-    copied = copy.deepcopy(model)
-    assert [type(x) for x in mixers(copied)] == [type(x) for x in mixers(model)]
-    assert torch.equal(copied(tokens).logits, logits)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert [type(x) for x in mixers(copied)] == [type(x) for x in mixers(model)]
+        assert torch.equal(copied(tokens).logits, logits)
     wrapped = mixers(model)[0]
     assert isinstance(wrapped, mixer)
     assert str(type(wrapped)) == str(mixer)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,12 @@ def test_outputs_have_the_loss_and_the_state_and_no_cache(model: Any) -> None:
 
 def test_copies_keep_the_contract(model: Any) -> None:
     expected = model(TOKENS, output_final_state=True)
-    copied = copy.deepcopy(model)
-    assert type(copied) is type(model)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     with torch.no_grad():
         next(model.parameters()).add_(1)
-    assert torch.equal(copied(TOKENS, output_final_state=True).logits, expected.logits)
+    for copied in copies:
+        assert type(copied) is type(model)
+        assert torch.equal(copied(TOKENS, output_final_state=True).logits, expected.logits)
 
 
 def test_the_checkpoint_is_the_stock_one(model: Any, tmp_path: Path) -> None:
