@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.models.modeling_heads import scored_labels
+from hf_recurrent_lengthgen.models.modeling_heads import IGNORED_LABEL, scored_labels
 from hf_recurrent_lengthgen.models.rows import LAYOUT, Rows, mask_of_new_tokens, read_rows, real_tokens, token_shape
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, layer_state
@@ -175,6 +175,31 @@ def loss_of(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The loss function of a model while it reads: the stock one, with logits moved back if rows were moved."""
     rows = _reading.get()
     return stock if rows is None else functools.partial(rows.loss, stock)
+
+
+def with_share_of_experts(model: Any, call: Callable[[Any], Any], arguments: dict[str, Any]) -> Any:
+    """The output of a call; of `num_items_in_batch` targets, its share counts of the loss of its experts, too.
+
+    Stock models add all of that loss, a mean over tokens, so that it grows with the number of micro-batches.
+    """
+    items = arguments.get("num_items_in_batch")
+    if items is None:
+        return call(arguments)
+    output = call(arguments | {"return_dict": True})
+    loss, of_experts = (output.get(name) for name in PER_CALL)
+    if loss is not None and of_experts is not None:
+        rest = 1 - _targets(arguments) / items
+        output["loss"] = loss - rest * model.router_aux_loss_coef * of_experts
+    return output if model._wants_dict(arguments) else output.to_tuple()
+
+
+def _targets(arguments: dict[str, Any]) -> Tensor:
+    """The number of targets that a call scores."""
+    shifted = arguments.get("shift_labels") is not None
+    labels, mask = arguments["shift_labels" if shifted else "labels"], arguments.get("attention_mask")
+    rows = rows_of(arguments, 0 if mask is None else mask.shape[1] - labels.shape[1])
+    labels = labels if rows is None else scored_labels(labels, rows.given, shifted)
+    return (labels[:, 0 if shifted else 1 :] != IGNORED_LABEL).sum()
 
 
 @torch.compiler.disable

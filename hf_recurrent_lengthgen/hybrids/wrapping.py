@@ -45,7 +45,14 @@ from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, read
 from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
 from hf_recurrent_lengthgen.hybrids.measuring import watched_scans
 from hf_recurrent_lengthgen.hybrids.registry import adapter_targets, cache_adapter_of, stock_type_of
-from hf_recurrent_lengthgen.hybrids.rows import StockRows, loss_of, of_whole_rows, refuse_unread, stock_call
+from hf_recurrent_lengthgen.hybrids.rows import (
+    StockRows,
+    loss_of,
+    of_whole_rows,
+    refuse_unread,
+    stock_call,
+    with_share_of_experts,
+)
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.windows import obey_window, set_window, shorten_keys, window_of
 from hf_recurrent_lengthgen.models.modeling_generation import refuse_continuous_batching
@@ -304,7 +311,8 @@ def _stateful_class(stock: Any) -> Any:
         extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
         bound.pop("self")
         arguments = with_one_cache({**bound, **extra}, "cache" in signature.parameters)
-        return self._forward(initial_state, output_final_state, attention_cache, sequence_group, arguments)
+        call = functools.partial(self._forward, initial_state, output_final_state, attention_cache, sequence_group)
+        return with_share_of_experts(self, call, arguments)
 
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[p for p in parameters if p not in catch_all] + added + catch_all

@@ -110,6 +110,8 @@ def test_the_loss_of_experts_counts_real_tokens(model_type: str) -> None:
         torch.testing.assert_close(output.aux_loss, expected)
         whole = mean_by_hand(model, tokens, words) + model.router_aux_loss_coef * expected
         torch.testing.assert_close(output.loss, whole)
+        step = 2 * sum(len(places) - 1 for row in words for places in places_of(row))  # twice the targets of the call
+        torch.testing.assert_close(model(**given, **more, labels=labels, num_items_in_batch=step).loss, whole / 2)
         for layer, wanted in zip(output.router_logits, routers, strict=True):
             torch.testing.assert_close(layer.view(*tokens.shape, -1)[mask.bool()], wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="A row has no real token"):
