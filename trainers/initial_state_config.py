@@ -1,6 +1,6 @@
 """Settings that every method shares."""
 
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from inspect import get_annotations
 from typing import Any, Literal, Self
@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from transformers import TrainingArguments
 
 from hf_recurrent_lengthgen.evaluation.settings import option
-from hf_recurrent_lengthgen.trainers.settings import check_settings
+from hf_recurrent_lengthgen.trainers.settings import check_settings, defaults_of
 
 
 @dataclass
@@ -135,9 +135,7 @@ class InitialStateConfig(TrainingArguments):
             ValueError: for the reasons given on this class.
         """
         made = object.__new__(cls)
-        defaults = {item.name: item.default for item in fields(cls) if item.default_factory is MISSING}
-        factories = {item.name: item.default_factory() for item in fields(cls) if item.default_factory is not MISSING}
-        vars(made).update(defaults | factories | settings)
+        vars(made).update(defaults_of(cls) | settings)
         check_settings(made)
         made.check()
         return made

@@ -2,7 +2,7 @@
 
 import math
 import types
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from enum import Enum
 from inspect import get_annotations
 from numbers import Integral, Real
@@ -18,6 +18,14 @@ AT_LEAST_ONE = (
 MAY_BE_NONE = ("max_grad_norm",)  # Trainer takes None, although the annotation does not say so
 PROBABILITIES = ("state_drop_probability",)
 ABOVE_ZERO = ("expand_factor", "mimetic_c", "new_weights_lr_multiplier", "noise_sigma")
+
+
+def defaults_of(settings: Any) -> dict[str, Any]:
+    """The default of each field of a dataclass."""
+    return {
+        item.name: item.default if item.default_factory is MISSING else item.default_factory()
+        for item in fields(settings)
+    }
 
 
 def check_settings(settings: Any) -> None:

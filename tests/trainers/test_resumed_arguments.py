@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, StatePassingConfig, ZeroStateTrainer
-from hf_recurrent_lengthgen.trainers.run.checkpoints import load_initial_states, save_initial_states
+from hf_recurrent_lengthgen.trainers.run.checkpoints import load_initial_states, save_initial_states, saved_run
 from hf_recurrent_lengthgen.trainers.run.records import settings
 from hf_recurrent_lengthgen.trainers.run.resumed_settings import (
     APPLIED,
@@ -62,6 +62,38 @@ def test_what_decides_the_training_is_refused(tmp_path: Path, name: str) -> None
     setattr(args, name, "another")
     with pytest.raises(ValueError, match=f"Cannot resume exactly from .*: {name} was .* and is 'another'. Restore"):
         load_initial_states(path, {"arguments": fixed_arguments(args)})
+
+
+def test_an_argument_that_a_checkpoint_does_not_know_had_its_default(tmp_path: Path) -> None:
+    """It is from before the argument, of this package or of Transformers."""
+
+    def read(**given: Any) -> None:
+        args = StatePassingConfig(str(tmp_path), use_cpu=True, report_to="none", **given)
+        run, defaults = {"arguments": fixed_arguments(args)}, fixed_arguments(args, defaults=True)
+        load_initial_states(path, run, defaults)
+
+    path = tmp_path / "states.safetensors"
+    known = fixed_arguments(StatePassingConfig(str(tmp_path), use_cpu=True, report_to="none"))
+    before = {name: value for name, value in known.items() if name not in ("attention_windows", "seed")}
+    save_initial_states(path, {}, {"arguments": before})
+    read(seed=42)
+    with pytest.raises(
+        ValueError, match=r": attention_windows was None and is \[2, 4\], seed was 42 and is 1\. Restore"
+    ):
+        read(attention_windows=[2, 4], seed=1)
+    save_initial_states(path, {}, {})  # from before arguments were recorded
+    read(attention_windows=[2, 4])
+
+
+def test_a_run_from_before_an_argument_goes_on_with_its_default_alone(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=3)
+    path = tmp_path / "checkpoint-3" / "initial_states_0.safetensors"
+    saved = saved_run(path)
+    del saved["arguments"]["bptt_chunk_length"]
+    save_initial_states(path, load_initial_states(path, {}), saved)
+    with pytest.raises(ValueError, match=r"checkpoint-3: bptt_chunk_length was None and is 4"):
+        run(tmp_path, True, bptt_chunk_length=4)
+    run(tmp_path, True)
 
 
 def run(folder: Path, resume: Any = None, **changes: Any) -> Any:

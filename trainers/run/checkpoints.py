@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +41,10 @@ def save_initial_states(path: Path, tensors: dict[str, Tensor], run: dict[str, A
         save_file(tensors, temporary, header)
 
 
-def load_initial_states(path: Path, run: dict[str, Any]) -> dict[str, Tensor]:
-    """Read what `save_initial_states` wrote.
+def load_initial_states(
+    path: Path, run: dict[str, Any], defaults: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """Read what `save_initial_states` wrote; an argument that it does not name had its default, if those are given.
 
     Raises:
         ValueError: if the file is missing, damaged, of a newer format, or from a run that differs in `run`.
@@ -66,7 +68,8 @@ def load_initial_states(path: Path, run: dict[str, Any]) -> dict[str, Tensor]:
         )
     saved = json.loads(header.get("run", "{}"))
     changed = {key: (saved.get(key), run[key]) for key in run.keys() - {"arguments"} if saved.get(key) != run[key]}
-    before, now = saved.get("arguments", {}), run.get("arguments", {})  # each of its own version of Transformers
+    before, now = saved.get("arguments", {}), run.get("arguments", {})  # each of its own versions
+    before = {**defaults, **before} if before and defaults else before
     changed |= {key: (before[key], now[key]) for key in now.keys() & before.keys() if before[key] != now[key]}
     if changed:
         pairs = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in sorted(changed.items()))

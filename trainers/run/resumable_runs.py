@@ -201,7 +201,8 @@ class ResumableTrainer(SameRowsTrainer):
         if refused is not None:
             raise ValueError(refused)
         # Checked before Trainer loads, so that the error names what changed and no weights reach another model.
-        load_initial_states(self._own_file(checkpoint), self._run_description())
+        defaults = fixed_arguments(self.args, defaults=True)
+        load_initial_states(self._own_file(checkpoint), self._run_description(), defaults)
         return str(checkpoint)
 
     def _init_training_state(

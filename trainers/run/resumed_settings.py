@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments
 
+from hf_recurrent_lengthgen.trainers.settings import defaults_of
+
 APPLIED = {
     *("learning_rate", "warmup_steps", "warmup_ratio", "max_steps", "num_train_epochs", "max_grad_norm"),
     *("bf16", "fp16", "neftune_noise_alpha"),
@@ -45,11 +47,10 @@ COMPUTING = {
 MAY_CHANGE = APPLIED | WATCHING | COMPUTING
 
 
-def fixed_arguments(args: TrainingArguments) -> dict[str, Any]:
-    """The values of all arguments that may not change, as they come back from JSON."""
-    return {
-        item.name: as_json(_plain(getattr(args, item.name))) for item in fields(args) if item.name not in MAY_CHANGE
-    }
+def fixed_arguments(args: TrainingArguments, defaults: bool = False) -> dict[str, Any]:
+    """The values of all arguments that may not change, or the `defaults` of these, as they come back from JSON."""
+    values = defaults_of(args) if defaults else {item.name: getattr(args, item.name) for item in fields(args)}
+    return {name: as_json(_plain(value)) for name, value in values.items() if name not in MAY_CHANGE}
 
 
 def _plain(value: Any) -> Any:
