@@ -64,6 +64,23 @@ def test_the_training_scripts_run(name: str, tmp_path: Path, monkeypatch: pytest
     assert weights["backbone.layers.1.mixer.A_log"].shape == (6,)
 
 
+def test_the_notebook_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    code = "".join(f"{''.join(cell['source'])}\n" for cell in cells if cell["cell_type"] == "code")
+    for value, small in {"STEPS = 300": "STEPS = 2", "LENGTH = 4096": "LENGTH = 256", "[:20_000]": "[:200]"}.items():
+        assert value in code
+        code = code.replace(value, small)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "model_cards").symlink_to(EXAMPLES.parent / "model_cards")
+    monkeypatch.chdir(tmp_path / "examples")
+    names: dict[str, object] = {}
+    exec(compile(code, "quickstart.ipynb", "exec"), names)
+    assert [found.model for found in names["comparison"].differences] == ["state passing"]  # type: ignore[attr-defined]
+    assert "200 bytes read" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_an_official_checkpoint_becomes_a_published_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import core_schema
 
-from hf_recurrent_lengthgen.evaluation.views import summary, to_frame
+from hf_recurrent_lengthgen.evaluation.views import summary, to_frame, to_html
 
 Document = TypeVar("Document")
 Scalar = bool | int | float | str | None
@@ -39,6 +39,8 @@ class AnyDocument:
 def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Document]]:
     """Give a dataclass a file form, a short `repr`, and `to_frame()`, all its numbers as a table.
 
+    One with a method `figure` shows that in notebooks.
+
     A field added later needs a default, so that older files can be read; removing a field would make them unreadable.
     Raise `version` with every field that is added, here or in the dataclasses that it holds.
     """
@@ -46,6 +48,8 @@ def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Doc
     def register(cls: type[Document]) -> type[Document]:
         _SCHEMAS[cls] = (kind, version)
         cls.__repr__, cls.to_frame = summary, to_frame  # type: ignore[attr-defined, method-assign]
+        if hasattr(cls, "figure"):
+            cls._repr_html_ = to_html  # type: ignore[attr-defined]
         return cls
 
     return register

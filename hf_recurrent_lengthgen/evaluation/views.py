@@ -1,7 +1,8 @@
-"""How results show themselves in a session: a line per field, and a table of all their numbers."""
+"""How results show themselves in a session: a line per field, a table of all their numbers, a picture in notebooks."""
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from html import escape
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
@@ -35,6 +36,14 @@ def _told(value: Any) -> str:
     else:
         text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def to_html(result: Any) -> str:
+    """The figure of a result, on white, and its fields: what a notebook shows."""
+    svg = import_module("hf_recurrent_lengthgen.plotting.images").inline_svg(
+        result.figure(), f"r{id(result)}", type(result).__name__, {}
+    )
+    return f'<div style="max-width:720px;background:#fff">{svg}</div><pre>{escape(summary(result))}</pre>'
 
 
 def to_frame(result: Any) -> Any:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
     from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
     from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison, AccuracyResult
-    from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
+    from hf_recurrent_lengthgen.metrics.context_harm.measure import compare, evaluate_model
     from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison, EvaluationResult
     from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
     from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
@@ -42,7 +42,7 @@ _MODULES = {
     "metrics.accuracy.measure": "measure_accuracy",
     "metrics.accuracy.result": "AccuracyComparison AccuracyResult",
     "metrics.repeated_token": "constant_prompt",
-    "metrics.context_harm.measure": "evaluate_model",
+    "metrics.context_harm.measure": "compare evaluate_model",
     "metrics.context_harm.result": "Comparison EvaluationResult",
     "metrics.context_harm.windows": "window_nll",
     "metrics.diagnosis.result": "Diagnosis",
@@ -77,6 +77,7 @@ __all__ = [
     "attention_apart",
     "attention_maps",
     "attention_window_harm",
+    "compare",
     "constant_prompt",
     "diagnose_states",
     "effective_remembrance",

@@ -2,6 +2,7 @@
 
 import sys
 from typing import Any
+from xml.dom import minidom
 
 import pytest
 
@@ -26,6 +27,16 @@ def test_a_result_is_shown_by_its_fields_on_one_screen() -> None:
     for result in (EVALUATION, STATES, RESULT, Comparison("t", (compared("base", "a", 1.0),))):
         assert len(repr(result).splitlines()) <= 30
         assert max(map(len, repr(result).splitlines())) <= 120
+
+
+@pytest.mark.parametrize("result", [EVALUATION, RESULT, Comparison("t", (compared("base", "<a>", 1.0),))])
+def test_notebooks_show_the_figure_and_the_fields(result: Any) -> None:
+    shown = minidom.parseString(f'<all xmlns:xlink="svg">{result._repr_html_()}</all>')
+    [svg] = shown.getElementsByTagName("svg")
+    labels = [text.firstChild.data for text in svg.getElementsByTagName("text")]
+    assert (result.models[0].evaluation.model if isinstance(result, Comparison) else result.model) in labels
+    assert repr(result) == shown.getElementsByTagName("pre")[0].firstChild.data
+    assert not hasattr(STATES, "_repr_html_")
 
 
 def test_the_table_has_each_number_with_its_place() -> None:

@@ -34,6 +34,7 @@ from hf_recurrent_lengthgen.evaluation.statistics import (
 from hf_recurrent_lengthgen.evaluation.streaming import Observer, Tokens, stream_nll
 from hf_recurrent_lengthgen.metrics.context_harm.result import (
     ComparedModel,
+    Comparison,
     ContextHarm,
     Difference,
     EvaluationResult,
@@ -203,6 +204,18 @@ MEASURES: dict[str, Callable[[Measurement, StreamAndWindows], Any]] = {
     "by_text": _by_text,
 }
 """Field of `EvaluationResult` -> how it is found."""
+
+
+def compare(
+    base: EvaluationResult, *others: EvaluationResult, title: str = "Beyond the training length"
+) -> Comparison:
+    """Evaluations on the same texts together, with what others have more than the base, see `differences`.
+
+    Raises:
+        ValueError: for other texts, and two models of one name.
+    """
+    models = (ComparedModel("base", base, None), *(ComparedModel("other", result, None) for result in others))
+    return Comparison(title, models, differences(models))
 
 
 def differences(models: Sequence[ComparedModel]) -> tuple[Difference, ...]:

@@ -4,7 +4,7 @@ Position t is scored with t + 1 tokens of context; units are those of `evaluatio
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import (
@@ -17,6 +17,9 @@ from hf_recurrent_lengthgen.evaluation.results import (
     TrainingRecord,
     check_comparison,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,10 @@ class EvaluationResult:
     attention_window: int | None = None
     by_text: TextMeans | None = None
 
+    def figure(self) -> "Figure":
+        """Context harm by position."""
+        return Comparison("", (ComparedModel("other", self, None),)).figure()
+
 
 @dataclass(frozen=True)
 class ComparedModel:
@@ -166,3 +173,9 @@ class Comparison:
 
     def __post_init__(self) -> None:
         check_comparison([model.evaluation for model in self.models], "data.digest", "data.token_unit")
+
+    def figure(self) -> "Figure":
+        """Context harm by position."""
+        from hf_recurrent_lengthgen.metrics.context_harm.figure import context_harm_figure
+
+        return context_harm_figure(self.models)

@@ -1,7 +1,7 @@
 """The result of a diagnosis, as a typed value with a strict JSON form, which figures and pages are made from."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
@@ -10,6 +10,9 @@ from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
 from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESULTS: tuple[type[PartResult], ...] = (StateDiagnosis, Remembrance, Misalignment, ConstantPrompt)
 """Those that a file can hold; a new one is listed here, so that it is known when it is read."""
@@ -48,3 +51,7 @@ class Diagnosis:
     def comparison(self) -> Comparison:
         """The evaluations without the parts."""
         return Comparison(self.title, tuple(ComparedModel(m.role, m.evaluation, None) for m in self.models))
+
+    def figure(self) -> "Figure":
+        """Context harm by position; the page has the figures of all parts."""
+        return self.comparison.figure()

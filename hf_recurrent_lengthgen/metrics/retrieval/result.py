@@ -1,11 +1,15 @@
 """How often models retrieve what was far back in a text, by depth and length, as typed values."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from scipy.stats import binomtest
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule, check_comparison
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RECALL_ACCURACY = 0.95
 """Least accuracy that counts as recall (Chen et al., 2024, section 4.3)."""
@@ -131,6 +135,10 @@ class RetrievalResult:
                 longest = length
         return longest
 
+    def figure(self) -> "Figure":
+        """Right answers by length."""
+        return RetrievalComparison((self,)).figure()
+
 
 @document("retrieval_comparison", version=3)
 @dataclass(frozen=True)
@@ -141,3 +149,9 @@ class RetrievalComparison:
 
     def __post_init__(self) -> None:
         check_comparison(self.models, "task", "style", "shots", "rows", "lengths", "data")
+
+    def figure(self) -> "Figure":
+        """Right answers by length."""
+        from hf_recurrent_lengthgen.metrics.retrieval.figure import retrieval_accuracy_figure
+
+        return retrieval_accuracy_figure(self.models)
