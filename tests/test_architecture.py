@@ -89,10 +89,9 @@ MAY_IMPORT = {
 }
 METRICS = ("accuracy", "context_harm", "diagnosis", "maps", "retrieval", "states")
 RESULTS = tuple(f"metrics.{metric}.result" for metric in METRICS)
-"""Read without measuring; their method `figure` imports that of the metric."""
+"""Read without measuring or drawing."""
 for _metric in METRICS:
-    _own = f"metrics.{_metric}.figure"
-    MAY_IMPORT[f"metrics.{_metric}.result"] = ("evaluation.json_schema", "evaluation.results", *RESULTS, _own)
+    MAY_IMPORT[f"metrics.{_metric}.result"] = ("evaluation.json_schema", "evaluation.results", *RESULTS)
     MAY_IMPORT[f"metrics.{_metric}.figure"] = ("evaluation.results", "plotting", *RESULTS)
     if _metric != "diagnosis":  # which makes all parts
         MAY_IMPORT[f"metrics.{_metric}.measure"] = ("models", "data", "evaluation", "metrics")

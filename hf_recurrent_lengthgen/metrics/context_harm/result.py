@@ -4,6 +4,7 @@ Position t is scored with t + 1 tokens of context; units are those of `evaluatio
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
@@ -176,6 +177,6 @@ class Comparison:
 
     def figure(self) -> "Figure":
         """Context harm by position."""
-        from hf_recurrent_lengthgen.metrics.context_harm.figure import context_harm_figure
-
-        return context_harm_figure(self.models)
+        drawing = import_module("hf_recurrent_lengthgen.metrics.context_harm.figure")  # not for readers of numbers
+        figure: Figure = drawing.context_harm_figure(self.models)
+        return figure

@@ -1,6 +1,7 @@
 """How often models retrieve what was far back in a text, by depth and length, as typed values."""
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from scipy.stats import binomtest
@@ -152,6 +153,6 @@ class RetrievalComparison:
 
     def figure(self) -> "Figure":
         """Right answers by length."""
-        from hf_recurrent_lengthgen.metrics.retrieval.figure import retrieval_accuracy_figure
-
-        return retrieval_accuracy_figure(self.models)
+        drawing = import_module("hf_recurrent_lengthgen.metrics.retrieval.figure")  # not for readers of numbers
+        figure: Figure = drawing.retrieval_accuracy_figure(self.models)
+        return figure
