@@ -62,6 +62,7 @@ class SameRowsTrainer(PushingTrainer):
     _shared = SharedRows()
     _sampler: Any = None
     _place: DataPlace
+    _means: list[tuple[Tensor, Tensor]] | None = None  # of the batches of an evaluation, with numbers of targets
 
     @cached_property
     def _takes_states(self) -> bool:
@@ -164,21 +165,30 @@ class SameRowsTrainer(PushingTrainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self._shared.group is not None:  # Trainer restores it after the loop
             self.gather_function = partial(self._shared.gather_once, self.accelerator)
-        return super().evaluation_loop(*args, **kwargs)
+        self._means = []
+        output = super().evaluation_loop(*args, **kwargs)
+        if self._means and output.metrics is not None:  # Trainer gives all batches one weight, whatever their targets
+            means, counts = (torch.stack(values).double() for values in zip(*self._means, strict=True))
+            prefix = [*args[4:], kwargs.get("metric_key_prefix", "eval")][0]
+            total = means.mul(counts).where(counts > 0, 0).sum()
+            output.metrics[f"{prefix}_loss"] = float(total / counts.sum())
+        return output
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Trainer's; on several processes, with the mean loss over the tokens that are targets on all of them."""
         inputs = self._scored(dict(inputs))
-        if self.args.world_size == 1 or not (names := token_labels(base_of(self.model), inputs)):
+        if not (names := token_labels(base_of(self.model), inputs)):
             return super().prediction_step(model, inputs, *args, **kwargs)
-        present = present_rows(self.accelerator, token_shape_of(inputs)[0], self.args.row_process_index)
+        present = token_shape_of(inputs)[0]
+        if self.args.world_size > 1:
+            present = present_rows(self.accelerator, present, self.args.row_process_index)
         inputs, scored = without_repeated_rows(inputs, names, present)
         loss_only = args[0] if args else kwargs.get("prediction_loss_only")
         if self._shared.group is None or not loss_only:  # predictions are of whole rows
             loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-            return None if loss is None else mean_over_processes(self.accelerator, loss, scored), logits, labels
+            return None if loss is None else self._mean(loss, scored), logits, labels
         refuse_other_rows(bool(self._shared.differ(inputs)))
         inputs = piece_of_rows(inputs, self._shared.rank, self._shared.size)
         scored = inputs["shift_labels"].ne(IGNORED_LABEL).sum()
@@ -189,7 +199,16 @@ class SameRowsTrainer(PushingTrainer):
         finally:
             self.label_names = given
         assert loss is not None  # there are labels
-        return mean_over_processes(self.accelerator, loss, scored), None, None
+        return self._mean(loss, scored), None, None
+
+    def _mean(self, loss: Tensor, scored: Tensor) -> Tensor:
+        """The mean over the targets of a batch on all processes, from that over `scored` targets of this one."""
+        mean, count = loss, scored.to(loss.device)
+        if self.args.world_size > 1:
+            mean, count = mean_over_processes(self.accelerator, loss, scored)
+        if self._means is not None:
+            self._means.append((mean, count))
+        return mean
 
 
 def check_batches(trainer: Any, batches: int) -> None:
@@ -263,9 +282,9 @@ def without_repeated_rows(inputs: dict[str, Any], names: list[str], present: int
     return {**inputs, **kept}, targets.ne(IGNORED_LABEL).sum()
 
 
-def mean_over_processes(accelerator: Any, loss: Tensor, scored: Tensor) -> Tensor:
-    """The mean over the targets of all processes, from the mean over `scored` targets of this one."""
+def mean_over_processes(accelerator: Any, loss: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over the targets of all processes, from the mean over `scored` targets of this one; their number."""
     scored = scored.to(accelerator.device)
     total = torch.where(scored > 0, loss.double() * scored, 0.0)
     summed, count = accelerator.reduce(torch.stack([total, scored.double()]), "sum")
-    return (summed / count).to(loss)
+    return (summed / count).to(loss), count
