@@ -151,9 +151,9 @@ class Arm:
 ARMS = {
     "vanilla": Arm("vanilla training", "#a8780f"),
     "inherit": Arm("inherit", "#0072b2", "inherit"),
+    "inherit_zero": Arm("inherit, new weights zero (the paper's)", "#56b4e9", "inherit-zero"),
     "reinit": Arm("reinit, authors' start", "#d55e00", "reinit"),
     "reinit_mimetic": Arm("reinit, mimetic start", "#aa4499", "reinit", mimetic=True),
-    "reinit_transformers": Arm("reinit, Transformers' start", "#56b4e9", "reinit-transformers"),
     "large": Arm("large from the start", "#5b636d", large=True),
     "inherit_all": Arm("inherit, all layers", "#009e73", "inherit", layers="all"),
     "reinit_mimetic_all": Arm("reinit, mimetic start, all layers", "#e69f00", "reinit", True, layers="all"),
