@@ -223,8 +223,7 @@ def _repository_settings(config: Any) -> Settings:
         "rescale_every": 6,
         "use_cache": config.use_cache,
         "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
+        **{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")},
     }
 
 

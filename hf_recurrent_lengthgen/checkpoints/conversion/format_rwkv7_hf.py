@@ -136,7 +136,7 @@ def _from_config(config: Any) -> Settings:
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "use_cache": config.use_cache,
         "wkv_state_dtype": "float32",
-        **{name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }
     length = {} if config.training_length is None else {"context_length": config.training_length}
     if names.linear or names.embeddings != "emb":

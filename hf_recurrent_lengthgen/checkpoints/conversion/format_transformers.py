@@ -10,6 +10,9 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import OUR_FIELDS, Fo
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 
+OF_SERVERS = ("intermediate_size", "rms_norm")
+"""Entries of a Mamba-2 that Transformers does not write; SGLang needs both, and mlx-lm the first."""
+
 
 def _types() -> list[str]:
     """Model types with this layout."""
@@ -22,6 +25,8 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
     assert settings is not None
+    if settings["model_type"] == "mamba2":
+        settings = {name: value for name, value in settings.items() if name not in OF_SERVERS}
     config: PreTrainedConfig = STATEFUL_CLASSES[settings["model_type"]].config_class.from_dict(settings)
     return config
 
@@ -33,6 +38,8 @@ def _from_config(config: Any) -> Settings:
     settings = {name: value for name, value in config.to_diff_dict().items() if name not in OUR_FIELDS}
     if model_type == "mamba":
         settings.pop("mixer_rms_eps", None)
+    if model_type == "mamba2":
+        settings |= zip(OF_SERVERS, (config.num_heads * config.head_dim, True), strict=True)
     settings["rescale_prenorm_residual"] = False  # of initialization; Transformers 5 rescales loaded weights, too
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     return settings | {"model_type": model_type, "architectures": [architecture]}

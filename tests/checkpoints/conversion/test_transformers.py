@@ -93,6 +93,9 @@ def test_the_way_back_changes_no_bit_and_loads_upstream(name: str, dtype: torch.
     exported, original = (read_config(tmp_path / folder) for folder in ("back", "theirs"))
     if name == "falcon_mamba" and "use_mambapy" not in original:
         del exported["use_mambapy"]  # another of Transformers' own scans, which older versions call otherwise there
+    if name.startswith("mamba2"):
+        assert exported.pop("rms_norm") is True  # both for servers
+        assert exported.pop("intermediate_size") == exported["num_heads"] * exported["head_dim"]
     assert exported == original
     loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert type(loaded) is type(model)
