@@ -1,7 +1,7 @@
 """Measure on tiny random models which recurrent model types of Transformers keep the state contract.
 
     python -m tests.hybrids.support            print the tables, this one and that of uses.py
-    python -m tests.hybrids.support --write    put them into docs/hybrids.md
+    python -m tests.hybrids.support --write    put them into docs/hybrids_support.md
 
 Every number compares with the stock model reading 65 tokens at once, except where it says otherwise, and is relative
 to the largest entry of what it is compared with.
@@ -40,7 +40,7 @@ from tests.hybrids.padded_rows import measure_rows
 from tests.hybrids.tiny_models import tiny_model
 from tests.hybrids.uses import measure_uses, table_of_uses
 
-PAGE = Path(__file__).parents[2] / "docs" / "hybrids.md"
+PAGE = Path(__file__).parents[2] / "docs" / "hybrids_support.md"
 BORDERS = "<!-- begin of the generated table -->", "<!-- end of the generated table -->"
 BORDERS_OF_USES = "<!-- begin of the generated table of uses -->", "<!-- end of the generated table of uses -->"
 PIECES = (3, 1, 59, 2)
@@ -203,7 +203,7 @@ def main() -> None:
         prog="python -m tests.hybrids.support",
         description="Test the state contract on a tiny random model of every recurrent model type of Transformers.",
     )
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/hybrids.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/hybrids_support.md")
     options = parser.parse_args()
     with quiet_transformers():
         tables = {
