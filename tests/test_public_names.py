@@ -56,8 +56,20 @@ except AttributeError as error:
     assert hf_recurrent_lengthgen.models.StatefulMamba2Config.model_type == "stateful_mamba2"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["evalute"]])
-def test_help_versions_and_typos_load_nothing_heavy(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("--help", "usage: lengthgen"),
+        ("--version", "lengthgen"),
+        ("evalute", "did you mean evaluate?"),
+        ("recipe list", "tasks/symbols"),
+        ("train --model m --learnig_rate 1", "for --learnig-rate, did you mean --learning-rate?"),
+        ("train --help", "usage: lengthgen train"),
+        ("evaluate m --lenght=64", "for --lenght, did you mean --length?"),
+        ("state ask book m --promt x", "for --promt, did you mean --prompt?"),
+    ],
+)
+def test_what_needs_no_model_loads_nothing_heavy(line: str, shown: str) -> None:
     code = """
 import sys
 from hf_recurrent_lengthgen.cli.main import main
@@ -67,4 +79,5 @@ except SystemExit:
     pass
 assert not {"torch", "transformers", "numpy", "pydantic"} & sys.modules.keys()
 """
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code, *line.split()], check=True, capture_output=True, text=True)
+    assert shown in done.stdout + done.stderr

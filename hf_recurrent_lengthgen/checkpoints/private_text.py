@@ -3,13 +3,10 @@
 import filecmp
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
-from detect_secrets.core.scan import scan_line
-from detect_secrets.settings import transient_settings
+from typing import Any
 
 HIDDEN = "HIDDEN"
 
@@ -28,12 +25,16 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "rwk
 
 
 @contextmanager
-def _plugins() -> Iterator[None]:
-    """The settings of detect-secrets: its filters, and no requests to verify a secret."""
+def _scan() -> Iterator[Callable[[str], Iterable[Any]]]:
+    """What finds the secrets of a line with our settings of detect-secrets: no requests to verify one."""
+    from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class  # needs much
+    from detect_secrets.core.scan import scan_line
+    from detect_secrets.settings import transient_settings
+
     kinds: Iterable[type] = get_mapping_from_secret_type_to_class().values()
     used = [{"name": kind.__name__} for kind in kinds if kind.__name__ not in _NOT_USED]
     with transient_settings({"plugins_used": used}):
-        yield
+        yield scan_line
 
 
 def private_in(path: Path, token: str | None = None, here: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
@@ -54,7 +55,7 @@ def private_in(path: Path, token: str | None = None, here: Iterable[Path] = ()) 
     if any(path.match(pattern) for pattern in _VOCABULARIES):
         return _told(secrets, ": take it out"), []
     secrets += [("a Hub token", _line(text, match.start())) for match in _HUB_TOKEN.finditer(text)]
-    with _plugins():
+    with _scan() as scan_line:
         lines = enumerate(text.splitlines(), 1)
         secrets += [(secret.type, number) for number, line in lines for secret in scan_line(line)]
     return _told(secrets, ": take it out"), paths_in(text, here)
@@ -87,16 +88,13 @@ def _told(places: Iterable[tuple[str, int]], advice: str = "") -> list[str]:
 
 def hide_secrets(text: str) -> str:
     """The text with probable passwords and keys replaced."""
-    with _plugins():
-        shown = "".join(_without_secrets(line) for line in text.splitlines(keepends=True))
-    return _HUB_TOKEN.sub(HIDDEN, shown)
-
-
-def _without_secrets(line: str) -> str:
-    """A line in which each word that holds what a plugin has found is replaced: some find only a word's beginning."""
-    for secret in sorted({str(secret.secret_value) for secret in scan_line(line)}, key=len, reverse=True):
-        line = re.sub(rf"[\w.~+-]*{re.escape(secret)}[\w.~+/=-]*", HIDDEN, line)
-    return line
+    shown = text.splitlines(keepends=True)
+    with _scan() as scan_line:
+        for number, line in enumerate(shown):
+            for secret in sorted({str(secret.secret_value) for secret in scan_line(line)}, key=len, reverse=True):
+                # the whole word: some plugins find only its beginning
+                shown[number] = re.sub(rf"[\w.~+-]*{re.escape(secret)}[\w.~+/=-]*", HIDDEN, shown[number])
+    return _HUB_TOKEN.sub(HIDDEN, "".join(shown))
 
 
 # The folders of an absolute path; a blank ends a path in a text, but not in an argument.

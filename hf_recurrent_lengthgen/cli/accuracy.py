@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
 from hf_recurrent_lengthgen.cli.measuring import model_label, on_device
@@ -82,7 +80,7 @@ def _runs(models: Sequence[str]) -> dict[str, dict[int, str]]:
     runs: dict[str, dict[int, str]] = {}
     for name in models:
         path = Path(name).resolve()
-        step = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
+        step = re.fullmatch(r"checkpoint-(\d+)", path.name)
         if step is None:
             return {}
         runs.setdefault(str(path.parent), {})[int(step[1])] = name

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.cli.measuring import add_options, load_inputs, ready, settings_of, told_of_cache
-from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.report import draw, in_columns, summary_table, write_page
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns
+from hf_recurrent_lengthgen.cli.report import draw, summary_table, write_page
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.metrics.diagnosis.measure import chosen_parts, diagnose_model

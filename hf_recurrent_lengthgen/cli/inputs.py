@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import datasets
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -28,19 +27,16 @@ class Stream(NamedTuple):
 
 @contextmanager
 def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
-    """Silence warnings of Transformers, or progress bars of Transformers and datasets, and restore them at the end."""
-    bars, data_bars = logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
+    """Silence warnings of Transformers, or its progress bars and those of `load_rows`, and restore them at the end."""
+    bars = logging.is_progress_bar_enabled()
     if "bars" in what:
         logging.disable_progress_bar()
-        datasets.disable_progress_bars()
     try:
         with quiet_transformers() if "warnings" in what else nullcontext():
             yield
     finally:
         if "bars" in what and bars:
             logging.enable_progress_bar()
-        if "bars" in what and data_bars:
-            datasets.enable_progress_bars()
 
 
 @contextmanager

@@ -2,14 +2,18 @@
 
 import argparse
 import contextlib
+import gc
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 from safetensors import SafetensorError
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, suggestion
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, mistyped, suggestion
 from hf_recurrent_lengthgen.versions import installed_versions
 
 PURPOSES = {
@@ -70,16 +74,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments[: own + 1])
     if (name := parsed.command) not in COMMANDS:
         parser.error(f"invalid choice: {name!r} (choose from {', '.join(COMMANDS)}){suggestion(name, COMMANDS)}")
-    if (shown := _stored_help(arguments[own:])) is not None:
+    *words, last = arguments[own:]
+    known = "hf_recurrent_lengthgen.trainers" in sys.modules  # and maybe interventions of the user's own
+    if last in ("-h", "--help") and not known and (shown := _stored_help(words)):
         print(shown, end="")
         return 0
+    if "torch" not in sys.modules and name != "harness":
+        _refuse_mistyped(name, arguments[own + 1 :])
     try:
-        from hf_recurrent_lengthgen.cli.inputs import no_word_of_missing_kernels, quiet_libraries
+        command = _imported(f"hf_recurrent_lengthgen.cli.{name}")
+        with contextlib.ExitStack() as quiet:
+            if "transformers" in sys.modules:
+                from hf_recurrent_lengthgen.cli.inputs import no_word_of_missing_kernels, quiet_libraries
 
-        command = import_module(f"hf_recurrent_lengthgen.cli.{name}")
-        # Progress bars would fill a log.
-        bars = contextlib.nullcontext() if sys.stderr.isatty() else quiet_libraries("bars")
-        with bars, no_word_of_missing_kernels():
+                quiet.enter_context(no_word_of_missing_kernels())
+                if not sys.stderr.isatty():  # progress bars would fill a log
+                    quiet.enter_context(quiet_libraries("bars"))
             return int(command.run(arguments[own + 1 :]))
     except (ValueError, OSError, SafetensorError) as error:  # safetensors raises the last one on a full disk
         if parsed.debug:
@@ -94,15 +104,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _stored_help(arguments: Sequence[str]) -> str | None:
-    """The help for "COMMAND [ACTION] --help"; None for other arguments, and where imports cost nothing any more."""
-    *words, last = arguments
-    if "hf_recurrent_lengthgen.trainers" in sys.modules:  # which may know of interventions of the user's own
-        return None
-    if last not in ("-h", "--help") or not all(word.isalnum() for word in words):
-        return None
-    _, heading, rest = HELPS.read_text(encoding="utf-8").partition(HELP_HEADING.format(" ".join(words)))
-    return rest.partition(HELP_HEADING[:5])[0] if heading else None
+def _imported(name: str) -> ModuleType:
+    """A module, without a search for garbage among the million objects of Transformers, which would take a third."""
+    if "torch" in sys.modules:
+        return import_module(name)
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _stored_help(words: Sequence[str]) -> str:
+    """The help of "COMMAND [ACTION]"; "" for others."""
+    rest = HELPS.read_text(encoding="utf-8").partition(HELP_HEADING.format(" ".join(words)))[2]
+    return rest.partition(HELP_HEADING[:5])[0]
+
+
+def _refuse_mistyped(name: str, arguments: Sequence[str]) -> None:
+    """Exit, before imports, for an option that no help has; `train` also takes those of Transformers and of files."""
+    shown = _stored_help([name, *arguments[:1]]) or _stored_help([name])
+    files = name == "train" and ("--import" in "".join(arguments) or not "".join(arguments[:1]).startswith("-"))
+    unknown = mistyped([argument.replace("_", "-") for argument in arguments], known := known_options(name, shown))
+    if unknown and not files:
+        parser = argparse.ArgumentParser(f"lengthgen {name}", shown.partition("\n\n")[0].removeprefix("usage: "))
+        hints = [suggestion(option, known) for option in unknown]
+        parser.error("".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
+
+
+def known_options(name: str, shown: str) -> list[str]:
+    """The options in a help, for `train` also those of the installed transformers.TrainingArguments."""
+    known = re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, flags=re.MULTILINE)
+    if name == "train" and (package := find_spec("transformers")) and package.origin:
+        text = Path(package.origin).with_name("training_args.py").read_text(encoding="utf-8")
+        known += [f"--{no}{field}" for field in re.findall(r"^    (\w+): ", text, re.MULTILINE) for no in ("", "no_")]
+    return [option.replace("_", "-") for option in known]
 
 
 def command_parser() -> CommandParser:

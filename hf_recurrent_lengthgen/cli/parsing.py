@@ -5,7 +5,7 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 _SIZES = {"k": 2**10, "m": 2**20}
@@ -82,6 +82,13 @@ def _in_column(line: str, width: int) -> str:
     return textwrap.fill(line, width, subsequent_indent=" " * column.end()) if column else line
 
 
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
 def examples_text(examples: str) -> str:
     """The end of a help: commands, one a line."""
     return "examples:\n" + textwrap.indent(examples, "  ") if examples else ""
@@ -135,9 +142,13 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """As in argparse; suggests an option for each mistyped one, which may be why another one is missing."""
         options = list(self._option_string_actions)
-        given = [argument.partition("=")[0] for argument in self._arguments if argument.startswith("--")]
-        mistyped = [name for name in given if not any(option.startswith(name) for option in options)]
-        super().error(message + "".join(suggestion(name, options) for name in mistyped))
+        super().error(message + "".join(suggestion(name, options) for name in mistyped(self._arguments, options)))
+
+
+def mistyped(arguments: Iterable[str], options: Sequence[str]) -> list[str]:
+    """The options among arguments that none of `options` begins with; argparse takes what has blanks as a value."""
+    given = [one.partition("=")[0] for one in arguments if one.startswith("--") and " " not in one]
+    return [name for name in given if not any(option.startswith(name) for option in options)]
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:

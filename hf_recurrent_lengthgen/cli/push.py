@@ -4,8 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_recurrent_lengthgen.checkpoints.hub.push import PushPlan, do_push, plan_push
-from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.report import in_columns
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns
 
 DESCRIPTION = """\
 Push a checkpoint folder to the Hugging Face Hub as one commit: code, weights, tokenizer, card, figures, results,

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.report import in_columns
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns
 from hf_recurrent_lengthgen.recipes import copy_recipes, load_recipe, recipe_names
 
 DESCRIPTION = """\

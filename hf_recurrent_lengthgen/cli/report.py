@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape, table
+from hf_recurrent_lengthgen.cli.parsing import in_columns
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.page import PICTURES
@@ -108,13 +109,6 @@ def latex(rows: Sequence[Sequence[str]]) -> str:
     head, *body = (re.sub(r"(?<![\w-])-(?=\d)", "$-$", " & ".join(row)) + r" \\" for row in escaped)
     start = rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}"
     return "\n".join([start, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
-
-
-def in_columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 def estimate_text(estimate: Estimate, sign: str = "") -> str:

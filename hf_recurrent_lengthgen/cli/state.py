@@ -11,8 +11,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.cli.inputs import chosen_split, load_documents
 from hf_recurrent_lengthgen.cli.measuring import on_device
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
-from hf_recurrent_lengthgen.cli.report import in_columns
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns, positive
 from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODEL, add_shared
 from hf_recurrent_lengthgen.data import token_stream
 from hf_recurrent_lengthgen.state_files import ask, load_text_state, positions_in, read_into

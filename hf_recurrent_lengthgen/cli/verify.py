@@ -5,8 +5,7 @@ from pathlib import Path
 
 from hf_recurrent_lengthgen.checkpoints.records import VERIFICATION_FILE
 from hf_recurrent_lengthgen.checkpoints.verification.verify import DEFAULT_LENGTH, TOLERANCE, verify_checkpoint
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
-from hf_recurrent_lengthgen.cli.report import in_columns
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns, positive
 from hf_recurrent_lengthgen.cli.shared_options import add_shared
 
 DESCRIPTION = f"""\

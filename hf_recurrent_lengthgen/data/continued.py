@@ -18,7 +18,6 @@ import hashlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import datasets
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
@@ -26,7 +25,6 @@ from torch.utils.data import Dataset, Sampler
 from .packing import IGNORED_LABEL, check_stream
 
 Item = dict[str, Tensor]
-_FROM_DATASETS = (datasets.Dataset, datasets.IterableDataset)
 
 
 class ChunkKey(NamedTuple):

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import datasets
+from transformers.utils import logging
+
+if TYPE_CHECKING:
+    import datasets  # takes most of a second
 
 # Third-party code, tests (odd on purpose), and files that differ between machines with the same Python.
 _SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "config-*")
@@ -119,8 +122,8 @@ def _is_validation(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % _VALIDATION_ONE_IN == 0
 
 
-def load_rows(path_or_name: str | Path, split: str = "train") -> datasets.Dataset:
-    """The rows of a dataset, read by the `datasets` library.
+def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Dataset":
+    """The rows of a dataset, read by the `datasets` library, which shows progress bars if Transformers does.
 
     Args:
         path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of files of one kind or a pattern such as
@@ -132,10 +135,15 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> datasets.Datase
     Raises:
         ValueError: for data that are missing or cannot be read.
     """
-    path = Path(path_or_name).expanduser()
+    import datasets
+
     files = _files_of_splits(path_or_name)
+    shown = not datasets.are_progress_bars_disabled()
+    if not logging.is_progress_bar_enabled():
+        datasets.disable_progress_bars()
     try:
-        return _read_files(files, split) if files else datasets.load_dataset(str(path), split=split)
+        name, options = _builder_of(files) if files else (str(Path(path_or_name).expanduser()), {})
+        return datasets.load_dataset(name, split=split, **options)
     # `datasets` raises StopIteration for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
@@ -143,6 +151,9 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> datasets.Datase
             f"cannot read split {split!r} of {str(path_or_name)!r}: {type(cause).__name__}: {cause}; "
             "give an existing file or folder that has data in this split, or the name of a Hub dataset"
         ) from error
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
 
 
 def load_texts(path_or_name: str | Path, split: str = "train", text_column: str = "text") -> list[str]:
@@ -179,6 +190,8 @@ def load_texts(path_or_name: str | Path, split: str = "train", text_column: str 
 
 def split_names(path_or_name: str | Path) -> list[str]:
     """The splits of a dataset (see `load_texts`); none if it cannot be read, for which `load_texts` has the reason."""
+    import datasets
+
     try:
         path = Path(path_or_name).expanduser()
         return list(_files_of_splits(path_or_name) or datasets.get_dataset_split_names(str(path)))
@@ -210,9 +223,11 @@ def _files_of_splits(path_or_name: str | Path) -> dict[str, list[str]]:
         return {split: sorted(map(str, (path / split).glob("*.arrow"))) for split in splits}
     if not any(path.rglob("*.txt")):
         return {}
+    from datasets import data_files
+
     # `datasets` would read only the most common kind, and without `sample_by` single lines of text files.
-    patterns = datasets.data_files.get_data_patterns(str(path))
-    by_split = datasets.data_files.DataFilesDict.from_patterns(patterns, base_path=str(path))
+    patterns = data_files.get_data_patterns(str(path))
+    by_split = data_files.DataFilesDict.from_patterns(patterns, base_path=str(path))
     ours = {
         str(split): [name for name in names if Path(name).suffix in _BUILDER_OF_SUFFIX]
         for split, names in by_split.items()
@@ -220,7 +235,8 @@ def _files_of_splits(path_or_name: str | Path) -> dict[str, list[str]]:
     return {split: names for split, names in ours.items() if names}
 
 
-def _read_files(splits: dict[str, list[str]], split: str) -> datasets.Dataset:
+def _builder_of(splits: dict[str, list[str]]) -> tuple[str, dict[str, Any]]:
+    """The name of the builder of `datasets` that reads the files, and its options."""
     suffixes = {Path(name).suffix for names in splits.values() for name in names}
     kinds = {_BUILDER_OF_SUFFIX.get(suffix, "") for suffix in suffixes}
     if len(kinds) != 1 or "" in kinds:
@@ -231,5 +247,4 @@ def _read_files(splits: dict[str, list[str]], split: str) -> datasets.Dataset:
         )
     (kind,) = kinds
     names = {each: [glob.escape(name) for name in files] for each, files in splits.items()}
-    options = {"sample_by": "document"} if kind == "text" else {}
-    return datasets.load_dataset(kind, data_files=names, split=split, **options)
+    return kind, {"data_files": names, **({"sample_by": "document"} if kind == "text" else {})}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special  # `stats` takes long to import
 
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
 from hf_recurrent_lengthgen.evaluation.settings import CONFIDENCE
@@ -36,7 +36,7 @@ def t_interval(values: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
     if count < 2:
         return Interval(mean, None, None)
     error = values.std(0, ddof=1, dtype=np.float64) / math.sqrt(count)
-    half = stats.t.ppf((1 + confidence) / 2, count - 1) * error
+    half = special.stdtrit(count - 1, (1 + confidence) / 2) * error
     return Interval(mean, mean - half, mean + half)
 
 

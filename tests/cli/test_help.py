@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from hf_recurrent_lengthgen.cli.harness import as_lm_eval_spells_it
-from hf_recurrent_lengthgen.cli.main import COMMANDS, HELPS, command_parser
+from hf_recurrent_lengthgen.cli.main import COMMANDS, HELPS, _stored_help, command_parser, known_options
 from hf_recurrent_lengthgen.cli.options import read_options
+from hf_recurrent_lengthgen.cli.parsing import mistyped
 from hf_recurrent_lengthgen.cli.shared_options import HOW, SHARED
 from tests.cli.helps import all_helps, parser_of, with_actions
 
@@ -47,6 +48,13 @@ assert not heavy, heavy
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.count("usage: lengthgen ") == len(COMMANDS) + 2
+
+
+@pytest.mark.parametrize(("command", "parser"), PARSERS[1:])
+def test_no_option_of_a_parser_is_refused_before_imports(command: str, parser: argparse.ArgumentParser) -> None:
+    known = known_options(command, _stored_help(parser.prog.split()[1:]))
+    options = {option.replace("_", "-") for option in parser._option_string_actions} - {"--import-file"}  # not checked
+    assert mistyped(options, known) == []
 
 
 @pytest.mark.parametrize(("command", "parser"), PARSERS)

@@ -219,15 +219,15 @@ def test_a_folder_for_results_is_made_or_refused(tmp_path: Path) -> None:
 
 
 def test_libraries_are_quiet_inside_and_as_before_afterwards() -> None:
-    def now() -> tuple[int, bool, bool]:
-        return logging.get_verbosity(), logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
+    def now() -> tuple[int, bool]:
+        return logging.get_verbosity(), logging.is_progress_bar_enabled()
 
     before = now()
     with quiet_libraries("warnings", "bars"):
-        assert now() == (logging.ERROR, False, True)
+        assert now() == (logging.ERROR, False)
         with quiet_libraries("bars"):
             pass
-        assert now() == (logging.ERROR, False, True)
+        assert now() == (logging.ERROR, False)
     assert now() == before
 
 

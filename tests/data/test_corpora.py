@@ -10,8 +10,9 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import pytest
+from transformers.utils import logging
 
-from hf_recurrent_lengthgen.data import Corpus, load_texts, split_names, standard_library_corpus
+from hf_recurrent_lengthgen.data import Corpus, load_rows, load_texts, split_names, standard_library_corpus
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +136,15 @@ def test_every_source_gives_the_same_texts_and_slices(sources: Path, name: str) 
     assert split_names(sources / name) == (["train", "test"] if name == "saved_splits" else ["train"])
     if name == "saved_splits":
         assert load_texts(sources / name, "test") == [TEXTS[3]]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_bars_are_shown_where_transformers_shows_some(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(logging, "is_progress_bar_enabled", lambda: shown)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: seen.append(datasets.are_progress_bars_disabled()))
+    load_rows("some/name")
+    assert [*seen, datasets.are_progress_bars_disabled()] == [not shown, False]
 
 
 def test_text_file_is_one_document(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from scipy.stats import binomtest
-
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule, check_comparison
 
@@ -36,6 +34,8 @@ class Share:
         """Wilson's score interval (1927), inside [0, 1]; without samples (0, 1)."""
         if not self.samples:
             return 0.0, 1.0
+        from scipy.stats import binomtest  # takes long
+
         bounds = binomtest(self.right, self.samples).proportion_ci(confidence, method="wilson")
         return float(bounds.low), float(bounds.high)
 
