@@ -119,9 +119,12 @@ STUDIES = {
     ),
     "scaling_laws": Study(
         "How long must a training sequence be for a state of a given size?",
-        [f"scaling_laws/forgetting.py --seeds 0 --sizes {size} --lengths 16 32 64 128" for size in (4, 16, 64)],
-        "scaling_laws/forgetting.py --report",
-        0.7,
+        [
+            *(f"scaling_laws/run.py --task {task}" for task in ("text", "needle")),
+            *(f"scaling_laws/forgetting.py --seeds 0 --sizes {size} --lengths 16 32 64 128" for size in (4, 16, 64)),
+        ],
+        "scaling_laws/run.py --report",
+        1.6,
     ),
 }
 

@@ -1,8 +1,8 @@
-"""The runs behind the laws: a tiny Mamba-2 of some state size, trained on bytes of text or on finding a needle.
+"""The runs behind the laws: a tiny model of some state size, trained on bytes of text or on finding a needle.
 
 A run is a few numbers and a seed (`Run`); its result is kept, so that an interrupted study continues where it
-stopped. Models start with mimetic initialization (arXiv:2410.11135), with heads that forget almost nothing, unless
-`mimetic_c` is None.
+stopped. Mamba-2 starts with mimetic initialization (arXiv:2410.11135), with heads that forget almost nothing, unless
+`mimetic_c` is None; DeltaNet, which has no decay, from fla's start.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,12 @@ from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
 from hf_recurrent_lengthgen.evaluation.statistics import bin_means, position_edges
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models import (
+    StatefulDeltaNetConfig,
+    StatefulDeltaNetForCausalLM,
+    StatefulMamba2Config,
+    StatefulMamba2ForCausalLM,
+)
 from hf_recurrent_lengthgen.models.state_value import detach_state
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
@@ -43,7 +49,7 @@ class Run:
 
     Attributes:
         task: "text" or "needle".
-        state_size: N, what differs between the models of a family.
+        state_size: N, what differs between the models of a family; in DeltaNet the size of a key.
         length: Training length in tokens; needle rows have `SHORTEST_NEEDLE_ROW` to `length`.
         mimetic_c: None for no mimetic initialization.
         initialization: Of the other weights, see the configuration of Mamba-2.
@@ -58,6 +64,7 @@ class Run:
     state_size: int
     length: int
     seed: int
+    family: str = "mamba2"
     hidden_size: int = 64
     head_dim: int = 32
     layers: int = 2
@@ -123,21 +130,27 @@ def train(run: Run, device: str = "cpu") -> Result:
     }
 
 
-def new_model(run: Run) -> StatefulMamba2ForCausalLM:
+def new_model(run: Run) -> StatefulMamba2ForCausalLM | StatefulDeltaNetForCausalLM:
     """The model at step 0; the seed determines its weights."""
     torch.manual_seed(run.seed)
+    shared: dict[str, Any] = {
+        "vocab_size": len(byte_tokenizer()) if run.task == "text" else VALUES + 2,
+        "hidden_size": run.hidden_size,
+        "num_hidden_layers": run.layers,
+        "tie_word_embeddings": True,
+        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
+    }
+    if run.family == "delta_net":
+        heads = run.hidden_size // run.state_size
+        return StatefulDeltaNetForCausalLM(StatefulDeltaNetConfig(**shared, num_heads=heads, allow_neg_eigval=True))
     config = StatefulMamba2Config(
-        vocab_size=len(byte_tokenizer()) if run.task == "text" else VALUES + 2,
-        hidden_size=run.hidden_size,
+        **shared,
         num_heads=2 * run.hidden_size // run.head_dim,
         head_dim=run.head_dim,
         n_groups=1,
-        num_hidden_layers=run.layers,
         state_size=run.state_size,
         initializer_range=run.initializer_range,
         initialization=run.initialization,
-        tie_word_embeddings=True,
-        **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
     )
     model = StatefulMamba2ForCausalLM(config)
     if run.mimetic_c is not None:
