@@ -312,6 +312,28 @@ print(*sorted(name for name in sys.modules if name.startswith("{PACKAGE}") or na
     assert len(loaded) <= LOADED_BY_A_TRAINER, loaded
 
 
+TOY = "train --model model_cards/mamba2-base --max-steps 1 --per-device-train-batch-size 1 --use-cpu --output"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "unused"),
+    [
+        (f"main.main({TOY.split()} + [sys.argv[1]])", "matplotlib scipy.stats trl sklearn torch.utils.tensorboard"),
+        ("main._imported(f'{main.__package__}.train')", "matplotlib scipy.stats trl detect_secrets"),
+        (
+            "main._imported(f'{main.__package__}.evaluate')",
+            "datasets peft transformers.trainer scipy.stats detect_secrets",
+        ),
+    ],
+)
+def test_what_a_command_does_not_use_is_not_imported(line: str, unused: str, tmp_path: Path) -> None:
+    used = f"print('loaded', set({unused.split()}) & sys.modules.keys())"
+    code = f"import sys\nfrom {PACKAGE}.cli import main\n{line}\n{used}"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "out"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "loaded set()", done.stdout + done.stderr
+
+
 def test_what_is_in_trainers_run_answers_trainer() -> None:
     for path in (ROOT / "trainers" / "run").glob("[!_]*.py"):
         first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
