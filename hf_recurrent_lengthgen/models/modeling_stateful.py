@@ -51,8 +51,7 @@ class StatefulModelOutput(OutputWithCache):
         final_state: State after the last real token of each row.
         cache: The generation cache, if asked for.
         hidden_states: Embeddings and the output of every block, the last one after the final norm; (B, T, D) each.
-            Gradients flow through them. Most models of Transformers return the same; its Mamba classes leave out the
-            embeddings and return the output of the last block both before and after the norm.
+            Gradients flow. Those of Transformers' Mamba classes lack embeddings, and add the last one before the norm.
     """
 
     last_hidden_state: Tensor | None = None
@@ -117,6 +116,11 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
         return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
+
+    def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_use_kernels(use_kernels, *args, **kwargs)
+        if use_kernels:
+            extra("scan_hub_kernels").use_hub_kernels(self)
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any

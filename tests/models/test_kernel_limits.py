@@ -1,20 +1,49 @@
-"""What the GPU kernels cannot take is kept from them: layouts, sizes beyond 32-bit addresses, configurations."""
+"""What the GPU kernels cannot take is kept from them: layouts, sizes beyond 32-bit addresses, configurations.
 
+Where packages are not installed, `use_kernels=True` takes kernels from the Hub; loops from the definitions stand in.
+"""
+
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import conv1d, silu
+from transformers import PreTrainedModel
+from transformers.integrations import hub_kernels
 
 from hf_recurrent_lengthgen.models import layers_conv as conv_module
+from hf_recurrent_lengthgen.models import (
+    scan_delta,
+    scan_gla,
+    scan_hub_kernels,
+    scan_rwkv6,
+    scan_selective,
+    scan_trapezoid,
+)
 from hf_recurrent_lengthgen.models import scan_ssd as scan_module
 from hf_recurrent_lengthgen.models.layers_conv import causal_conv
+from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2Mixer
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
+from hf_recurrent_lengthgen.models.scan_hub_kernels import HUB_KERNELS, hub_kernel
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 
-from .families import GATED_DELTANET, RWKV7, Family, mamba2_config, variant_id
-from .scan_definitions import scan_ssd_reference
+from .families import (
+    GATED_DELTANET,
+    GLA,
+    MAMBA,
+    MAMBA2,
+    RWKV7,
+    Family,
+    build,
+    mamba2_config,
+    random_tokens,
+    variant_id,
+)
+from .scan_definitions import scan_gla_reference, scan_ssd_reference
 
 CHANNELS, TAPS = 16, 4
 
@@ -169,3 +198,130 @@ def test_wide_keys_of_the_delta_rule_are_kept_from_its_kernels(family: Family, s
         layers = family.causal_lm_class(family.config(**sizes)).model.layers
     limits = [layer.scan_mixer.kernel_limit(torch.float32) for layer in layers]
     assert limits == ["", "keys of at most 256 dimensions, got 512"]
+
+
+CALLS: list[str] = []
+
+
+def conv(x: Tensor, weight: Tensor, bias: Any, initial_states: Tensor, activation: str | None) -> Tensor:
+    CALLS.append("conv")
+    y = conv1d(torch.cat([initial_states, x], 2), weight[:, None], bias, groups=len(weight))
+    return silu(y) if activation else y
+
+
+def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Any, **keyword: Any) -> Any:
+    CALLS.append("scan")
+    return scan_ssd_reference(x, dt, A, B, C, D, keyword["initial_states"])
+
+
+def selective(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    CALLS.append("scan")
+    state, outputs = torch.zeros(*u.shape[:2], A.shape[1]), []
+    for t in range(u.shape[2]):
+        state = state * torch.exp(delta[:, :, t, None] * A) + (delta * u)[:, :, t, None] * B[:, None, :, t]
+        outputs.append((state * C[:, None, :, t]).sum(2))
+    return torch.stack(outputs, 2)
+
+
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor, **_: Any) -> Any:
+    CALLS.append("scan")
+    y, state = scan_gla_reference(q, k, v, g, initial_state.mT)
+    return y * scale, state.mT
+
+
+MODULES = {
+    "causal-conv1d": {"causal_conv1d_fn": conv},
+    "mamba-ssm": {"mamba_chunk_scan_combined": ssd, "selective_scan_fn": selective},
+    "fla": {"ops": SimpleNamespace(gla=SimpleNamespace(chunk_gla=gla))},
+}
+INSTALLED = {
+    conv_module: "causal_conv1d_fn",
+    scan_module: "mamba_chunk_scan_combined",
+    scan_selective: "selective_scan_fn",
+    scan_gla: "chunk_gla",
+}
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No package is installed, a CPU counts as a GPU; what is said."""
+    warnings: dict[str, None] = {}
+    for module, name in INSTALLED.items():
+        monkeypatch.setattr(module, name, None)
+    monkeypatch.setattr(PreTrainedModel, "set_use_kernels", lambda model, use, *rest: None)  # it needs `kernels`
+    monkeypatch.setattr(ScanMixer, "backend_for", lambda mixer, x: "kernel" if mixer.kernel_available else "torch")
+    monkeypatch.setattr(
+        scan_hub_kernels, "logger", SimpleNamespace(warning_once=warnings.setdefault, info=lambda text: None)
+    )
+    hub_kernel.cache_clear()
+    CALLS.clear()
+    yield warnings
+    hub_kernel.cache_clear()
+
+
+def logits(family: Family, folder: Path, **options: Any) -> Tensor:
+    model = family.causal_lm_class.from_pretrained(folder, **options)
+    with torch.no_grad():
+        return model(random_tokens(2, 9)).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "repositories"),
+    [
+        (MAMBA, [("causal-conv1d", 1), ("mamba-ssm", 2)]),
+        (MAMBA2, [("causal-conv1d", 1), ("mamba-ssm", 2)]),
+        (GLA, [("fla", 1)]),
+    ],
+    ids=["mamba", "mamba2", "gla"],
+)
+def test_scans_take_the_kernels_of_the_hub(
+    family: Family, repositories: list[Any], said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[tuple[str, int]] = set()
+
+    def get_kernel(kernel_name: str, version: int) -> ModuleType:
+        owner, _, name = kernel_name.partition("/")
+        assert owner == "kernels-community"
+        asked.add((name, version))
+        module = ModuleType(name)
+        vars(module).update(MODULES[name])
+        return module
+
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
+    monkeypatch.setattr(hub_kernels, "_kernels_enabled", True)  # false also where `kernels` is missing
+    build(family).save_pretrained(tmp_path)
+    expected = logits(family, tmp_path)
+    assert not asked
+    assert not CALLS
+    torch.testing.assert_close(logits(family, tmp_path, use_kernels=True), expected, rtol=1e-4, atol=1e-5)
+    assert sorted(asked) == repositories
+    assert set(CALLS) == ({"scan"} if family is GLA else {"scan", "conv"})
+    assert not said
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("no build\nfor this torch"), ImportError("einops"), AttributeError("_"), None]
+)
+def test_scans_stay_in_torch_with_one_sentence(
+    error: Exception | None, said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def get_kernel(kernel_name: str, version: int) -> ModuleType:
+        assert error is not None, "USE_HUB_KERNELS=NO asks for nothing"
+        raise error
+
+    monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
+    monkeypatch.setattr(hub_kernels, "_kernels_enabled", error is not None)
+    build(MAMBA2).save_pretrained(tmp_path)
+    expected = logits(MAMBA2, tmp_path)
+    for _ in range(2):
+        assert torch.equal(logits(MAMBA2, tmp_path, use_kernels=True), expected)
+    why = "ValueError: USE_HUB_KERNELS is off" if error is None else f"{type(error).__name__}: {error}"
+    why = why.replace("\n", " ")
+    tried = f"kernels-community/mamba-ssm version 2 cannot be loaded ({why})"
+    assert list(said) == [f"use_kernels: {tried}. The scans run in torch."]
+
+
+def test_every_name_is_one_that_a_scan_looks_up() -> None:
+    """A kernel that is renamed in a scan must be renamed here, too."""
+    modules = [*INSTALLED, scan_delta, scan_rwkv6, scan_trapezoid]
+    assert all(any(hasattr(module, name) for module in modules) for name in HUB_KERNELS)
