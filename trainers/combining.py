@@ -81,8 +81,8 @@ def _config_of(trainer: type[Trainer]) -> Any:
 
 @cache
 def _combined_config(method: Any, other: Any) -> Any:
-    if issubclass(method, other):
-        return method
+    if issubclass(method, other) or issubclass(other, method):
+        return method if issubclass(method, other) else other
     stock = {item.name for item in fields(TrainingArguments)}
     both = {item.name for item in fields(method)} & {item.name for item in fields(other)} - stock
     if both:
