@@ -38,7 +38,7 @@ QUICK = {
 }
 """What makes a command small; of options given twice the last one counts."""
 ELSEWHERE = {
-    "evaluate": ("my-mamba2",),
+    "evaluate": ("my-mamba2", "runs/plain"),
     "diagnose": ("my-mamba2",),
     "delta_rule": ("BlinkDL",),
     "publish": (
@@ -124,7 +124,7 @@ def test_what_a_page_shows_runs(page: str, demo_output: Path, monkeypatch: pytes
 def test_files_that_pages_name_are_there() -> None:
     named = {
         path
-        for page in PAGES
+        for page in (*PAGES, "hybrids_support", "read_a_diagnosis")
         for path in re.findall(
             r"`((?:examples|benchmarks|tests|model_cards|hf_recurrent_lengthgen|\.github)/[\w./-]+)`", text_of(page)
         )
