@@ -143,8 +143,12 @@ def test_bars_are_shown_where_transformers_shows_some(shown: bool, monkeypatch: 
     seen: list[bool] = []
     monkeypatch.setattr(logging, "is_progress_bar_enabled", lambda: shown)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: seen.append(datasets.are_progress_bars_disabled()))
+    quiet = datasets.are_progress_bars_disabled()  # by the module of another test
+    datasets.enable_progress_bars()
     load_rows("some/name")
     assert [*seen, datasets.are_progress_bars_disabled()] == [not shown, False]
+    if quiet:
+        datasets.disable_progress_bars()
 
 
 def test_text_file_is_one_document(tmp_path: Path) -> None:

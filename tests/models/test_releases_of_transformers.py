@@ -69,7 +69,7 @@ def test_generate_calls_the_cache_as_we_think() -> None:
 def test_code_in_checkpoints_touches_few_names_of_transformers() -> None:
     found: dict[str, set[str]] = {}
     for path in MODELS.glob("*.py"):
-        if path.stem in ("__init__", "configuration_stateful"):
+        if path.stem in ("__init__", "configuration_stateful", "scan_hub_kernels"):  # not in checkpoints
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
