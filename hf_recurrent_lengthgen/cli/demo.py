@@ -82,7 +82,7 @@ finds keys in 128 words until it finds them far beyond. Takes 7 to 9 minutes on 
 output folder holds:
 
   index.html   page with figures and numbers: open it in a browser
-  result.json  the numbers; position_wise, context_harm and in_window also as .png and .svg
+  result.json  the numbers; tables.md, tables.tex, and position_wise, context_harm and in_window as .png and .svg
   start.json   the config of the model, from which the commands that are printed train it
   base/        the model that fails; with cured/ and control/ a checkpoint that loads with trust_remote_code=True
   far/         the model that finds keys far back; far-control/ took as many plain steps, keys/ has what both find

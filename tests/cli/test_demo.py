@@ -84,7 +84,7 @@ def weights_written(output: Path) -> dict[str, int]:
 @pytest.mark.slow
 def test_everything_is_written(finished: Finished) -> None:
     figures = {f"{name}.{kind}" for name in ("position_wise", "context_harm", "in_window") for kind in ("png", "svg")}
-    files = {"index.html", "result.json", "start.json", "keys"}
+    files = {"index.html", "result.json", "tables.md", "tables.tex", "start.json", "keys"}
     assert {path.name for path in finished.output.iterdir()} == {*figures, *ROLES, *FAR, *files}
     assert (finished.output / "keys/heat_map.png").is_file()
     page = (finished.output / "index.html").read_text(encoding="utf-8")
