@@ -73,7 +73,8 @@ class Inputs(NamedTuple):
 
 def add_options(parser: CommandParser, settings: type[EvaluationSettings], output: str, sequences: int) -> None:
     """Add the options that `load_inputs` reads, and those of the settings."""
-    parser.model.add_argument("models", **MODELS)
+    several = "; a folder of checkpoints seed0, seed1, ... is a method with several seeds"
+    parser.model.add_argument("models", **MODELS | {"help": MODELS["help"] + several})
     parser.model.add_argument(
         "--roles",
         metavar="ROLE,...",

@@ -188,8 +188,10 @@ def with_share_of_experts(model: Any, call: Callable[[Any], Any], arguments: dic
     output = call(arguments | {"return_dict": True})
     loss, of_experts = (output.get(name) for name in PER_CALL)
     if loss is not None and of_experts is not None:
+        # where the stock model has it: those of images and text read that of their config
+        owner = model if hasattr(model, "router_aux_loss_coef") else model.config.get_text_config(decoder=True)
         rest = 1 - _targets(arguments) / items
-        output["loss"] = loss - rest * model.router_aux_loss_coef * of_experts
+        output["loss"] = loss - (rest * owner.router_aux_loss_coef * of_experts).to(loss.device)
     return output if model._wants_dict(arguments) else output.to_tuple()
 
 

@@ -10,9 +10,9 @@ from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from tests.hybrids.measures import parts, random_state
+from tests.hybrids.measures import parts, random_state, random_tokens
 from tests.hybrids.padded_rows import PACKED, PADDED, places_of, positions_and_mask, tokens_of
-from tests.hybrids.tiny_models import tiny_model
+from tests.hybrids.tiny_models import tiny_composite, tiny_model
 
 TYPES = ["falcon_h1", "lfm2", "minimax", "qwen3_next", "xlstm", "zaya"]
 
@@ -116,3 +116,13 @@ def test_the_loss_of_experts_counts_real_tokens(model_type: str) -> None:
             torch.testing.assert_close(layer.view(*tokens.shape, -1)[mask.bool()], wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="A row has no real token"):
         model(**given | {"attention_mask": torch.zeros_like(mask)})
+
+
+def test_models_of_images_and_text_have_the_share_of_the_loss_of_experts() -> None:
+    """Their weight of this loss is in the config only."""
+    model = stateful(tiny_composite("qwen3_5_moe")).train()
+    given: dict[str, Any] = {"input_ids": random_tokens(2, 12), "output_router_logits": True}
+    whole = model(**given, labels=given["input_ids"])
+    assert whole.aux_loss > 0
+    found = model(**given, labels=given["input_ids"], num_items_in_batch=torch.tensor(4 * 22)).loss
+    torch.testing.assert_close(found, whole.loss / 4)

@@ -167,8 +167,9 @@ class SameRowsTrainer(PushingTrainer):
             self.gather_function = partial(self._shared.gather_once, self.accelerator)
         self._means = []
         output = super().evaluation_loop(*args, **kwargs)
-        if self._means and output.metrics is not None:  # Trainer gives all batches one weight, whatever their targets
-            means, counts = (torch.stack(values).double() for values in zip(*self._means, strict=True))
+        batches, self._means = self._means, None
+        if batches and output.metrics is not None:  # Trainer gives all batches one weight, whatever their targets
+            means, counts = (torch.stack(values).double() for values in zip(*batches, strict=True))
             prefix = [*args[4:], kwargs.get("metric_key_prefix", "eval")][0]
             total = means.mul(counts).where(counts > 0, 0).sum()
             output.metrics[f"{prefix}_loss"] = float(total / counts.sum())
