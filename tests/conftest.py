@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import uuid
 import zlib
 from collections import Counter
@@ -23,6 +24,26 @@ settings.load_profile("repeatable")
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test keeps its results where no other test or person does."""
     monkeypatch.setenv("LENGTHGEN_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
+
+
+SCRIPTS = [
+    path for folder in ("examples", "benchmarks") for path in (Path(__file__).parents[1] / folder).rglob("*.py")
+]
+
+
+def loaded_scripts() -> set[str]:
+    """Those that are modules now."""
+    names = {path.stem for path in SCRIPTS} & sys.modules.keys()
+    return {name for name in names if Path(getattr(sys.modules[name], "__file__", None) or "") in SCRIPTS}
+
+
+@pytest.fixture(autouse=True)
+def own_scripts() -> Iterator[None]:
+    """Each test imports its own: studies have files of one name, such as run.py, and find them by the path."""
+    before = loaded_scripts()
+    yield
+    for name in loaded_scripts() - before:
+        del sys.modules[name]
 
 
 @pytest.fixture

@@ -20,12 +20,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 @pytest.fixture
 def guard(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(FOLDER)
-    before = set(sys.modules)
-    module = importlib.import_module("guard")
-    yield module
-    for name in set(sys.modules) - before:  # modules of this folder have common names, such as "forgetting"
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
-            del sys.modules[name]
+    return importlib.import_module("guard")
 
 
 def test_it_runs_as_the_makefile_runs_it() -> None:

@@ -4,7 +4,7 @@ import itertools
 import json
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,9 @@ def test_divergences_are_those_of_the_formulas(module: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def llama(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict[str, Any]]]:
+def llama(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     monkeypatch.setattr(sys, "path", [str(RUN.parent), *sys.path])
-    sys.modules.pop("run", None)  # another study's
-    yield partial(runpy.run_path, str(RUN.with_name("llama.py")))
-    sys.modules.pop("run", None)
+    return partial(runpy.run_path, str(RUN.with_name("llama.py")))
 
 
 def test_the_loss_after_a_context_is_that_of_the_last_bytes(llama: Callable[..., dict[str, Any]]) -> None:

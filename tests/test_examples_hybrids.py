@@ -2,7 +2,6 @@
 
 import runpy
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ from tests.versions import needs_hybrids
 
 pytestmark = needs_hybrids
 RUN = Path(__file__).parents[1] / "examples/hybrids/run.py"
-
-
-@pytest.fixture(autouse=True)
-def own_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The module `run` is that of the families here, and another one in tests of other studies."""
-    monkeypatch.delitem(sys.modules, "run", raising=False)
-    yield
-    sys.modules.pop("run", None)
 
 
 @pytest.fixture

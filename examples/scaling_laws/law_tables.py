@@ -20,7 +20,7 @@ def formulas(laws: Sequence[Law]) -> str:
             rows.append([f"T_{law.quantity}", law.why_no_fit or "", "", "", ""])
             continue
         values = [
-            f"{name} = {e.mean:.4g}" + ("" if e.low is None else f" ({e.low:.4g} to {e.high:.4g})")
+            f"{name} = {e.mean:.3g}" + ("" if e.low is None else f" ({e.low:.3g} to {e.high:.3g})")
             for name, e in law.fit.coefficients.items()
         ]
         form = {"linear": "a N + b", "exponential": "a (c^N - 1) + b"}[law.fit.form]
