@@ -14,7 +14,7 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.checkpoints.records import record_step
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.evaluation.streaming import state_elements
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words
@@ -40,7 +40,7 @@ def command_parser() -> CommandParser:
         help="checkpoint folder or Hub name: ours, or a stock one of these families; hybrids are refused",
     )
     add = parser.method.add_argument
-    add("--window", type=positive, metavar="N", help="tokens that the state of each layer holds")
+    add("--window", type=some_tokens, metavar="N", help="tokens that the state of each layer holds")
     add("--retention", type=float, metavar="X", help="factor on the decays, above 0 and at most 1")
     add("--insertion", type=float, metavar="X", help="factor on what is written into the state")
     add("--delta-scale", type=float, metavar="X", help="factor on the step sizes of Mamba, at most 1")

@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.cli.accuracy import task_of
 from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
 from hf_recurrent_lengthgen.cli.measuring import shared_tokenizer
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
 from hf_recurrent_lengthgen.data.tasks.strings import DELIMITER_ID, END_ID
@@ -46,7 +46,7 @@ def command_parser() -> CommandParser:
     string = (
         "number of symbols (of pairs in recall): a string of the task that the models were trained on, and its answer"
     )
-    text.add_argument("--task-length", type=positive, metavar="N", help=string)
+    text.add_argument("--task-length", type=some_tokens, metavar="N", help=string)
     add_shared(parser, "--output", "--trust-remote-code", output="maps")
     return parser
 

@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.cli.inputs import (
     make_output_folder,
     token_unit,
 )
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import DTYPES, HOW, MODELS, add_shared
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
@@ -81,7 +81,8 @@ def add_options(parser: CommandParser, settings: type[EvaluationSettings], outpu
         help=f"what each model is, of {', '.join(get_args(Role))}: the page compares cured and control with the base",
     )
     add_shared(parser, "--data", "--split", "--text-column")
-    parser.data.add_argument("--length", type=positive, metavar="N", help="tokens per sequence (default: 64 T)")
+    what = "tokens per sequence, such as 65536, 64k or 1M (default: 64 T)"
+    parser.data.add_argument("--length", type=some_tokens, metavar="N", help=what)
     parser.data.add_argument(
         "--sequences", type=positive, default=sequences, metavar="N", help="number of sequences (default: %(default)s)"
     )

@@ -15,7 +15,7 @@ import torch
 import yaml
 from transformers import HfArgumentParser
 
-from hf_recurrent_lengthgen.cli.parsing import HelpFormatter, add_headings, examples_text
+from hf_recurrent_lengthgen.cli.parsing import HelpFormatter, add_headings, examples_text, tokens, windows
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, goes_with
 from hf_recurrent_lengthgen.cli.shared_options import HOW
 from hf_recurrent_lengthgen.trainers import (
@@ -71,6 +71,8 @@ HEADINGS = ("model", "data", "method", "training", "run")
 OUR_HELP = MOST_USED | {
     "alignment_length": "Length T in tokens of the two aligned crops. Default, and only value here: training_length.",
 }
+_OF_TOKENS = re.compile(r"_(lengths?|extra|min_context|windows|tokens)$")
+"""Names of options that are numbers of tokens, which may be written as 2k."""
 DESCRIPTION = f"""\
 Train or post-train a model that takes initial states; plain training and output alignment take any causal language
 model of Transformers. Each option can also stand in CONFIG.yaml, as a line "option: value"; the command line wins. The
@@ -202,6 +204,11 @@ class RunParser(HfArgumentParser):
     def add_argument(self, *flags: str, **options: Any) -> Any:
         """As in argparse, under the heading of the option; of TrainingArguments, `MOST_USED` are listed."""
         name = options.get("dest", flags[0].lstrip("-"))
+        if options.get("type") is int and _OF_TOKENS.search(name):
+            options["type"] = tokens
+            options.setdefault("metavar", "N")
+        if name == "attention_window":
+            options["type"] = windows
         for item in ("heading", "goes_with"):
             options.pop(item, None)
         if not self._groups:

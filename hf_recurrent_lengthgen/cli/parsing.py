@@ -32,19 +32,41 @@ def _whole(text: str, least: int) -> int:
     return number
 
 
+def tokens(text: str) -> int:
+    """A number of tokens below 2**40, such as "2048", "2k", "1.5K" or "1M"; k is 2**10, and m 2**20."""
+    word = text.strip().lower()
+    digits, size = (word[:-1], _SIZES[word[-1]]) if word[-1:] in _SIZES else (word, 1)
+    try:
+        number = float(digits) * size
+    except ValueError:
+        number = float("inf")
+    if not abs(number) < 2**40 or number != int(number):
+        raise argparse.ArgumentTypeError(f"must be a whole number below 2**40, such as 512, 2k or 1M, got {text!r:.40}")
+    return int(number)
+
+
+def some_tokens(text: str) -> int:
+    """A number of tokens, as `tokens`, of at least 1."""
+    if (number := tokens(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text:.40}")
+    return number
+
+
+def windows(text: str) -> str:
+    """Windows of attention with commas between, such as "32,2k,none", with each number written out."""
+    words = [word.strip() for word in text.split(",")]
+    if "" in words:
+        raise argparse.ArgumentTypeError(f'must be numbers of tokens, or "none", with commas between, got {text!r}')
+    return ",".join(str(some_tokens(word)) if word[0].isdecimal() else word for word in words)
+
+
 def counts(text: str) -> list[int]:
     """Different whole numbers from 1 on, such as "512,1k,1.5k,1m", ascending."""
-    numbers = []
-    for part in text.lower().split(","):
-        digits, size = (part.strip()[:-1], _SIZES[part.strip()[-1]]) if part.strip()[-1:] in _SIZES else (part, 1)
-        try:
-            number = float(digits) * size
-        except ValueError:
-            number = 0.0
-        if not 1 <= number < 2**40 or number != int(number):
-            message = f"must be whole numbers with commas between, such as 512,1k,2k, got {text!r:.80}"
-            raise argparse.ArgumentTypeError(message)
-        numbers.append(int(number))
+    try:
+        numbers = [some_tokens(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError as error:
+        message = f"must be whole numbers with commas between, such as 512,1k,2k, got {text!r:.80}"
+        raise argparse.ArgumentTypeError(message) from error
     if len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(f"must have each number once, got {text!r:.80}")
     return sorted(numbers)

@@ -2,11 +2,13 @@
 
 # ruff: noqa: RUF009  (_option makes a field)
 
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, chosen_split
+from hf_recurrent_lengthgen.cli.parsing import tokens
 from hf_recurrent_lengthgen.cli.shared_options import HOW, help_of
 from hf_recurrent_lengthgen.data import split_names
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
@@ -185,9 +187,8 @@ class RunArguments:
             )
         if self.of_symbols and self.task_length is None:
             self.task_length = "50"
-        bounds = (self.task_length or "").split("-")
-        if self.task_length is not None and not (len(bounds) <= 2 and all(one.strip().isdecimal() for one in bounds)):
-            raise ValueError(f'task_length is {self.task_length!r}, but must be a number or a range such as "50-100".')
+        if self.task_length is not None:
+            self.task_length = _range(self.task_length)
         if self.task == "examples" and self.data == STANDARD_LIBRARY:
             raise ValueError("task examples needs data with messages, or with prompt and completion: give data.")
         if self.task == "babilong" and self.task_files is None:
@@ -260,6 +261,15 @@ class RunArguments:
     def of_symbols(self) -> bool:
         """Whether rows are strings of random symbols, which need neither text nor a tokenizer."""
         return self.task in STRING_TASKS
+
+
+def _range(text: str) -> str:
+    """A length or range of lengths, "1k-64k", with the numbers written out."""
+    try:
+        first, *rest = (str(tokens(one)) for one in text.split("-", 1))
+    except ArgumentTypeError as error:
+        raise ValueError(f'task_length is {text!r}, but must be a number or a range such as "50-100".') from error
+    return "-".join([first, *rest])
 
 
 def goes_with(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive, some_tokens, windows
 from hf_recurrent_lengthgen.evaluation.result_cache import default_cache_folder
 
 MODEL = {"metavar": "MODEL", "help": "checkpoint folder or Hub name"}
@@ -21,11 +21,12 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
             "help": 'tokenizer folder or Hub name, or "bytes" (default: the tokenizer of the model)',
         },
         "--training-length": {
-            "type": positive,
+            "type": some_tokens,
             "metavar": "T",
-            "help": "training length T in tokens (default: from the config of the model)",
+            "help": "training length T in tokens, such as 2048 or 2k (default: from the config of the model)",
         },
         "--attention-window": {
+            "type": windows,
             "metavar": "W",
             "help": 'of hybrids: number of tokens that a token attends to, itself included, or "none" for all '
             "(default: from the config of the model); evaluate and diagnose compare several, with commas between",
@@ -66,7 +67,7 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
             "help": "sequences in a forward pass (default: what memory limits allow)",
         },
         "--chunk-length": {
-            "type": positive,
+            "type": some_tokens,
             "metavar": "N",
             "help": "tokens of each sequence in a forward pass (default: what memory limits allow)",
         },

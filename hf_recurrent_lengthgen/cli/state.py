@@ -11,7 +11,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.cli.inputs import chosen_split, load_documents
 from hf_recurrent_lengthgen.cli.measuring import on_device
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns, positive
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODEL, add_shared
 from hf_recurrent_lengthgen.data import token_stream
 from hf_recurrent_lengthgen.state_files import ask, load_text_state, positions_in, read_into
@@ -53,9 +53,9 @@ def command_parser() -> CommandParser:
     what = "read a text, and save what is read every so many tokens"
     read = add_action("read", what, "lengthgen state read demo-output/cured --data book.txt --output book", READ)
     read.model.add_argument("model", **MODEL)
-    read.data.add_argument("--length", type=positive, metavar="N", help="tokens to read at most (default: all)")
+    read.data.add_argument("--length", type=some_tokens, metavar="N", help="tokens to read at most (default: all)")
     what = "tokens between two files (default: %(default)s)"
-    read.method.add_argument("--every", type=positive, default=65536, metavar="N", help=what)
+    read.method.add_argument("--every", type=some_tokens, default=65536, metavar="N", help=what)
     read.run.add_argument("--output", required=True, metavar="FOLDER", help="folder for the files")
     add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
     show = add_action("show", "show what a state file says of itself", "lengthgen state show book")
@@ -66,10 +66,10 @@ def command_parser() -> CommandParser:
     what = "prompt to continue; may be repeated"
     asked.data.add_argument("--prompt", action="append", required=True, metavar="TEXT", help=what)
     what = "tokens of each answer at most (default: %(default)s)"
-    asked.method.add_argument("--max-new-tokens", type=positive, default=40, metavar="N", help=what)
+    asked.method.add_argument("--max-new-tokens", type=some_tokens, default=40, metavar="N", help=what)
     add_shared(asked, "--tokenizer")
     what = "take the text state at this position, or the nearest one before it (default: the last)"
-    asked.data.add_argument("--position", type=positive, metavar="N", help=what)
+    asked.data.add_argument("--position", type=some_tokens, metavar="N", help=what)
     for action in (read, asked):
         add_shared(action, "--attention-window", "--device", "--dtype", "--trust-remote-code")
     return parser

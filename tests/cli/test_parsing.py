@@ -1,7 +1,9 @@
 """Values of the command line: no option of any command takes what it cannot use."""
 
 import argparse
+import re
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -10,8 +12,11 @@ import pytest
 from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.convert import _setting as setting
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, not_negative, positive
+from hf_recurrent_lengthgen.cli.options import _OF_TOKENS as OF_TRAINING
+from hf_recurrent_lengthgen.cli.options import read_options
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, not_negative, positive, some_tokens, tokens, windows
 from hf_recurrent_lengthgen.cli.retrieve import _depths as depths
+from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 
 NO_COUNTS = ("-1", "1.5", "nan", "inf", "1e3", "x", "9" * 30, "9" * 6000)
 
@@ -40,11 +45,11 @@ def options(command: str) -> Iterator[tuple[argparse.ArgumentParser, argparse.Ac
 def test_every_whole_number_is_a_count(command: str) -> None:
     """A parser's `type=int` is `not_negative`; a kind of number that this test does not know must be added to it."""
     for parser, action in options(command):
-        if action.type in (None, float, setting, depths):  # of text, below; of other numbers, elsewhere
+        if action.type in (None, float, setting, depths, windows):  # of text, below; of other numbers, elsewhere
             continue
         kind = parser._registry_get("type", action.type, action.type)
-        assert kind in (counts, positive, not_negative), action.option_strings
-        usable = ("0",) if kind is not_negative else ("1e3",) if kind is counts else ()
+        assert kind in (counts, some_tokens, positive, not_negative), action.option_strings
+        usable = ("0",) if kind is not_negative else ("1e3",) if kind in (counts, some_tokens) else ()
         for text in {*NO_COUNTS, "0", ""} - {*usable}:
             with pytest.raises(argparse.ArgumentError, match=r"must be|is empty"):
                 parser._get_values(action, [text])
@@ -81,6 +86,46 @@ def test_lists_of_numbers_are_checked(text: str) -> None:
     assert counts("1k,512, 1.5K,1m") == [512, 1024, 1536, 2**20]
     with pytest.raises(argparse.ArgumentTypeError, match="must"):
         counts(text)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_numbers_of_tokens_take_k_and_m(command: str) -> None:
+    """Every option whose help or name speaks of tokens or a length takes 2k."""
+    found = 0
+    for parser, action in options(command):
+        named = re.search("length|window|tokens|position", action.dest) or re.match("tokens", action.help or "")
+        if action.type not in (None, float) and named:
+            assert parser._get_values(action, ["2k"]) in (2048, [2048], "2048"), action.option_strings
+            found += 1
+    assert found >= {"evaluate": 4, "diagnose": 4, "retrieve": 4, "state": 6, "verify": 1}.get(command, 0)
+
+
+def test_what_numbers_of_tokens_are() -> None:
+    assert [tokens(text) for text in ("-1", "0", "512", "2k", "1.5K", "64k", "1M")] == [-1, 0, 512, 2048, 1536, 65536, 2**20]
+    assert windows("32, 2k,none") == "32,2048,none"
+    for wrong in ("32,,2k", "0", "2kk"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+            windows(wrong)
+
+
+def test_numbers_of_tokens_of_a_training(tmp_path: Path) -> None:
+    """In options and in a YAML file; other whole numbers stay as they are."""
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\nintervention: tbtt\nbptt_chunk_length: 1k\nminimum_document_tokens: 2k\n")
+    line = "--training-length 1k --attention-windows 256 2k --output o --attention-window 4k"
+    run, training, _ = read_options(line.split(), str(file))
+    assert (run.training_length, run.minimum_document_tokens, run.attention_window) == (1024, 2048, "4096")
+    assert (training.bptt_chunk_length, training.attention_windows) == (1024, [256, 2048])
+    keys = ["--model", "m", "--output", "o", "--task", "keys", "--eval-strategy", "steps"]
+    run, *_ = read_options([*keys, "--task-length", "1k-64k", "--retrieval-lengths", "2k", "1M"])
+    assert (run.row_lengths, run.retrieval_lengths) == ([1024, 65536], [2048, 2**20])
+    for name, trainer in INTERVENTIONS.items():
+        numbers = [item for item in fields(trainer.config_class) if item.type in (int, int | None)]
+        told = [item.name for item in numbers if re.search(r"\btokens\b", str(item.metadata.get("help")), re.I)]
+        assert "bptt_chunk_length" in told
+        assert [one for one in told if not OF_TRAINING.search(one)] == [], name
+    with pytest.raises(SystemExit):
+        read_options([*keys, "--max-steps", "1k"])
 
 
 def test_a_command_parser_of_any_kind_refuses_them() -> None:
