@@ -41,7 +41,9 @@ def tokens(text: str) -> int:
     except ValueError:
         number = float("inf")
     if not abs(number) < 2**40 or number != int(number):
-        raise argparse.ArgumentTypeError(f"must be a whole number below 2**40, such as 512, 2k or 1M, got {text!r:.40}")
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number below 2**40, such as 512, 2k or 1M, got {text!r:.40}"
+        )
     return int(number)
 
 

@@ -29,7 +29,13 @@ def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen verify", DESCRIPTION, EXAMPLES, method="check")
     parser.model.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder")
     add = parser.method.add_argument
-    add("--length", type=some_tokens, default=DEFAULT_LENGTH, metavar="N", help="tokens per text (default: %(default)s)")
+    add(
+        "--length",
+        type=some_tokens,
+        default=DEFAULT_LENGTH,
+        metavar="N",
+        help="tokens per text (default: %(default)s)",
+    )
     what = "dtype to compute in; float64 is for models whose rounding comes near the tolerance (default: %(default)s)"
     add("--dtype", choices=("float32", "float64"), default="float32", help=what)
     what = "device to compute on (default: %(default)s)"

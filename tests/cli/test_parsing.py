@@ -14,7 +14,15 @@ from hf_recurrent_lengthgen.cli.convert import _setting as setting
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
 from hf_recurrent_lengthgen.cli.options import _OF_TOKENS as OF_TRAINING
 from hf_recurrent_lengthgen.cli.options import read_options
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, not_negative, positive, some_tokens, tokens, windows
+from hf_recurrent_lengthgen.cli.parsing import (
+    CommandParser,
+    counts,
+    not_negative,
+    positive,
+    some_tokens,
+    tokens,
+    windows,
+)
 from hf_recurrent_lengthgen.cli.retrieve import _depths as depths
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 
@@ -101,7 +109,15 @@ def test_numbers_of_tokens_take_k_and_m(command: str) -> None:
 
 
 def test_what_numbers_of_tokens_are() -> None:
-    assert [tokens(text) for text in ("-1", "0", "512", "2k", "1.5K", "64k", "1M")] == [-1, 0, 512, 2048, 1536, 65536, 2**20]
+    assert [tokens(text) for text in ("-1", "0", "512", "2k", "1.5K", "64k", "1M")] == [
+        -1,
+        0,
+        512,
+        2048,
+        1536,
+        65536,
+        2**20,
+    ]
     assert windows("32, 2k,none") == "32,2048,none"
     for wrong in ("32,,2k", "0", "2kk"):
         with pytest.raises(argparse.ArgumentTypeError, match="must be"):
