@@ -60,6 +60,7 @@ MAY_IMPORT = {
         "surgery",
         "data",
         "evaluation",
+        "metrics.context_harm.measure",
         "metrics.context_harm.windows",
         "metrics.misalignment",
         "metrics.remembrance.measure",

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
         LearnedStateSource,
         LearnedStateTrainer,
     )
-    from hf_recurrent_lengthgen.trainers.metric_callbacks import (
-        Metric,
-        MetricCallback,
+    from hf_recurrent_lengthgen.trainers.metric_callbacks import Metric, MetricCallback
+    from hf_recurrent_lengthgen.trainers.mixed_states import MixedStates, MixedStatesConfig, MixedStatesTrainer
+    from hf_recurrent_lengthgen.trainers.random_noise import RandomNoise, RandomNoiseConfig, RandomNoiseTrainer
+    from hf_recurrent_lengthgen.trainers.ready_metrics import (
         context_harm,
         effective_remembrance_at,
+        length_evaluation,
         misalignment,
         nll_by_length,
         retrieval,
     )
-    from hf_recurrent_lengthgen.trainers.mixed_states import MixedStates, MixedStatesConfig, MixedStatesTrainer
-    from hf_recurrent_lengthgen.trainers.random_noise import RandomNoise, RandomNoiseConfig, RandomNoiseTrainer
     from hf_recurrent_lengthgen.trainers.state_passing import PassedStates, StatePassingConfig, StatePassingTrainer
     from hf_recurrent_lengthgen.trainers.statex import StateXConfig, StateXTrainer
     from hf_recurrent_lengthgen.trainers.tbtt import TbttConfig, TbttTrainer
@@ -68,6 +68,7 @@ __all__ = [
     "combine",
     "context_harm",
     "effective_remembrance_at",
+    "length_evaluation",
     "misalignment",
     "nll_by_length",
     "retrieval",
@@ -88,6 +89,7 @@ _OTHERS = {
     "combining": ("combine",),
     "initial_state_config": ("InitialStateConfig",),
     "initial_states": ("BatchPlace", "InitialStateSource"),
+    "metric_callbacks": ("Metric", "MetricCallback"),
 }
 _HOMES = {name: file for file, names in {**_METHODS, **_OTHERS}.items() for name in names}
 
@@ -98,7 +100,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for file in _METHODS if name == "INTERVENTIONS" else ():
         import_module(f"{__name__}.{file}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'metric_callbacks')}"), name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'ready_metrics')}"), name)
     return value
 
 

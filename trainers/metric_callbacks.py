@@ -3,7 +3,8 @@
     metrics = [context_harm(tokens, 2048), effective_remembrance_at(tokens, 2048)]
     MetricCallback(metrics, every_steps=50).attach(trainer)
 
-A metric is any function from a model to a number, to several numbers by name, or to a result of `evaluation`.
+A metric is any function from a model to a number, to several numbers by name, or to a result of `evaluation`, whose
+picture goes to TensorBoard, Weights & Biases and Trackio. Some are ready-made, see `ready_metrics.py`.
 """
 
 import math
@@ -11,6 +12,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -21,19 +23,12 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from hf_recurrent_lengthgen.data.tasks import RetrievalGrid
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.evaluation.statistics import CONFIDENCE, check_training_length, estimate, last_octave
-from hf_recurrent_lengthgen.evaluation.streaming import Tokens, stream_nll
-from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
-from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
-from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINING, effective_remembrance
-from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback
+from hf_recurrent_lengthgen.trainers.run.tracker_figures import send_figures
 
-QUIET = EvaluationSettings(progress=False)
 MetricFunction = Callable[[Any], Any]
+BARS = ContextVar("bars", default=False)  # whether metrics show progress bars: as the trainer does
 
 
 class Metric(NamedTuple):
@@ -45,6 +40,13 @@ class Metric(NamedTuple):
     name: str
     function: MetricFunction
     greater_is_better: bool | None = None
+
+
+class Pictured(NamedTuple):
+    """What a metric may return: a value to log, and the result whose `figure()` is its picture."""
+
+    value: Any
+    result: Any
 
 
 class MetricCallback(AttachedCallback):
@@ -90,6 +92,7 @@ class MetricCallback(AttachedCallback):
         self._measured_at: int | None = None
         self._training = False
         self._measured: dict[str, float] = {}
+        self._pictures: dict[str, Callable[[], Any]] = {}
 
     def attach(self, trainer: Trainer) -> "MetricCallback":
         """Add this callback, unless it is there already, to the trainer that logs the values.
@@ -179,16 +182,22 @@ class MetricCallback(AttachedCallback):
         training, model.training = model.training, False  # in training mode, TRL would add its training metrics
         self._trainer.log(dict(self._measured))
         model.training = training
+        if self._trainer.is_world_process_zero():
+            send_figures(self._trainer, self._pictures)
         control.should_log = should_log
         self._measured_at = state.global_step
 
     def _values(self, model: nn.Module, step: int) -> dict[str, float] | Exception:
         """The values to log, or the error of the first metric that fails."""
+        assert self._trainer is not None
         values: dict[str, float] = {}
+        self._pictures = {}
         for name, function, _ in self.metrics:
             try:
-                with undisturbed(model):
-                    numbers = numbers_of(f"eval_{name}", function(model))
+                with undisturbed(model, bars=not self._trainer.args.disable_tqdm):
+                    found = function(model)
+                value, result = found if isinstance(found, Pictured) else (found, found)
+                numbers = numbers_of(f"eval_{name}", value)
                 if not numbers or numbers.keys() & values.keys():
                     raise ValueError(f"it returned {'names of another metric' if numbers else 'no number'}")
             except Exception as error:
@@ -197,12 +206,15 @@ class MetricCallback(AttachedCallback):
                 failure.__cause__ = error
                 return failure
             values |= numbers
+            if callable(draw := getattr(result, "figure", None)):
+                self._pictures[f"eval/{name}"] = draw
         return values
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module, bars: bool = False) -> Iterator[None]:
     """Evaluation mode without gradients and autocast; afterwards modes and random states are restored."""
+    shown = BARS.set(bars)
     training = [(module, module.training) for module in model.modules()]
     forward = vars(model).get("forward")  # accelerate's, with mixed precision; it keeps the original beside it
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -214,6 +226,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 vars(model)["forward"] = model._original_forward
             yield
     finally:
+        BARS.reset(shown)
         if forward is not None:
             vars(model)["forward"] = forward
         for module, mode in training:
@@ -248,95 +261,3 @@ def numbers_of(name: str, value: Any) -> dict[str, float]:
     parts = {field.name: getattr(value, field.name) for field in fields(value)}
     kept = {part: item for part, item in parts.items() if isinstance(item, Real | Estimate) or is_dataclass(item)}
     return numbers_of(name, kept)
-
-
-def nll_by_length(tokens: Tokens, training_length: int, name: str = "nll") -> Metric:
-    """Mean NLL inside and beyond the training length, with intervals over sequences; tokens (S, L + 1)."""
-
-    def measure(model: nn.Module) -> dict[str, Estimate]:
-        _check_reach(tokens, training_length)
-        nll = stream_nll(model, tokens, progress=False).nll
-        parts = {"inside": nll[:, :training_length], "beyond": nll[:, training_length:]}
-        return {part: estimate(values, CONFIDENCE) for part, values in parts.items()}
-
-    return Metric(name, measure, greater_is_better=False)
-
-
-def context_harm(tokens: Tokens, training_length: int, name: str = "context_harm") -> Metric:
-    """Harm of context beyond the training length, mean over the last octave of positions; tokens (S, L + 1).
-
-    The value of `EvaluationResult.harm.last`. Costs three forward passes per token.
-    """
-    check_training_length(training_length)
-
-    def measure(model: nn.Module) -> Estimate:
-        _check_reach(tokens, training_length)
-        nll = stream_nll(model, tokens, progress=False).nll
-        harm = nll[:, training_length:] - window_nll(model, tokens, training_length, progress=False).truncated
-        start, stop = last_octave(nll.shape[1], training_length)
-        return estimate(harm[:, start - training_length : stop - training_length], CONFIDENCE)
-
-    return Metric(name, measure, greater_is_better=False)
-
-
-def effective_remembrance_at(
-    tokens: Tokens, training_length: int, length: int | None = None, name: str = "remembrance"
-) -> Metric:
-    """Effective Remembrance in total variation one training length before the end: earlier tokens should not matter.
-
-    Args:
-        tokens: Token ids, (S, at least `length`).
-        training_length: Tokens per training sequence.
-        length: T; by default 4 training lengths.
-        name: Name of the metric; the number of the start point t is appended.
-    """
-    end = LENGTHS_OF_TRAINING * training_length if length is None else length
-    start = end - training_length
-
-    def measure(model: nn.Module) -> dict[str, Estimate]:
-        remembrance = effective_remembrance(model, tokens, training_length, QUIET, length=end, starts=[start])
-        return {str(start): remembrance.at(start)}
-
-    return Metric(name, measure, greater_is_better=False)
-
-
-def misalignment(
-    tokens: Tokens, training_length: int, samples: int = 8, seed: int = 0, name: str = "misalignment"
-) -> Metric:
-    """Long-short misalignment over the same context pairs each time; tokens (S, at least `training_length`)."""
-
-    def measure(model: nn.Module) -> Estimate:
-        return long_short_misalignment(model, tokens, training_length, samples=samples, seed=seed, progress=False)
-
-    return Metric(name, measure, greater_is_better=False)
-
-
-def retrieval(grid: RetrievalGrid, lengths: Sequence[int], name: str = "retrieval") -> Metric:
-    """Share of right greedy answers at each length, over all rows of the grid, with Wilson's intervals.
-
-    The `accuracy` of `RetrievalResult.by_length`, which `lengthgen retrieve` prints, from 0 to 1. Checkpoints and
-    learning rates are chosen by it in Chen et al., 2024 (arXiv:2410.07145), F.1.
-
-    Args:
-        grid: The same prompts each time, such as `PasskeyGrid(tokenizer, depths, samples)`; use another seed than in
-            the final evaluation.
-        lengths: Tokens of prompt and answer.
-        name: Name of the metric; the length is appended: "retrieval_2048".
-    """
-
-    def measure(model: nn.Module) -> dict[str, Estimate]:
-        shares = retrieval_accuracy(model, grid, lengths, settings=QUIET).by_length
-        found = {length: share for length, share in zip(sorted(lengths), shares, strict=True) if share.samples}
-        if without := sorted(set(lengths) - found.keys()):
-            raise ValueError(f"no question fits into {without[0]} tokens together with its facts: leave it out")
-        return {str(n): Estimate(share.right / share.samples, *share.interval()) for n, share in found.items()}
-
-    return Metric(name, measure, greater_is_better=True)
-
-
-def _check_reach(tokens: Tokens, training_length: int) -> None:
-    if tokens.ndim != 2 or tokens.shape[1] - 1 <= training_length:
-        raise ValueError(
-            f"tokens must be (sequences, length + 1) with a length above the training length {training_length}, got "
-            f"shape {tuple(tokens.shape)}."
-        )

@@ -228,7 +228,8 @@ def reading_plan(
 
 
 def progress_bar(total: int, description: str, enabled: bool) -> Any:
-    return tqdm(total=total, desc=description, unit="tok", unit_scale=True, disable=not enabled)
+    # below the bar of a training, it goes when it is done
+    return tqdm(total=total, desc=description, unit="tok", unit_scale=True, leave=None, disable=not enabled)
 
 
 class Observer(Protocol):
