@@ -19,8 +19,7 @@ def version_of(name: str) -> str:
     The metadata of torch's ordinary wheels leave the build out; its file says it, without an import of seconds.
     """
     if name == "torch" and (found := util.find_spec(name)) is not None and found.origin is not None:
-        version: str = runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"]
-        return version
+        return runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"]
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

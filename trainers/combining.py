@@ -144,8 +144,7 @@ class _OnTexts(InitialStateTrainer):
     @property
     def tokens_read(self) -> int:
         """Real tokens of all runs of this trainer, over all processes; 0 if TRL does not count them."""
-        read: int = self._total_train_tokens
-        return read
+        return self._total_train_tokens
 
     def given(self, inputs: dict[str, Any]) -> tuple[MicroBatch, dict[str, Any]]:
         micro_batch, inputs = super().given(inputs)

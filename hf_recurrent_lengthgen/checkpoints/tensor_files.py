@@ -183,8 +183,7 @@ class _Safetensors:
             raise ValueError(f"{path} is damaged, or of an unknown dtype ({error}): {AGAIN}.") from error
 
     def tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
+        return self._file.get_tensor(name)
 
 
 class _Pickled:

@@ -94,8 +94,7 @@ def from_plain(plain: Any, kind: type[Document]) -> Document:
         (value,) = _adapter(kind).validate_json(json.dumps([plain]))  # type: ignore[arg-type]
     except ValidationError as error:
         raise ValueError("; ".join(_problem(one["loc"][1:], one) for one in error.errors()[:10])) from error
-    result: Document = value
-    return result
+    return value
 
 
 @cache

@@ -199,8 +199,7 @@ class StateReader(Reader):
         return {"initial_state": state} | ({"attention_cache": attention_cache} if self._attends else {})
 
     def state(self, cache: Any) -> RecurrentState:
-        state: RecurrentState = cache[0]
-        return state
+        return cache[0]
 
 
 class CacheReader(Reader):

@@ -162,8 +162,7 @@ class StateLM(TemplateLM):
         for context, continuation in (request.args for request in requests):
             if not context and not self.tok_encode(continuation, add_special_tokens=False):
                 raise _no_tokens(context, continuation)
-        answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
-        return answers
+        return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any

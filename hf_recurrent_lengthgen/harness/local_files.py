@@ -35,8 +35,7 @@ def rows(config_source: str, data_dir: str | None = None, **metadata: Any) -> Sp
     config = load_yaml(config_source, resolve_func=False)
     if data_dir is None:
         options = (config.get("dataset_kwargs") or {}).get("hub", {})
-        loaded: Splits = datasets.load_dataset(config["dataset_path"], config.get("dataset_name"), **options)
-        return loaded
+        return datasets.load_dataset(config["dataset_path"], config.get("dataset_name"), **options)
     folder, task = folder_of(data_dir), config["task"]
     evaluated = config.get("test_split") or config.get("validation_split")
     splits: Splits = {}

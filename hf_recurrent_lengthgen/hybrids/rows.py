@@ -59,8 +59,7 @@ class StockRows:
         """(N, L, ...) to (B, T, ...); a padding position repeats the last real token before it."""
         if self._latest[0] is not x:  # logits are moved for the loss, then for the output
             self._latest = x, x.flatten(0, 1)[self._source]
-        moved: Tensor = self._latest[1]
-        return moved
+        return self._latest[1]
 
     def starting(self, state: RecurrentState, new: RecurrentState | None) -> RecurrentState:
         """The states of the N sequences: that of its row for the first one of a row, `new` for others.

@@ -72,8 +72,7 @@ _KINDS: dict[type, type] = {
 def window_of(config: Any) -> int | None:
     """W of a config, or that of its text model; None for all keys, and for types of which it says something else."""
     config = config.get_text_config(decoder=True)  # LED names the blocks of its encoder so
-    window: int | None = getattr(config, "attention_window", None) if config.model_type in SUPPORTED else None
-    return window
+    return getattr(config, "attention_window", None) if config.model_type in SUPPORTED else None
 
 
 def set_window(model: Any, window: int | str | None) -> None:

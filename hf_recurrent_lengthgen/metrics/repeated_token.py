@@ -202,8 +202,7 @@ def _states_picture(name: str, caption: str) -> Picture[ConstantPrompt]:
     def draw(models: Mapping[str, ConstantPrompt], *_: Any) -> "Figure":
         from hf_recurrent_lengthgen.metrics.states import figure
 
-        drawn: Figure = getattr(figure, name)({model: result.states for model, result in models.items()})
-        return drawn
+        return getattr(figure, name)({model: result.states for model, result in models.items()})
 
     return Picture(draw, caption, lambda result: result.states is not None)
 

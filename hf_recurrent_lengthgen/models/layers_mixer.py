@@ -136,5 +136,4 @@ class MixerLayer(GradientCheckpointingLayer):
     @property
     def scan_mixer(self) -> ScanMixer:
         """The mixer; `state_shape` and `conv_parts` are those of the layer."""
-        mixer: ScanMixer = getattr(self, self.mixer_name)
-        return mixer
+        return getattr(self, self.mixer_name)

@@ -90,8 +90,7 @@ def read_inputs(
         )
     shape = token_shape(input_ids, inputs_embeds)
     real = real_tokens(mask_of_new_tokens(attention_mask, 0, shape))
-    piece: Rows = extra("rows_shared").read_piece(rows.get("seq_idx"), shape, real, group)
-    return piece
+    return extra("rows_shared").read_piece(rows.get("seq_idx"), shape, real, group)
 
 
 def read_rows(given: Mapping[str, Any], seen: int = 0) -> Rows:

@@ -205,8 +205,7 @@ def inputs_around(inputs: Sequence[Tensor], initial_state: Tensor, rows: Rows | 
     ]
     real = torch.full((batch,), length, device=initial_state.device) if lengths is None else lengths
     count = real.clamp(max=initial_state.shape[2])
-    around: tuple[Tensor, Tensor] = extra("rows_shared").inputs_before(joined(tails, 1), count, initial_state, rows)
-    return around
+    return extra("rows_shared").inputs_before(joined(tails, 1), count, initial_state, rows)
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -161,8 +161,7 @@ def chunked_scan(function: Any, *rule: type) -> Callable[..., tuple[Tensor, Tens
 
     def scan(chunk_size: int, initial_state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():
-            results: tuple[Tensor, Tensor] = operator([initial_state, *inputs], chunk_size)
-            return results
+            return operator([initial_state, *inputs], chunk_size)
         return function.apply(*rule, chunk_size, initial_state, *inputs)
 
     return scan

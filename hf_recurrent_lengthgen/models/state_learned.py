@@ -108,8 +108,7 @@ class LearnedStates(nn.Module):
     @property
     def active_adapter(self) -> str | None:
         """Name of the state that sequences start from; None for the zero state."""
-        active: str | None = recorded(self._config)["active"]
-        return active
+        return recorded(self._config)["active"]
 
     def __getitem__(self, adapter_name: str) -> LearnedState:
         if adapter_name not in self._modules:

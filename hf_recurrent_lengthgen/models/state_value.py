@@ -254,8 +254,7 @@ def learned_row(model: Any) -> RecurrentState | None:
     """
     if getattr(model.config, "learned_states", None) is None:
         return None
-    row: RecurrentState | None = extra("state_learned").active_row(model)
-    return row
+    return extra("state_learned").active_row(model)
 
 
 class LearnedStatesMixin:

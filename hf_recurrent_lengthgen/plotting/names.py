@@ -36,5 +36,4 @@ def with_names(result: Compared, names: Sequence[str]) -> Compared:
     given: Any = result
     pairs = zip(given.models, names, strict=True)
     models = tuple(replace(model, evaluation=replace(model.evaluation, model=name)) for model, name in pairs)
-    renamed: Compared = replace(given, models=models)
-    return renamed
+    return replace(given, models=models)

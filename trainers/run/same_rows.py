@@ -151,8 +151,7 @@ class SameRowsTrainer(PushingTrainer):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
         """Trainer's, counting `shift_labels` where present; Transformers before 5.23 would count `labels` instead."""
         counted = [{**b, "labels": b["shift_labels"]} if "shift_labels" in b else b for b in batch_samples]
-        num_items: Tensor | int | None = super()._get_num_items_in_batch(counted, device)
-        return num_items
+        return super()._get_num_items_in_batch(counted, device)
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

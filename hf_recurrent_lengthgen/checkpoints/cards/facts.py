@@ -92,8 +92,7 @@ class Checkpoint:
 
     @property
     def attention_window(self) -> int | None:
-        window: int | None = self.config.get("text_config", self.config).get("attention_window")
-        return window
+        return self.config.get("text_config", self.config).get("attention_window")
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -170,8 +170,7 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
         fields |= {"layer_norm_epsilon": NORM_EPSILON, "initialization": "mamba-ssm"}
     if layer == "Mamba2":
         fields["num_heads"] = inner // mixer["headdim"]
-    config: PreTrainedConfig = CONFIGS[layer](**fields)
-    return config
+    return CONFIGS[layer](**fields)
 
 
 def _from_config(config: Any) -> Settings:

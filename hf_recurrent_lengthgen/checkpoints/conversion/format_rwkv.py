@@ -184,8 +184,7 @@ def _repository_config(settings: Settings | None, metas: Mapping[str, Meta]) -> 
     expand, heads = five.inner_size / five.hidden_size, five.inner_size // five.head_size
     fields |= _rwkv6_sizes(metas, "rwkv.blocks.0.attention.", expand, heads)
     fields |= {"group_norm_eps": 1e-5 * five.head_size_divisor**2, "model_type": RWKV6}
-    config: PreTrainedConfig = StatefulRWKV6Config.from_dict(fields)
-    return config
+    return StatefulRWKV6Config.from_dict(fields)
 
 
 def _repository_settings(config: Any) -> Settings:

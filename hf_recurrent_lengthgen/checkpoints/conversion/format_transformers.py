@@ -27,8 +27,7 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
     assert settings is not None
     if settings["model_type"] == "mamba2":
         settings = {name: value for name, value in settings.items() if name not in OF_SERVERS}
-    config: PreTrainedConfig = STATEFUL_CLASSES[settings["model_type"]].config_class.from_dict(settings)
-    return config
+    return STATEFUL_CLASSES[settings["model_type"]].config_class.from_dict(settings)
 
 
 def _from_config(config: Any) -> Settings:

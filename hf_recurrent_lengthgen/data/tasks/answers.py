@@ -32,8 +32,7 @@ class Task(NamedTuple):
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a text, without special tokens, as `token_stream` reads it."""
     options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
-    ids: list[int] = tokenizer(text, verbose=False, **options)["input_ids"]
-    return ids
+    return tokenizer(text, verbose=False, **options)["input_ids"]
 
 
 def encode_next(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

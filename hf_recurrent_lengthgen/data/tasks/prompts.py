@@ -47,8 +47,7 @@ class Prompts(Dataset[dict[str, Tensor]], ABC):
     @property
     def item_lengths(self) -> list[int]:
         """The length of each item, by which trainers group them."""
-        lengths: list[int] = self._lengths(np.arange(len(self))).tolist()
-        return lengths
+        return self._lengths(np.arange(len(self))).tolist()
 
     def _lengths(self, rows: Array) -> Array:
         return drawn_lengths(self.seed, rows, self.shortest, self.longest)

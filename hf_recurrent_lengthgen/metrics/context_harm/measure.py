@@ -96,8 +96,7 @@ def evaluated(task: Measurement, observer: Observer | None = None) -> Evaluation
     """The evaluation, made once; with an observer, the texts are read again, so that it sees the stream."""
     if task.evaluation is None or observer is not None:
         task.evaluation = _evaluate(task, observer)
-    result: EvaluationResult = task.evaluation
-    return result
+    return task.evaluation
 
 
 def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:

@@ -178,5 +178,4 @@ class Comparison:
     def figure(self) -> "Figure":
         """Context harm by position."""
         drawing = import_module("hf_recurrent_lengthgen.metrics.context_harm.figure")  # not for readers of numbers
-        figure: Figure = drawing.context_harm_figure(self.models)
-        return figure
+        return drawing.context_harm_figure(self.models)

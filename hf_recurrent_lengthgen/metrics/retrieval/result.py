@@ -154,5 +154,4 @@ class RetrievalComparison:
     def figure(self) -> "Figure":
         """Right answers by length."""
         drawing = import_module("hf_recurrent_lengthgen.metrics.retrieval.figure")  # not for readers of numbers
-        figure: Figure = drawing.retrieval_accuracy_figure(self.models)
-        return figure
+        return drawing.retrieval_accuracy_figure(self.models)
