@@ -30,6 +30,8 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 ScanBackend = Literal["torch", "kernel"]
+Inputs = Sequence[Tensor]
+"""What a scan reads beside the state, in the order of its arguments."""
 # Every copy of this file, as in checkpoints, has operators of its own. torch names them in ASCII, folders need not.
 _OPERATORS = f"{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}_{zlib.crc32(__name__.encode()):08x}"
 INSTALL_HINT = 'pip install "hf_recurrent_lengthgen[kernels]"'
@@ -72,15 +74,15 @@ def run_scan(
     chunked: Callable[..., tuple[Tensor, Tensor]],
     kernel: Callable[..., tuple[Tensor, Tensor]],
     step: Callable[..., tuple[Tensor, Tensor]],
-    inputs: Sequence[Tensor],
+    inputs: Inputs,
     initial_state: Tensor,
     chunk_size: int,
     backend: str,
     in_place: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Call `chunked` or `kernel` with `(*inputs, initial_state, chunk_size)`.
+    """Call `chunked` or `kernel` with `(inputs, initial_state, chunk_size)`.
 
-    One token goes to `step` with `(*inputs, initial_state, out)` on every backend; `out` is the state itself where it
+    One token goes to `step` with `(inputs, initial_state, out)` on every backend; `out` is the state itself where it
     may be overwritten (`in_place`), else None. Chunked form and step receive their inputs in the dtype of the state,
     with autocast off, and their outputs return to the dtype of the first input. The kernel receives everything as it
     is.
@@ -89,13 +91,13 @@ def run_scan(
     """
     one_token = inputs[0].shape[1] == 1
     if backend == "kernel" and not one_token:
-        return kernel(*inputs, initial_state, chunk_size)
+        return kernel(inputs, initial_state, chunk_size)
     with without_autocast(initial_state.device.type):
         wide = [t.to(initial_state.dtype) for t in inputs]
         if one_token:
-            y, final_state = step(*wide, initial_state, initial_state if in_place else None)
+            y, final_state = step(wide, initial_state, initial_state if in_place else None)
         else:
-            y, final_state = chunked(*wide, initial_state, chunk_size)
+            y, final_state = chunked(wide, initial_state, chunk_size)
     return y.to(inputs[0].dtype), final_state
 
 

@@ -15,6 +15,7 @@ torch, and fla's kernels on a GPU with the limits named in scan_fla_kernels.py. 
 from torch import Tensor
 
 from .scan_backends import (
+    Inputs,
     ScanBackend,
     chunked_scan,
     decayed_and_written,
@@ -105,21 +106,18 @@ def scan_dplr(
     return run_scan(_chunked_dplr, _dplr_with_kernel, _dplr_step, inputs, initial_state, chunk_size, backend, in_place)
 
 
-def _chunked_delta(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _chunked_delta(inputs: Inputs, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta = inputs
     return _delta(chunk_size, state, v, q, k, g, beta[..., None])
 
 
-def _chunked_dplr(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _chunked_dplr(inputs: Inputs, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    q, k, v, g, a, b = inputs
     return _dplr(chunk_size, state, v, q, k, g, a, b)
 
 
-def _delta_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _delta_step(inputs: Inputs, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta = inputs
     q, k = (repeat_heads(x, v.shape[2])[:, 0] for x in (q, k))
     v, decay, beta = v[:, 0], g[:, 0].exp(), beta[:, 0, :, None]
     change = beta * (v - read_out(state, decay * k))
@@ -127,18 +125,15 @@ def _delta_step(
     return read_out(state, q)[:, None], state
 
 
-def _dplr_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, state: Tensor, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    q, k, v, g, a, b = (x[:, 0] for x in (q, k, v, g, a, b))
+def _dplr_step(inputs: Inputs, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    q, k, v, g, a, b = (x[:, 0] for x in inputs)
     state = decayed_and_written(state, g[:, :, None].exp(), read_out(state, a)[..., None], b[:, :, None], out)
     state = state.addcmul_(v[..., None], k[:, :, None])
     return read_out(state, q)[:, None], state
 
 
-def _delta_with_kernel(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _delta_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    q, k, v, g, beta = inputs
     scalar = g.shape[3] == 1
     kernel = chunk_gated_delta_rule if scalar else chunk_kda
     g = g[..., 0] if scalar else g
@@ -146,9 +141,7 @@ def _delta_with_kernel(
     return scan_with_fla(kernel, (q, k.to(q.dtype), v.to(q.dtype), g, beta), initial_state)
 
 
-def _dplr_with_kernel(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, initial_state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _dplr_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     """fla's own layer also passes safe_gate, lower_bound=-exp(-0.5) and chunk_size=64.
 
     They license a faster kernel, which splits the decay between two tokens at the middle of their chunk into a factor
@@ -156,5 +149,6 @@ def _dplr_with_kernel(
     exponential of a difference, at most 1 whatever the gates; `scan_dplr` promises no bound. In Triton's interpreter
     (tests/models/test_kernels_interpreter.py, T 70, float32) gradients were off by 1e-4 with them, 6e-7 without.
     """
+    q, k, v, g, a, b = inputs
     k, v, a, b = (t.to(q.dtype) for t in (k, v, a, b))
     return scan_with_fla(chunk_dplr_delta_rule, (q, k, v, a, b, g), initial_state, chunk=16)

@@ -15,7 +15,7 @@ Shape suffixes as in scan_backends.py.
 
 from torch import Tensor
 
-from .scan_backends import ScanBackend, decayed_and_written, read_out, run_scan
+from .scan_backends import Inputs, ScanBackend, decayed_and_written, read_out, run_scan
 from .scan_fla_kernels import fla_kernel, scan_with_fla
 from .scan_gated_chunked import chunked_gated_scan
 
@@ -48,17 +48,17 @@ def scan_gla(
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
-def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+def _chunked(inputs: Inputs, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    q, k, v, g = inputs
     return chunked_gated_scan(chunk_size, state, v, q, k, g)
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    q, k, v, g = q[:, 0], k[:, 0], v[:, 0], g[:, 0]
+def _step(inputs: Inputs, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    q, k, v, g = (x[:, 0] for x in inputs)
     state = decayed_and_written(state, g[:, :, None].exp(), v[..., None], k[:, :, None], out)
     return read_out(state, q)[:, None], state
 
 
-def _scan_with_kernel(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, initial_state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _scan_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    q, k, v, g = inputs
     return scan_with_fla(chunk_gla, (q, k.to(q.dtype), v.to(q.dtype), g), initial_state)

@@ -13,7 +13,7 @@ not used: it ignores the gradient of the final state. Shape suffixes as in scan_
 
 from torch import Tensor
 
-from .scan_backends import ScanBackend, decayed_and_written, read_out, run_scan
+from .scan_backends import Inputs, ScanBackend, decayed_and_written, read_out, run_scan
 from .scan_fla_kernels import fla_kernel, scan_with_fla
 from .scan_gated_chunked import chunked_gated_scan
 
@@ -48,23 +48,20 @@ def scan_rwkv6(
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
-def _chunked(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _chunked(inputs: Inputs, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    r, k, v, w, u = inputs
     return chunked_gated_scan(chunk_size, state, v, r, k, w, u)
 
 
-def _step(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, state: Tensor, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _step(inputs: Inputs, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    r, k, v, w, u = inputs
     r, k, v, w = r[:, 0], k[:, 0], v[:, 0], w[:, 0]
     y = read_out(state, r) + (u * k * r).sum(-1, keepdim=True) * v
     return y[:, None], decayed_and_written(state, w[:, :, None].exp(), v[..., None], k[:, :, None], out)
 
 
-def _scan_with_kernel(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, initial_state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _scan_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    r, k, v, w, u = inputs
 
     def scan(r: Tensor, k: Tensor, v: Tensor, w: Tensor, **options: object) -> tuple[Tensor, Tensor]:
         return chunk_rwkv6(r, k, v, w, u, **options)

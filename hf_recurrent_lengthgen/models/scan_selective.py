@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from .scan_backends import (
+    Inputs,
     ScanBackend,
     backward_once,
     chunked_scan,
@@ -83,10 +84,9 @@ def scan_selective(
     return run_scan(_scan_with_torch, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
-def _step(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _step(inputs: Inputs, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token; .mT, since the other forms leave states with the channels last in memory."""
+    x, dt, A, B, C, D = inputs
     x_BD, dt_BD = x[:, 0], dt[:, 0]
     state = decayed_and_written(
         state.mT,
@@ -98,9 +98,8 @@ def _step(
     return torch.addcmul(read_out(state.mT, C[:, 0]), x_BD, D)[:, None], state.mT
 
 
-def _scan_with_torch(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _scan_with_torch(inputs: Inputs, initial_state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    x, dt, A, B, C, D = inputs
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, dt, A, B, C, initial_state))
     # .mT: a state from this scan continues without a copy
     if keep or torch.compiler.is_compiling():
@@ -228,14 +227,13 @@ def _states(
     return decays, states
 
 
-def _scan_with_kernel(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _scan_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     """mamba-ssm's kernel, in float32, with N virtual tokens before and after the T real ones.
 
     Token n before has a tiny step d, B = e_n and the input h_n / d: it adds h_n to state n and decays nothing. Token
     n after has the step 0 and C = e_n: its output is state n. So both states get their gradients.
     """
+    x, dt, A, B, C, D = inputs
     A, state_dim = A.float(), A.shape[1]
     tokens = max(1, min(x.shape[1], _KERNEL_MAX_ELEMENTS // x.shape[2] - 2 * state_dim))
     rows = max(1, _KERNEL_MAX_ELEMENTS // (x.shape[2] * (tokens + 2 * state_dim)))

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from .scan_backends import (
+    Inputs,
     ScanBackend,
     backward_once,
     chunked_scan,
@@ -80,16 +81,14 @@ def scan_ssd(
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
 
 
-def _chunked(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _chunked(inputs: Inputs, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    x, dt, A, B, C, D = inputs
     return chunked_ssd(chunk_size, state, x, dt, dt * A, B, C, D)
 
 
-def _step(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, out: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _step(inputs: Inputs, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """One token; heads are (G, R)."""
+    x, dt, A, B, C, D = inputs
     batch, _, groups, state_dim = B.shape
     shape = batch, groups, -1, x.shape[3], state_dim
     state = decayed_and_written(
@@ -103,9 +102,8 @@ def _step(
     return torch.addcmul(y.view(x.shape), x, D[:, None]), state.flatten(1, 2)
 
 
-def _scan_with_kernel(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, initial_state: Tensor, chunk_size: int
-) -> tuple[Tensor, Tensor]:
+def _scan_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    x, dt, A, B, C, D = inputs
     # blocks are powers of two: other sizes are reported to give NaN (state-spaces/mamba issue 449)
     chunk_size = min(256, max(16, 1 << (chunk_size - 1).bit_length()))
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .scan_backends import ScanBackend, decayed_and_written, read_out, run_scan
+from .scan_backends import Inputs, ScanBackend, decayed_and_written, read_out, run_scan
 from .scan_fla_kernels import fla_kernel, scan_with_fla
 from .scan_ssd import chunked_ssd
 
@@ -151,36 +151,14 @@ def _outer(steps_BH: Tensor, x_BHP: Tensor, B_BHN: Tensor) -> Tensor:
     return (steps_BH[..., None] * x_BHP)[..., None] * B_BHN[..., None, :]
 
 
-def _chunked(
-    dt: Tensor,
-    g: Tensor,
-    share: Tensor,
-    w: Tensor,
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    state: Tensor,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    as_ssd = AsSSD.of(dt, g, share, w, x, B, C, D)
-    nothing = torch.zeros_like(D)
+def _chunked(inputs: Inputs, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    as_ssd, nothing = AsSSD.of(*inputs), torch.zeros_like(inputs[-1])
     y, state = chunked_ssd(chunk_size, state, as_ssd.x, as_ssd.steps, as_ssd.g, as_ssd.keys, as_ssd.queries, nothing)
     return as_ssd.outputs(y), as_ssd.after(state)
 
 
-def _step(
-    dt: Tensor,
-    g: Tensor,
-    share: Tensor,
-    w: Tensor,
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    state: Tensor,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _step(inputs: Inputs, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    dt, g, share, w, x, B, C, D = inputs
     before = state + _outer((dt * (1 - share))[:, 0], x[:, 0], B[:, 0])
     angles = (dt[:, 0, :, None] * w)[:, :, None]
     value = ((dt * share)[:, 0, :, None] * x[:, 1])[..., None]
@@ -189,22 +167,10 @@ def _step(
     return torch.addcmul(read_out(state, C[:, 0]), x[:, 1], D[:, None])[:, None], state
 
 
-def _scan_with_kernel(
-    dt: Tensor,
-    g: Tensor,
-    share: Tensor,
-    w: Tensor,
-    x: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    state: Tensor,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    low = x.dtype
-    dt, g, share, w, x, B, C, D = (part.to(state.dtype) for part in (dt, g, share, w, x, B, C, D))
-    as_ssd = AsSSD.of(dt, g, share, w, x, B, C, D)
+def _scan_with_kernel(inputs: Inputs, state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
+    low = inputs[4].dtype  # of x
+    as_ssd = AsSSD.of(*(part.to(state.dtype) for part in inputs))
     values = as_ssd.x * as_ssd.steps[..., None]
     inputs = as_ssd.queries.to(low), as_ssd.keys.to(low), values.to(low), as_ssd.g
     y, state = scan_with_fla(chunk_simple_gla, inputs, state)
-    return as_ssd.outputs(y.to(g.dtype)), as_ssd.after(state)
+    return as_ssd.outputs(y.to(state.dtype)), as_ssd.after(state)
