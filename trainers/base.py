@@ -43,13 +43,7 @@ from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback, RunC
 from hf_recurrent_lengthgen.trainers.run.resumable_runs import ResumableTrainer
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
-from hf_recurrent_lengthgen.trainers.run.step_checks import (
-    ModelCalls,
-    StepChecks,
-    StepLogs,
-    say_lost,
-    say_passed_by,
-)
+from hf_recurrent_lengthgen.trainers.run.step_checks import ModelCalls, StepChecks, StepLogs, say_lost, say_passed_by
 from hf_recurrent_lengthgen.trainers.windows import plan_windows, train_in_windows
 
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.|time_|x_[rwkvag]$|r_k$|bonus$|lora\.\d|x_proj\.\d)")

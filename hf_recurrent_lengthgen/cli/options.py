@@ -69,7 +69,7 @@ MOST_USED = {name: text for name, text in (TRAINING | RUN).items() if text}
 """Options of transformers.TrainingArguments that --help lists, with their help."""
 HEADINGS = ("model", "data", "method", "training", "run")
 OUR_HELP = MOST_USED | {
-    "alignment_length": "Length T in tokens of the two aligned crops. Default, and only value here: training_length.",
+    "alignment_length": "Length T in tokens of the two aligned crops. Default, and only value here: training_length."
 }
 _OF_TOKENS = re.compile(r"_(lengths?|extra|min_context|windows|tokens)$")
 """Names of options that are numbers of tokens, which may be written as 2k."""

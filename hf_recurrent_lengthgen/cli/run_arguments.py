@@ -28,11 +28,7 @@ USUAL_LENGTH = 2048
 
 
 def _option(
-    heading: str,
-    text: str,
-    default: Any = None,
-    metavar: str | None = None,
-    **goes_with: Sequence[str],
+    heading: str, text: str, default: Any = None, metavar: str | None = None, **goes_with: Sequence[str]
 ) -> Any:
     """An option.
 

@@ -296,11 +296,7 @@ class StateLM(TemplateLM):
         """Read texts, and shared prefixes once; see `read_tree`."""
         root = prefix_tree(texts)
         yield from read_tree(
-            self._reader,
-            root,
-            batch_size=self.batch_size,
-            scored_from=starts,
-            title="" if disable_tqdm else "reading",
+            self._reader, root, batch_size=self.batch_size, scored_from=starts, title="" if disable_tqdm else "reading"
         )
         self.tokens_read += tokens_to_read(root, starts is None)
 

@@ -82,11 +82,7 @@ SUPPORTED = {
         no_noise="memory, normalizer and stabilizer are of different kinds, which no one Gaussian describes",
         no_expansion="its normalizer and stabilizer belong to heads and their gates, which merged heads cannot share",
     ),
-    "zamba": StockType(
-        SSD,
-        Mamba1CacheAdapter,
-        no_expansion="its Mamba-1 mixers have heads of their own layout",
-    ),
+    "zamba": StockType(SSD, Mamba1CacheAdapter, no_expansion="its Mamba-1 mixers have heads of their own layout"),
     "zamba2": StockType(SSD, state_field=_MAMBA_N),
     "zaya": StockType(
         "(D,): delayed value of the last token",

@@ -94,11 +94,7 @@ def _convolve_one(
 
 
 def short_convolutions(
-    convolutions: Sequence[CausalConv1d],
-    inputs: list[Tensor],
-    state: Tensor,
-    rows: Rows | None,
-    backend: ScanBackend,
+    convolutions: Sequence[CausalConv1d], inputs: list[Tensor], state: Tensor, rows: Rows | None, backend: ScanBackend
 ) -> tuple[list[Tensor], Tensor]:
     """Convolve several inputs; their states stand one below the other in `state`, (B, C, K-1)."""
     after = None

@@ -166,11 +166,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         else:
             labels = scored_labels(labels, rows)
         loss: Tensor = self.loss_function(
-            logits=logits,
-            labels=labels,
-            vocab_size=logits.shape[-1],
-            num_items_in_batch=num_items_in_batch,
-            **further,
+            logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch, **further
         )
         return loss
 

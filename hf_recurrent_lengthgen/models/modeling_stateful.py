@@ -313,11 +313,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         return [*hidden_states, getattr(self, self.norm_name)(x)], tuple(states)
 
     def _starting_state(
-        self,
-        initial_state: RecurrentState | None,
-        cache: RecurrentCache | None,
-        batch_size: int,
-        device: torch.device,
+        self, initial_state: RecurrentState | None, cache: RecurrentCache | None, batch_size: int, device: torch.device
     ) -> RecurrentState:
         if cache is not None and cache.may_overwrite and (state := cache.state_for(batch_size)) is not None:
             return state

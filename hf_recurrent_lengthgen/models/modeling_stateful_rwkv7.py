@@ -172,11 +172,7 @@ class StatefulRWKV7Block(MixerLayer):
 
     @over_groups
     def forward(
-        self,
-        hidden_states: Tensor,
-        state: LayerState,
-        rows: Rows | None = None,
-        first_values: Tensor | None = None,
+        self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None, first_values: Tensor | None = None
     ) -> tuple[Tensor, LayerState] | tuple[Tensor, LayerState, Tensor]:
         """See `StatefulBackbone`. The first layer also returns its values (B, T, V), which all later ones take.
 

@@ -14,15 +14,7 @@ torch, and fla's kernels on a GPU with the limits named in scan_fla_kernels.py. 
 
 from torch import Tensor
 
-from .scan_backends import (
-    Inputs,
-    ScanBackend,
-    chunked_scan,
-    decayed_and_written,
-    read_out,
-    repeat_heads,
-    run_scan,
-)
+from .scan_backends import Inputs, ScanBackend, chunked_scan, decayed_and_written, read_out, repeat_heads, run_scan
 from .scan_delta_chunked import ChunkedDeltaScan, DeltaRule, LowRank
 from .scan_fla_kernels import fla_kernel, scan_with_fla
 

@@ -37,11 +37,7 @@ from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, read_about
 
 OWN_NAME = "this model"
-KINDS = {
-    "comparison": Comparison,
-    "diagnosis": Diagnosis,
-    "retrieval_comparison": RetrievalComparison,
-}
+KINDS = {"comparison": Comparison, "diagnosis": Diagnosis, "retrieval_comparison": RetrievalComparison}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Result = Comparison | Diagnosis | RetrievalComparison
 

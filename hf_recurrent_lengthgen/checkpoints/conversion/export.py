@@ -30,12 +30,7 @@ from hf_recurrent_lengthgen.models import FAMILIES
 
 
 def export_checkpoint(
-    checkpoint: str,
-    output: Path,
-    format: str,
-    *,
-    revision: str | None = None,
-    max_shard_size: str | int = "5GB",
+    checkpoint: str, output: Path, format: str, *, revision: str | None = None, max_shard_size: str | int = "5GB"
 ) -> Path:
     """Write a checkpoint of this package in another layout, completely or not at all, with equal values and dtypes.
 

@@ -17,12 +17,7 @@ from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 
 
 def write_tiny_random_model(
-    format: str,
-    family: str,
-    folder: Path,
-    seed: int = 0,
-    vocab_size: int = 384,
-    layers: int = 2,
+    format: str, family: str, folder: Path, seed: int = 0, vocab_size: int = 384, layers: int = 2
 ) -> Path:
     """Write a random checkpoint of width 64 in a format of `FORMATS`, for a family given as "mamba2".
 

@@ -19,13 +19,7 @@ from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.statistics import check_training_length
-from hf_recurrent_lengthgen.evaluation.streaming import (
-    Tokens,
-    check_tokens,
-    progress_bar,
-    reading_plan,
-    stream_chunks,
-)
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar, reading_plan, stream_chunks
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 
 

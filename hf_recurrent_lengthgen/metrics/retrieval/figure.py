@@ -30,12 +30,7 @@ WIDTH = 4.8
 _ROW = 0.235  # height of a row of cells in inches
 _ON_DARK, _ON_LIGHT = "#ffffff", "#101418"  # numbers in cells, which look the same on a dark page
 _COLORS_OF_ACCURACY = colormaps["cividis"]  # from dark blue to yellow, also for color-blind readers
-_TITLES = {
-    "passkey": "Passkeys",
-    "niah": "Needles in running text",
-    "keys": "Keys in text",
-    "babilong": "BABILong",
-}
+_TITLES = {"passkey": "Passkeys", "niah": "Needles in running text", "keys": "Keys in text", "babilong": "BABILong"}
 
 
 def heat_map_figure(models: Sequence[RetrievalResult]) -> Figure:
