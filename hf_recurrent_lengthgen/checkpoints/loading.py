@@ -169,10 +169,11 @@ def load_model(
             pickle, does not fit its base, or whose base is missing or has changed.
     """
     model = _load(name, trust_remote_code, dtype, stateless=not needs_states, merge=merge, base=base)
-    return _with_window(model, attention_window)
+    return with_window(model, attention_window)
 
 
-def _with_window(model: Any, attention_window: int | str | None) -> Any:
+def with_window(model: Any, attention_window: int | str | None) -> Any:
+    """A model with this window of attention, as in `stateful`; None for its own."""
     if attention_window is not None:
         set_window(base_of(model), attention_window)
     return model
@@ -189,7 +190,7 @@ def load_language_model(
     Models that take states load as in `load_model`, others (Llama, GPT-NeoX, code of a checkpoint) as in Transformers,
     with adapters merged.
     """
-    return _with_window(_load(name, trust_remote_code, dtype, stateless=True, merge=True), attention_window)
+    return with_window(_load(name, trust_remote_code, dtype, stateless=True, merge=True), attention_window)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

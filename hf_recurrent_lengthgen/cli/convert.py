@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.export import our_config
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import told_settings
-from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, TITLES
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import tokenizer_files
 from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
 from hf_recurrent_lengthgen.checkpoints.private_text import portable_command
@@ -38,13 +38,9 @@ lengthgen convert my-training-run/model.pth --output converted
 
 
 def command_parser() -> CommandParser:
-    formats = "\n".join(f"  {name:<14}{format.title}" for name, format in FORMATS.items())
-    parser = CommandParser("lengthgen convert", DESCRIPTION + formats, EXAMPLES, method="conversion")
-    parser.model.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="checkpoint folder, .pth file, or Hub name: owner/name, or owner/name/file.pth for one file",
-    )
+    parser = CommandParser("lengthgen convert", DESCRIPTION + TITLES, EXAMPLES, method="conversion")
+    what = "checkpoint folder, .pth file, or Hub name: owner/name, or owner/name/file.pth for one file"
+    parser.model.add_argument("source", metavar="SOURCE", help=what)
     known = "known for official Mamba and Mamba-2 checkpoints, else left open"
     for name, default in (("--tokenizer", "that of SOURCE"), ("--training-length", known)):
         parser.model.add_argument(name, **HOW[name] | {"help": help_of(name, default)})

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
+from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, read_config
-from hf_recurrent_lengthgen.checkpoints.records import record_step
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
+from hf_recurrent_lengthgen.cli.new_checkpoint import save_checkpoint
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
@@ -28,26 +28,15 @@ lengthgen train --model expanded --output trained --intervention none
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen expand", DESCRIPTION, EXAMPLES, method="expansion")
-    parser.model.add_argument(
-        "model",
-        metavar="MODEL",
-        help="checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba-2 layers",
-    )
+    what = "checkpoint folder or Hub name: ours, a stock one of these families, or a hybrid with Mamba-2 layers"
+    parser.model.add_argument("model", metavar="MODEL", help=what)
     add = parser.method.add_argument
-    add(
-        "--layers",
-        nargs="+",
-        metavar="LAYER",
-        help='layers to expand, from 0, or "all", which hybrids need (default: --count of them)',
-    )
+    what = 'layers to expand, from 0, or "all", which hybrids need (default: --count of them)'
+    add("--layers", nargs="+", metavar="LAYER", help=what)
     add("--count", type=int, metavar="N", help="number of layers, one in every m from the first (default: 4)")
     size = parser.method.add_mutually_exclusive_group()
-    size.add_argument(
-        "--factor",
-        type=float,
-        metavar="X",
-        help="how many times larger their states become (default: 4 in Mamba; in others all heads become one)",
-    )
+    what = "how many times larger their states become (default: 4 in Mamba; in others all heads become one)"
+    size.add_argument("--factor", type=float, metavar="X", help=what)
     size.add_argument("--state-size", type=int, metavar="N", help="instead of --factor: state size N of Mamba")
     size.add_argument("--num-heads", type=int, metavar="N", help="instead of --factor: heads of GLA and its kin")
     add(
@@ -77,13 +66,9 @@ def run(arguments: Sequence[str]) -> int:
     model = load_model(options.model, options.trust_remote_code)
     expanded = expand_state(model, **expansion, initialization=options.initialization, seed=options.seed)
     del model
-    start, command = lineage_of(options.model), ["lengthgen", "expand", *arguments]
-    save_checkpoint(
-        expanded,
-        tokenizer_to_copy(options.model, options.trust_remote_code),
-        output,
-        lambda folder: record_step(folder, start, "expand", expanded.config.interventions[-1], command),
-    )
+    start = lineage_of(options.model)
+    step = expanded.config.interventions[-1], ["lengthgen", "expand", *arguments]
+    save_checkpoint(expanded, output, options.model, options.trust_remote_code, start, "expand", *step)
     print(report)
     train = ["--model", str(output), "--output", f"{output}-trained", "--intervention", "none"]
     if options.trust_remote_code:

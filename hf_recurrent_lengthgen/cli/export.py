@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_recurrent_lengthgen.checkpoints.conversion.export import code_note, export_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, TITLES
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 
@@ -29,8 +29,7 @@ lengthgen export trained/checkpoint-500 --format transformers --output stock
 
 
 def command_parser() -> CommandParser:
-    formats = "\n".join(f"  {name:<14}{format.title}" for name, format in FORMATS.items())
-    parser = CommandParser("lengthgen export", DESCRIPTION + formats, EXAMPLES, method="conversion")
+    parser = CommandParser("lengthgen export", DESCRIPTION + TITLES, EXAMPLES, method="conversion")
     parser.model.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="checkpoint folder or Hub name, of this package"
     )

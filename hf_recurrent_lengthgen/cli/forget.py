@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
+from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
-from hf_recurrent_lengthgen.checkpoints.records import record_step
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
+from hf_recurrent_lengthgen.cli.new_checkpoint import save_checkpoint
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.evaluation.streaming import state_elements
@@ -34,11 +34,8 @@ lengthgen evaluate my-mamba2 forgets
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen forget", DESCRIPTION, EXAMPLES, method="forgetting")
-    parser.model.add_argument(
-        "model",
-        metavar="MODEL",
-        help="checkpoint folder or Hub name: ours, or a stock one of these families; hybrids are refused",
-    )
+    what = "checkpoint folder or Hub name: ours, or a stock one of these families; hybrids are refused"
+    parser.model.add_argument("model", metavar="MODEL", help=what)
     add = parser.method.add_argument
     add("--window", type=some_tokens, metavar="N", help="tokens that the state of each layer holds")
     add("--retention", type=float, metavar="X", help="factor on the decays, above 0 and at most 1")
@@ -82,12 +79,8 @@ def _save(options: argparse.Namespace, rule: Forgetting, output: Path, command: 
     with forgetting(model, **changed):
         done = [*(getattr(model.config, "interventions", None) or ()), f"forgetting at inference: {in_words(rule)}"]
         model.config.interventions = done
-        start = lineage_of(options.model)
-
-        def write(folder: Path) -> None:
-            record_step(folder, start, "forget", done[-1], command)
-
-        save_checkpoint(model, tokenizer_to_copy(options.model, options.trust_remote_code), output, write)
+        given = options.model, options.trust_remote_code
+        save_checkpoint(model, output, *given, lineage_of(options.model), "forget", done[-1], command)
         if rule.window is not None:
             print(f"State of a sequence: {plain:,} -> {state_elements(model):,} numbers.")
     remote = ["--trust-remote-code"] if options.trust_remote_code else []

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer
+from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer, with_window
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.cli.inputs import (
     check_given_once,
@@ -30,8 +30,6 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
 from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
-from hf_recurrent_lengthgen.hybrids.windows import set_window
-from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.plotting.names import short_names
 
@@ -75,17 +73,13 @@ def add_options(parser: CommandParser, settings: type[EvaluationSettings], outpu
     """Add the options that `load_inputs` reads, and those of the settings."""
     several = "; a folder of checkpoints seed0, seed1, ... is a method with several seeds"
     parser.model.add_argument("models", **MODELS | {"help": MODELS["help"] + several})
-    parser.model.add_argument(
-        "--roles",
-        metavar="ROLE,...",
-        help=f"what each model is, of {', '.join(get_args(Role))}: the page compares cured and control with the base",
-    )
+    what = f"what each model is, of {', '.join(get_args(Role))}: the page compares cured and control with the base"
+    parser.model.add_argument("--roles", metavar="ROLE,...", help=what)
     add_shared(parser, "--data", "--split", "--text-column")
     what = "tokens per sequence, such as 65536, 64k or 1M (default: 64 T)"
     parser.data.add_argument("--length", type=some_tokens, metavar="N", help=what)
-    parser.data.add_argument(
-        "--sequences", type=positive, default=sequences, metavar="N", help="number of sequences (default: %(default)s)"
-    )
+    what = "number of sequences (default: %(default)s)"
+    parser.data.add_argument("--sequences", type=positive, default=sequences, metavar="N", help=what)
     fields = {f"--{field.name.replace('_', '-')}": field for field in _options_of(settings)}
     add_shared(parser, *MODEL_OPTIONS, "--output", "--csv", *HOW.keys() & fields.keys(), output=output)
     for name, field in fields.items():
@@ -138,7 +132,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     for (name, folder, role), model in zip(members, models, strict=True):
         seed = "" if name == folder else Path(name).name
         for window in windows:
-            label = model_label(short[name], _windowed(model, window), window)
+            label = model_label(short[name], with_window(model, window), window)
             method = folders[folder] + label.removeprefix(short[name]) if seed else ""
             subjects.append(Subject(name, label, role, model, window, method, seed))
     data = DataRecord(stream.source, token_unit=token_unit(tokenizer))
@@ -174,13 +168,7 @@ def ready(subject: Subject, inputs: Inputs, what: str, device: str) -> Any:
     """The model of a subject on the device, with its window, after a line that says what is done with it."""
     sequences, length = inputs.tokens.shape
     print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.data.token_unit}s")
-    return on_device(_windowed(subject.model, subject.window), device)
-
-
-def _windowed(model: Any, window: str | None) -> Any:
-    if window is not None:
-        set_window(base_of(model), window)
-    return model
+    return on_device(with_window(subject.model, subject.window), device)
 
 
 def told_of_cache(cache: ResultCache | None) -> str:

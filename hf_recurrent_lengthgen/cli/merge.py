@@ -7,10 +7,10 @@ from pathlib import Path
 
 from hf_recurrent_lengthgen.checkpoints.adapters import adapter_of, base_of_adapter, holds_adapter
 from hf_recurrent_lengthgen.checkpoints.adapters import merged as merge_adapter
+from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
-from hf_recurrent_lengthgen.checkpoints.records import record_step
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint, tokenizer_to_copy
+from hf_recurrent_lengthgen.cli.new_checkpoint import save_checkpoint
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.trainers.checks import takes_states
@@ -49,11 +49,8 @@ def run(arguments: Sequence[str]) -> int:
     assert added is not None
     layers = ", ".join(added.targets)
     what = f"merged an adapter (LoRA of rank {added.rank}, alpha {added.alpha:g}, on {layers}) into its base"
-
-    def record(folder: Path) -> None:
-        record_step(folder, start, "merge", what, ["lengthgen", "merge", *arguments])
-
-    save_checkpoint(merge_adapter(model), tokenizer_to_copy(adapter, trust), output, record)
+    command = ["lengthgen", "merge", *arguments]
+    save_checkpoint(merge_adapter(model), output, adapter, trust, start, "merge", what, command)
     shown = os.path.relpath(base) if Path(base).resolve().is_relative_to(Path.cwd()) else base
     compare = ["lengthgen", "evaluate", shown, str(output), "--roles", "base,cured"]
     print(f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*checks, compare]))}")

@@ -1,35 +1,35 @@
 """Checkpoints that a command makes from others: written completely or not at all."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from transformers import PreTrainedTokenizerBase
-
-from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new as check_new
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import new_folder
 from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
-
-
-def tokenizer_to_copy(model: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a checkpoint; if it has none, None and a message."""
-    try:
-        return load_tokenizer(model, trust_remote_code)
-    except ValueError:
-        print(f"{model} holds no tokenizer, so none is saved.")
-        return None
+from hf_recurrent_lengthgen.checkpoints.records import Lineage, record_step
 
 
 def save_checkpoint(
     model: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
-    add_files: Callable[[Path], object] | None = None,
+    source: str,
+    trust_remote_code: bool,
+    start: Lineage,
+    kind: Literal["expand", "forget", "merge"],
+    what: str,
+    command: Sequence[str],
 ) -> None:
-    """Save into a temporary folder, let `add_files` write there too, and then rename it to `folder`."""
+    """Save a model that was made from `source`, with the tokenizer of that, if it has one, and its lineage.
+
+    The last four arguments are those of `record_step`.
+    """
+    try:
+        tokenizer = load_tokenizer(source, trust_remote_code)
+    except ValueError:
+        tokenizer = None
+        print(f"{source} holds no tokenizer, so none is saved.")
     with new_folder(folder) as temporary:
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
-        if add_files is not None:
-            add_files(temporary)
+        record_step(temporary, start, kind, what, command)

@@ -7,22 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from hf_recurrent_lengthgen.cli.new_checkpoint import check_new, save_checkpoint
-
-
-class Saved:
-    """Stands for a model; writes its config first."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        for name in ("config.json", "model.safetensors"):
-            (folder / name).write_text(name)
-        (folder / "templates").mkdir()
-        (folder / "templates" / "one").write_text("one")
+from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
 
 
 def save(folder: Path) -> None:
     check_new(folder)
-    save_checkpoint(Saved(), None, folder)
+    with new_folder(folder) as temporary:
+        for name in ("config.json", "model.safetensors"):
+            (temporary / name).write_text(name)
+        (temporary / "templates").mkdir()
+        (temporary / "templates" / "one").write_text("one")
 
 
 def names(folder: Path) -> list[str]:
