@@ -1,12 +1,14 @@
 """`lengthgen train`: train or post-train a model with any intervention."""
 
+import contextlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, set_seed
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -16,7 +18,6 @@ from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
 from hf_recurrent_lengthgen.cli.options import command_parser, read_options
-from hf_recurrent_lengthgen.cli.processes import ending_processes
 from hf_recurrent_lengthgen.cli.run_arguments import PROMPTS, USUAL_LENGTH, RunArguments
 from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows, with_pieces
 from hf_recurrent_lengthgen.data import PaddingCollator, split_names
@@ -52,6 +53,23 @@ def run(arguments: Sequence[str]) -> int:
             print("On the command line, add --resume to the same options to continue.", flush=True)
         raise
     return 0
+
+
+@contextlib.contextmanager
+def ending_processes() -> Iterator[None]:
+    """End the process group that the block has made: threads of one that outlives the interpreter abort the process.
+
+    With NCCL not after an error, because a process would wait for the others, which wait for it.
+    """
+    kept = dist.is_initialized()
+    try:
+        yield
+    except Exception:
+        kept = kept or (dist.is_initialized() and dist.get_backend() != "gloo")
+        raise
+    finally:
+        if dist.is_initialized() and not kept:
+            dist.destroy_process_group()
 
 
 def train(

@@ -50,13 +50,7 @@ MAY_CHANGE = APPLIED | WATCHING | COMPUTING
 def fixed_arguments(args: TrainingArguments, defaults: bool = False) -> dict[str, Any]:
     """The values of all arguments that may not change, or the `defaults` of these, as they come back from JSON."""
     values = defaults_of(args) if defaults else {item.name: getattr(args, item.name) for item in fields(args)}
-    return {name: as_json(_plain(value)) for name, value in values.items() if name not in MAY_CHANGE}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    return value.to_dict() if hasattr(value, "to_dict") else value
+    return {name: as_json(value) for name, value in values.items() if name not in MAY_CHANGE}
 
 
 def initial_rates(optimizer: Any) -> list[Any]:
@@ -91,5 +85,7 @@ def apply_rates(optimizer: Any, scheduler: Any, rates: list[Any], changed: bool)
 
 
 def as_json(value: Any) -> Any:
-    """A setting as it comes back from JSON: tuples as lists, other types as strings."""
-    return json.loads(json.dumps(value, default=str))
+    """A setting as it comes back from JSON: tuples as lists, choices as their values, other types as strings."""
+    if isinstance(value, Enum):
+        value = value.value
+    return json.loads(json.dumps(value.to_dict() if hasattr(value, "to_dict") else value, default=str))

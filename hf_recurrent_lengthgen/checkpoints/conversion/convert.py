@@ -175,17 +175,13 @@ def _check_tied(files: TensorFiles, head: str, renames: Sequence[Rename], embedd
 def _in_dtype(entries: list[Entry], config: Any, wanted: torch.dtype | None) -> list[Entry]:
     """The tensors, converted to `dtype` if given; the config gets this dtype, or that of most bytes if it has none."""
     if wanted is not None:
-        entries = [_cast(entry, wanted) if entry.dtype.is_floating_point else entry for entry in entries]
+        entries = [entry.cast(wanted) if entry.dtype.is_floating_point else entry for entry in entries]
     if wanted is not None or getattr(config, "dtype", None) is None:
         sizes: Counter[torch.dtype] = Counter()
         for entry in entries:
             sizes[entry.dtype] += entry.bytes
         config.dtype = sizes.most_common(1)[0][0]
     return entries
-
-
-def _cast(entry: Entry, dtype: torch.dtype) -> Entry:
-    return entry._replace(dtype=dtype, read=lambda: entry.read().to(dtype))
 
 
 def _origin(source: Source, layout: Format, files: TensorFiles) -> Origin:

@@ -117,22 +117,15 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
         if given.get(name, neutral) != neutral:
             raise ValueError(f"{WHERE} has {name} {given[name]!r}, which must be {neutral!r} to be converted.")
     config_class = STATEFUL_CLASSES[kind].config_class
-    config: PreTrainedConfig = config_class.from_dict(
-        _our_fields(given, kind) | {"model_type": config_class.model_type}
-    )
-    return config
+    return config_class.from_dict(_our_fields(given, kind) | {"model_type": config_class.model_type})
 
 
 def _known(kind: str) -> set[str]:
     """Names of known settings."""
     special = KINDS[kind]
     names = _field_names(kind) | special.implementation.keys() | special.aliases.keys() | special.neutral.keys()
-    further = (
-        {"intermediate_size", "num_heads", "time_step_rank"}
-        if special.defaults
-        else {"rms_norm_eps", "share_conv_kernel"}
-    )
-    return names | GENERIC_SETTINGS | further
+    of_mamba, of_others = {"intermediate_size", "num_heads", "time_step_rank"}, {"rms_norm_eps", "share_conv_kernel"}
+    return names | GENERIC_SETTINGS | (of_mamba if special.defaults else of_others)
 
 
 def _field_names(kind: str) -> set[str]:

@@ -19,7 +19,6 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     plain,
     same_names,
 )
-from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba3Config, StatefulMambaConfig
 
@@ -40,25 +39,15 @@ DEFAULTS: Settings = {  # of `MambaConfig`, for entries that a config.json lacks
     "pad_vocab_size_multiple": 8,
     "tie_embeddings": True,
 }
-MAMBA1: Settings = {  # of `Mamba`
-    "d_state": 16,
-    "d_conv": 4,
-    "expand": 2,
-    "dt_rank": "auto",
-    "dt_min": 0.001,
-    "dt_max": 0.1,
-    "dt_init": "random",
-    "dt_scale": 1.0,
-    "dt_init_floor": 1e-4,
-    "conv_bias": True,
-    "bias": False,
-    "use_fast_path": True,
-}
+STEPS: Settings = {"expand": 2, "dt_min": 0.001, "dt_max": 0.1, "dt_init_floor": 1e-4}  # of both
+CONVOLUTION: Settings = {"d_conv": 4, "conv_bias": True, "bias": False}
+MAMBA1: Settings = STEPS | CONVOLUTION  # of `Mamba`
+MAMBA1 |= {"d_state": 16, "dt_rank": "auto", "dt_init": "random", "dt_scale": 1.0, "use_fast_path": True}
 MAMBA2: Settings = {  # of `Mamba2`
+    **STEPS,
+    **CONVOLUTION,
     "d_state": 128,
-    "d_conv": 4,
     "conv_init": None,
-    "expand": 2,
     "headdim": 64,
     "d_ssm": None,
     "ngroups": 1,
@@ -66,12 +55,7 @@ MAMBA2: Settings = {  # of `Mamba2`
     "D_has_hdim": False,
     "rmsnorm": True,
     "norm_before_gate": False,
-    "dt_min": 0.001,
-    "dt_max": 0.1,
-    "dt_init_floor": 1e-4,
     "dt_limit": (0.0, float("inf")),
-    "bias": False,
-    "conv_bias": True,
     "chunk_size": 256,
     "use_mem_eff_path": True,
 }
@@ -111,9 +95,9 @@ FIELDS = {  # from settings of the layer to fields of our config
     | {name: name for name in MAMBA3 if hasattr(StatefulMamba3Config, name)},
 }
 LAYERS = {"Mamba1": MAMBA1, "Mamba2": MAMBA2, "Mamba3": MAMBA3}
-CONFIGS: dict[str, Any] = {"Mamba1": StatefulMambaConfig, "Mamba2": StatefulMamba2Config} | {
-    "Mamba3": StatefulMamba3Config
-}
+CONFIGS: dict[str, Any] = dict(
+    zip(LAYERS, (StatefulMambaConfig, StatefulMamba2Config, StatefulMamba3Config), strict=True)
+)
 WHERE = "This mamba-ssm checkpoint"
 
 
@@ -190,10 +174,6 @@ def _from_config(config: Any) -> Settings:
     }
 
 
-def _renames(config: Any) -> list[Rename]:
-    return same_names(config, {"backbone.embeddings.weight": "backbone.embedding.weight"})
-
-
 MAMBA_SSM = Format(
     name="mamba-ssm",
     title="mamba-ssm, the library of the Mamba authors",
@@ -201,7 +181,7 @@ MAMBA_SSM = Format(
     recognizes=_recognizes,
     to_config=_to_config,
     from_config=_from_config,
-    renames=_renames,
+    renames=lambda config: same_names(config, {"backbone.embeddings.weight": "backbone.embedding.weight"}),
     writes_tied_head=True,
     fixed=(("decay_activation", "heavy_tail"),),
     tokenizer="EleutherAI/gpt-neox-20b",

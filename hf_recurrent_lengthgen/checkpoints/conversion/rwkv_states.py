@@ -14,7 +14,7 @@ import torch
 from hf_recurrent_lengthgen.checkpoints.conversion.rwkv_maps import RWKV5, RWKV6, RWKV7
 from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
-from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, learned_row, state_dtype, zero_state
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, learned_row, state_dtype, zero_state
 
 NAME = "blocks.{layer}.att.time_state"
 
@@ -58,13 +58,10 @@ def write_time_state(model: Any, file: str | os.PathLike[str]) -> None:
             "The learned state has inputs of token shifts, which a file of state tuning cannot hold: train it with "
             "learn_conv_state=False."
         )
-    tensors = {NAME.format(layer=index): _plain(layer) for index, layer in enumerate(state)}
+    plain = [layer.recurrent[0].detach().float().cpu().clone() for layer in state]
+    tensors = {NAME.format(layer=index): tensor for index, tensor in enumerate(plain)}
     with replacing(Path(file)) as path:
         torch.save(tensors, path)
-
-
-def _plain(layer: LayerState) -> torch.Tensor:
-    return layer.recurrent[0].detach().float().cpu().clone()
 
 
 def _check_rwkv(model: Any) -> None:

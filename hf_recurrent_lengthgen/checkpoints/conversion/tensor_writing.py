@@ -26,6 +26,9 @@ class Entry(NamedTuple):
     def bytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def cast(self, dtype: torch.dtype) -> "Entry":
+        return self._replace(dtype=dtype, read=lambda: self.read().to(dtype))
+
 
 def write_safetensors(folder: Path, entries: Sequence[Entry], max_shard_size: str | int = "5GB") -> list[Path]:
     """Write model.safetensors, or several files in the order of entries with an index; returns the weight files.
