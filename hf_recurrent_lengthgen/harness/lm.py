@@ -127,13 +127,12 @@ class StateLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        text: str = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-        return text
 
     def get_model_info(self) -> dict[str, Any]:
         model = self._reader.model

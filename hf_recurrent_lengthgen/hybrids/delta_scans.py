@@ -93,10 +93,8 @@ def _in_place_of(stock: Callable[..., Any]) -> Callable[..., Any]:
         shared = getattr(reading_now(), "shared", None)
         if shared is None and needs_stock(query.device.type):
             kwargs |= {"initial_state": initial_state, "output_final_state": output_final_state}
-            output: tuple[Tensor, Tensor | None] = stock(
-                query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **kwargs
-            )
-            return output
+            kwargs |= {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+            return stock(query, key, value, **kwargs)
         y, final = stock_delta_rule(query, key, value, g, beta, initial_state, use_qk_l2norm_in_kernel, shared)
         return y, final if output_final_state else None
 

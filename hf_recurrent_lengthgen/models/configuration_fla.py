@@ -56,8 +56,7 @@ class FlaConfigMixin(StatefulConfigMixin):
         for name, neutral in (("attn", None), ("attnres_block_size", None), ("use_l2warp", False)):
             if getattr(self, name) != neutral and not (name == "use_l2warp" and self.has_l2warp):
                 raise ValueError(f"{name} must be {neutral}, got {getattr(self, name)!r}: it is not supported.")
-        if self.hidden_act not in self.activations:
-            raise ValueError(f"hidden_act must be one of {self.activations}, got {self.hidden_act!r}.")
+        self.one_of("hidden_act", self.activations)
 
     def parts(self, name: str, total: float, heads: int) -> int:
         """Channels of each of `heads` equal heads that share `total` channels."""

@@ -51,8 +51,7 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
     def check(self) -> None:
         """See `StatefulConfigMixin.check`; also these fields, and the activation."""
         super().check()
-        if self.initialization not in _RANGES:
-            raise ValueError(f"initialization must be one of {tuple(_RANGES)}, got {self.initialization!r}.")
+        self.one_of("initialization", tuple(_RANGES))
         if self.initialization == "mamba-ssm":
             self.rescale_prenorm_residual: bool = True
             if self.initializer_range == _RANGES["transformers"]:
@@ -66,8 +65,7 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
                 f"attention_layers must be None or different numbers from 0 to {layers - 1}, "
                 f"got {self.attention_layers}."
             )
-        if self.attention_kind not in self.attention_kinds:
-            raise ValueError(f"attention_kind must be one of {self.attention_kinds}, got {self.attention_kind!r}.")
+        self.one_of("attention_kind", self.attention_kinds)
         if not chosen and (self.attention_kind != "softmax" or self.attention_head_dim is not None):
             raise ValueError(
                 "attention_kind and attention_head_dim do nothing without attention_layers: set attention_layers, too."

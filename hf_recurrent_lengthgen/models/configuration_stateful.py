@@ -189,8 +189,7 @@ class StatefulConfigMixin:
                 f"This checkpoint has code format version {self.code_format_version}, this code reads up to "
                 f"{CODE_FORMAT_VERSION}: update hf_recurrent_lengthgen."
             )
-        if self.scan_backend not in SCAN_BACKEND_SETTINGS:
-            raise ValueError(f"scan_backend must be one of {SCAN_BACKEND_SETTINGS}, got {self.scan_backend!r}.")
+        self.one_of("scan_backend", SCAN_BACKEND_SETTINGS)
         self.check_forgetting()
         for name, least in {**dict.fromkeys(EPSILONS, 0), "chunk_size": 1}.items():
             value = getattr(self, name, None)
@@ -208,6 +207,11 @@ class StatefulConfigMixin:
                     f"{name} must be None or hold one integer above 0 for each of the num_hidden_layers ({layers}) "
                     f"layers, got {sizes}."
                 )
+
+    def one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        """Refuse a field with another value."""
+        if (given := getattr(self, name)) not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {given!r}.")
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """As in Transformers; code in the same folder gets the extras that this configuration asks for."""

@@ -38,9 +38,8 @@ class StatefulDeltaNetConfig(DeltaRuleConfig):
 
     def check(self) -> None:
         super().check()
-        for name, allowed in (("qk_activation", QK_ACTIVATIONS), ("qk_norm", QK_NORMS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
+        self.one_of("qk_activation", QK_ACTIVATIONS)
+        self.one_of("qk_norm", QK_NORMS)
         if not self.use_output_norm:
             raise ValueError("use_output_norm must be True, got False: fla's layer always has the norm.")
         for layer in range(self.num_hidden_layers):

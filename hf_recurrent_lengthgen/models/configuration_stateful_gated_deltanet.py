@@ -33,7 +33,4 @@ class StatefulGatedDeltaNetConfig(HeadDimConfig):
 
     def check(self) -> None:
         super().check()
-        if self.output_gate_activation not in GATE_ACTIVATIONS:
-            raise ValueError(
-                f"output_gate_activation must be one of {GATE_ACTIVATIONS}, got {self.output_gate_activation!r}."
-            )
+        self.one_of("output_gate_activation", GATE_ACTIVATIONS)

@@ -20,10 +20,7 @@ class StatefulKDAConfig(HeadDimConfig):
     upstream_types = ("kda",)
     layouts = ("fla",)
     tiny = {"num_heads": 2, "head_dim": 16}  # noqa: RUF012
-    lora_target_modules = (
-        *("q_proj", "k_proj", "v_proj", "f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1"),
-        *("b_proj", "o_proj"),
-    )
+    lora_target_modules = (*(f"{name}_proj" for name in "qkvbo"), "f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1")
 
     num_heads: int = 16
     safe_gate: bool = False

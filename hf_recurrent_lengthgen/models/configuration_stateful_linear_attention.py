@@ -34,7 +34,6 @@ class StatefulLinearAttentionConfig(GatedLinearAttentionConfig):
 
     def check(self) -> None:
         super().check()
-        if self.feature_map not in FEATURE_MAPS:
-            raise ValueError(f"feature_map must be one of {FEATURE_MAPS}, got {self.feature_map!r}.")
+        self.one_of("feature_map", FEATURE_MAPS)
         if self.tie_feature_map_qk:
             raise ValueError("tie_feature_map_qk must be False, got True: it is not supported.")

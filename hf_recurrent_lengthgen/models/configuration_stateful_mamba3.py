@@ -88,8 +88,7 @@ class StatefulMamba3Config(StatefulConfigMixin, PreTrainedConfig):
                 "is_mimo must be False, got True: Mamba-3 with several inputs and outputs per head (MIMO) is not "
                 "supported, since the scans write once per token."
             )
-        if self.decay_activation not in DECAY_ACTIVATIONS:
-            raise ValueError(f"decay_activation must be one of {DECAY_ACTIVATIONS}, got {self.decay_activation!r}.")
+        self.one_of("decay_activation", DECAY_ACTIVATIONS)
         if self.hidden_act not in ("silu", "swish"):
             raise ValueError(f'hidden_act must be "silu", got {self.hidden_act!r}.')
         if self.rope_fraction not in (0.5, 1.0):

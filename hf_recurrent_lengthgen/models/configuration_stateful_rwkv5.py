@@ -29,13 +29,7 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
     upstream_types = ("rwkv5",)
     layouts = ("rwkv-hf", "rwkv")
     tiny = {"head_size": 32}  # noqa: RUF012
-    lora_target_modules = (
-        "attention.key",
-        "attention.value",
-        "attention.receptance",
-        "attention.gate",
-        "attention.output",
-    )
+    lora_target_modules = tuple(f"attention.{name}" for name in ("key", "value", "receptance", "gate", "output"))
 
     vocab_size: int = 65536
     hidden_size: int = 768

@@ -1,20 +1,25 @@
 """What RWKV-5, RWKV-6 and RWKV-7 share: token shifts, low-rank maps, the norm of heads, the state of time mixing.
 
+The block and the backbone are those of RWKV-6 and RWKV-7, on the parameter names of fla.
+
 The conv part of the state is (B, 2D, 1): the last normed input of time mixing, below it that of channel mixing.
 Shapes: B batch, T tokens, D hidden size, H heads, N key dim, P value dim.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 from transformers import initialization as init
 
-from .layers_mixer import ScanMixer
+from .layers_mixer import MixerLayer, ScanMixer
+from .modeling_stateful import StatefulBackbone
 from .rows import Rows
-from .rows_moved import inputs_around
-from .state_value import LayerShape
+from .rows_moved import inputs_around, over_groups
+from .state_value import LayerShape, LayerState
 
 
 def token_shift(x: Tensor, initial_state: Tensor, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
@@ -88,3 +93,48 @@ class RWKVTimeMixing(ScanMixer):
     def conv_parts(self) -> dict[str, int]:
         """The last inputs of this mixer and of the channel mixing after it."""
         return dict.fromkeys(("time mixing", "channel mixing"), self.config.hidden_size)
+
+
+def layer_norm_of(config: Any) -> nn.LayerNorm:
+    """Each norm of RWKV-6 and RWKV-7 but that of the heads."""
+    return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
+
+
+class RWKVBlock(MixerLayer):
+    """Pre-norm residual blocks of time mixing (`attn`) and channel mixing (`ffn`)."""
+
+    mixer_name = "attn"
+
+    def __init__(self, config: Any, layer: int, attn: RWKVTimeMixing, ffn: nn.Module) -> None:
+        super().__init__()
+        self.pre_norm = layer_norm_of(config) if config.norm_first and layer == 0 else nn.Identity()
+        self.attn_norm = layer_norm_of(config)
+        self.attn = attn
+        self.ffn_norm = layer_norm_of(config)
+        self.ffn = ffn
+
+    @over_groups
+    def forward(
+        self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None, *inputs: Tensor
+    ) -> tuple[Any, ...]:
+        """See `StatefulBackbone`; what the time mixing takes and gives beyond that goes through."""
+        attn_shift, ffn_shift = state.conv.chunk(2, dim=1)
+        hidden_states = self.pre_norm(hidden_states)
+        normed, before = self.attn_norm(hidden_states), state._replace(conv=attn_shift)
+        output, state, *further = self.attn(normed, before, rows, *inputs)
+        hidden_states = hidden_states + output
+        output, ffn_shift = self.ffn(self.ffn_norm(hidden_states), ffn_shift, rows)
+        return hidden_states + output, state._replace(conv=torch.cat([state.conv, ffn_shift], dim=1)), *further
+
+
+class RWKVBackbone(StatefulBackbone):
+    """The backbone of families with these blocks. A family sets `config_class` and `block_class`."""
+
+    base_model_prefix = "model"
+    block_class: Callable[[Any, int], RWKVBlock]
+
+    def make_layer(self, config: Any, layer: int) -> RWKVBlock:
+        return self.block_class(config, layer)
+
+    def make_norm(self, config: Any) -> nn.Module:
+        return layer_norm_of(config)

@@ -165,10 +165,9 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
             return None
         else:
             labels = scored_labels(labels, rows)
-        loss: Tensor = self.loss_function(
+        return self.loss_function(
             logits=logits, labels=labels, vocab_size=logits.shape[-1], num_items_in_batch=num_items_in_batch, **further
         )
-        return loss
 
 
 def scored_labels(labels: Tensor, rows: Rows, shifted: bool = False) -> Tensor:

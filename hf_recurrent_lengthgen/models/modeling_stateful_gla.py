@@ -50,12 +50,10 @@ class StatefulGLAMixer(ScanMixer):
         self.q_proj = nn.Linear(D, self.heads * self.key_dim, bias=False)
         self.k_proj = nn.Linear(D, keys, bias=False)
         self.v_proj = nn.Linear(D, values, bias=False)
-        self.conv_channels = 0
         if config.use_short_conv:
             self.q_conv1d = CausalConv1d.depthwise(self.heads * self.key_dim, config.conv_size, bias=False)
             self.k_conv1d = CausalConv1d.depthwise(keys, config.conv_size, bias=False)
             self.v_conv1d = CausalConv1d.depthwise(values, config.conv_size, bias=False)
-            self.conv_channels = self.heads * self.key_dim + keys + values
         self.gk_proj = nn.Sequential(
             nn.Linear(D, config.gate_low_rank_dim, bias=False), nn.Linear(config.gate_low_rank_dim, keys)
         )
@@ -69,13 +67,13 @@ class StatefulGLAMixer(ScanMixer):
     @property
     def state_shape(self) -> LayerShape:
         """(H, P, N), and with short convolutions (channels of q, k and v, K-1)."""
-        conv = (self.conv_channels, self.config.conv_size - 1) if self.conv_channels else (0,)
+        conv = (sum(self.conv_parts.values()), self.config.conv_size - 1) if self.config.use_short_conv else (0,)
         return LayerShape((self.heads, self.value_dim, self.key_dim), conv)
 
     @property
     def conv_parts(self) -> dict[str, int]:
         """q, k and v."""
-        if not self.conv_channels:
+        if not self.config.use_short_conv:
             return {}
         return {"q": self.heads * self.key_dim, "k": self.kv_heads * self.key_dim, "v": self.kv_heads * self.value_dim}
 

@@ -16,12 +16,10 @@ from torch.nn.functional import relu, silu
 from transformers import initialization as init
 
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
-from .layers_mixer import MixerLayer
-from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
+from .layers_rwkv import HeadNorm, LowRank, RWKVBackbone, RWKVBlock, RWKVTimeMixing, token_shift
 from .modeling_heads import StatefulForCausalLM
-from .modeling_stateful import StatefulBackbone
 from .rows import Rows
-from .rows_moved import over_groups, zero_past_end
+from .rows_moved import zero_past_end
 from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
 from .state_value import LayerState
 
@@ -125,44 +123,15 @@ class StatefulRWKV6ChannelMixing(nn.Module):
         return self.receptance(x, delta).sigmoid() * self.value(relu(self.key(x, delta)).square()), state
 
 
-class StatefulRWKV6Block(MixerLayer):
-    """Pre-norm residual blocks of time mixing (`attn`) and channel mixing (`ffn`)."""
-
-    mixer_name = "attn"
-
+class StatefulRWKV6Block(RWKVBlock):
     def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
-        super().__init__()
-
-        def norm() -> nn.LayerNorm:
-            return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
-
-        self.pre_norm = norm() if config.norm_first and layer == 0 else nn.Identity()
-        self.attn_norm = norm()
-        self.attn = StatefulRWKV6TimeMixing(config, layer)
-        self.ffn_norm = norm()
-        self.ffn = StatefulRWKV6ChannelMixing(config)
-
-    @over_groups
-    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
-        attn_shift, ffn_shift = state.conv.chunk(2, dim=1)
-        hidden_states = self.pre_norm(hidden_states)
-        output, state = self.attn(self.attn_norm(hidden_states), state._replace(conv=attn_shift), rows)
-        hidden_states = hidden_states + output
-        output, ffn_shift = self.ffn(self.ffn_norm(hidden_states), ffn_shift, rows)
-        return hidden_states + output, state._replace(conv=torch.cat([state.conv, ffn_shift], dim=1))
+        super().__init__(config, layer, StatefulRWKV6TimeMixing(config, layer), StatefulRWKV6ChannelMixing(config))
 
 
-class StatefulRWKV6Model(StatefulBackbone):
+class StatefulRWKV6Model(RWKVBackbone):
     config_class = StatefulRWKV6Config
-    base_model_prefix = "model"
+    block_class = StatefulRWKV6Block
     _no_split_modules = ["StatefulRWKV6Block"]  # noqa: RUF012
-
-    def make_layer(self, config: StatefulRWKV6Config, layer: int) -> StatefulRWKV6Block:
-        return StatefulRWKV6Block(config, layer)
-
-    def make_norm(self, config: StatefulRWKV6Config) -> nn.Module:
-        return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
 
 
 class StatefulRWKV6ForCausalLM(StatefulForCausalLM):

@@ -14,6 +14,7 @@ Shapes: B batch, T tokens, D hidden size, V values of all heads.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,10 @@ from torch.nn.functional import normalize, relu
 from transformers import initialization as init
 
 from .configuration_stateful_rwkv7 import StatefulRWKV7Config
-from .layers_mixer import MixerLayer
-from .layers_rwkv import HeadNorm, LowRank, RWKVTimeMixing, token_shift
+from .layers_rwkv import HeadNorm, LowRank, RWKVBackbone, RWKVBlock, RWKVTimeMixing, token_shift
 from .modeling_heads import StatefulForCausalLM
-from .modeling_stateful import StatefulBackbone
 from .rows import Rows
-from .rows_moved import over_groups, zero_past_end
+from .rows_moved import zero_past_end
 from .scan_delta import NORMED_BY_HEAD, chunk_dplr_delta_rule, kernel_limit_of, scan_dplr
 from .state_value import LayerState
 
@@ -69,10 +68,11 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
 
     def forward(
         self, x: Tensor, state: LayerState, rows: Rows | None = None, first_values: Tensor | None = None
-    ) -> tuple[Tensor, LayerState, Tensor]:
+    ) -> tuple[Tensor, LayerState] | tuple[Tensor, LayerState, Tensor]:
         """Run T tokens; arguments as in `StatefulBackbone`, with the time mixing's part of the state.
 
-        `first_values` (B, T, V) are the values of the first layer; also returned, before any mixing, are its own.
+        The first layer also returns its values (B, T, V), which all later ones take as `first_values`. A layer that
+        handed them on would return its own input, after whose gradient FSDP would gather it again.
         """
         backend = self.backend_for(x)
         shifted, shift_state = token_shift(x, state.conv, rows)
@@ -96,7 +96,8 @@ class StatefulRWKV7TimeMixing(RWKVTimeMixing):
         y, state = self.advance(*inputs, state=state, rows=rows, backend=backend)
         bonus = (r * k * self.r_k).sum(-1, keepdim=True) * v
         y = (self.g_norm(y) + bonus.flatten(2)) * self.g_lora(torch.addcmul(x, delta, self.x_g))
-        return self.o_proj(y), state._replace(conv=shift_state), own_values
+        y, state = self.o_proj(y), state._replace(conv=shift_state)
+        return (y, state, own_values) if first_values is None else (y, state)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -153,52 +154,16 @@ class StatefulRWKV7ChannelMixing(nn.Module):
         init.zeros_(self.value.weight)
 
 
-class StatefulRWKV7Block(MixerLayer):
-    """Pre-norm residual blocks of time mixing (`attn`) and channel mixing (`ffn`)."""
-
-    mixer_name = "attn"
-
+class StatefulRWKV7Block(RWKVBlock):
     def __init__(self, config: StatefulRWKV7Config, layer: int) -> None:
-        super().__init__()
-
-        def norm() -> nn.LayerNorm:
-            return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
-
-        self.pre_norm = norm() if config.norm_first and layer == 0 else nn.Identity()
-        self.attn_norm = norm()
-        self.attn = StatefulRWKV7TimeMixing(config, layer)
-        self.ffn_norm = norm()
-        self.ffn = StatefulRWKV7ChannelMixing(config, layer)
-
-    @over_groups
-    def forward(
-        self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None, first_values: Tensor | None = None
-    ) -> tuple[Tensor, LayerState] | tuple[Tensor, LayerState, Tensor]:
-        """See `StatefulBackbone`. The first layer also returns its values (B, T, V), which all later ones take.
-
-        A layer that handed them on would return its own input, after whose gradient FSDP would gather it again.
-        """
-        attn_shift, ffn_shift = state.conv.chunk(2, dim=1)
-        hidden_states = self.pre_norm(hidden_states)
-        output, state, values = self.attn(
-            self.attn_norm(hidden_states), state._replace(conv=attn_shift), rows, first_values
-        )
-        hidden_states = hidden_states + output
-        output, ffn_shift = self.ffn(self.ffn_norm(hidden_states), ffn_shift, rows)
-        hidden_states, state = hidden_states + output, state._replace(conv=torch.cat([state.conv, ffn_shift], dim=1))
-        return (hidden_states, state, values) if first_values is None else (hidden_states, state)
+        mixings = StatefulRWKV7TimeMixing(config, layer), StatefulRWKV7ChannelMixing(config, layer)
+        super().__init__(config, layer, *mixings)
 
 
-class StatefulRWKV7Model(StatefulBackbone):
+class StatefulRWKV7Model(RWKVBackbone):
     config_class = StatefulRWKV7Config
-    base_model_prefix = "model"
+    block_class = StatefulRWKV7Block
     _no_split_modules = ["StatefulRWKV7Block"]  # noqa: RUF012
-
-    def make_layer(self, config: StatefulRWKV7Config, layer: int) -> StatefulRWKV7Block:
-        return StatefulRWKV7Block(config, layer)
-
-    def make_norm(self, config: StatefulRWKV7Config) -> nn.Module:
-        return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=config.norm_bias)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -217,17 +182,10 @@ class StatefulRWKV7ForCausalLM(StatefulForCausalLM):
             gain = 0.5 * max(1.0, self.config.vocab_size / self.config.hidden_size) ** 0.5
             init.orthogonal_(self.get_parameter("lm_head.weight"), gain=gain)
 
-    def _loss_of(
-        self,
-        logits: Tensor,
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
-        inputs: Rows,
-        num_items_in_batch: Tensor | int | None,
-    ) -> Tensor | None:
+    def _loss_of(self, logits: Tensor, *targets: Any) -> Tensor | None:
         """As of every family; with L2Wrap, the gradients (not the value) of 1e-4 / 2 times the mean squared largest
         logit are added."""
-        loss = super()._loss_of(logits, labels, shift_labels, inputs, num_items_in_batch)
+        loss = super()._loss_of(logits, *targets)
         if loss is None or not self.config.use_l2warp:
             return loss
         penalty = L2_PENALTY / 2 * logits.amax(-1).square().mean()
