@@ -30,9 +30,8 @@ lengthgen export trained/checkpoint-500 --format transformers --output stock
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen export", DESCRIPTION + TITLES, EXAMPLES, method="conversion")
-    parser.model.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="checkpoint folder or Hub name, of this package"
-    )
+    what = "checkpoint folder or Hub name, of this package"
+    parser.model.add_argument("checkpoint", metavar="CHECKPOINT", help=what)
     add_shared(parser, "--revision")
     what = "layout to write, see above"
     parser.method.add_argument("--format", choices=FORMATS, required=True, metavar="FORMAT", help=what)

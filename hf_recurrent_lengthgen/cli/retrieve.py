@@ -98,13 +98,8 @@ def command_parser() -> CommandParser:
     for action in parser.data._group_actions:
         action.help += f" [task {' or '.join(OF_TASKS['data'])}]"
     add("--task", choices=TASKS, default=TASKS[0], help="what is to be found, see above (default: %(default)s)")
-    add(
-        "--lengths",
-        type=counts,
-        default=DEFAULT_LENGTHS,
-        metavar="N,...",
-        help="tokens of prompt and answer; 1k is 1024 (default: %(default)s)",
-    )
+    what = "tokens of prompt and answer; 1k is 1024 (default: %(default)s)"
+    add("--lengths", type=counts, default=DEFAULT_LENGTHS, metavar="N,...", help=what)
     add(
         "--depths",
         type=_depths,

@@ -74,10 +74,9 @@ def from_json(text: str, kind: type[Document]) -> Document:
             wrongly typed or not finite entries, with the path of each.
     """
     try:
-        value: Document = _untagged(json.loads(text), kind)
+        return _untagged(json.loads(text), kind)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"The text is not JSON ({error}); the file may be truncated.") from error
-    return value
 
 
 def to_plain(value: Any) -> Any:

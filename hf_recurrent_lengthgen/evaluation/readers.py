@@ -232,12 +232,8 @@ class CacheReader(Reader):
 
     def generation_arguments(self, cache: Any, copies: int = 1) -> dict[str, Any]:
         # positions follow from the mask over the whole text
-        mask = torch.ones(
-            attention_caches.cached_rows(cache),
-            attention_caches.cached_tokens(cache) + 1,
-            dtype=torch.long,
-            device=self.device,
-        )
+        shape = attention_caches.cached_rows(cache), attention_caches.cached_tokens(cache) + 1
+        mask = torch.ones(shape, dtype=torch.long, device=self.device)
         cache.batch_repeat_interleave(copies)
         return {CACHE_NAME: cache, "attention_mask": mask}
 

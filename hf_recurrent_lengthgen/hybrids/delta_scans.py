@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from types import CellType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.utils import is_kernels_available
 
 from hf_recurrent_lengthgen.hybrids.stopping import RULES, reading_now, stopped_rule
+from hf_recurrent_lengthgen.models.layers_delta import l2_norm
 from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, scan_delta
 from hf_recurrent_lengthgen.models.scan_pieces import piece_delta
@@ -127,7 +127,7 @@ def stock_delta_rule(
         Outputs in the dtype of `query`, (B, T, H, P), and the final state, (B, H, N, P), float32 or float64.
     """
     dtype = state_dtype(query.dtype)
-    q, k = (_normalized(x.to(dtype)) if normalize else x.to(dtype) for x in (query, key))
+    q, k = (l2_norm(x.to(dtype)) if normalize else x.to(dtype) for x in (query, key))
     q = q * q.shape[3] ** -0.5
     if initial_state is None:
         state = q.new_zeros(len(q), *value.shape[2:], q.shape[3])
@@ -139,8 +139,3 @@ def stock_delta_rule(
     else:
         y, final = shared.scan(scan_delta, piece_delta, inputs, state, {})
     return y.to(query.dtype), final.mT.contiguous()
-
-
-def _normalized(x: Tensor) -> Tensor:
-    """Vectors of norm 1, as the stock functions make them."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

@@ -193,9 +193,9 @@ def constant_prompt_text(result: ConstantPrompt) -> str:
     )
 
 
-def _fact(result: ConstantPrompt) -> Fact:
+def _facts(result: ConstantPrompt) -> tuple[Fact]:
     start = result.exceeded_from
-    return Fact("Constant prompt", "holds" if start is None else f"fails at {start:,} tokens")
+    return (Fact("Constant prompt", "holds" if start is None else f"fails at {start:,} tokens"),)
 
 
 def _states_picture(name: str, caption: str) -> Picture[ConstantPrompt]:
@@ -215,7 +215,7 @@ CONSTANT_PROMPT = Part(
     compute=_compute,
     section="One token repeated",
     texts=lambda result, unit: (constant_prompt_text(result),),
-    facts=lambda result: (_fact(result),),
+    facts=_facts,
     rows=(
         PartRow(
             "Constant prompt",

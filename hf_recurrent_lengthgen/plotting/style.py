@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
@@ -134,15 +135,20 @@ def short_number(tokens: float) -> str:
     return f"{int(tokens):,}"
 
 
+def set_ticks(axis: Axis, places: Sequence[float], text: Callable[[float], str]) -> None:
+    """Ticks at these places and no others, with the text for each."""
+    axis.set_major_locator(FixedLocator(places))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
+
+
 def position_axis(axes: Axes, first: float, last: float) -> None:
     """A logarithmic axis of context lengths with at most seven ticks at powers of two."""
     axes.set_xscale("log", base=2)
     axes.set_xlim(first, last)
     low, high = math.ceil(math.log2(first) - 1e-9), math.floor(math.log2(last) + 1e-9)
     step = max(1, math.ceil((high - low + 1) / 7))
-    axes.xaxis.set_major_locator(FixedLocator([2**power for power in range(high, low - 1, -step)]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    set_ticks(axes.xaxis, [2**power for power in range(high, low - 1, -step)], short_number)
     axes.set_xlabel("Position (tokens of context)", fontsize=FONT_SIZE - 0.5, color=MUTED)
 
 
@@ -151,9 +157,7 @@ def length_axis(axes: Axes, lengths: Sequence[int], unit: str) -> None:
     step = -(-len(lengths) // 7)
     axes.set_xscale("log", base=2)
     axes.set_xlim(lengths[0] / 1.12, lengths[-1] * 1.06)
-    axes.xaxis.set_major_locator(FixedLocator(lengths[(len(lengths) - 1) % step :: step]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    set_ticks(axes.xaxis, lengths[(len(lengths) - 1) % step :: step], short_number)
     axes.set_xlabel(f"Length ({unit})", fontsize=FONT_SIZE - 0.5, color=MUTED)
 
 

@@ -82,7 +82,10 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
             raise ValueError(f"{WHERE} has {name} {given[name]!r}, but only {value!r} can be converted{more}.")
     if names is None:
         raise ValueError(f"{WHERE} must hold tensors such as rwkv7.blocks.0.att.r_k.")
-    raw = {_raw(name, names): _turned(meta) if _is_linear(name) else meta for name, meta in metas.items()}
+    raw = {
+        _raw(name, names): Meta(meta.shape[::-1], meta.dtype) if _is_linear(name) else meta
+        for name, meta in metas.items()
+    }
     vocab_size, hidden_size = raw["emb.weight"].shape
     head_size = raw["blocks.0.att.r_k"].shape[1]
     norm_eps: float = given.get("norm_eps") or given.get("layer_norm_epsilon") or 1e-5
@@ -105,10 +108,6 @@ def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrain
 
 def _is_linear(name: str) -> bool:
     return bool(LOW_RANK.search(name.removesuffix(".weight"))) and name.endswith(".weight")
-
-
-def _turned(meta: Meta) -> Meta:
-    return Meta(meta.shape[::-1], meta.dtype)
 
 
 def _raw(name: str, names: Names) -> str:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.states.result import HeadStates, StateDiagnosis
@@ -28,6 +28,7 @@ from hf_recurrent_lengthgen.plotting.style import (
     plain_axes,
     position_axis,
     set_left_title,
+    set_ticks,
     short_number,
 )
 
@@ -96,9 +97,7 @@ def _relative_figure(
     for axes, (diagnosis, reading) in zip(panels, drawn.values(), strict=True):
         axes.set_yscale("log")
         axes.set_ylim(low, high)
-        axes.yaxis.set_major_locator(FixedLocator(ticks))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}x"))
+        set_ticks(axes.yaxis, ticks, "{:,g}x".format)
         ends = []
         if whole:
             std = _relative(diagnosis.std, diagnosis)
@@ -130,9 +129,7 @@ def state_mean_figure(diagnoses: Diagnoses) -> Figure:
     for axes, diagnosis in zip(panels, diagnoses.values(), strict=True):
         axes.set_yscale("symlog", linthresh=1)
         axes.set_ylim(1.3 * min([-1.0, *shown]), 1.3 * max([1.0, *shown]))
-        axes.yaxis.set_major_locator(FixedLocator([*(-power for power in powers), 0.0, *powers]))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        set_ticks(axes.yaxis, [*(-power for power in powers), 0.0, *powers], "{:,g}".format)
         _draw_heads(axes, diagnosis, _mean_in_stds)
     return figure
 
