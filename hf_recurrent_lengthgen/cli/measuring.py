@@ -145,7 +145,12 @@ def _seeds(name: str) -> list[str]:
         {str(file.parent) for kind in ("config.json", "adapter_config.json") for file in Path(name).glob(place + kind)}
         for place in ("", "seed*/")
     )
-    return [name] if own or not of_seeds else sorted(of_seeds, key=lambda folder: (len(folder), folder))
+    if own or not of_seeds:
+        return [name]
+    if without := {str(folder) for folder in Path(name).glob("seed*/")} - of_seeds:
+        missing = ", ".join(sorted(without))
+        raise ValueError(f"{name} has no checkpoint in {missing}: finish these seeds, or move them elsewhere")
+    return sorted(of_seeds, key=lambda folder: (len(folder), folder))
 
 
 def load_models(options: argparse.Namespace, window: str | None) -> list[Any]:

@@ -86,11 +86,14 @@ def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
                 estimate_text(evaluation.harm.last, "+"),
                 estimate_text(evaluation.in_window.loss),
                 estimate_text(evaluation.in_window.context_use, "+"),
-                "nowhere" if evaluation.harm.harmful_from is None else f"{evaluation.harm.harmful_from:,}",
+                evaluation.harm.onset,
             )
         )
+    intervals = (
+        f" with {confidence} intervals over {first.sequences} sequences" if first.harm.curves.coarse.low else ""
+    )
     note = (
-        f"nats per {first.data.token_unit} with {confidence} intervals over {first.sequences} sequences; "
+        f"nats per {first.data.token_unit}{intervals}; "
         "positive harm: the context beyond the training length makes predictions worse."
     )
     if not comparison.differences:

@@ -83,6 +83,9 @@ def test_methods_with_several_seeds_are_compared(
     assert all("2 seeds" in text for text in (page, markdown, tex))
     assert evaluate(tmp_path / "plain", tmp_path / "plain" / "seed0") == 1
     assert "can be given once" in capsys.readouterr().err
+    (tmp_path / "plain" / "seed3").mkdir()
+    assert evaluate(tmp_path / "plain", tmp_path / "state_passing") == 1
+    assert f"no checkpoint in {tmp_path / 'plain' / 'seed3'}: finish these seeds" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_ends_the_command_before_the_first_is_measured(

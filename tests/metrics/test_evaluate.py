@@ -75,7 +75,7 @@ def test_a_model_that_always_sees_the_same_has_no_harm_and_holds(counter_model: 
     level = math.log(math.exp(2) + 6) - 2
     np.testing.assert_allclose(result.position_wise.fine.mean, level, atol=1e-6)
     np.testing.assert_allclose(result.harm.curves.fine.mean, 0, atol=1e-6)
-    assert result.harm.harmful_from is None
+    assert (result.harm.harmful_from, result.harm.onset) == (None, "nowhere")
     assert result.in_window.context_use.mean == pytest.approx(0, abs=1e-6)
     assert result.verdict.holds_to == 259
     assert result.verdict.violated_from is None
@@ -89,7 +89,7 @@ def test_the_first_harmful_bin_is_found(counter_model: Any) -> None:
     result = evaluate(counter_model(breaks_after_100, last_only=True), tokens)
     level = math.log(math.exp(2) + 6) - 2
     # Positions from 100 on cost log(7): the coarse bin [91, 108) is the first to hold some of them.
-    assert result.harm.harmful_from == 91
+    assert (result.harm.harmful_from, result.harm.onset) == (91, "91")
     assert result.harm.last.mean == pytest.approx(math.log(7) - level, abs=1e-6)
     assert result.verdict.holds_to == 91
     assert result.verdict.violated_from == 91
@@ -102,7 +102,7 @@ def test_one_sequence_has_no_intervals_and_nothing_is_called_harmful(counter_mod
     result = evaluate(counter_model(fading, last_only=True), np.arange(131)[None] % 7)
     assert result.harm.last.mean > 0.1
     assert result.harm.last.low is None
-    assert result.harm.harmful_from is None
+    assert (result.harm.harmful_from, result.harm.onset) == (None, "unknown")
     assert result.position_wise.fine.low is None
     assert from_json(to_json(result), EvaluationResult) == result
 

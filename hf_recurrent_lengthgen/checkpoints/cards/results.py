@@ -126,7 +126,7 @@ def comparison_table(models: Sequence[ComparedModel]) -> str:
         "Loss inside it": lambda result: _cell(result.in_window.loss),
         f"Loss at {start:,} to {stop:,}": lambda result: _mean(mean_over(result, start, stop)),
         f"Harm of the context beyond it, at {start:,} to {stop:,}": lambda result: _cell(result.harm.last, sign=True),
-        f"Harm above {own.harm.threshold:g} from": lambda result: tokens(result.harm.harmful_from, "nowhere"),
+        f"Harm above {own.harm.threshold:g} from": lambda result: result.harm.onset,
         f"Gain from context inside it, position {early:,} to {late:,}": lambda result: _cell(
             result.in_window.context_use, sign=True
         ),

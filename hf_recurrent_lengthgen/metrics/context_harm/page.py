@@ -82,7 +82,7 @@ def evaluation_rows(models: Sequence[Shown]) -> list[Row[Shown]]:
         Row(
             f"Harm above {first.harm.threshold:g} from",
             "first bin whose interval is above it, tokens",
-            lambda model: tokens(model.evaluation.harm.harmful_from, "nowhere"),
+            lambda model: model.evaluation.harm.onset,
         ),
         Row(
             "In-window loss",
@@ -102,7 +102,7 @@ def evaluation_rows(models: Sequence[Shown]) -> list[Row[Shown]]:
         Row(
             "Definition 3.2 fails from",
             "same, with intervals, tokens",
-            lambda model: tokens(model.evaluation.verdict.violated_from, "none"),
+            lambda model: tokens(model.evaluation.verdict.violated_from, "not shown"),
         ),
     ]
 

@@ -45,6 +45,13 @@ class ContextHarm:
     threshold: float
     harmful_from: int | None
 
+    @property
+    def onset(self) -> str:
+        """`harmful_from` as text: "1,024", "nowhere", or "unknown" where one text gives no bounds."""
+        if self.harmful_from is not None:
+            return f"{self.harmful_from:,}"
+        return "nowhere" if self.curves.coarse.low else "unknown"
+
 
 @dataclass(frozen=True)
 class InWindow:
