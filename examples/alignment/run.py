@@ -1,6 +1,6 @@
 """What can the output alignment loss do for a model that fails beyond its training length?
 
-The setting is that of `interventions/`. Every arm reads the same rows as two crops of 128 bytes each and takes the
+The setting is that of `interventions/`. Every arm reads the same rows as two crops of its training length and takes the
 cross-entropy of both; arms differ in the initial states of the crops and in the term that is added. An arm is one
 training and its measurement. Arms that have a result in --results are not run again. At the end, the
 table of README.md and alignment.png beside the results are written anew, from all arms that are there.
@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.trainers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_setting import Result, SlowStudy, Training, options_of, parsed
+from small_setting import Result, Study, Training, options_of, parsed
 from study_pages import legend_below, markdown, over_seeds, panels
 
 HERE = Path(__file__).resolve().parent
@@ -69,7 +69,7 @@ TERMS = {
 }
 
 
-class AlignmentStudy(SlowStudy):
+class AlignmentStudy(Study):
     """Stages are named base, or SOURCE/TERM."""
 
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:
