@@ -1,6 +1,6 @@
 """What can the output alignment loss do for a model that fails beyond its training length?
 
-The setting is that of `interventions/`. Every arm reads the same rows as two crops of its training length and takes the
+The setting is that of `interventions/`. Every arm reads the same rows as two crops of T bytes each and takes the
 cross-entropy of both; arms differ in the initial states of the crops and in the term that is added. An arm is one
 training and its measurement. Arms that have a result in --results are not run again. At the end, the
 table of README.md and alignment.png beside the results are written anew, from all arms that are there.
