@@ -100,7 +100,7 @@ def test_a_long_metric_has_a_bar_where_the_training_has_one(
     trainer = toys.resumable_trainer(tmp_path, save_strategy="no", max_steps=1, disable_tqdm=disabled)
     MetricCallback([nll_by_length(TOKENS, 16)], every_steps=1).attach(trainer)
     trainer.train()
-    assert ("stream: 100%" in capsys.readouterr().err) is not disabled
+    assert ("stream: " in capsys.readouterr().err) is not disabled
 
 
 def test_a_long_metric_reads_so_many_tokens_at_most(caplog: pytest.LogCaptureFixture) -> None:
