@@ -217,8 +217,12 @@ def check_trainable(model: nn.Module, learns_state: bool) -> None:
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not [name for name in trained if learns_state or "learned_states." not in name]:
         raise ValueError(
-            "The model has no trainable parameters: all of them are frozen, perhaps by LearnedStateTrainer. Call "
-            "model.requires_grad_(True)."
+            "The model has no trainable parameters: all of them are frozen. "
+            + (
+                "PEFT loads adapters frozen: give PeftModel.from_pretrained(model, FOLDER, is_trainable=True)."
+                if hasattr(model, "peft_config")
+                else "Perhaps LearnedStateTrainer did that. Call model.requires_grad_(True)."
+            )
         )
 
 

@@ -1,5 +1,6 @@
 """Texts, token streams and output folders from what a person types."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -18,6 +19,7 @@ from hf_recurrent_lengthgen.data import load_texts, split_names, token_stream
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 
 STANDARD_LIBRARY = "stdlib"
+RESULT_FILES = ("result.json", "retrieval.json", "accuracy.json")
 standard_library_corpus = cache(sources.standard_library_corpus)  # which takes a fifth of a second
 
 
@@ -61,7 +63,7 @@ def no_word_of_missing_kernels() -> Iterator[None]:
 
 
 def make_output_folder(name: str) -> Path:
-    """Make the folder for results before anything is computed.
+    """Make the folder for results before anything is computed, and say which results will be replaced.
 
     Raises:
         ValueError: if `name` is a file or lies inside one.
@@ -71,6 +73,10 @@ def make_output_folder(name: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"--output {name} is a file, or inside one: give the name of a folder.") from error
+    for file in filter(Path.is_file, map(folder.joinpath, RESULT_FILES)):
+        command = re.search(r'"command": "(.*)"', file.read_text(encoding="utf-8", errors="replace"))
+        made = f" of `{command[1]}`" if command else ""
+        print(f"{file}{made} will be replaced: give another --output to keep it.")
     return folder
 
 

@@ -36,6 +36,17 @@ def test_one_model(evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys:
     assert shown.err == ""
 
 
+def test_a_second_evaluation_says_what_it_replaces(
+    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(checkpoint) == 0
+    assert "will be replaced" not in capsys.readouterr().out
+    assert evaluate(checkpoint, "--sequences", "2") == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'out' / 'result.json'} of `lengthgen evaluate --data " in said
+    assert "will be replaced: give another --output to keep it." in said
+
+
 def test_several_models_on_the_same_text(
     evaluate: Evaluate, checkpoint: Path, stock_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -134,6 +134,8 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     assert "interrupted" in shown.err
     assert not (tmp_path / "broken" / "model.safetensors").exists()
     assert train("--resume", **options, output_dir=tmp_path / "broken") == 0
+    found = tmp_path / "broken" / "checkpoint-2"
+    assert f"Resuming from {found}, after step 2." in capsys.readouterr().out
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken"))
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
     for name in ("moved", "other"):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,7 +18,7 @@ from hf_recurrent_lengthgen.trainers import (
     LearnedStateTrainer,
     ZeroStateTrainer,
 )
-from hf_recurrent_lengthgen.trainers.checks import check_arguments, keep_states_in_full_precision
+from hf_recurrent_lengthgen.trainers.checks import check_arguments, check_trainable, keep_states_in_full_precision
 from tests.trainers import toys
 
 TRAINERS: dict[str, Any] = {
@@ -185,3 +186,11 @@ def test_a_method_does_not_take_the_name_of_another() -> None:
 
         class Mine(ZeroStateTrainer):
             about = ZeroStateTrainer.about
+
+
+def test_an_adapter_that_was_loaded_frozen_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    get_peft_model(toys.tiny_model(), LoraConfig(r=2, target_modules=["in_proj"])).save_pretrained(tmp_path)
+    frozen = PeftModel.from_pretrained(toys.tiny_model(), str(tmp_path))
+    with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained\(model, FOLDER, is_trainable=True\)"):
+        check_trainable(frozen, learns_state=False)
+    check_trainable(PeftModel.from_pretrained(toys.tiny_model(), str(tmp_path), is_trainable=True), learns_state=False)

@@ -96,6 +96,8 @@ class ResumableTrainer(SameRowsTrainer):
         else:
             step = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_FILE)).global_step
             self.run_record.begin(self, saved_run(self._own_file(checkpoint))["record"], step)
+            if self.is_world_process_zero():
+                print(f"Resuming from {checkpoint}, after step {step}.", flush=True)
         self._place = DataPlace(self.args.dataloader_num_workers)
         self.initial_states.reset()
         try:
