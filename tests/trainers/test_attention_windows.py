@@ -231,6 +231,7 @@ def test_an_adapter_trains_with_the_windows(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_draw_the_same_windows(tmp_path: Path) -> None:
     how: dict[str, Any] = {"hybrid": True, "double": True, "rows": 16, "attention_windows": WINDOWS, "save_steps": 8}
+    how |= {"optim": "sgd"}  # Adam makes steps of rounding noise, where a gradient is next to nothing
     alone = toys.resumable_trainer(tmp_path / "alone", **how)
     alone.train()
     job = how | {"output_dir": str(tmp_path / "two"), "processes": 2, "batch_size": 1}
