@@ -74,7 +74,7 @@ def make_output_folder(name: str) -> Path:
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(f"--output {name} is a file, or inside one: give the name of a folder.") from error
     for file in filter(Path.is_file, map(folder.joinpath, RESULT_FILES)):
-        command = re.search(r'"command": "(.*)"', file.read_text(encoding="utf-8", errors="replace"))
+        command = re.search(r'"command": "((?:[^"\\]|\\.)*)"', file.read_text(encoding="utf-8", errors="replace"))
         made = f" of `{command[1]}`" if command else ""
         print(f"{file}{made} will be replaced: give another --output to keep it.")
     return folder

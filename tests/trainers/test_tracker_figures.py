@@ -81,6 +81,20 @@ def test_without_a_tracker_nothing_is_drawn(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["eval_one"] == 1
 
 
+def test_a_picture_that_fails_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> None:
+        raise OSError("no space left")
+
+    library = Library()
+    trainer = toys.resumable_trainer(tmp_path, save_strategy="no", max_steps=1)
+    trainer.add_callback(tracker(TrackioCallback, _trackio=library))
+    metric = Pictured(1.0, SimpleNamespace(figure=broken))
+    MetricCallback({"one": lambda model: metric}, every_steps=1).attach(trainer)
+    trainer.train()
+    assert "picture 'eval/one' was not sent to the trackers: OSError: no space left" in caplog.text
+    assert any(values.get("eval/one") == 1 for values in library.logged)
+
+
 def test_tensorboard_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))

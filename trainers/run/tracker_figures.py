@@ -9,15 +9,25 @@ from typing import Any
 
 from transformers import Trainer
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 
 def send_figures(trainer: Trainer, draw: Mapping[str, Callable[[], Any]]) -> None:
-    """Draw figures of matplotlib and send them, by name, to the trackers in use; without one nothing is drawn."""
+    """Draw figures of matplotlib and send them, by name, to the trackers in use; without one nothing is drawn.
+
+    A picture that fails is told and left out: an error here would end one process of several, and the others wait.
+    """
     tracking = TensorBoardCallback, TrackioCallback, WandbCallback
     trackers = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, tracking)]
-    for name, figure in ({name: make() for name, make in draw.items()} if trackers else {}).items():
-        for tracker in trackers:
-            _send(tracker, name, figure, trainer.state.global_step)
+    for name, make in draw.items() if trackers else ():
+        try:
+            figure = make()
+            for tracker in trackers:
+                _send(tracker, name, figure, trainer.state.global_step)
+        except Exception as error:
+            logger.warning(f"The picture {name!r} was not sent to the trackers: {type(error).__name__}: {error}")
 
 
 def _send(tracker: Any, name: str, figure: Any, step: int) -> None:

@@ -95,9 +95,11 @@ FIELDS = {  # from settings of the layer to fields of our config
     | {name: name for name in MAMBA3 if hasattr(StatefulMamba3Config, name)},
 }
 LAYERS = {"Mamba1": MAMBA1, "Mamba2": MAMBA2, "Mamba3": MAMBA3}
-CONFIGS: dict[str, Any] = dict(
-    zip(LAYERS, (StatefulMambaConfig, StatefulMamba2Config, StatefulMamba3Config), strict=True)
-)
+CONFIGS: dict[str, Any] = {
+    "Mamba1": StatefulMambaConfig,
+    "Mamba2": StatefulMamba2Config,
+    "Mamba3": StatefulMamba3Config,
+}
 WHERE = "This mamba-ssm checkpoint"
 
 
