@@ -139,6 +139,9 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
 
     files = _files_of_splits(path_or_name)
     shown = not datasets.are_progress_bars_disabled()
+    readers = datasets.logging.get_logger("datasets.packaged_modules")
+    level = readers.level
+    readers.setLevel("CRITICAL")  # they log the errors that they raise
     if not logging.is_progress_bar_enabled():
         datasets.disable_progress_bars()
     try:
@@ -147,11 +150,13 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
     # `datasets` raises StopIteration for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        why = "it is empty" if isinstance(cause, StopIteration) else f"{type(cause).__name__}: {cause}"
         raise ValueError(
-            f"cannot read split {split!r} of {str(path_or_name)!r}: {type(cause).__name__}: {cause}; "
+            f"cannot read split {split!r} of {str(path_or_name)!r}: {why}; "
             "give an existing file or folder that has data in this split, or the name of a Hub dataset"
         ) from error
     finally:
+        readers.setLevel(level)
         if shown:
             datasets.enable_progress_bars()
 

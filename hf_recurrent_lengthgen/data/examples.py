@@ -19,6 +19,7 @@ from transformers.utils import logging
 from .packing import IGNORED_LABEL
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class LabelledExamples(Dataset[dict[str, Tensor]]):
@@ -55,9 +56,10 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
             try:
                 ids, answers = _encoded(example, tokenizer)
                 if not any(answers[1:]):
-                    raise ValueError("it has no answer to learn: remove it")
+                    roles = ", ".join(sorted({message["role"] for message in example.get("messages") or ()}))
+                    raise ValueError(f"it has no answer to learn{roles and f' among its roles ({roles})'}: remove it")
             except ValueError as error:
-                raise ValueError(f"example {index}: {error}.") from error
+                raise ValueError(f"example {index}: {str(error).rstrip('.')}.") from error
             row = torch.tensor(ids, dtype=torch.int32), torch.tensor(answers, dtype=torch.bool)
             self._rows.append(row)
             for part in row:
@@ -128,8 +130,15 @@ def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **opti
     """What the chat template makes of messages; keys without value, which `datasets` adds, are left out."""
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give one that has, or prompt and completion as texts")
-    if not isinstance(messages, list) or not all(isinstance(one, Mapping) and one.get("role") for one in messages):
-        raise ValueError('a chat must be a list of {"role": ..., "content": ...}')
+    if not messages or not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
+        raise ValueError(f'a chat must be a list of {{"role": ..., "content": ...}}, but it is {messages!r:.80}')
+    template = tokenizer.get_chat_template(tools=example.get("tools"))
+    for role in (one.get("role") for one in messages):
+        if role not in _ROLES and not re.search(rf"""(['"]){re.escape(str(role))}\1""", template):
+            raise ValueError(
+                f"a message has the role {role!r}, but must have one of {', '.join(_ROLES)}, or another that the chat "
+                "template names: correct it, or the template"
+            )
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
     tools = example.get("tools")
     options |= {"tools": json.loads(tools) if isinstance(tools, str) else tools}

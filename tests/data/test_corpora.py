@@ -210,7 +210,7 @@ def test_wrong_column_and_split_errors_name_what_is_there(sources: Path, name: s
     [
         ("a.txt", b"", "its 1 rows are empty"),
         ("a.txt", b"\xff\xfe", "UnicodeDecodeError"),
-        ("a.jsonl", b"", "cannot read split 'train'"),
+        ("a.jsonl", b"", "cannot read split 'train' of .*: it is empty; give an existing file or folder"),
         ("a.jsonl", b'{"text": \n nonsense', "JSON parse error"),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "must hold texts, but row 1 is None"),
         ("a.jsonl", b'{"text": ["a"]}\n', "must hold texts, but row 0 is"),
@@ -218,11 +218,20 @@ def test_wrong_column_and_split_errors_name_what_is_there(sources: Path, name: s
         ("a.csv", b"text\na\n", r"files end in \.csv; give files of one kind"),
     ],
 )
-def test_bad_files_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_bad_files_are_refused_and_told_once(
+    tmp_path: Path,
+    name: str,
+    content: bytes,
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(datasets.logging.get_logger("datasets"), "propagate", True)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
         load_texts(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
+    assert caplog.text == ""
 
 
 def test_missing_sources_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,13 @@ def test_the_labels_of_a_chat_are_its_answers_and_the_end() -> None:
     assert made.decode(row["input_ids"]).startswith("Q: Where is Mary?\nA: bathroom<eos>\nQ: And")
 
 
+def test_a_role_that_the_template_names_is_one() -> None:
+    made = tokenizer()
+    made.chat_template = TEMPLATE.replace("'tool'", '"critic"').replace("{{ raise_exception('no tools here') }}", "")
+    (row,) = LabelledExamples([{"messages": messages([*CHATS[0], ("critic", "No.")])}], made)  # type: ignore[misc]
+    assert "No." in made.decode(row["input_ids"])
+
+
 def test_bytes_end_once_although_their_tokenizer_ends_every_text() -> None:
     (row,) = LabelledExamples([{"prompt": "ab", "completion": "c"}], byte_tokenizer())  # type: ignore[misc]
     assert row["input_ids"].tolist() == [100, 101, 102, 1]
@@ -102,7 +109,14 @@ PAIR = {"prompt": "a", "completion": "b"}
         ({"prompt": "a", "completion": ["b"]}, TEMPLATE, "must be two texts, or two lists of messages"),
         ({"prompt": ["a"], "completion": ["b"]}, TEMPLATE, 'a chat must be a list of {"role"'),
         ({"messages": "a"}, TEMPLATE, 'a chat must be a list of {"role"'),
-        ({"messages": messages(CHATS[0][:1])}, TEMPLATE, "it has no answer to learn: remove it"),
+        ({"messages": []}, TEMPLATE, r'a chat must be a list of {"role": .*}, but it is \[\]\.$'),
+        ({"messages": messages(CHATS[0][:1])}, TEMPLATE, r"no answer to learn among its roles \(user\): remove it"),
+        (
+            {"messages": [*CHAT["messages"], *messages([("asistant", "a")])]},
+            TEMPLATE,
+            r"a message has the role 'asistant', but must have one of system, .*, assistant, tool, or another that",
+        ),
+        ({"messages": [{"content": "a"}]}, TEMPLATE, "a message has the role None, but must have one of system"),
         ({"messages": messages([("tool", "a")])}, TEMPLATE, r"the chat template refuses it \(no tools here\)"),
         ({"prompt": "", "completion": ""}, TEMPLATE, "it has no answer to learn"),
         ({"prompt": "The pass ", "completion": "key"}, TEMPLATE, "others where the completion follows: move the sp"),
