@@ -56,6 +56,7 @@ TRAINING = {
 RUN = {
     "output_dir": "folder for the model, and for the checkpoints of --save-strategy (default: trainer_output)",
     "resume": None,
+    "resume_from_checkpoint": "continue from this checkpoint, not from the newest; --output must hold no later ones",
     "logging_steps": "steps between two printed losses",
     "eval_strategy": "when to measure eval_loss",
     "eval_steps": "steps between two measurements (default: logging_steps)",
@@ -227,6 +228,8 @@ class RunParser(HfArgumentParser):
             options["metavar"] = "BOOL" if "const" in options else known.get(options["type"], "NAME")
         if name == "import_file":  # import is no name for a field
             flags, options["dest"], options["metavar"] = ("--import", *flags), name, "FILE.py"
+        if name == "resume_from_checkpoint":
+            options["metavar"] = "FOLDER"
         if name == "output_dir":  # the name in all other commands
             flags, options["dest"], options["metavar"] = ("--output", *flags), name, "FOLDER"
         action = self._groups[heading].add_argument(*flags, **options)
@@ -237,6 +240,9 @@ class RunParser(HfArgumentParser):
         """As in argparse, with the choices that an option needs, or the option that was probably meant."""
         unknown = message.removeprefix("unrecognized arguments: ")
         hint = f"; {_hint(unknown.split()[0])}" if unknown != message and unknown.startswith("--") else ""
+        hint = hint or (
+            "; --resume-from-checkpoint FOLDER names one" if message.startswith("argument --resume:") else ""
+        )
         super().error(message + hint)
 
 

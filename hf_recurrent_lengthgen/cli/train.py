@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, set_seed
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, holds_adapter, to_merge
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
@@ -34,7 +33,7 @@ from hf_recurrent_lengthgen.trainers import (
     retrieval,
 )
 from hf_recurrent_lengthgen.trainers.checks import takes_states
-from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
+from hf_recurrent_lengthgen.trainers.run.checkpoints import checkpoints_of, newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
 
@@ -130,7 +129,7 @@ def train(
         InitialWeights(settings.mimetic_start if settings.mimetic else None) if settings.from_scratch else None,
     )
     trainer.card_writer = _write_card
-    trainer.train(resume_from_checkpoint=settings.resume or None)
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint or settings.resume)
     trainer.save_model()
     trainer.save_state()
     if training.push_to_hub:
@@ -172,15 +171,21 @@ def _write_card(*arguments: Any) -> bool:
 
 def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None:
     """Raise a `ValueError` if the output folder holds something that would be lost."""
-    if training.resume_from_checkpoint:
-        raise ValueError("resume_from_checkpoint does nothing here: --resume takes the newest complete checkpoint.")
-    output = str(training.output_dir)
+    asked, output = training.resume_from_checkpoint, str(training.output_dir)
+    if asked and settings.resume:
+        raise ValueError(
+            "resume continues from the newest checkpoint in --output, resume_from_checkpoint from the one that it "
+            "names: give one of the two."
+        )
     if Path(settings.model).resolve() == Path(output).resolve():
         raise ValueError(f"The trained model would overwrite {settings.model}: give another --output.")
-    if any(Path(output).glob(f"{PREFIX_CHECKPOINT_DIR}-*")) and not settings.resume:
+    held = checkpoints_of(output)
+    start = next((step for step, path in held.items() if asked and path.resolve() == Path(asked).resolve()), -1)
+    later = [path.name for step, path in held.items() if step > start]
+    if later and not settings.resume:
         raise ValueError(
-            f"{output} holds checkpoints of an earlier run, which a later --resume would mix up with those of this "
-            "one: continue it with --resume, give another --output, or remove them."
+            f"{output} holds checkpoints of an earlier run ({', '.join(later)}), which a later --resume would mix up "
+            "with those of this one: continue it with --resume, give another --output, or remove them."
         )
 
 

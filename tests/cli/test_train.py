@@ -138,6 +138,20 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     assert f"Resuming from {found}, after step 2." in capsys.readouterr().out
     whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "broken"))
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    for folder, code in (("broken", 1), ("whole", 1), ("named", 0)):
+        assert train("--resume-from-checkpoint", str(found), **options, output_dir=tmp_path / folder) == code
+    shown = capsys.readouterr()
+    assert "broken holds checkpoints of an earlier run (checkpoint-5, checkpoint-4), which a later" in shown.err
+    assert "whole holds checkpoints of an earlier run (checkpoint-5, checkpoint-4, checkpoint-2)" in shown.err
+    assert f"Resuming from {found}, after step 2." in shown.out
+    named = load_file(tmp_path / "named" / "model.safetensors")
+    assert [name for name in whole if not torch.equal(whole[name], named[name])] == []
+    for later in ("checkpoint-5", "checkpoint-4"):
+        shutil.rmtree(tmp_path / "broken" / later)
+    assert train("--resume-from-checkpoint", str(found), **options, output_dir=tmp_path / "broken") == 0
+    with pytest.raises(SystemExit):
+        train("--resume", str(found), **options, output_dir=tmp_path / "broken")
+    assert "; --resume-from-checkpoint FOLDER names one" in capsys.readouterr().err
     for name in ("moved", "other"):
         shutil.copytree(checkpoint, tmp_path / name)
     other = StatefulMamba2ForCausalLM.from_pretrained(checkpoint)

@@ -144,12 +144,16 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     return f"damaged or cut off: {', '.join(sorted(damaged))}" if damaged else None
 
 
+def checkpoints_of(output_dir: str | os.PathLike[str]) -> dict[int, Path]:
+    """The checkpoint folders of a run by step, the highest first."""
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    steps = {path.name.removeprefix(prefix): path for path in Path(output_dir).glob(f"{prefix}*")}
+    return dict(sorted(((int(step), path) for step, path in steps.items() if step.isdecimal()), reverse=True))
+
+
 def newest_complete_checkpoint(output_dir: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint folder (see `what_is_missing`) of the highest step."""
-    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
-    folders = [path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdecimal()]
-    by_step = sorted(folders, key=lambda path: int(path.name.removeprefix(prefix)), reverse=True)
-    return next((folder for folder in by_step if what_is_missing(folder) is None), None)
+    return next((path for path in checkpoints_of(output_dir).values() if what_is_missing(path) is None), None)
 
 
 def checkpoint_to_resume(asked: str | os.PathLike[str] | Literal[True], output_dir: str | os.PathLike[str]) -> str:
