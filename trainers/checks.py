@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 UPDATE_IN_BACKWARD = {OptimizerNames.LOMO, OptimizerNames.ADALOMO}
 """Optimizers that change the weights in the backward pass of each micro-batch."""
+IDS = torch.int64, torch.int32
+"""What embeddings index with."""
 STATE_ARGUMENTS = {"initial_state", "output_final_state"}
 
 
@@ -158,8 +160,11 @@ def check_shuffled(trainer: Any, dataset: Any) -> None:
 
 def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignored: int | None = None) -> None:
     """Check ids (B, T) before an embedding or a loss indexes with them and fails without a position, or not at all."""
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"{name} must be integers, got {ids.dtype} of shape {tuple(ids.shape)}.")
+    if ids.dtype not in IDS:
+        raise ValueError(
+            f"{name} must be int64 or int32, got {ids.dtype} of shape {tuple(ids.shape)}. Of other integers, such as "
+            "uint16, PaddingCollator (data_collator), PackedBlocks and ContinuedChunks make int64."
+        )
     wrong = (ids < 0) | (ids >= vocabulary)
     if ignored is not None:
         wrong &= ids != ignored
@@ -195,7 +200,7 @@ def usable_ids(
         ids = inputs.get(name)
         if not isinstance(ids, Tensor):
             continue
-        if ids.is_floating_point() or ids.dtype == torch.bool:
+        if ids.dtype not in IDS:
             check_batch(model, inputs)
         wrong = (ids < 0) | (ids >= vocabulary)
         wrong &= ids != IGNORED_LABEL if name != "input_ids" else True

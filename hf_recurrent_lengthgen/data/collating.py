@@ -16,8 +16,8 @@ FILL = {"input_ids": PADDING_ID, "attention_mask": 0, "labels": IGNORED_LABEL, "
 class PaddingCollator:
     """Collates rows into a batch, padded on the right to the longest; it needs neither a tokenizer nor a pad token.
 
-    Token ids are padded with 0 and labels with -100. Where lengths differ, the batch has an `attention_mask`, 1 at
-    real tokens. Numbers, such as the label of a whole row, are stacked.
+    Token ids are padded with 0 and labels with -100; integers of all sizes become int64. Where lengths differ, the
+    batch has an `attention_mask`, 1 at real tokens. Numbers, such as the label of a whole row, are stacked.
     """
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -26,10 +26,15 @@ class PaddingCollator:
         Raises:
             ValueError: for values of several lengths whose padding is not known.
         """
-        rows = [{name: torch.as_tensor(value) for name, value in item.items()} for item in items]
+        rows = [{name: _as_tensor(value) for name, value in item.items()} for item in items]
         if len({len(row["input_ids"]) for row in rows}) > 1:
             rows = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows]
         return {name: _together(name, [row[name] for row in rows]) for name in rows[0]}
+
+
+def _as_tensor(value: Any) -> Tensor:
+    tensor = torch.as_tensor(value)
+    return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else tensor.long()
 
 
 def _together(name: str, parts: list[Tensor]) -> Tensor:

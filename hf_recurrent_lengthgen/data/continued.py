@@ -18,11 +18,12 @@ import hashlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from .packing import IGNORED_LABEL, check_stream
+from .packing import IGNORED_LABEL, as_stream
 
 Item = dict[str, Tensor]
 
@@ -44,8 +45,8 @@ class ContinuedChunks(Dataset[Item]):
     ChunkKey(i, begins) is the same chunk, with a zero state if `begins`. Tensors may be views of the stream.
 
     Args:
-        stream: (n,) int64 with `separator_id` after each document, as `token_stream` makes it; one that does not fit
-            into memory may lie in a file (`torch.from_file("tokens.bin", size=n, dtype=torch.int64)`).
+        stream: (n,) integers with `separator_id` after each document, as `token_stream` makes it; of any size, and
+            one that does not fit into memory may lie in a file (`np.memmap("tokens.bin", np.uint16, "r")`).
         length: T, at least 1.
         chunks_before_reset: Number of chunks over which the state is carried. None to reset only at the first chunk
             of each stream row.
@@ -55,22 +56,22 @@ class ContinuedChunks(Dataset[Item]):
         lookahead: l, extra tokens at the end of each item, which also begin the next chunk.
 
     Raises:
-        ValueError: for a stream that is not one row of int64 or is too short for one chunk, for numbers that are too
-            small, and for `reset_at_document` without a separator that occurs in the stream.
+        ValueError: for a stream that is not one row of integers or is too short for one chunk, for numbers that are
+            too small, and for `reset_at_document` without a separator that occurs in the stream.
     """
 
     def __init__(
         self,
-        stream: Tensor,
+        stream: Tensor | np.ndarray,
         length: int,
         chunks_before_reset: int | None = 12,
         reset_at_document: bool = False,
         separator_id: int | None = None,
         lookahead: int = 0,
     ) -> None:
-        check_stream(stream)
+        stream = as_stream(stream)
         _check_layout(length, chunks_before_reset)
-        if reset_at_document and (separator_id is None or not bool(stream.eq(separator_id).any())):
+        if reset_at_document and (separator_id is None or not bool((stream.numpy() == separator_id).any())):
             raise ValueError(
                 f"separator_id is {separator_id}, which does not occur in the stream, so reset_at_document would "
                 "never reset; give the token that ends its documents, or set reset_at_document=False"
@@ -105,7 +106,7 @@ class ContinuedChunks(Dataset[Item]):
         begins = key.begins if isinstance(key, ChunkKey) else index % self.chunks_of_sequence == 0
         start = index * self.length
         stop = start + self.length + self.lookahead + 1
-        return _item(self.stream[start:stop], self._document_starts(start, stop), begins)
+        return _item(self.stream[start:stop].long(), self._document_starts(start, stop), begins)
 
     def _document_starts(self, start: int, stop: int) -> Tensor | None:
         """(stop - start,) bool: the tokens after separators and the stream's first; None without reset."""
@@ -113,8 +114,8 @@ class ContinuedChunks(Dataset[Item]):
             return None
         assert self.separator_id is not None
         if start > 0:
-            return self.stream[start - 1 : stop - 1].eq(self.separator_id)
-        return torch.cat([torch.tensor([True]), self.stream[: stop - 1].eq(self.separator_id)])
+            return self.stream[start - 1 : stop - 1].long().eq(self.separator_id)
+        return torch.cat([torch.tensor([True]), self.stream[: stop - 1].long().eq(self.separator_id)])
 
 
 class StreamRowSampler(Sampler[ChunkKey]):
@@ -178,19 +179,19 @@ class StreamRowSampler(Sampler[ChunkKey]):
                 yield ChunkKey(index, step == 0 or index % size == 0)
 
 
-def keep_long_documents(stream: Tensor, separator_id: int, minimum_tokens: int) -> Tensor:
+def keep_long_documents(stream: Tensor | np.ndarray, separator_id: int, minimum_tokens: int) -> Tensor:
     """The stream without short documents and their separators (below 4K tokens in Chen et al., 2024).
 
     Args:
-        stream: (n,) int64 with `separator_id` after each document; the last one may lack it.
+        stream: (n,) integers with `separator_id` after each document; the last one may lack it.
         separator_id: The token that ends documents.
         minimum_tokens: Minimum number of tokens in a document, without the separator.
 
     Raises:
-        ValueError: for a stream that is not one row of int64, and if no document is long enough.
+        ValueError: for a stream that is not one row of integers, and if no document is long enough.
     """
-    check_stream(stream)
-    separators = stream.eq(separator_id).nonzero()[:, 0]
+    stream = as_stream(stream)
+    separators = torch.from_numpy(np.flatnonzero(stream.numpy() == separator_id))
     lengths = separators.diff(prepend=torch.tensor([-1])) - 1
     last = len(stream) - int(lengths.sum()) - len(lengths)
     spans = torch.cat([lengths + 1, torch.tensor([last])])

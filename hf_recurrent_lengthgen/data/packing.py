@@ -1,8 +1,10 @@
 """A token stream cut into training blocks and into evaluation sequences."""
 
 import hashlib
+import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -14,19 +16,19 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
     """Disjoint blocks of T + 1 tokens of one stream, so with T predictions each; item i is block i.
 
     An item is `{"input_ids": (T + 1,), "labels": (T + 1,)}`, int64; the model shifts the labels, as usual in
-    Transformers. Items are views of the stream, so copy before writing into one (collators do). Tokens after the last
-    full block are left out.
+    Transformers. Items of int64 are views of the stream, so copy before writing into one (collators do). Tokens after
+    the last full block are left out.
 
     Args:
-        stream: (number of tokens,) int64.
+        stream: (number of tokens,) integers of any size, also in a file (see `as_stream`).
         length: T, the number of predictions per block, at least 1.
 
     Raises:
-        ValueError: for a stream that is not one row of int64 or is too short for one block, and for a wrong length.
+        ValueError: for a stream that is not one row of integers or is too short for one block, and for a wrong length.
     """
 
-    def __init__(self, stream: Tensor, length: int) -> None:
-        check_stream(stream)
+    def __init__(self, stream: Tensor | np.ndarray, length: int) -> None:
+        stream = as_stream(stream)
         if length < 1:
             raise ValueError(f"length is {length}, but a block needs at least 1 prediction")
         if len(stream) <= length:
@@ -47,22 +49,23 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
         return len(self._blocks)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self._blocks[index], "labels": self._blocks[index]}
+        block = self._blocks[index].long()
+        return {"input_ids": block, "labels": block}
 
 
 def sampled_digest(stream: Tensor) -> str:
-    """A digest of about 4,096 tokens, evenly spaced."""
-    sample = stream[:: max(1, len(stream) // 4096)]
+    """A digest of about 4,096 tokens, evenly spaced; the same for equal tokens of any integer dtype."""
+    sample = stream[:: max(1, len(stream) // 4096)].long()
     return hashlib.blake2b(sample.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def evaluation_sequences(stream: Tensor, count: int, length: int) -> Tensor:
+def evaluation_sequences(stream: Tensor | np.ndarray, count: int, length: int) -> Tensor:
     """`count` evenly spaced sequences of `length` tokens that do not overlap, from the first to the last token.
 
     Sequence i starts at i (n - length) / (count - 1) of n tokens, rounded down; a single one starts at 0.
 
     Args:
-        stream: (n,) int64, usually the validation stream.
+        stream: (n,) integers of any size, usually the validation stream.
         count: Number of sequences, at least 1.
         length: Tokens per sequence, at least 2 (one prediction).
 
@@ -72,7 +75,7 @@ def evaluation_sequences(stream: Tensor, count: int, length: int) -> Tensor:
     Raises:
         ValueError: if they do not fit into the stream, and for a count or length that is too small.
     """
-    check_stream(stream)
+    stream = as_stream(stream)
     if count < 1 or length < 2:
         raise ValueError(f"count is {count}, length {length}; at least 1 sequence of 2 tokens is needed")
     number_of_tokens = len(stream)
@@ -84,11 +87,22 @@ def evaluation_sequences(stream: Tensor, count: int, length: int) -> Tensor:
         )
     spare = number_of_tokens - length
     starts = [index * spare // max(count - 1, 1) for index in range(count)]
-    return torch.stack([stream[start : start + length] for start in starts])
+    return torch.stack([stream[start : start + length] for start in starts]).long()
 
 
-def check_stream(stream: Tensor) -> None:
-    if stream.ndim != 1 or stream.dtype != torch.int64:
+def as_stream(stream: Tensor | np.ndarray) -> Tensor:
+    """A stream as a tensor that shares its memory: token ids are often kept as uint16, and in a file, as
+    `np.memmap("train.bin", np.uint16, "r")` reads it.
+
+    Raises:
+        ValueError: for anything but one row of integers.
+    """
+    with warnings.catch_warnings():  # PyTorch warns of arrays that cannot be written, which nothing here does
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        stream = torch.as_tensor(stream)
+    if stream.ndim != 1 or stream.is_floating_point() or stream.dtype == torch.bool:
         raise ValueError(
-            f"stream is {tuple(stream.shape)} {stream.dtype}, but must be one row of int64; use token_stream"
+            f"stream is {tuple(stream.shape)} {stream.dtype}, but must be one row of integers, such as int64 or "
+            "uint16; use token_stream"
         )
+    return stream

@@ -1,5 +1,8 @@
 """Rows of several lengths as one batch, as the collator of Transformers pads them with a tokenizer."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from transformers import DataCollatorForSeq2Seq, default_data_collator
@@ -9,9 +12,10 @@ from hf_recurrent_lengthgen.data import PaddingCollator, byte_tokenizer
 ROWS = [{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8], "labels": [8]}]
 
 
-@pytest.mark.parametrize("kind", ["lists", "tensors"])
-def test_rows_are_padded_as_by_transformers(kind: str) -> None:
-    rows = ROWS if kind == "lists" else [{name: torch.tensor(ids) for name, ids in row.items()} for row in ROWS]
+@pytest.mark.parametrize("ids", [list, torch.tensor, np.int16, np.uint16])
+def test_rows_are_padded_as_by_transformers(ids: Any) -> None:
+    labels = np.int16 if ids is np.uint16 else ids  # which has no -100
+    rows = [{"input_ids": ids(row["input_ids"]), "labels": labels(row["labels"])} for row in ROWS]
     batch = PaddingCollator()(rows)
     expected = DataCollatorForSeq2Seq(byte_tokenizer())([dict(row) for row in ROWS])  # its pad token is 0
     assert batch.keys() == expected.keys()

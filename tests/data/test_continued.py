@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
 from hf_recurrent_lengthgen.data import ChunkKey, ContinuedChunks, StreamRowSampler, keep_long_documents
+from hf_recurrent_lengthgen.data.packing import sampled_digest
 
 EOS = 1
 Item = dict[str, Tensor]
@@ -117,7 +119,7 @@ def test_the_key_says_whether_a_chunk_begins_a_sequence() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"stream": torch.zeros(9)}, "float32, but must be one row of int64"),
+        ({"stream": torch.zeros(9)}, "float32, but must be one row of integers"),
         ({"stream": torch.zeros(3, 3, dtype=torch.int64)}, r"\(3, 3\)"),
         ({"length": 0}, "length is 0"),
         ({"length": 9}, "has 9 tokens, but one chunk of length 9 with lookahead 0 .* needs 10"),
@@ -261,12 +263,17 @@ def test_long_documents_are_kept() -> None:
     assert keep_long_documents(torch.tensor([5, 8, EOS, 6]), EOS, 2).tolist() == [5, 8, EOS]
     with pytest.raises(ValueError, match="has 5 tokens, the longest has 4"):
         keep_long_documents(whole, EOS, 5)
-    with pytest.raises(ValueError, match="one row of int64"):
+    with pytest.raises(ValueError, match="one row of integers"):
         keep_long_documents(whole.float(), EOS, 1)
 
 
 def test_a_stream_may_lie_in_a_file(tmp_path: Path) -> None:
-    torch.arange(9).numpy().tofile(tmp_path / "tokens.bin")
-    stream = torch.from_file(str(tmp_path / "tokens.bin"), size=9, dtype=torch.int64)
-    chunks, expected = ContinuedChunks(stream, 2, 2), ContinuedChunks(torch.arange(9), 2, 2)
-    assert [lists(chunks[i]) for i in range(4)] == [lists(expected[i]) for i in range(4)]
+    np.arange(9, dtype=np.uint16).tofile(file := tmp_path / "tokens.bin")
+    how: dict[str, Any] = {"length": 2, "chunks_before_reset": 2, "reset_at_document": True, "separator_id": 4}
+    expected = ContinuedChunks(torch.arange(9), **how)
+    for stream in (np.memmap(file, np.uint16, "r"), torch.from_file(str(file), size=9, dtype=torch.uint16)):
+        chunks = ContinuedChunks(stream, **how)
+        assert [lists(chunks[i]) for i in range(4)] == [lists(expected[i]) for i in range(4)]
+        assert {chunks[1][name].dtype for name in ("input_ids", "labels", "shift_labels")} == {torch.int64}
+        assert keep_long_documents(stream, 4, 4).tolist() == [*range(9)]
+        assert sampled_digest(chunks.stream) == sampled_digest(expected.stream)

@@ -1,5 +1,8 @@
 """Packing: every token of the stream is in exactly one block, and evaluation sequences do not overlap."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +24,19 @@ def test_blocks_by_hand() -> None:
     assert [block["labels"].tolist() for block in items(blocks)] == [[0, 1, 2], [3, 4, 5]]
     assert set(blocks[0]) == {"input_ids", "labels"}
     assert (len(blocks), blocks.length) == (2, 2)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.uint32, np.uint64, np.int64])
+def test_tokens_of_any_size_give_the_same_rows(dtype: Any) -> None:
+    stream, expected = np.arange(9).astype(dtype), PackedBlocks(torch.arange(9), 2)
+    stream.flags.writeable = False
+    blocks = PackedBlocks(stream, 2)
+    assert [block["labels"].tolist() for block in items(blocks)] == [b["labels"].tolist() for b in items(expected)]
+    assert blocks[0]["input_ids"].dtype == torch.int64
+    assert blocks.resume_record == expected.resume_record
+    found = evaluation_sequences(stream, 2, 3)
+    assert found.dtype == torch.int64
+    assert found.tolist() == [[0, 1, 2], [6, 7, 8]]
 
 
 @given(size=st.integers(2, 300), length=st.integers(1, 40))
@@ -47,7 +63,8 @@ def test_no_token_is_lost_or_doubled(size: int, length: int) -> None:
         (torch.arange(0), 1, "has 0 tokens"),
         (torch.arange(5), 0, "length is 0"),
         (torch.zeros(2, 5, dtype=torch.int64), 1, r"\(2, 5\)"),
-        (torch.zeros(5), 1, "float32"),
+        (torch.zeros(5), 1, r"float32, but must be one row of integers, such as int64 or uint16; use token_stream"),
+        (torch.zeros(5, dtype=torch.bool), 1, "bool"),
     ],
 )
 def test_unusable_packing_is_refused(stream: Tensor, length: int, message: str) -> None:

@@ -158,12 +158,14 @@ def test_ids_outside_the_vocabulary_are_named_by_their_place(
         getattr(trainer, step)()
 
 
-def test_ids_that_are_no_integers_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint16])
+@pytest.mark.parametrize("step", ["train", "evaluate"])
+def test_ids_that_embeddings_do_not_take_are_refused(step: str, dtype: torch.dtype, tmp_path: Path) -> None:
     args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True, max_steps=1)
-    rows = [{"input_ids": [1.0, 2.0], "labels": [1, 2]}] * 8
-    trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=rows)
-    with pytest.raises(ValueError, match=r"input_ids must be integers, got torch.float32 of shape \(8, 2\)"):
-        trainer.train()
+    rows = [{"input_ids": torch.ones(2, dtype=dtype), "labels": torch.ones(2, dtype=torch.int64)}] * 8
+    trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=rows, eval_dataset=rows)
+    with pytest.raises(ValueError, match=rf"input_ids must be int64 or int32, got {dtype} .*8, 2.*PaddingCollator"):
+        getattr(trainer, step)()
 
 
 @pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])

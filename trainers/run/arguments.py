@@ -34,6 +34,10 @@ def check_arguments(args: TrainingArguments) -> None:
             f"{args.n_gpu} GPUs in one process (DataParallel) would mix up carried states: start one process per GPU "
             "with accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES to one GPU."
         )
+    if args.fp16 and args.device.type == "cpu":
+        raise ValueError(
+            "fp16 needs a GPU: on a CPU accelerate would compute in float32 without a word. Leave it out, or set bf16."
+        )
     for name, reason in REFUSED.items():
         if getattr(args, name, None):
             raise ValueError(f"{name} is not supported, because {reason}: leave it out.")

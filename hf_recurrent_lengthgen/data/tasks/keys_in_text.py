@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.data.packing import check_stream, sampled_digest
+from hf_recurrent_lengthgen.data.packing import as_stream, sampled_digest
 from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next
 from hf_recurrent_lengthgen.data.tasks.grids import DepthGrid
 from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths
@@ -42,8 +42,8 @@ class KeyTexts:
 
     Args:
         tokenizer: The tokenizer of the stream.
-        stream: (n,) int64, as from `token_stream`. The text of a prompt is a passage from a random end of a sentence
-            or line on; after the last token comes the first. Codes stand after sentences and between lines.
+        stream: (n,) integers, as from `token_stream`. The text of a prompt is a passage from a random end of a
+            sentence or line on; after the last token comes the first. Codes stand after sentences and between lines.
         keys: Number of names in a prompt.
         values: Number of codes of each name, of which the last counts.
 
@@ -56,7 +56,7 @@ class KeyTexts:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: Tensor, keys: int, values: int) -> None:
-        check_stream(stream)
+        stream = as_stream(stream).long()
         if not 1 <= keys <= len(WORDS):
             raise ValueError(f"keys is {keys}, but must be from 1 to {len(WORDS)}, the number of different names")
         if not 1 <= values <= _CODES // keys:

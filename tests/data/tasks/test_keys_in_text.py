@@ -202,7 +202,7 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
         ({"length": 400, "values": 0}, "values is 0, but must be from 1 to 22500 with 4 keys"),
         ({"length": 400, "samples": 0}, "samples must be at least 1"),
         ({"length": 400, "stream": stream_of("no end here" * 99)}, "no place for a code; give other text"),
-        ({"length": 400, "stream": stream.int()}, "must be one row of int64"),
+        ({"length": 400, "stream": stream.float()}, "must be one row of integers"),
     ):
         with pytest.raises(ValueError, match=re.escape(complaint)):
             prompts(**options)
