@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 UPDATE_IN_BACKWARD = {OptimizerNames.LOMO, OptimizerNames.ADALOMO}
 """Optimizers that change the weights in the backward pass of each micro-batch."""
-IDS = torch.int64, torch.int32
-"""What embeddings index with."""
+IDS = torch.int64, torch.int32  # what embeddings index with
 STATE_ARGUMENTS = {"initial_state", "output_final_state"}
 
 

@@ -11,6 +11,7 @@ import torch
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.cli.train_rows import with_pieces
 from hf_recurrent_lengthgen.data import PaddingCollator
+from hf_recurrent_lengthgen.models import StatefulMamba2ForCausalLM
 from tests.cli.training import Train, trained_config, write
 from tests.data.test_tokens import byte_level_tokenizer
 
@@ -170,17 +171,23 @@ def test_tbtt_reads_examples_in_pieces(
 def test_chats_are_read_with_the_template_of_the_tokenizer(
     train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = [{"role": "user", "content": "Where is it? " * 4}, {"role": "assistant", "content": "Here."}]
+    asked, answer = "Where is it? " * 4, "Here."
+    chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     data = write(tmp_path / "chats.jsonl", (json.dumps({"messages": chat}) + "\n") * 6)
     tokenizer = byte_level_tokenizer(eos_token="<end>")
     marks = "{% generation %}", "{% endgeneration %}"
     start, end = "{% for message in messages %}{% if message.role == 'assistant' %}", "{% endif %}{% endfor %}"
     options = {"data": data, "task": "examples", "tokenizer": tmp_path / "tokenizer", "intervention": "tbtt"}
     for (before, after), code in (((*marks,), 0), (("", ""), 1)):
-        answer, other = f"{before}{{{{ message.content }}}}{after}", "{% else %}{{ message.content }}"
-        tokenizer.chat_template = start + answer + other + end
+        marked, other = f"{before}{{{{ message.content }}}}{after}", "{% else %}{{ message.content }}"
+        tokenizer.chat_template = start + marked + other + end
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         assert train(model=checkpoint, **options, output_dir=tmp_path / str(code)) == code
     assert "put {% generation %} and {% endgeneration %} around them" in capsys.readouterr().err
+    logits = StatefulMamba2ForCausalLM.from_pretrained(checkpoint)(torch.tensor([tokenizer(asked + answer).input_ids]))
+    last = logits.logits[0, -1 - len(answer) : -1].log_softmax(-1).detach()  # one token a byte
+    by_hand = -sum(float(row[token]) for row, token in zip(last, tokenizer(answer).input_ids, strict=True)) / len(last)
+    steps = json.loads((tmp_path / "0" / "trainer_state.json").read_text())["log_history"]
+    assert steps[0]["loss"] == pytest.approx(by_hand, rel=1e-5)
     assert marks[0] in (tmp_path / "0" / "chat_template.jinja").read_text()
     assert trained_config(tmp_path / "0")["training_length"] == 8

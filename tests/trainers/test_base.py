@@ -241,6 +241,7 @@ CHECKPOINTING = f"{'activation' if SINCE_5_23 else 'gradient'}_checkpointing_kwa
     [
         *(({"train_sampling_strategy": strategy}, "must be shuffled") for strategy in sorted(ORDERED)),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported"),
+        ({"fp16": True}, "fp16 needs a GPU: on a CPU accelerate would compute in float32"),
         ({"accelerator_config": {"split_batches": True}}, "would make batches smaller than said"),
         *(
             ({name: False, "dataloader_num_workers": 2}, "in an order that no run repeats")

@@ -94,6 +94,7 @@ def test_a_training_of_no_step_is_an_error(
 
 
 PLAIN = {
+    "fp16": False,
     "n_gpu": 1,
     "auto_find_batch_size": False,
     "label_smoothing_factor": 0.0,
