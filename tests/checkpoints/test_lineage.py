@@ -1,4 +1,4 @@
-"""What a lineage says of the last training, and of which commit on the Hub it is."""
+"""What records say: of the last training, of the commit on the Hub, of the files that were verified, of papers."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hf_recurrent_lengthgen.checkpoints import sources
-from hf_recurrent_lengthgen.checkpoints.records import last_training
+from hf_recurrent_lengthgen.checkpoints.papers import ALIGNMENT, UNEXPLORED_STATES, Paper
+from hf_recurrent_lengthgen.checkpoints.records import last_training, verified_files
 
 
 def steps(*kinds: str) -> Any:
@@ -39,3 +40,26 @@ def test_lineage_and_card_are_those_of_the_commit_that_was_loaded(
     monkeypatch.setattr(sources, "hf_hub_download", download)
     assert sources._loaded_commit("user/name") == tmp_path / "snapshots" / "abc"
     assert asked == [("config.json", None), ("lineage.json", "abc"), ("README.md", "abc")]
+
+
+def test_a_verification_speaks_for_tokenizer_and_generation_too(tmp_path: Path) -> None:
+    names = {
+        *("config.json", "model.safetensors", "modeling.py", "generation_config.json", "tokenizer.json"),
+        *("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt"),
+        *("rwkv_vocab_v20230424.txt", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/a.jinja"),
+    }
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in (*names, "README.md", "lineage.json", "notes.txt"):
+        (tmp_path / name).write_text("x")
+    assert verified_files(tmp_path).keys() == names
+    before = verified_files(tmp_path)
+    (tmp_path / "added_tokens.json").write_text("y")
+    assert {name for name, _ in before.items() ^ verified_files(tmp_path).items()} == {"added_tokens.json"}
+
+
+def test_papers_are_named_as_texts_cite_them() -> None:
+    assert UNEXPLORED_STATES.name == "Buitrago Ruiz and Gu, 2025"
+    assert ALIGNMENT.name == "Du et al., 2025"
+    assert Paper("1", "Weston, Jason and others", 2015, "T").name == "Weston et al., 2015"
+    assert ALIGNMENT.bibtex.startswith("@article{du2025longshort,")
+    assert UNEXPLORED_STATES.bibtex.startswith("@article{buitragoruiz2025understanding,\n  title = {Understanding")

@@ -24,6 +24,10 @@ JOBS: list[Job] = [
 ]
 BROKEN: list[Job] = [(name, "packed, broken", "float64", False) for name in NAMES]
 VARIANTS = [(family.name, variant) for family in FAMILIES for variant in family.variants]
+SHARDED = [
+    {"name": name, "rows": "packed, padded", "dtype": "float64", "sharded": True}
+    for name in ("mamba2", "gla", "rwkv7")
+]
 
 Results = dict[str, dict[int, list[dict[str, Tensor]]]]
 
@@ -45,32 +49,17 @@ def results_of(
     return {str(job): {n: [each[i] for each in results[n]] for n in sizes[i]} for i, job in enumerate(jobs)}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    jobs = [settings(job) for job in JOBS + BROKEN]
-    thinned = [job for job in jobs if job["checkpointed"] or job["dtype"] != "float64" or "broken" in job["rows"]]
-    return results_of(jobs, tmp_path_factory.mktemp("pieces") / "results", thinned=thinned)
-
-
-@pytest.fixture(scope="module")
-def found_of_variants(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    jobs = [of_variant(*job) for job in VARIANTS]
-    return results_of(jobs, tmp_path_factory.mktemp("pieces") / "variants", thinned=jobs)
-
-
-SHARDED = [
-    {"name": name, "rows": "packed, padded", "dtype": "float64", "sharded": True}
-    for name in ("mamba2", "gla", "rwkv7")
-]
-
-
-@pytest.fixture(scope="module")
-def found_sharded(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of(SHARDED, tmp_path_factory.mktemp("pieces") / "sharded")
-
-
 def of_variant(name: str, variant: str) -> dict[str, Any]:
     return {"name": name, "rows": "packed", "dtype": "float64", "variant": variant}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    jobs, variants = [settings(job) for job in JOBS + BROKEN], [of_variant(*job) for job in VARIANTS]
+    thinned = [job for job in jobs if job["checkpointed"] or job["dtype"] != "float64" or "broken" in job["rows"]]
+    return results_of(
+        [*jobs, *variants, *SHARDED], tmp_path_factory.mktemp("pieces") / "results", thinned=thinned + variants
+    )
 
 
 def errors(pieces: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> dict[str, float]:
@@ -122,11 +111,11 @@ def test_a_broken_sequence_breaks_no_other(job: Job, found: Results) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", VARIANTS, ids=str)
-def test_every_variant_shares_rows(job: tuple[str, str], found_of_variants: Results) -> None:
-    check(found_of_variants[str(of_variant(*job))], run_job(**of_variant(*job)), 1e-12)
+def test_every_variant_shares_rows(job: tuple[str, str], found: Results) -> None:
+    check(found[str(of_variant(*job))], run_job(**of_variant(*job)), 1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", SHARDED, ids=str)
-def test_the_processes_that_share_rows_may_also_share_weights(job: dict[str, Any], found_sharded: Results) -> None:
-    check(found_sharded[str(job)], run_job(**job), 1e-12)
+def test_the_processes_that_share_rows_may_also_share_weights(job: dict[str, Any], found: Results) -> None:
+    check(found[str(job)], run_job(**job), 1e-12)

@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, ZeroStateTrainer
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, MetricCallback, ZeroStateTrainer
 
 BATCH = 6
 in_float32 = toys.tiny_model
@@ -153,6 +153,44 @@ def flattened(rows: int, accumulation: int, shared: bool = False) -> tuple[dict[
         trainer.data_collator = DataCollatorWithFlattening()
         trainer.train()
         return toys.weights(trainer.model), trainer.evaluate(toys.sequences(rows))["eval_loss"]
+
+
+def with_windows() -> dict[str, Tensor]:
+    """The weights of a hybrid that is trained with drawn windows."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"attention_windows": [1, 2, 4, 8], "save_strategy": "no", "rows": 48}
+        settings |= {"optim": "sgd"}  # Adam makes steps of rounding noise, where a gradient is next to nothing
+        trainer = toys.resumable_trainer(folder, BATCH // processes(), hybrid=True, double=True, **settings)
+        trainer.train()
+        return toys.weights(trainer.model)
+
+
+def chosen() -> tuple[dict[int, tuple[float, float]], int, float]:
+    """Shares of keys by step, the best step and the steps of the weights that are loaded in the end."""
+    from test_retrieval_metric import finding, shares
+
+    trainer = finding(Path(f"{sys.argv[1]}.chosen.{processes()}"))
+    trainer.train()
+    return shares(trainer), trainer.state.best_global_step, trainer.model.steps.item()
+
+
+def counted(fails: bool) -> list[float] | str:
+    """What the main process measures every other step, or what each process says where that fails at step 4."""
+
+    def count(model: Any) -> int:
+        assert (os.environ.get("RANK", "0"), type(model).__name__) == ("0", "StatefulMamba2ForCausalLM")
+        if fails and trainer.state.global_step == 4:
+            raise KeyError("gone")
+        return trainer.state.global_step
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = toys.resumable_trainer(folder, BATCH // processes(), rows=48, save_strategy="no")
+        MetricCallback({"count": count}, every_steps=2).attach(trainer)
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            return str(error)
+        return [entry["eval_count"] for entry in trainer.state.log_history if "eval_count" in entry]
 
 
 def in_float64(**fields: Any) -> Any:

@@ -1,9 +1,6 @@
 """A sequence in chunks has the loss, final state and gradients of the whole one."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from hf_recurrent_lengthgen.trainers.chunked_backprop import chunked_forward, fo
 from tests.hybrids.measures import parts
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import FAMILIES, MAMBA2, VOCABULARY, Family, build, random_state, random_tokens, variant_id
-from tests.trainers import chunks_in_processes
 from tests.trainers.chunks_in_processes import checkpoint_layers, gradients, loop
 from tests.versions import needs_hybrids
 
@@ -191,19 +187,6 @@ def test_the_model_is_as_before_after_the_block_and_after_an_error_in_it() -> No
         model(**inputs, initial_state=map_state(lambda part: part * torch.nan, model.zero_state(2)))
     assert "forward" not in vars(model)
     assert model(**inputs).logits.shape == (2, LENGTH, VOCABULARY)
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
-    file = tmp_path / "gradients"
-    command = [sys.executable, str(chunks_in_processes.__file__), str(file), "ddp"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = torch.load(file)["ddp"]
-    model, inputs = chunks_in_processes.model_and_inputs()
-    inputs["initial_state"] = state = leaves(inputs["initial_state"])
-    expected = gradients(model, *loop(model, inputs, chunks_in_processes.CHUNK_LENGTH), state)
-    close(found["chunks"], expected)
 
 
 # torch.compile runs into deprecation warnings of torch itself, and looks at gradients

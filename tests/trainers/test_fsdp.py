@@ -1,7 +1,11 @@
-"""FSDP2 (`fully_shard` on every layer and the model, two gloo processes) with states, whole, in chunks and windows."""
+"""DDP and FSDP2 (`fully_shard` on every layer and the model) in two processes (gloo), with states.
+
+Rows are read whole, in chunks and in windows.
+"""
 
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +22,7 @@ pytestmark = pytest.mark.slow
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, Tensor]]]:
     """For each kind and way to read the sequence, the gradients in two processes."""
     file = tmp_path_factory.mktemp("fsdp") / "gradients"
-    kinds = ("fsdp", "fsdp_checkpointed", "fsdp_bfloat16")
+    kinds = ("ddp", "fsdp", "fsdp_checkpointed", "fsdp_bfloat16")
     command = [sys.executable, str(chunks_in_processes.__file__), str(file), *kinds]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -37,9 +41,11 @@ def unsharded() -> dict[str, dict[str, Tensor]]:
     return {"whole": whole, "chunks": whole, "windows": chunks_in_processes.in_windows(model, inputs)}
 
 
-@pytest.mark.parametrize("way", ["whole", "chunks", "windows"])
-@pytest.mark.parametrize("kind", ["fsdp", "fsdp_checkpointed"])
-def test_a_sharded_model_has_the_gradients_of_one_process(
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("ddp", "chunks"), *product(["fsdp", "fsdp_checkpointed"], ["whole", "chunks", "windows"])],
+)
+def test_a_wrapped_model_has_the_gradients_of_one_process(
     sharded: dict[str, dict[str, dict[str, Tensor]]], unsharded: dict[str, dict[str, Tensor]], kind: str, way: str
 ) -> None:
     assert len(unsharded[way]) == (21 if way == "windows" else 25)

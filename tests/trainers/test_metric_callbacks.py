@@ -1,8 +1,6 @@
 """Metrics during training: what is logged, and that training does not notice."""
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,53 +224,6 @@ def test_typed_results_give_their_numbers() -> None:
     assert numbers_of("m", np.float32(2)) == {"m": 2.0}
     with pytest.raises(ValueError, match="got list"):
         numbers_of("m", [1.0, 2.0])
-
-
-SCRIPT = """
-import importlib.util, os, sys
-import torch
-from hf_recurrent_lengthgen.trainers import MetricCallback
-spec = importlib.util.spec_from_file_location("trainer_toys", sys.argv[1])
-toys = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = toys
-spec.loader.exec_module(toys)
-
-def count(model):
-    assert torch.distributed.get_rank() == 0 and type(model).__name__ == "StatefulMamba2ForCausalLM"
-    if fails and trainer.state.global_step == 4:
-        raise KeyError("gone")
-    return trainer.state.global_step
-
-said = open(f"{sys.argv[2]}-{os.environ['RANK']}", "w")  # what two processes print may be mixed, or lost at the end
-try:
-    for fails in (False, True):
-        trainer = toys.resumable_trainer(sys.argv[2], rows=24, save_strategy="no")
-        MetricCallback({"count": count}, every_steps=2).attach(trainer)
-        trainer.train()
-        found = [entry["eval_count"] for entry in trainer.state.log_history if "eval_count" in entry]
-        print("measured", found, file=said, flush=True)
-except RuntimeError as error:
-    print(error, file=said, flush=True)
-    torch.distributed.barrier()  # so that no process is ended before it has said so
-    sys.exit(1)
-finally:
-    trainer.accelerator.end_training()
-"""
-
-
-@pytest.mark.slow
-def test_the_main_process_measures_and_all_go_on_or_end(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    arguments = [str(toys.__file__), str(tmp_path / "run")]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 1, done.stderr[:3000]
-    for rank in (0, 1):
-        assert (tmp_path / f"run-{rank}").read_text().splitlines() == [
-            "measured [0.0, 2.0, 4.0, 6.0]",
-            "The metric 'count' failed at step 4: KeyError: 'gone'",
-        ], done.stderr[:3000] + done.stderr[-2000:]
 
 
 def evaluating(folder: Path, own: bool, callback: Any, **changes: Any) -> Trainer:

@@ -1,7 +1,5 @@
 """Retrieval during training, with a model whose answers are known at each step."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,19 +86,3 @@ def test_what_cannot_choose_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no question fits into 7 tokens"):
         retrieval(Short(byte_tokenizer(), [0], 1), [9, 7]).function(Finder())
-
-
-@pytest.mark.slow
-def test_all_processes_choose_the_same_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    subprocess.run([*command, str(tmp_path / "run")], check=True, timeout=200)
-    assert {path.name for path in tmp_path.glob("run-*")} == {"run-0", "run-1"}
-
-
-if __name__ == "__main__":
-    process = finding(Path(sys.argv[1]))
-    process.train()
-    process.accelerator.end_training()
-    assert shares(process) == dict(enumerate(FOUND))
-    assert (process.state.best_global_step, process.model.steps.item()) == (3, 3.0)
-    Path(f"{sys.argv[1]}-{process.args.process_index}").touch()

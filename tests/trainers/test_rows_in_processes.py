@@ -24,31 +24,33 @@ EVALUATED: list[tuple[Any, ...]] = [
 ]
 PADDED: list[tuple[Any, ...]] = [("with_padding", 31, 2), ("flattened", 31, 2), ("flattened", 31, 2, True)]
 REFUSED: list[tuple[Any, ...]] = [("refused", "input_ids"), ("refused", "labels")]
-FEW: list[tuple[Any, ...]] = [
+# an eleventh of all beside these: each method meets one or two numbers of rows and of micro-batches
+TRAINED: list[tuple[Any, ...]] = [
     ("trained", "state passing", 31, 2),
     ("trained", "state passing", 31, 2, True),
     ("trained", "mixture", 29, 3),
     ("trained", "tbtt", 31, 2),
     ("trained", "tbtt on examples", 31, 2),
+    *[("trained", *job) for job in product(METHODS, ROWS, ACCUMULATIONS)][::11],
+    ("with_windows",),
 ]
-# an eleventh of all: each method meets one or two numbers of rows and of micro-batches
-ALL: list[tuple[Any, ...]] = [("trained", *job) for job in product(METHODS, ROWS, ACCUMULATIONS)][::11]
+OTHERS: list[tuple[Any, ...]] = [("chosen",), ("counted", False), ("counted", True)]  # what fails is last
 
 Results = dict[tuple[Any, ...], dict[int, list[Any]]]
 
 
-def results_of(jobs: list[tuple[Any, ...]], file: Path) -> Results:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By job and number of processes, the result of each process."""
+    jobs, file = (
+        [*SEEN, *EVALUATED, *PADDED, *REFUSED, *TRAINED, *OTHERS],
+        tmp_path_factory.mktemp("processes") / "results",
+    )
     command = [sys.executable, str(Path(__file__).with_name("rows_in_processes.py")), str(file), json.dumps(jobs)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     results = torch.load(file)
     return {job: {n: [each[i] for each in results[n]] for n in results} for i, job in enumerate(jobs)}
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of([*SEEN, *EVALUATED, *PADDED, *REFUSED, *FEW], tmp_path_factory.mktemp("processes") / "results")
 
 
 @pytest.mark.slow
@@ -106,20 +108,28 @@ def test_rows_with_padding_and_packed_ones_count_the_same_on_several_processes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", FEW, ids=str)
+@pytest.mark.parametrize("job", TRAINED, ids=str)
 def test_several_processes_train_the_weights_of_one(job: tuple[Any, ...], found: Results) -> None:
     assert_same_weights(found[job])
 
 
 @pytest.mark.slow
-def test_every_source_trains_the_same_weights_at_every_remainder(tmp_path: Path) -> None:
-    results = results_of(ALL, tmp_path / "results")
-    for job in ALL:
-        assert_same_weights(results[job])
+def test_all_processes_choose_the_same_checkpoint(found: Results) -> None:
+    (one,) = found[("chosen",)][1]
+    assert one[1:] == (3, 3.0)
+    assert found[("chosen",)] == {n: [one] * n for n in (1, 2, 3)}
+
+
+@pytest.mark.slow
+def test_the_main_process_measures_and_all_go_on_or_end(found: Results) -> None:
+    failed = "The metric 'count' failed at step 4: KeyError: 'gone'"
+    for n in (1, 2, 3):
+        assert found["counted", False][n] == [[0.0, 2.0, 4.0, 6.0, 8.0]] * n
+        assert found["counted", True][n] == [failed] * n
 
 
 def assert_same_weights(by_processes: dict[int, list[Any]]) -> None:
-    """In float64, with losses in float32; a wrong row makes 1e-2."""
+    """In float64, with losses in float32; a wrong row makes 1e-2, another window 8e-3."""
     (one,) = by_processes[1]
     for several in (by_processes[2], by_processes[3]):
         for weights in several:
