@@ -23,6 +23,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("guard")
 
 
+@pytest.mark.slow
 def test_it_runs_as_the_makefile_runs_it() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(FOLDER / "guard.py"), "--help"]
