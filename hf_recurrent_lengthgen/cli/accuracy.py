@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure, accuracy_over_steps_figure
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
-from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
+from hf_recurrent_lengthgen.metrics.tables import keep_csv
 from hf_recurrent_lengthgen.plotting.names import short_names
 
 DESCRIPTION = """\
@@ -129,8 +129,7 @@ def _curves(comparison: AccuracyComparison) -> dict[str, dict[int, tuple[float, 
 def _write(folder: Path, comparison: AccuracyComparison, csv: bool, runs: Mapping[str, Iterable[int]]) -> Path:
     """Write JSON, table and picture; returns the path of the picture."""
     write_result(folder / "accuracy.json", comparison)
-    if csv:
-        write_csv(folder / "accuracy.csv", rows_of(comparison))
+    keep_csv(folder / "accuracy.csv", comparison, csv)
     first, curves = comparison.models[0], _curves(comparison)
     unit = "pairs" if first.task == "recall" else "symbols"
     found = ({length: symbols for length, (symbols, _) in curve.items()} for curve in curves.values())

@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, dia
 from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
 from hf_recurrent_lengthgen.metrics.parts import PARTS
 from hf_recurrent_lengthgen.metrics.repeated_token import CONSTANT_PROMPT, single_token
-from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
+from hf_recurrent_lengthgen.metrics.tables import keep_csv
 
 DESCRIPTION = f"""\
 Measure how language models generalize in length, and why they fail: everything that `lengthgen evaluate` measures, and
@@ -61,11 +61,10 @@ def run(arguments: Sequence[str]) -> int:
     diagnosis = Diagnosis("Length generalization, and why", tuple(diagnosed))
     folder = Path(options.output)
     write_result(folder / "result.json", diagnosis)
-    for name, figure in diagnosis_figures(diagnosis).items():
+    for name, figure in (figures := diagnosis_figures(diagnosis)).items():
         draw(figure, folder / name)
-    if options.csv:
-        write_csv(folder / "result.csv", rows_of(diagnosis))
-    page = write_page(folder, diagnosis_page(diagnosis))
+    keep_csv(folder / "result.csv", diagnosis, options.csv)
+    page = write_page(folder, diagnosis_page(diagnosis, figures=figures))
     print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
     print(f"{told_of_cache(inputs.cache)}\nReport: {page}")
     for step in next_steps(diagnosis):

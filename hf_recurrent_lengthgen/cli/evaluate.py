@@ -12,7 +12,7 @@ from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.context_harm.measure import differences, evaluate_model
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
-from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
+from hf_recurrent_lengthgen.metrics.tables import keep_csv
 
 DESCRIPTION = """\
 Measure language models beyond their training length T: loss by position, how much the context beyond T harms
@@ -43,8 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     comparison, cache = compare(options, arguments)
     print(f"\n{summary_table(comparison)}")
     page = write_report(comparison, Path(options.output))
-    if options.csv:
-        write_csv(page.with_name("result.csv"), rows_of(comparison))
+    keep_csv(page.with_name("result.csv"), comparison, options.csv)
     print(f"{told_of_cache(cache)}\nReport: {page}")
     return 0
 

@@ -107,10 +107,11 @@ def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
 
 
 def latex(rows: Sequence[Sequence[str]]) -> str:
-    """A tabular of the package booktabs from rows of text, of which the first is the header."""
+    """A tabular of the package booktabs from rows of text; the first is the header, all columns but the first are
+    numbers."""
     escaped = [[re.sub(r"([_%&#$])", r"\\\1", cell) for cell in row] for row in rows]
     head, *body = (re.sub(r"(?<![\w-])-(?=\d)", "$-$", " & ".join(row)) + r" \\" for row in escaped)
-    start = rf"\begin{{tabular}}{{{'l' * len(rows[0])}}}"
+    start = rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}"
     return "\n".join([start, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
 
 

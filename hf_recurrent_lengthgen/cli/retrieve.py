@@ -48,7 +48,7 @@ from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, mistakes_figure, retrieval_accuracy_figure
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult, Share
-from hf_recurrent_lengthgen.metrics.tables import rows_of, write_csv
+from hf_recurrent_lengthgen.metrics.tables import keep_csv
 from hf_recurrent_lengthgen.plotting.names import short_names
 from hf_recurrent_lengthgen.plotting.style import short_number
 
@@ -158,8 +158,7 @@ def run(arguments: Sequence[str]) -> int:
         results.append(retrieval_accuracy(placed, grid, lengths, label, data, trained, settings, cache=cache))
     print(f"\n{_table(results)}")
     picture = _write(output, results)
-    if options.csv:
-        write_csv(output / "retrieval.csv", rows_of(RetrievalComparison(tuple(results))))
+    keep_csv(output / "retrieval.csv", RetrievalComparison(tuple(results)), options.csv)
     print(f"\nResults: {picture}")
     return 0
 

@@ -4,6 +4,7 @@ import csv
 import io
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.evaluation.files import read_result
@@ -71,6 +72,12 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
     writer.writerows(rows)
     with replacing(path) as temporary:
         temporary.write_text(text.getvalue(), encoding="utf-8")
+
+
+def keep_csv(path: Path, result: Any, asked: bool) -> None:
+    """Write the rows of a result if `asked`, and over those of an earlier result, which would contradict it."""
+    if asked or path.is_file():
+        write_csv(path, rows_of(result))
 
 
 def _bin(role: str, evaluation: EvaluationResult, metric: str, start: int, stop: int, *values: Any) -> Row:

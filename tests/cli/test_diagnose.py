@@ -11,8 +11,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
+from hf_recurrent_lengthgen.cli import diagnose as command  # noqa: F401  (has its own name of what is patched)
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
+from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_page
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
@@ -62,15 +64,23 @@ def test_a_diagnosis_of_all_parts(
 
 
 def test_another_token_can_be_repeated(
-    diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    diagnose: Diagnose,
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prompt = ("--parts", "constant prompt", "--repeated-text")
+    monkeypatch.setattr("hf_recurrent_lengthgen.metrics.diagnosis.page.diagnosis_figures", None)  # drawn once, below
     assert diagnose(checkpoint, *prompt, ",") == 0
     found = read_result(tmp_path / "out" / "result.json", Diagnosis).models[0].found(ConstantPrompt)
     assert found is not None
     assert found.token == ord(",") + 3
     assert found.states is not None
     assert (tmp_path / "out" / "constant_prompt_mean.png").is_file()
+    monkeypatch.undo()
+    page = diagnosis_page(read_result(tmp_path / "out" / "result.json", Diagnosis))
+    assert (tmp_path / "out" / "index.html").read_text(encoding="utf-8") == page
     for refused, reason in (
         ((*prompt, "ab"), "must be one token of the tokenizer, got 'ab', which it reads as 2 tokens"),
         (("--parts", "states", "--repeated-text", "a"), "for the constant prompt, which --parts leaves out: states"),

@@ -41,7 +41,11 @@ def test_a_second_evaluation_says_what_it_replaces(
 ) -> None:
     assert evaluate(checkpoint) == 0
     assert "will be replaced" not in capsys.readouterr().out
+    table = tmp_path / "out" / "result.csv"
+    assert not table.exists()
+    table.write_text("of an earlier result")
     assert evaluate(checkpoint, "--sequences", "2") == 0
+    assert table.read_text().startswith("model,role,")
     said = capsys.readouterr().out
     assert f"{tmp_path / 'out' / 'result.json'} of `lengthgen evaluate --data " in said
     assert "will be replaced: give another --output to keep it." in said
@@ -91,6 +95,7 @@ def test_methods_with_several_seeds_are_compared(
     assert "<h2>Differences</h2>" in page
     assert "| state_passing - plain | " in markdown
     assert r"state\_passing - plain & " in tex
+    assert tex.count(r"\begin{tabular}{lrrrr}") == 2
     assert all("2 seeds" in text for text in (page, markdown, tex))
     assert evaluate(tmp_path / "plain", tmp_path / "plain" / "seed0") == 1
     assert "can be given once" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The range of Transformers releases: said once, checked at import, and what travelling code needs of them."""
 
 import ast
+import importlib.metadata
 import inspect
 import re
 import runpy
@@ -39,6 +40,11 @@ def test_the_range_is_the_same_wherever_it_is_said() -> None:
         pin = re.search(r"^transformers==(.*)$", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
         assert pin is not None
         assert Version(pin[1]).release[:2] == release
+    if Version(transformers.__version__).release[:2] == NEWEST:
+        kernels = next(line for line in importlib.metadata.requires("transformers") or () if "kernels" in line)
+        low, high = sorted(map(str, Requirement(kernels).specifier), reverse=True)
+        told = f"`kernels{low},{high}` for {'.'.join(map(str, NEWEST))}"
+        assert told in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("release", ["4.57.0", "5.9.0"])

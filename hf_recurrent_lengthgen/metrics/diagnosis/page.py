@@ -1,6 +1,6 @@
 """One self-contained HTML page: how far models hold and why, then figures, numbers and definitions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -88,11 +88,17 @@ def diagnosis_figures(diagnosis: Diagnosis) -> dict[str, Figure]:
     return drawn
 
 
-def diagnosis_page(diagnosis: Diagnosis, loading: str | None = None, further: str = "") -> str:
+def diagnosis_page(
+    diagnosis: Diagnosis,
+    loading: str | None = None,
+    further: str = "",
+    figures: Mapping[str, Figure] | None = None,
+) -> str:
     """The HTML text of a self-contained page, in light and dark, for desktop and phone.
 
     Models given as paths are named by the last part; the section "How this was made" has the full paths. `loading` is
-    code that loads a checkpoint, shown as it is; `further` is HTML that follows the figures.
+    code that loads a checkpoint, shown as it is; `further` is HTML that follows the figures, and `figures` are its
+    `diagnosis_figures`, if they were drawn before.
     """
     given = [model.evaluation.model for model in diagnosis.models]
     diagnosis = with_names(diagnosis, short_names(given))
@@ -108,7 +114,7 @@ def diagnosis_page(diagnosis: Diagnosis, loading: str | None = None, further: st
         f"<h1>{escape(diagnosis.title)}</h1>",
         f'<div class="lead">{lead}</div>',
         f'<div class="cards">{cards}</div>',
-        *_sections(diagnosis),
+        *_sections(diagnosis, diagnosis_figures(diagnosis) if figures is None else figures),
         further,
     ]
     sections += ["<h2>Numbers</h2>", table(models, colors, [*evaluation_rows(models), *_rows(diagnosis)])]
@@ -135,7 +141,7 @@ def _results(diagnosis: Diagnosis, part: Part[Any]) -> list[Any]:
     return [model.parts[part.name] for model in diagnosis.models if part.name in model.parts]
 
 
-def _sections(diagnosis: Diagnosis) -> list[str]:
+def _sections(diagnosis: Diagnosis, figures: Mapping[str, Figure]) -> list[str]:
     """The sections of the evaluation and of the parts; the section inside the training length comes last."""
     bands, summary = bands_text(diagnosis.models[0].evaluation), diagnosis_summary(diagnosis)
     pictures: dict[str, tuple[str, str, bool]] = {
@@ -144,7 +150,7 @@ def _sections(diagnosis: Diagnosis) -> list[str]:
     for part in PARTS.values():
         pictures |= {name: (part.section, p.caption, p.bands) for name, p in part.pictures.items()}
     shown: dict[str, list[str]] = {}
-    for name, figure in diagnosis_figures(diagnosis).items():
+    for name, figure in figures.items():
         section, caption, banded = pictures[name]
         drawn = picture(figure, name, caption + (bands if banded else ""), f"{caption} {summary}")
         shown.setdefault(section, []).append(drawn)
