@@ -63,7 +63,7 @@ def test_float32_stays_close_to_float64(scan: Scan, length: int) -> None:
 
 @pytest.mark.thinned(2)
 @every_scan
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_any_split_equals_the_whole(scan: Scan, data: st.DataObject) -> None:
     length = data.draw(st.integers(2, 200))
@@ -86,7 +86,7 @@ def test_gradients_are_those_of_finite_differences(scan: Scan) -> None:
     def function(*leaves: Tensor) -> tuple[Tensor, Tensor]:
         return scan.scan(**dict(zip(inputs, leaves, strict=True)), chunk_size=2)
 
-    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
 
 
 @every_scan
