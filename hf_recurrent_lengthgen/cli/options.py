@@ -56,7 +56,7 @@ TRAINING = {
 RUN = {
     "output_dir": "folder for the model, and for the checkpoints of --save-strategy (default: trainer_output)",
     "resume": None,
-    "resume_from_checkpoint": "continue from this checkpoint, not from the newest; --output must hold no later ones",
+    "resume_from_checkpoint": "continue from this checkpoint; --output must hold no later ones (default: a new run)",
     "logging_steps": "steps between two printed losses",
     "eval_strategy": "when to measure eval_loss",
     "eval_steps": "steps between two measurements (default: logging_steps)",
