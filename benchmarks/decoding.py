@@ -1,10 +1,15 @@
 """Generation, token by token, against Transformers and against reading the weights."""
 
+import statistics
+import time
+from itertools import pairwise
+from typing import Any
+
 import torch
 from measure import take_turns
 from torch import nn
 from torch.nn.functional import linear
-from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import CompileConfig, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from hf_recurrent_lengthgen.models import FAMILIES
 
@@ -51,15 +56,59 @@ def bench_decode(rounds: int) -> dict[str, float]:
     return result
 
 
-class Generating:
-    """Greedy generation of `new` tokens after a prompt, when called."""
+def bench_compiled_steps(rounds: int) -> dict[str, float]:
+    """Milliseconds of a step inside `generate`, prompts apart: stock, ours, ours compiled; and when compiling pays.
 
-    def __init__(self, model: nn.Module, rows: int, prompt: int = PROMPT, new: int = NEW) -> None:
-        self.model, self.new = model, new
+    Medians over `NEW` - 1 steps of each round, in turns; ratios are medians over rounds. The first compiled call is
+    that of a fresh process, if torch has nothing of it on disk.
+    """
+    result = {}
+    for name in STOCK:
+        competitors = models(name)
+        for rows in ROWS[:2]:
+            torch._dynamo.reset()
+            compiled: dict[str, Any] = {"compile_config": CompileConfig(fullgraph=True)}
+            runs = {"stock": ("theirs", {}), "ours": ("ours", {}), "compiled": ("ours", compiled)}
+            began = time.perf_counter()
+            step_seconds(competitors["ours"], rows, **compiled)
+            first_call = time.perf_counter() - began
+            times: dict[str, list[float]] = {who: [] for who in runs}
+            for _ in range(rounds):
+                for who, (model, options) in runs.items():
+                    times[who].append(step_seconds(competitors[model], rows, **options))
+            median = {who: statistics.median(seconds) for who, seconds in times.items()}
+            prefix = f"{name}_{rows}_rows"
+            result |= {f"{prefix}_{who}_ms": 1000 * seconds for who, seconds in median.items()}
+            for who in ("stock", "ours"):
+                ratios = [a / b for a, b in zip(times[who], times["compiled"], strict=True)]
+                result[f"{prefix}_{who}_to_compiled"] = statistics.median(ratios)
+            result[f"{prefix}_first_call_seconds"] = first_call
+            result[f"{prefix}_pays_after_tokens"] = first_call / max(median["ours"] - median["compiled"], 1e-9)
+    return result
+
+
+def step_seconds(model: nn.Module, rows: int, **options: Any) -> float:
+    """Median seconds of a step of greedy generation after the prompt."""
+    marks: list[float] = []
+
+    def mark(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        marks.append(time.perf_counter())
+        return scores
+
+    Generating(model, rows, logits_processor=[mark], **options)()
+    return statistics.median(after - before for before, after in pairwise(marks))
+
+
+class Generating:
+    """Greedy generation of `new` tokens after a prompt, when called; `options` are those of `generate`."""
+
+    def __init__(self, model: nn.Module, rows: int, prompt: int = PROMPT, new: int = NEW, **options: Any) -> None:
+        self.model = model
+        self.options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **options}
         self.ids = torch.arange(rows * prompt).view(rows, prompt) % 251 + 3
 
     def __call__(self) -> None:
-        self.model.generate(self.ids, max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False)  # type: ignore[operator]
+        self.model.generate(self.ids, **self.options)  # type: ignore[operator]
 
 
 class WeightReading:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
-from .configuration_stateful import CACHE_NAME, OLD_CACHE_NAMES
+from .configuration_stateful import CACHE_NAME, OLD_CACHE_NAMES, extra
 from .rows import check_prompts, read_rows
 from .state_value import (
     RecurrentState,
@@ -62,6 +62,7 @@ class RecurrentCache(Cache):
         self.state = state
         self.tokens_seen = 0
         self._in_generate = self._is_own = False
+        self.steps: Any = None  # compiled, of the `generate` that runs (modeling_compiled.py)
 
     def state_for(self, batch_size: int) -> RecurrentState | None:
         """The state with its rows repeated for beams or several returned sequences of each prompt."""
@@ -81,7 +82,7 @@ class RecurrentCache(Cache):
 
     def set_in_generate(self, begins: bool) -> None:
         """Whether a `generate` begins or ends: the states before and after it belong to the caller."""
-        self._in_generate, self._is_own = begins, False
+        self._in_generate, self._is_own, self.steps = begins, False, None
 
     @property
     def may_overwrite(self) -> bool:
@@ -219,6 +220,8 @@ class RecurrentGenerationMixin(GenerationMixin):
             model_kwargs[CACHE_NAME] = RecurrentCache()
         if (cache := model_kwargs.get(CACHE_NAME)) is not None:
             cache.set_in_generate(True)
+        if generation_config.compile_config is not None and not generation_config.disable_compile:
+            extra("modeling_compiled").compile_steps(self, generation_config, cache)
 
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -310,12 +313,13 @@ class RecurrentGenerationMixin(GenerationMixin):
 
         The state after generation is in the cache of the output with `return_dict_in_generate=True`
         (`output.cache.state`); it has read everything but the last token. With `prefill_chunk_size`, a prompt of any
-        length takes the memory of that many tokens.
+        length takes the memory of that many tokens. With `compile_config=CompileConfig()`, torch.compile makes
+        one graph of the step from one token to the next; the prompt is read without it.
 
         Raises:
             ValueError: if the state does not fit the prompt, holds NaN, or comes with a cache or
                 `use_cache=False`; for a `cache_implementation`, since the cache is a state; for ids outside the
-                vocabulary.
+                vocabulary; for a `compile_config` that cannot be obeyed (no C++ compiler, several devices).
         """
         model: Any = self
         given = given_cache(kwargs.pop("cache", None), kwargs)

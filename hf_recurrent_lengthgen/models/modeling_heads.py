@@ -6,13 +6,13 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
+from .configuration_stateful import extra
 from .modeling_generation import OutputWithCache, RecurrentCache, RecurrentGenerationMixin, given_cache
 from .modeling_stateful import StatefulBackbone, StatefulPreTrainedModel
 from .rows import Rows, read_inputs
@@ -115,7 +115,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         cache = given_cache(cache, others)
         rows = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
         if sequence_group is not None:
-            check_targets(labels, shift_labels, rows.real, sequence_group)
+            extra("rows_shared").check_targets(labels, shift_labels, rows.real, sequence_group)
         keep_all = _keeps_all(logits_to_keep)
         if not (labels is None and shift_labels is None) and not keep_all:
             raise ValueError("labels need all logits: drop logits_to_keep.")
@@ -183,22 +183,3 @@ def scored_labels(labels: Tensor, rows: Rows, shifted: bool = False) -> Tensor:
     if rows.starts is not None and not shifted:
         labels = labels.masked_fill(rows.starts, IGNORED_LABEL)
     return labels
-
-
-def check_targets(
-    labels: Tensor | None, shift_labels: Tensor | None, real: Tensor | None, group: ProcessGroup
-) -> None:
-    """Refuse targets that a piece of rows cannot score."""
-    if labels is not None:
-        raise ValueError(
-            "With a sequence_group, give shift_labels in place of labels: the target of the last token is in the next "
-            "piece."
-        )
-    if shift_labels is None or real is None or torch.distributed.get_rank(group) == 0:
-        return
-    unread = real.long().cumsum(1) == 0
-    if bool((unread & (shift_labels != IGNORED_LABEL)).any()):
-        raise ValueError(
-            "A target stands at padding in the beginning of a piece, but its output is that of the last real token, "
-            "in another piece: set it to -100, or pad rows at their ends."
-        )

@@ -269,7 +269,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if own and moved is None:
             state = own_state(state)
         caches = use_cache or cache is not None
-        all_hidden_states, final_state = self._through_layers(
+        through_layers = getattr(cache, "steps", None) or self._through_layers
+        all_hidden_states, final_state = through_layers(
             hidden_states, state, rows, moved, bool(output_hidden_states), caches or output_final_state
         )
         if caches:

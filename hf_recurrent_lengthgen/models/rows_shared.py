@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .modeling_heads import IGNORED_LABEL
 from .rows import Rows, changes, checked_numbers
 from .scan_pieces import AffineMap
 
@@ -181,3 +182,22 @@ def _folded(state: Tensor, is_matrix: bool, shape: torch.Size, maps: Sequence[Te
         kept = states[-1].masked_fill(ended, 0.0)
         states.append(kept @ factor + written if is_matrix else torch.addcmul(written, factor, kept))
     return states
+
+
+def check_targets(
+    labels: Tensor | None, shift_labels: Tensor | None, real: Tensor | None, group: ProcessGroup
+) -> None:
+    """Refuse targets that a piece of rows cannot score."""
+    if labels is not None:
+        raise ValueError(
+            "With a sequence_group, give shift_labels in place of labels: the target of the last token is in the next "
+            "piece."
+        )
+    if shift_labels is None or real is None or dist.get_rank(group) == 0:
+        return
+    unread = real.long().cumsum(1) == 0
+    if bool((unread & (shift_labels != IGNORED_LABEL)).any()):
+        raise ValueError(
+            "A target stands at padding in the beginning of a piece, but its output is that of the last real token, "
+            "in another piece: set it to -100, or pad rows at their ends."
+        )
