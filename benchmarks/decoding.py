@@ -1,5 +1,6 @@
 """Generation, token by token, against Transformers and against reading the weights."""
 
+import math
 import statistics
 import time
 from itertools import pairwise
@@ -83,7 +84,8 @@ def bench_compiled_steps(rounds: int) -> dict[str, float]:
                 ratios = [a / b for a, b in zip(times[who], times["compiled"], strict=True)]
                 result[f"{prefix}_{who}_to_compiled"] = statistics.median(ratios)
             result[f"{prefix}_first_call_seconds"] = first_call
-            result[f"{prefix}_pays_after_tokens"] = first_call / max(median["ours"] - median["compiled"], 1e-9)
+            gain = median["ours"] - median["compiled"]
+            result[f"{prefix}_pays_after_tokens"] = first_call / gain if gain > 0 else math.inf
     return result
 
 

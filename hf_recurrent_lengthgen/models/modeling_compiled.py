@@ -1,51 +1,47 @@
-"""A compiled step for `generate(compile_config=CompileConfig())`: states have one size, so one graph is enough.
+"""A compiled step for `generate(compile_config=CompileConfig())`: states have one size, so no token compiles again.
 
-Prompts, whose lengths differ, run without it, as do chunks of more than one token. The graph overwrites a copy of the
-state, which only the running `generate` holds. Other numbers of rows give one more graph, which then serves them all.
+A graph is one layer's, and serves all layers of its kind. Prompts, whose lengths differ, run without it, as do chunks
+of more than one token. A graph overwrites a copy of the state, which only the running `generate` holds. A second
+number of rows gives one more graph, which then serves them all.
 
 Shapes: B batch, D hidden size.
 """
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .rows import Rows
-from .rows_moved import MovedRows
-from .state_value import RecurrentState, map_state
+from .state_value import LayerState, RecurrentState, map_state
 
 _SETTINGS = ("fullgraph", "dynamic", "backend", "mode", "options")
-_COMPILED: dict[str, Any] = {}  # by settings; models of one configuration share their graphs
+_COMPILED: dict[str, Any] = {}  # by settings and configuration: models of one configuration share their graphs
+# before these arguments, at most 8 graphs for all models of a process (torch._dynamo.config.recompile_limit)
+_FOR_EACH_MODEL = {"isolate_recompiles": True, "recompile_limit": 64}
 
 
-def decode_step(backbone: Any, x: Tensor, state: RecurrentState, keep_all: bool) -> list[Tensor]:
-    """The hidden states of one token per row, x (B, 1, D); `state` becomes that after it."""
-    rows = Rows((x.shape[0], x.shape[1]))
-    hidden_states, final_state = backbone._through_layers(x, state, rows, None, keep_all, True)
-    for before, after in zip(state, final_state, strict=True):
-        for old, new in zip(before, after, strict=True):
-            if old is not new:
-                old.copy_(new)
-    return hidden_states  # type: ignore[no-any-return]
+def layer_step(layer: Any, x: Tensor, state: LayerState, *inputs: Any) -> tuple[Any, ...]:
+    """What a layer returns for one token per row, x (B, 1, D); `state` becomes that after it."""
+    x, after, *further = layer(x, state, *inputs)
+    for old, new in zip(state, after, strict=True):
+        if old is not new:
+            old.copy_(new)
+    return x, state, *further
 
 
 class CompiledSteps:
-    """What one `generate` calls in place of the backbone's `_through_layers`, with the same arguments and results."""
+    """What one `generate` calls its layers by, once they have read the prompt."""
 
-    def __init__(self, backbone: Any, step: Any) -> None:
-        self.backbone, self.step = backbone, step
+    def __init__(self, step: Any) -> None:
+        self.step = step
         self.state: RecurrentState = ()
 
-    def __call__(
-        self, x: Tensor, state: RecurrentState, rows: Rows, moved: MovedRows | None, keep_all: bool, keep_states: bool
-    ) -> tuple[list[Tensor], RecurrentState]:
-        if x.shape[1] > 1 or moved is not None:
-            result: Any = self.backbone._through_layers(x, state, rows, moved, keep_all, keep_states)
-            return result
+    def begin(self, state: RecurrentState) -> tuple[RecurrentState, Any]:
+        """A state that the step may overwrite, with the values of `state`; and the step."""
         if not self.state or state[0].recurrent is not self.state[0].recurrent:  # after a prompt, or of other beams
             self.state = map_state(lambda part: part.clone(memory_format=torch.contiguous_format), state)
-        return self.step(self.backbone, x, self.state, keep_all), self.state
+        return self.state, self.step
 
 
 def compile_steps(model: Any, generation_config: Any, cache: Any) -> None:
@@ -74,9 +70,11 @@ def compile_steps(model: Any, generation_config: Any, cache: Any) -> None:
     if config.backend == "inductor" and model.device.type == "cpu":
         _check_compiler(what)
     settings = {name: getattr(config, name) for name in _SETTINGS}
-    if (key := repr(settings)) not in _COMPILED:
-        _COMPILED[key] = torch.compile(decode_step, **settings)
-    cache.steps = CompiledSteps(model.base_model, _COMPILED[key])
+    if (key := f"{settings} {model.config.to_json_string()}") not in _COMPILED:
+        known = inspect.signature(torch.compile).parameters
+        limits = {name: value for name, value in _FOR_EACH_MODEL.items() if name in known}
+        _COMPILED[key] = torch.compile(layer_step, **settings, **limits)
+    cache.steps = CompiledSteps(_COMPILED[key])
 
 
 def _check_compiler(what: str) -> None:

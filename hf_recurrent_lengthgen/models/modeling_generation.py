@@ -314,7 +314,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         The state after generation is in the cache of the output with `return_dict_in_generate=True`
         (`output.cache.state`); it has read everything but the last token. With `prefill_chunk_size`, a prompt of any
         length takes the memory of that many tokens. With `compile_config=CompileConfig()`, torch.compile makes
-        one graph of the step from one token to the next; the prompt is read without it.
+        a graph of what a layer does with one token; the prompt is read without it.
 
         Raises:
             ValueError: if the state does not fit the prompt, holds NaN, or comes with a cache or

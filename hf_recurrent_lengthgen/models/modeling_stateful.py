@@ -13,6 +13,7 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary.
 
 import math
 from dataclasses import dataclass
+from operator import call
 from typing import Any, ClassVar
 
 import torch
@@ -269,9 +270,11 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if own and moved is None:
             state = own_state(state)
         caches = use_cache or cache is not None
-        through_layers = getattr(cache, "steps", None) or self._through_layers
-        all_hidden_states, final_state = through_layers(
-            hidden_states, state, rows, moved, bool(output_hidden_states), caches or output_final_state
+        step: Any = call
+        if (steps := getattr(cache, "steps", None)) is not None and length == 1 and moved is None:
+            state, step = steps.begin(state)
+        all_hidden_states, final_state = self._through_layers(
+            hidden_states, state, rows, moved, bool(output_hidden_states), caches or output_final_state, step
         )
         if caches:
             cache = RecurrentCache() if cache is None else cache
@@ -284,7 +287,14 @@ class StatefulBackbone(StatefulPreTrainedModel):
         )
 
     def _through_layers(
-        self, x: Tensor, state: RecurrentState, rows: Rows, moved: MovedRows | None, keep_all: bool, keep_states: bool
+        self,
+        x: Tensor,
+        state: RecurrentState,
+        rows: Rows,
+        moved: MovedRows | None,
+        keep_all: bool,
+        keep_states: bool,
+        step: Any,
     ) -> tuple[list[Tensor], RecurrentState]:
         """Hidden states before each layer, if all are kept, and after the final norm; and the state after, or ()."""
         hidden_states, states = [], []
@@ -298,7 +308,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             if keep_all:
                 hidden_states.append(x)
             starting = before if moved is None else moved.starting_states(before, new)
-            inside, after, *further = block(inside, starting, for_layers, *inputs, *shared)
+            inside, after, *further = step(block, inside, starting, for_layers, *inputs, *shared)
             if keep_states:
                 states.append(after if moved is None else moved.final_states(after))
             del starting, after  # else they would be there while the next layer runs

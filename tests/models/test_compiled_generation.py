@@ -1,4 +1,4 @@
-"""`generate(compile_config=...)`: one graph for all tokens, and the tokens, states and refusals of `generate`."""
+"""`generate(compile_config=...)`: a graph for all layers of a kind, and tokens, states and refusals of `generate`."""
 
 from typing import Any
 
@@ -32,6 +32,11 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def kinds_of_layers(model: Any) -> int:
+    """The first layer of RWKV and of HGRN-2 has other parts than the rest."""
+    return 1 + any(name in type(model).__name__ for name in ("RWKV", "HGRN2"))
+
+
 def compiled(model: Any, *args: Any, **options: Any) -> Any:
     return generate(model, *args, **({"compile_config": STEP} | options))
 
@@ -40,8 +45,8 @@ def compiled(model: Any, *args: Any, **options: Any) -> Any:
 @compiling
 @every_family
 def test_one_graph_reads_the_tokens_after_prompts_of_all_lengths(family: Family) -> None:
-    """From nothing, from a state, behind padding, drawn with a seed, and one token long."""
-    model, mask = build(family, torch.float64), torch.ones(2, 7).long()
+    """From nothing, from a state, behind padding, drawn with a seed, and one token long; in any number of layers."""
+    model, mask = build(family, torch.float64, num_hidden_layers=4), torch.ones(2, 7).long()
     state, mask[0, :3] = random_state(model, 2, scale=5.0), 0
     before = clone_state(state)
     for prompt, options in (
@@ -53,7 +58,7 @@ def test_one_graph_reads_the_tokens_after_prompts_of_all_lengths(family: Family)
         (random_tokens(2, 5), {"initial_state": state, "prefill_chunk_size": 2}),
     ):
         assert torch.equal(compiled(model, prompt, **options), generate(model, prompt, **options))
-    assert graphs() == 1
+    assert graphs() == kinds_of_layers(model)
     torch.testing.assert_close(state, before, rtol=0, atol=0)
 
 
@@ -67,7 +72,7 @@ def test_every_mode_of_generate_gives_the_same_tokens(family: Family, mode: str)
     for options in ({}, {"initial_state": state}):
         expected = generate(model, prompt, **options, **MODES[mode])
         assert torch.equal(compiled(model, prompt, **options, **MODES[mode]), expected)
-    assert graphs() == (mode != "one token")
+    assert graphs() == (kinds_of_layers(model) if mode != "one token" else 0)
 
 
 @compiling
@@ -104,6 +109,15 @@ def test_models_of_one_configuration_share_the_graph_and_other_rows_have_a_secon
     assert graphs() == 2
     generate(model, prompt[:, :2], compile_config=STEP, disable_compile=True)
     assert graphs() == 2
+
+
+@compiling
+def test_more_models_than_torch_makes_graphs_of_one_function() -> None:
+    limit = torch._dynamo.config.recompile_limit
+    for state_size in range(4, 6 + limit):
+        model, prompt = build(MAMBA2, torch.float64, state_size=state_size, num_hidden_layers=1), random_tokens(1, 5)
+        assert torch.equal(compiled(model, prompt), generate(model, prompt))
+    assert graphs() == 2 + limit
 
 
 @pytest.mark.slow
