@@ -13,7 +13,7 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary.
 
 import math
 from dataclasses import dataclass
-from operator import call
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -270,7 +270,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if own and moved is None:
             state = own_state(state)
         caches = use_cache or cache is not None
-        step: Any = call
+        step: Any = None
         if (steps := getattr(cache, "steps", None)) is not None and length == 1 and moved is None:
             state, step = steps.begin(state)
         all_hidden_states, final_state = self._through_layers(
@@ -308,7 +308,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
             if keep_all:
                 hidden_states.append(x)
             starting = before if moved is None else moved.starting_states(before, new)
-            inside, after, *further = step(block, inside, starting, for_layers, *inputs, *shared)
+            run = block if step is None else partial(step, block)
+            inside, after, *further = run(inside, starting, for_layers, *inputs, *shared)
             if keep_states:
                 states.append(after if moved is None else moved.final_states(after))
             del starting, after  # else they would be there while the next layer runs
