@@ -72,7 +72,7 @@ def compile_steps(model: Any, generation_config: Any, cache: Any) -> None:
     settings = {name: getattr(config, name) for name in _SETTINGS}
     if (key := f"{settings} {model.config.to_json_string()}") not in _COMPILED:
         known = inspect.signature(torch.compile).parameters
-        limits = {name: value for name, value in _FOR_EACH_MODEL.items() if name in known}
+        limits: Any = {name: value for name, value in _FOR_EACH_MODEL.items() if name in known}
         _COMPILED[key] = torch.compile(layer_step, **settings, **limits)
     cache.steps = CompiledSteps(_COMPILED[key])
 
