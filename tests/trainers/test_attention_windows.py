@@ -126,6 +126,7 @@ def test_the_recomputation_has_the_window_of_the_step(tmp_path: Path, monkeypatc
     assert len(given) == 2 * len(calls)  # the forward pass and its repetition in the backward pass
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("method", ["state passing", "tbtt", "tbtt on examples", "learned state", "alignment"])
 def test_each_method_has_one_window_per_step_and_evaluates_with_its_own(tmp_path: Path, method: str) -> None:
     trainer = made(tmp_path, method, rows=16)
@@ -206,7 +207,7 @@ def test_a_run_that_breaks_off_leaves_the_own_window(
 def test_one_window_is_a_fixed_one(tmp_path: Path, method: str) -> None:
     found = []
     for windows, own in ([3], None), ([3, 3], 7), (None, 3), (None, None):
-        trainer = made(tmp_path, method, attention_windows=windows)
+        trainer = made(tmp_path, method, attention_windows=windows, max_steps=3)
         stateful(trainer.model, attention_window=own)
         trainer.train()
         found.append(toys.weights(trainer.model))
