@@ -53,7 +53,7 @@ def check_reads(model_type: str, window: int, length: int, lengths: list[list[in
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", HYBRIDS)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_whole_texts_and_pieces_are_read_with_the_mask(model_type: str) -> None:
     check_reads(model_type, WINDOW, 14, [[1] * 14, [3, 3, 3, 3, 2], [4, 1, 9], [6, 8]])
     stock, model = windowed(model_type)  # and without it, the outputs are others
@@ -62,6 +62,7 @@ def test_whole_texts_and_pieces_are_read_with_the_mask(model_type: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("window", EXTREMES)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_windows_of_one_token_and_of_more_than_the_text(model_type: str, window: int) -> None:
@@ -289,6 +290,7 @@ STOPPED = [one for one in TYPES if not SUPPORTED[str(one.values[0])].adapter.why
 
 
 @torch.no_grad()
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("window", [1, WINDOW])
 @pytest.mark.parametrize("model_type", STOPPED)
 def test_rows_of_unequal_length_are_gone_on_with_as_alone(model_type: str, window: int) -> None:
