@@ -49,7 +49,8 @@ def run(arguments: Sequence[str]) -> int:
             train(settings, training, trainer_class, command)
     except KeyboardInterrupt:
         if training.process_index == 0 and newest_complete_checkpoint(str(training.output_dir)) is not None:
-            print("On the command line, add --resume to the same options to continue.", flush=True)
+            place = " in place of --resume-from-checkpoint" if training.resume_from_checkpoint else ""
+            print(f"On the command line, add --resume to the same options{place} to continue.", flush=True)
         raise
     return 0
 

@@ -148,6 +148,10 @@ def test_an_interrupted_run_resumes_to_the_same_weights(
     assert [name for name in whole if not torch.equal(whole[name], named[name])] == []
     for later in ("checkpoint-5", "checkpoint-4"):
         shutil.rmtree(tmp_path / "broken" / later)
+    with monkeypatch.context() as patch:
+        patch.setitem(INTERVENTIONS, "state_passing", InterruptedTrainer)
+        assert train("--resume-from-checkpoint", str(found), **options, output_dir=tmp_path / "broken") == 130
+    assert "options in place of --resume-from-checkpoint to continue" in capsys.readouterr().out
     assert train("--resume-from-checkpoint", str(found), **options, output_dir=tmp_path / "broken") == 0
     with pytest.raises(SystemExit):
         train("--resume", str(found), **options, output_dir=tmp_path / "broken")
