@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from transformers import CompileConfig, GenerationConfig
@@ -97,6 +98,21 @@ def test_what_it_returns_is_what_generate_returns() -> None:
     with torch.no_grad():
         model(prompt[:, :1], cache=given)  # not compiled: the generate is over
     assert graphs() == 1
+
+
+@compiling
+def test_under_inference_mode_with_an_adapter_and_in_training_mode() -> None:
+    lora = LoraConfig(r=2, target_modules=["in_proj"], init_lora_weights=False)
+    model, prompt = build(MAMBA2, torch.float64), random_tokens(2, 5)
+    get_peft_model(model, lora)
+    expected = generate(model, prompt)
+    with torch.inference_mode():
+        assert torch.equal(compiled(model, prompt), expected)
+        state = compiled(model, prompt, return_dict_in_generate=True).cache.state
+    model.train()
+    assert torch.equal(compiled(model, prompt), expected)
+    after = generate(model, prompt, initial_state=state)
+    assert torch.equal(compiled(model, prompt, initial_state=state), after)
 
 
 @compiling

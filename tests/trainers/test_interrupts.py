@@ -107,7 +107,7 @@ def test_training_in_another_thread_leaves_signals_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SINCE_5_23, reason="two processes cannot resume, see test_processes.py")
+@pytest.mark.skipif(not SINCE_5_23, reason="two processes cannot resume, see test_methods.py")
 def test_a_signal_to_one_of_two_processes_stops_both_after_the_same_step(tmp_path: Path) -> None:
     run = {"rows": 24, "processes": 2, "max_steps": 4, "save_steps": 4}
     folder = {"output_dir": str(tmp_path / "run")}
