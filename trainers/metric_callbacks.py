@@ -147,9 +147,10 @@ class MetricCallback(AttachedCallback):
             self._measure(state, control)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.at_end and self._measured_at != state.global_step:
+        loaded = args.load_best_model_at_end and state.best_model_checkpoint is not None  # of another step, maybe
+        if self.at_end and not loaded and self._measured_at != state.global_step:
             self._measure(state, control)
-        self._training = False  # the best weights may be loaded next
+        self._training = False
 
     def on_evaluate(
         self,

@@ -1,6 +1,7 @@
 """`lengthgen train`: train or post-train a model with any intervention."""
 
 import contextlib
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, set_seed
+from transformers.integrations import integration_utils
 
 from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, holds_adapter, to_merge
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
@@ -90,6 +92,7 @@ def train(
         ValueError: for settings that contradict each other, and as the data, model and trainer raise.
     """
     _check_folders(settings, training)
+    _check_watched(settings, training)
     set_seed(training.seed)
     model = _model(settings, trainer_class.needs_states)
     if settings.attention_window is not None and (hasattr(model, "peft_config") or _state_alone(training)):
@@ -137,6 +140,9 @@ def train(
         trainer.push_to_hub()  # once more, now with the lineage
     if trainer.is_world_process_zero():
         text = [] if settings.of_symbols or settings.task == "examples" else _text_to_evaluate(settings)
+        if training.load_best_model_at_end and (best := trainer.state.best_model_checkpoint) is not None:
+            found = f"{training.metric_for_best_model} {trainer.state.best_metric:g}"
+            print(f"The saved weights are the best of this run: {found}, of {Path(best).name}.")
         print(_next_step(settings, training, length_before, text, takes_states(model)))
     return trainer
 
@@ -168,6 +174,21 @@ def _write_card(*arguments: Any) -> bool:
     from hf_recurrent_lengthgen.checkpoints.cards import write_card_of_run
 
     return write_card_of_run(*arguments)
+
+
+def _check_watched(settings: RunArguments, training: InitialStateConfig) -> None:
+    """Raise a `ValueError` for a best metric that no evaluation has, and for trackers that are not installed."""
+    known = ["loss", *(f"retrieval_{length}" for length in settings.retrieval_lengths or [])]
+    best = training.metric_for_best_model
+    if best is not None and not any(re.fullmatch(rf"(eval_)?{name}(_low|_high)?", best) for name in known):
+        raise ValueError(
+            f"metric_for_best_model is {best!r}, but evaluations of this run give {', '.join(known)} "
+            "(--retrieval-lengths adds more)."
+        )
+    for tracker in training.report_to:
+        is_available = getattr(integration_utils, f"is_{tracker}_available", None)
+        if is_available is not None and not is_available():
+            raise ValueError(f"report_to names {tracker}, which is not installed: install it, or leave it out.")
 
 
 def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None:
@@ -355,6 +376,8 @@ In Python, load_model({output!r}) loads it with its base, {settings.model}."""
         saved = f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*then, command]))}"
     numbers = ["--task-keys", str(settings.task_keys), "--task-values", str(settings.task_values)]
     asked = {"passkey": ["--task-style", settings.task_style], "keys": ["--task", "keys", *numbers, *text]}
+    if settings.task == "examples":
+        return f"{saved} for losses on text; the loss on answers is eval_loss in training (--eval-strategy)."
     if settings.task not in asked:
         return saved
     longer = ["lengthgen", "retrieve", output, "--lengths", str(2 * max(settings.row_lengths))]

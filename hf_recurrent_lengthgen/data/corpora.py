@@ -150,7 +150,8 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
     # `datasets` raises StopIteration for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        why = "it is empty" if isinstance(cause, StopIteration) else f"{type(cause).__name__}: {cause}"
+        is_empty = isinstance(cause, StopIteration) or "corresponds to no data" in str(cause)
+        why = "it is empty" if is_empty else f"{type(cause).__name__}: {cause}"
         raise ValueError(
             f"cannot read split {split!r} of {str(path_or_name)!r}: {why}; "
             "give an existing file or folder that has data in this split, or the name of a Hub dataset"

@@ -145,5 +145,5 @@ def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **opti
     options |= example.get("chat_template_kwargs") or {}
     try:
         return tokenizer.apply_chat_template(chat, return_dict=True, **options)
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses it ({error})") from error

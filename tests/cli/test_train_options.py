@@ -179,6 +179,11 @@ def test_the_help_of_every_option_shown_says_what_holds_without_it() -> None:
         ({"resume_from_checkpoint": "x"}, "Cannot resume from x: there is no such folder. The newest complete"),
         ({"resume_from_checkpoint": "x", "resume": True}, "that it names: give one of the two"),
         ({"task": "babilong"}, "task babilong needs task_files"),
+        ({"report_to": "trackio"}, "report_to names trackio, which is not installed"),
+        (
+            {"metric_for_best_model": "retrieval_1k", "retrieval_lengths": 1024, "eval_strategy": "steps"},
+            "is 'retrieval_1k', but evaluations of this run give loss, retrieval_1024",
+        ),
         ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "own rows: leave out alignment_alpha"),
         ({"alignment_max_extra": 2}, "have no effect without alignment_alpha"),
         ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, training_length 8"),
@@ -205,6 +210,12 @@ def test_bad_settings_are_refused_in_one_line(
         ("--model m --trust-remote-code", None, "evaluate m out --roles base,cured --trust-remote-code"),
         ("--model m/config.json", None, "evaluate out"),
         ("--model m --task copying", None, "accuracy out"),
+        (
+            "--model m --task examples --data x.jsonl",
+            None,
+            "evaluate m out --roles base,cured for losses on text; the loss on answers is eval_loss in training "
+            "(--eval-strategy).",
+        ),
     ],
 )
 def test_what_to_measure_next(arguments: str, length_before: int | None, following: str) -> None:

@@ -211,6 +211,7 @@ def test_wrong_column_and_split_errors_name_what_is_there(sources: Path, name: s
         ("a.txt", b"", "its 1 rows are empty"),
         ("a.txt", b"\xff\xfe", "UnicodeDecodeError"),
         ("a.jsonl", b"", "cannot read split 'train' of .*: it is empty; give an existing file or folder"),
+        ("a.jsonl", b"\n\n", "cannot read split 'train' of .*: it is empty; give an existing file or folder"),
         ("a.jsonl", b'{"text": \n nonsense', "JSON parse error"),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "must hold texts, but row 1 is None"),
         ("a.jsonl", b'{"text": ["a"]}\n', "must hold texts, but row 0 is"),

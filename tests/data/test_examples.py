@@ -118,6 +118,11 @@ PAIR = {"prompt": "a", "completion": "b"}
         ),
         ({"messages": [{"content": "a"}]}, TEMPLATE, "a message has the role None, but must have one of system"),
         ({"messages": messages([("tool", "a")])}, TEMPLATE, r"the chat template refuses it \(no tools here\)"),
+        (
+            {"messages": messages([("user", 1)])},
+            "{{ '' + messages[0].content }}{% generation %}{% endgeneration %}",
+            r"refuses it \(can only conc",
+        ),
         ({"prompt": "", "completion": ""}, TEMPLATE, "it has no answer to learn"),
         ({"prompt": "The pass ", "completion": "key"}, TEMPLATE, "others where the completion follows: move the sp"),
         (

@@ -271,6 +271,27 @@ def test_the_best_model_is_that_of_a_metric(tmp_path: Path, own: bool) -> None:
     toys.assert_same_weights(harm.weights[4], harm.weights[1])
 
 
+class StopAfter(TrainerCallback):
+    """Ends the training after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+def test_the_best_weights_are_not_measured_as_those_of_the_last_step(tmp_path: Path) -> None:
+    callback = MetricCallback([Metric("context_harm", Falling(), greater_is_better=False)], at_start=False)
+    best = {"metric_for_best_model": "context_harm", "load_best_model_at_end": True, "greater_is_better": False}
+    trainer = evaluating(tmp_path, True, callback, **best, eval_steps=2, save_steps=2, max_steps=6)
+    trainer.add_callback(StopAfter(5))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "eval_context_harm" in entry]
+    assert [(entry["step"], entry["eval_context_harm"]) for entry in logged] == [(2, 3.0), (4, 1.0)]
+    assert (trainer.state.best_global_step, trainer.state.global_step) == (4, 5)
+
+
 def test_early_stopping_reads_a_metric(tmp_path: Path) -> None:
     callback = MetricCallback(
         [Metric("context_harm", Falling(), greater_is_better=False)], every_steps=100, at_start=False, at_end=False
