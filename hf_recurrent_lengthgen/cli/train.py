@@ -185,7 +185,7 @@ def _check_watched(settings: RunArguments, training: InitialStateConfig) -> None
             f"metric_for_best_model is {best!r}, but evaluations of this run give {', '.join(known)} "
             "(--retrieval-lengths adds more)."
         )
-    for tracker in training.report_to:
+    for tracker in training.report_to or ():
         is_available = getattr(integration_utils, f"is_{tracker}_available", None)
         if is_available is not None and not is_available():
             raise ValueError(f"report_to names {tracker}, which is not installed: install it, or leave it out.")
