@@ -140,6 +140,8 @@ def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **opti
                 "template names: correct it, or the template"
             )
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    if any("weight" in message for message in chat):
+        raise ValueError("a message has a weight, but all answers of a chat count the same: leave weights out")
     tools = example.get("tools")
     options |= {"tools": json.loads(tools) if isinstance(tools, str) else tools}
     options |= example.get("chat_template_kwargs") or {}

@@ -123,6 +123,11 @@ PAIR = {"prompt": "a", "completion": "b"}
             "{{ '' + messages[0].content }}{% generation %}{% endgeneration %}",
             r"refuses it \(can only conc",
         ),
+        (
+            {"messages": [{**messages(CHATS[0])[0], "weight": 0}]},
+            TEMPLATE,
+            "all answers of a chat count the same: leave",
+        ),
         ({"prompt": "", "completion": ""}, TEMPLATE, "it has no answer to learn"),
         ({"prompt": "The pass ", "completion": "key"}, TEMPLATE, "others where the completion follows: move the sp"),
         (
