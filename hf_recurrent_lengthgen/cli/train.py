@@ -179,7 +179,7 @@ def _write_card(*arguments: Any) -> bool:
 def _check_watched(settings: RunArguments, training: InitialStateConfig) -> None:
     """Raise a `ValueError` for a best metric that no evaluation has, and for trackers that are not installed."""
     known = ["loss", *(f"retrieval_{length}" for length in settings.retrieval_lengths or [])]
-    best = training.metric_for_best_model
+    best = None if settings.import_file else training.metric_for_best_model  # own trainers may have other metrics
     if best is not None and not any(re.fullmatch(rf"(eval_)?{name}(_low|_high)?", best) for name in known):
         raise ValueError(
             f"metric_for_best_model is {best!r}, but evaluations of this run give {', '.join(known)} "

@@ -73,10 +73,7 @@ def _found(
     data = settings.chosen_eval_data if held_out else settings.data
     split = settings.chosen_eval_split if held_out else settings.chosen_split
     if settings.task == "examples":
-        try:
-            return LabelledExamples(load_rows(data, split), tokenizer)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{data} is not UTF-8 ({error}): convert it.") from error
+        return LabelledExamples(load_rows(data, split), tokenizer)
     if settings.task == "babilong":
         return _questions(settings, "test" if held_out else "train", data, split, seed, tokenizer)
     stream = stream_of(settings, data, split, tokenizer)

@@ -146,7 +146,9 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
         datasets.disable_progress_bars()
     try:
         name, options = _builder_of(files) if files else (str(Path(path_or_name).expanduser()), {})
-        return datasets.load_dataset(name, split=split, **options)
+        rows = datasets.load_dataset(name, split=split, **options)
+        rows.data.validate(full=True)  # JSON is read whatever its encoding, and fails at the first look at a row
+        return rows
     # `datasets` raises StopIteration for empty JSON, and ArrowInvalid, a ValueError, for bad Parquet.
     except (datasets.exceptions.DatasetsError, OSError, StopIteration, ValueError) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error

@@ -322,7 +322,7 @@ def test_an_intervention_from_a_file(
 ) -> None:
     name = f"own_method_{in_file}".lower()
     own = write(tmp_path / f"{name}.py", OWN)
-    given: dict[str, Any] = {"intervention": "own", "own_size": 2.5}
+    given: dict[str, Any] = {"intervention": "own", "own_size": 2.5, "metric_for_best_model": "of_its_own"}
     known = dict(INTERVENTIONS)
     try:
         if in_file:

@@ -6,6 +6,7 @@ import json
 import os
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import datasets
 import huggingface_hub
@@ -141,8 +142,13 @@ def test_every_source_gives_the_same_texts_and_slices(sources: Path, name: str) 
 @pytest.mark.parametrize("shown", [True, False])
 def test_bars_are_shown_where_transformers_shows_some(shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
+
+    def load(*_: Any, **__: Any) -> datasets.Dataset:
+        seen.append(datasets.are_progress_bars_disabled())
+        return datasets.Dataset.from_dict({"text": ["a"]})
+
     monkeypatch.setattr(logging, "is_progress_bar_enabled", lambda: shown)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: seen.append(datasets.are_progress_bars_disabled()))
+    monkeypatch.setattr(datasets, "load_dataset", load)
     quiet = datasets.are_progress_bars_disabled()  # by the module of another test
     datasets.enable_progress_bars()
     load_rows("some/name")
@@ -213,6 +219,7 @@ def test_wrong_column_and_split_errors_name_what_is_there(sources: Path, name: s
         ("a.jsonl", b"", "cannot read split 'train' of .*: it is empty; give an existing file or folder"),
         ("a.jsonl", b"\n\n", "cannot read split 'train' of .*: it is empty; give an existing file or folder"),
         ("a.jsonl", b'{"text": \n nonsense', "JSON parse error"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "f\xfcr"}\n', "Invalid UTF8 sequence at string index 1"),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "must hold texts, but row 1 is None"),
         ("a.jsonl", b'{"text": ["a"]}\n', "must hold texts, but row 0 is"),
         ("a.parquet", b"PAR1", "Parquet"),

@@ -110,7 +110,8 @@ def test_rows_with_padding_and_packed_ones_count_the_same_on_several_processes(
 @pytest.mark.slow
 @pytest.mark.parametrize("job", TRAINED, ids=str)
 def test_several_processes_train_the_weights_of_one(job: tuple[Any, ...], found: Results) -> None:
-    assert_same_weights(found[job])
+    # drawn windows are stepped on with SGD, and Adam makes more of rounding
+    assert_same_weights(found[job], atol=1e-6 if job == ("with_windows",) else 1e-4)
 
 
 @pytest.mark.slow
@@ -128,9 +129,9 @@ def test_the_main_process_measures_and_all_go_on_or_end(found: Results) -> None:
         assert found["counted", True][n] == [failed] * n
 
 
-def assert_same_weights(by_processes: dict[int, list[Any]]) -> None:
+def assert_same_weights(by_processes: dict[int, list[Any]], atol: float = 1e-4) -> None:
     """In float64, with losses in float32; a wrong row makes 1e-2, another window 8e-3."""
     (one,) = by_processes[1]
     for several in (by_processes[2], by_processes[3]):
         for weights in several:
-            torch.testing.assert_close(weights, one, rtol=0, atol=1e-4)
+            torch.testing.assert_close(weights, one, rtol=0, atol=atol)
