@@ -294,6 +294,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 sequences = micro_batch.sequences
                 share = from_zero if sequences is None else 1 - (1 - from_zero) * place.rows / sequences
                 self._logs.add(zero_states=share)
+                if state is None and self.args.torch_compile and not self.initial_states.always_zero:
+                    state = base_of(self.model).zero_state(place.rows)  # or a second graph is compiled for None
             inputs |= {"initial_state": micro_batch.layout.scatter(state), "output_final_state": True}
         if self._shared.group is not None:
             inputs["sequence_group"] = self._shared.group

@@ -100,6 +100,11 @@ class LearnedStateTrainer(InitialStateTrainer):
                 "LearnedStateTrainer does not work with FSDP, because the learned state is used outside the layers "
                 "that FSDP gathers: use DDP."
             )
+        if self.accelerator.state.dynamo_plugin.use_regional_compilation:
+            raise ValueError(
+                "LearnedStateTrainer cannot compile layer by layer (accelerate's use_regional_compilation), because "
+                "the learned state is outside of layers: compile the whole model."
+            )
 
     def prepared(self, model: Any, args: LearnedStateConfig) -> Any:
         """The model with the state as a submodule for optimizer, DDP and clipping; it is saved in its own file."""

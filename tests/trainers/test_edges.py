@@ -142,15 +142,3 @@ def test_the_settings_of_a_source_stand_beside_its_share(settings: Settings) -> 
     assert made["fitted_noise"].beta == 0.7
     assert (made["state_passing"].drop_probability, made["state_passing"].carry_conv_state) == (0.0, False)
     assert config.assume_shuffled
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler, about its own internals
-def test_a_compiled_model_trains_the_same_weights(settings: Settings) -> None:
-    results = []
-    for compiler in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
-        config = settings(StatePassingConfig, **compiler, alignment_alpha=0.1)
-        trainer = StatePassingTrainer(toys.tiny_model(num_hidden_layers=1), config, train_dataset=toys.sequences(8))
-        trainer.train()
-        results.append(toys.weights(trainer.model))
-    toys.assert_same_weights(*results, atol=1e-4)
