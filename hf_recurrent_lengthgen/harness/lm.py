@@ -5,6 +5,7 @@ Results are those of lm_eval's own class for Transformers (`hf`) on the same wei
 - nothing is truncated on the left (`hf` truncates to `max_length`, 2,048 for a config without a length);
 - `loglikelihood_rolling` reads a document as one stream, while `hf` cuts it into windows of `max_length` tokens and
   forgets at each border;
+- a beginning of text that the tokenizer puts before a document is not scored there; `hf` scores it, after another one;
 - a tokenizer that appends an end of text to each text (ByT5's) does not do so here; `hf` counts that token as context;
 - each generated text, and each beam, ends by its own tokens, as a single text does with `hf`. In batches, `hf`
   continues until all rows hold a stop string, which can change answers.
@@ -186,7 +187,7 @@ class StateLM(TemplateLM):
             ValueError: if the model returns NaN.
         """
         strings = [str(request.args[0]) for request in requests]
-        encoded = [self.tok_encode(string) for string in strings]
+        encoded = [self.tok_encode(string)[self._add_bos :] for string in strings]
         results = [0.0] * len(strings)
         places = [place for place, ids in enumerate(encoded) if ids]
         pairs = [([self.prefix_token_id], encoded[place]) for place in places]

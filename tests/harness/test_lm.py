@@ -199,6 +199,11 @@ def test_a_beginning_of_text_stands_where_the_tokenizer_puts_it(stock: Mamba2For
     theirs = HFLM(pretrained=stock, tokenizer=tokenizer, max_length=4096)
     asked = requests("loglikelihood", ("a b c", " d"), ("a b c", " e f"), ("", "a b"), ("<s> a b", " c"))
     assert_same(ours.loglikelihood(asked, **QUIET), theirs.loglikelihood(asked, **QUIET))
+    documents = requests("loglikelihood_rolling", ("a b c",), ("<s> a b c",), ("",))
+    with torch.no_grad():
+        after = stock(input_ids=torch.tensor([[0, 3, 4, 5]])).logits[0].log_softmax(-1)
+    once = float(after[range(3), [3, 4, 5]].sum())
+    assert ours.loglikelihood_rolling(documents, **QUIET) == pytest.approx([once, once, 0.0], abs=1e-4)
 
 
 def test_answers_reach_the_cache_of_lm_eval(ours: StateLM, tmp_path: Path) -> None:
