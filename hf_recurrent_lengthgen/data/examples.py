@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from .packing import IGNORED_LABEL
 
@@ -122,12 +123,18 @@ def _chat(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[b
             f"{type(tokenizer).__name__} does not say which characters a token stands for, so the answers of a chat "
             "cannot be found: give a fast tokenizer, or prompt and completion"
         )
-    found = _templated(example["messages"], example, tokenizer, return_assistant_tokens_mask=True)
-    return found["input_ids"], [bool(answer) for answer in found["assistant_masks"]]
+    [text], [answers] = _templated(example["messages"], example, tokenizer, return_assistant_tokens_mask=True)
+    # `assistant_masks` of Transformers before 5.24 go on to the end after an answer whose last character is in no token
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = found["offset_mapping"]
+    return found["input_ids"], [any(begin < last and end > first for first, last in answers) for begin, end in offsets]
 
 
 def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **options: Any) -> Any:
-    """What the chat template makes of messages; keys without value, which `datasets` adds, are left out."""
+    """What the chat template makes of messages: tokens, or texts and places of answers if a mask of them is asked for.
+
+    Keys without value, which `datasets` adds, are left out.
+    """
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give one that has, or prompt and completion as texts")
     if not messages or not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
@@ -146,6 +153,8 @@ def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **opti
     options |= {"tools": json.loads(tools) if isinstance(tools, str) else tools}
     options |= example.get("chat_template_kwargs") or {}
     try:
+        if options.get("return_assistant_tokens_mask"):
+            return render_jinja_template([chat], chat_template=template, **tokenizer.special_tokens_map | options)
         return tokenizer.apply_chat_template(chat, return_dict=True, **options)
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses it ({error})") from error

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen.data import LabelledExamples, byte_tokenizer
@@ -78,6 +78,20 @@ def test_the_labels_of_a_chat_are_its_answers_and_the_end() -> None:
     (row,) = LabelledExamples([{"messages": messages(CHATS[0])}], made := tokenizer())  # type: ignore[misc]
     assert made.decode(row["labels"][row["labels"] != -100]) == " bathroom<eos> 12345.<eos>"
     assert made.decode(row["input_ids"]).startswith("Q: Where is Mary?\nA: bathroom<eos>\nQ: And")
+
+
+def test_answers_end_where_the_template_says_although_no_token_holds_their_last_character() -> None:
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate("abcd")}))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words)
+    made.chat_template = (
+        "{% for message in messages %}{% if message.role == 'user' %}{{ message.content + '\n' }}{% else %}"
+        "{% generation %}{{ ' ' + message.content + '\n' }}{% endgeneration %}{% endif %}{% endfor %}"
+    )
+    chat = messages([("assistant", "a"), ("user", "b c"), ("assistant", "d a"), ("user", "c")])
+    (row,) = LabelledExamples([{"messages": chat}], made)  # type: ignore[misc]
+    assert row["input_ids"].tolist() == [0, 1, 2, 3, 0, 2]
+    assert row["labels"].tolist() == [0, -100, -100, 3, 0, -100]
 
 
 def test_a_role_that_the_template_names_is_one() -> None:
