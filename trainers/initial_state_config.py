@@ -109,6 +109,11 @@ class InitialStateConfig(TrainingArguments):
             raise ValueError("bptt_window counts chunks, so it needs bptt_chunk_length: set it, too.")
         if self.bptt_chunk_length is not None and self.alignment_alpha:
             raise ValueError("bptt_chunk_length keeps no logits, which alignment_alpha needs: set only one of them.")
+        if self.neftune_noise_alpha and (self.bptt_chunk_length is not None or self.context_parallel_size > 1):
+            raise ValueError(
+                "neftune_noise_alpha scales noise by the length of rows, but with bptt_chunk_length or "
+                "context_parallel_size the model gets parts of them, with larger noise: set only one of them."
+            )
         if self.context_parallel_size > 1:
             beside = ("alignment_alpha", "bptt_chunk_length", "torch_compile", "eval_use_gather_object")
             if wrong := [name for name in beside if getattr(self, name)]:

@@ -109,3 +109,12 @@ def test_annotations_that_cannot_be_evaluated_are_not_checked() -> None:
     assert OfOnesOwn.alone(anything="text", later="text").later == "text"
     with pytest.raises(ValueError, match="count must be an integer"):
         OfOnesOwn.alone(count="text")
+
+
+@pytest.mark.parametrize("parts", [{"bptt_chunk_length": 1}, {"context_parallel_size": 2}], ids=str)
+def test_noise_that_would_be_scaled_by_the_length_of_parts_is_refused(parts: dict[str, int], tmp_path: Path) -> None:
+    assert make(StatePassingConfig, tmp_path, neftune_noise_alpha=5.0).neftune_noise_alpha == 5.0
+    with pytest.raises(
+        ValueError, match="neftune_noise_alpha scales noise by the length of rows, but with bptt_chunk"
+    ):
+        make(StatePassingConfig, tmp_path, neftune_noise_alpha=5.0, **parts)
