@@ -124,7 +124,7 @@ def _chat(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[b
             "cannot be found: give a fast tokenizer, or prompt and completion"
         )
     [text], [answers] = _templated(example["messages"], example, tokenizer, return_assistant_tokens_mask=True)
-    # `assistant_masks` of Transformers before 5.24 go on to the end after an answer whose last character is in no token
+    # `assistant_masks` before Transformers 5.24 go on to the end where no token holds the last character of an answer
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = found["offset_mapping"]
     return found["input_ids"], [any(begin < last and end > first for first, last in answers) for begin, end in offsets]

@@ -59,13 +59,14 @@ class LearnedState(nn.Module):
                 parameter.requires_grad_(trained and parameter.numel() > 0)
 
     def forward(self) -> RecurrentState:
-        """The state with one row."""
-        return tuple(LayerState(*parts) for parts in zip(self.recurrent, self.conv, strict=True))
+        """The state with one row, in full precision also where the model was cast to less (`bf16_full_eval`)."""
+        state = tuple(LayerState(*parts) for parts in zip(self.recurrent, self.conv, strict=True))
+        return map_state(lambda part: part.to(state_dtype(part.dtype)), state)
 
     @torch.no_grad()
     def set(self, state: RecurrentState) -> None:
         """Copy the values of a state with one row."""
-        for own, given in zip(self(), state, strict=True):
+        for own, given in zip((self.recurrent, self.conv), zip(*state, strict=True), strict=True):
             for parameter, value in zip(own, given, strict=True):
                 parameter.copy_(value)
 

@@ -135,6 +135,19 @@ def test_evaluation_starts_from_the_learned_state(learner: MakeLearner) -> None:
     assert abs(given - zero) > 1e-2
 
 
+def test_evaluation_in_bfloat16_starts_from_the_learned_state(learner: MakeLearner, tmp_path: Path) -> None:
+    trainer = learner(learning_rate=1.0, per_device_eval_batch_size=8, bf16_full_eval=True)
+    trainer.train()
+    state, data = trainer.learned_state(), toys.sequences(8)
+    ids, labels = (torch.stack([item[name] for item in data]) for name in ("input_ids", "labels"))
+    with torch.no_grad():
+        expected = trainer.model(ids, labels=labels, initial_state=rows_of(state, 8)).loss.item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-2)
+    trainer.save_model(str(tmp_path / "saved"))
+    saved, _ = load_state(tmp_path / "saved" / "learned_state.safetensors")
+    torch.testing.assert_close(saved, state, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("train_model", [False, True])
 def test_a_state_is_learned_with_or_instead_of_adapters(
     learner: MakeLearner, tmp_path: Path, train_model: bool
