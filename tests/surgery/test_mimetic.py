@@ -16,9 +16,7 @@ from hf_recurrent_lengthgen.models import (
     StatefulMamba2ForCausalLM,
     StatefulMambaConfig,
     StatefulMambaForCausalLM,
-    StatefulRWKV6Config,
     StatefulRWKV6ForCausalLM,
-    StatefulRWKV7Config,
     StatefulRWKV7ForCausalLM,
 )
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
@@ -63,15 +61,26 @@ def only(switch: str) -> dict[str, bool]:
     return {name: name == switch for name in SWITCHES}
 
 
-def test_a_is_a_power_of_the_heads_number() -> None:
-    model: Any = stateful_model(num_heads=4, head_dim=2)
+def refused(model: nn.Module, message: str, **arguments: Any) -> None:
+    """The arguments are refused, and nothing was changed."""
+    before = parameters(model)
+    with pytest.raises(ValueError, match=message):
+        mimetic_initialization(model, **arguments)
+    assert changed_names(before, model) == set()
+
+
+@pytest.mark.parametrize("channels", [(), (8,)], ids=["Mamba-2", "Mamba-1"])
+def test_a_is_a_power_of_the_number_of_the_head_or_in_each_channel_of_the_state(
+    channels: tuple[int, ...],
+) -> None:
+    model: Any = mamba1_model(state_size=4) if channels else stateful_model(num_heads=4, head_dim=2)
     mimetic_initialization(model, **only("a"), c=2.0)
     a_log = model.backbone.layers[1].mixer.A_log
-    torch.testing.assert_close(-a_log.exp(), torch.tensor([-1.0, -1 / 4, -1 / 9, -1 / 16]))
+    torch.testing.assert_close(-a_log.exp(), torch.tensor([-1.0, -1 / 4, -1 / 9, -1 / 16]).expand(*channels, 4))
     mimetic_initialization(model, **only("a"), c=2.0, offset=1)
-    torch.testing.assert_close(-a_log.exp(), torch.tensor([-1 / 4, -1 / 9, -1 / 16, -1 / 25]))
+    torch.testing.assert_close(-a_log.exp(), torch.tensor([-1 / 4, -1 / 9, -1 / 16, -1 / 25]).expand(*channels, 4))
     mimetic_initialization(model, **only("a"))
-    torch.testing.assert_close(a_log, torch.tensor([0.0, -5.5451774, -8.7888983, -11.0903549]))
+    torch.testing.assert_close(a_log[..., 2:], torch.tensor([-8.7888983, -11.0903549]).expand(*channels, 2))
 
 
 def test_a_step_is_one_whatever_the_input() -> None:
@@ -108,19 +117,13 @@ def test_the_convolution_returns_its_input(use_conv_bias: bool) -> None:
     assert torch.equal(convolved[..., :7], x)
 
 
-def test_all_switches_are_on_by_default_and_in_all_layers() -> None:
-    model = stateful_model()
-    before = parameters(model)
+def test_all_switches_are_on_by_default_and_in_all_layers_and_the_config_stays() -> None:
+    model: Any = stateful_model()
+    before, config = parameters(model), copy.deepcopy(model.config.to_dict())
     mimetic_initialization(model)
     names = set().union(*CHANGED.values())
     assert changed_names(before, model) == {f"backbone.layers.{layer}.{name}" for layer in range(3) for name in names}
-
-
-def test_the_config_does_not_change() -> None:
-    model: Any = stateful_model()
-    before = copy.deepcopy(model.config.to_dict())
-    mimetic_initialization(model)
-    assert model.config.to_dict() == before
+    assert model.config.to_dict() == config
 
 
 @pytest.mark.parametrize(
@@ -139,32 +142,20 @@ def test_the_config_does_not_change() -> None:
     ids=str,
 )
 def test_an_impossible_argument_is_refused_and_nothing_changed(arguments: dict[str, Any], complaint: str) -> None:
-    model = stateful_model()
-    before = parameters(model)
-    with pytest.raises(ValueError, match=complaint):
-        mimetic_initialization(model, **arguments)
-    assert changed_names(before, model) == set()
+    refused(stateful_model(), complaint, **arguments)
 
 
 def test_a_model_without_known_mixers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no mixer of Mamba-1 .*, Mamba-2 .* or GLA"):
-        mimetic_initialization(nn.Linear(2, 2))
+    refused(nn.Linear(2, 2), r"Linear has no mixer of Mamba-1 .*, Mamba-2 .* or GLA")
     sizes = {"vocab_size": 11, "hidden_size": 64, "num_hidden_layers": 1}
-    for rwkv in (
-        StatefulRWKV6ForCausalLM(StatefulRWKV6Config(**sizes)),
-        StatefulRWKV7ForCausalLM(StatefulRWKV7Config(**sizes)),
-    ):
-        with pytest.raises(ValueError, match=f"{type(rwkv).__name__} has no mixer"):
-            mimetic_initialization(rwkv)
+    for rwkv in (StatefulRWKV6ForCausalLM, StatefulRWKV7ForCausalLM):
+        refused(rwkv(rwkv.config_class(**sizes)), f"{rwkv.__name__} has no mixer")
 
 
 def test_another_layout_of_the_input_projection_is_refused_and_nothing_changed() -> None:
     model: Any = stateful_model()
     model.backbone.layers[2].mixer.in_proj = nn.Linear(4, 34)
-    before = parameters(model)
-    with pytest.raises(ValueError, match="in_proj has 34 rows"):
-        mimetic_initialization(model)
-    assert changed_names(before, model) == set()
+    refused(model, "in_proj has 34 rows")
 
 
 @pytest.mark.parametrize("limit", [(0.001, 0.1), (1.5, 2.0)])
@@ -174,11 +165,7 @@ def test_steps_that_would_be_clamped_are_refused(stock: bool, limit: tuple[float
     model = randomized(Mamba2ForCausalLM(Mamba2Config(**fields, expand=2))) if stock else stateful_model(**fields)
     before = parameters(model)
     for delta in (None, True):
-        with pytest.raises(
-            ValueError, match=r"layer 0 clamps them to .*time_step_limit with 1 inside.* or delta=False"
-        ):
-            mimetic_initialization(model, delta=delta)
-    assert changed_names(before, model) == set()
+        refused(model, r"layer 0 clamps them to .*time_step_limit with 1 inside.* or delta=False", delta=delta)
     mimetic_initialization(model, delta=False)
     assert changed_names(before, model) != set()
     inside: Any = stateful_model(time_step_limit=(0.001, 1.0))
@@ -206,15 +193,6 @@ MAMBA1_CHANGED = {
 
 def mamba1_model(**changes: Any) -> Any:
     return randomized(StatefulMambaForCausalLM(StatefulMambaConfig(**{**MAMBA1_SIZES, **changes})))
-
-
-def test_mamba1_a_is_a_power_of_the_states_number_in_every_channel() -> None:
-    model = mamba1_model()
-    mimetic_initialization(model, **only("a"), c=2.0)
-    a_log = model.backbone.layers[1].mixer.A_log
-    torch.testing.assert_close(-a_log.exp(), torch.tensor([-1.0, -1 / 4, -1 / 9]).expand(8, 3))
-    mimetic_initialization(model, **only("a"), c=2.0, offset=1)
-    torch.testing.assert_close(-a_log.exp(), torch.tensor([-1 / 4, -1 / 9, -1 / 16]).expand(8, 3))
 
 
 def test_mamba1_a_step_is_one_whatever_the_input() -> None:
@@ -333,9 +311,7 @@ def test_gla_convolutions_become_the_identity_where_there_are_some() -> None:
 def test_a_switch_that_a_mixer_does_not_have_is_refused_and_nothing_changed(switch: str, reason: str) -> None:
     model = gla_model()
     before = parameters(model)
-    with pytest.raises(ValueError, match=rf"{switch} does not exist in layer 0 \(GLA\): {reason}"):
-        mimetic_initialization(model, **{switch: True})
-    assert changed_names(before, model) == set()
+    refused(model, rf"{switch} does not exist in layer 0 \(GLA\): {reason}", **{switch: True})
     mimetic_initialization(model, **{switch: False})
     assert "model.layers.0.attn.q_proj.weight" in changed_names(before, model)
 
@@ -346,8 +322,7 @@ def test_layers_of_hybrids_are_those_of_the_model(model_type: str) -> None:
     model = randomized(tiny_model(model_type))
     before = parameters(model)
     mixers = sorted(int(name.split(".")[2]) for name in before if name.endswith("A_log"))
-    with pytest.raises(ValueError, match=re.escape(f"layers must be some of {mixers}, got [99]")):
-        mimetic_initialization(model, layers=[99])
+    refused(model, re.escape(f"layers must be some of {mixers}, got [99]"), layers=[99])
     mimetic_initialization(model, layers=mixers[-1:])
     assert {int(name.split(".")[2]) for name in changed_names(before, model)} == {mixers[-1]}
     mimetic_initialization(model, c=2.0, offset=1)
@@ -363,8 +338,7 @@ def test_layers_of_hybrids_are_those_of_the_model(model_type: str) -> None:
 def test_attention_in_the_place_of_a_mixer_keeps_its_number_and_its_weights() -> None:
     model = stateful_model(attention_layers=[1])
     before = parameters(model)
-    with pytest.raises(ValueError, match=r"some of \[0, 2\], got \[1\]"):
-        mimetic_initialization(model, layers=[1])
+    refused(model, r"some of \[0, 2\], got \[1\]", layers=[1])
     mimetic_initialization(model)
     assert {name.split(".")[2] for name in changed_names(before, model)} == {"0", "2"}
 
