@@ -12,6 +12,7 @@ from hf_recurrent_lengthgen.models.scan_gla import scan_gla
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
+from hf_recurrent_lengthgen.models.scan_trapezoid import scan_trapezoid, turned
 
 from .scan_definitions import (
     scan_delta_reference,
@@ -20,6 +21,7 @@ from .scan_definitions import (
     scan_rwkv6_reference,
     scan_selective_reference,
     scan_ssd_reference,
+    scan_trapezoid_reference,
 )
 
 Inputs = dict[str, Tensor]
@@ -43,10 +45,11 @@ class Scan(NamedTuple):
         decays: Arguments that the decays are made of: one over time, and Mamba's A.
         paced: Inputs, a factor for each token (T,) and one for each head (H,), to inputs whose log decays have these
             factors: in Mamba the first in dt, the second in A.
-        decay: Of the first token, against the state; in `DELTA` its transition, (B, H, N, N).
+        decay: Of the first token, against the state; in `MATRICES` its transition, (B, H, N, N).
         kernel: Name of the kernel in the scan's file.
         package: That brings the kernel.
         error: Of float32 against float64, relative to the largest entry.
+        before: Further arguments that have a time dimension, with the token before the first one in front.
     """
 
     name: str
@@ -63,6 +66,7 @@ class Scan(NamedTuple):
     kernel: str
     package: str
     error: float
+    before: tuple[str, ...] = ()
 
 
 def _random(dtype: torch.dtype) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
@@ -310,5 +314,51 @@ DPLR = Scan(
     error=2e-6,
 )
 
+# --- Mamba-3 ---
+
+
+def trapezoid_inputs(
+    length: int, dtype: torch.dtype = torch.float64, rate: float = 1.0, heads: int = HEADS, angles: int = N // 2
+) -> Inputs:
+    """Decays exp(-rate * u) with u uniform up to 0.5, and angles of up to 1.5."""
+    normal, uniform = _random(dtype)
+    return {
+        "dt": uniform(BATCH, length, heads) / 2,
+        "g": -rate * uniform(BATCH, length, heads) / 2,
+        "share": uniform(BATCH, length, heads),
+        "w": 6 * uniform(BATCH, length, angles) - 3,
+        "x": normal(BATCH, 1 + length, heads, P),
+        "B": normal(BATCH, 1 + length, heads, N),
+        "C": normal(BATCH, length, heads, N),
+        "D": normal(heads),
+        "initial_state": normal(BATCH, heads, P, N),
+    }
+
+
+def _transition_of_trapezoid(inputs: Inputs) -> Tensor:
+    angles = (inputs["dt"][:, 0, :, None] * inputs["w"][:, 0, None])[:, :, None]
+    eye = torch.eye(N, dtype=angles.dtype).expand(BATCH, HEADS, N, N)
+    return inputs["g"][:, 0, :, None, None].exp() * turned(eye, angles.cos(), -angles.sin())
+
+
+TRAPEZOID = Scan(
+    name="trapezoid",
+    scan=scan_trapezoid,
+    reference=scan_trapezoid_reference,
+    make_inputs=trapezoid_inputs,
+    over_time=("dt", "g", "share", "w", "C"),
+    before=("x", "B"),
+    low=("x", "B", "C"),
+    idle=_zeros("dt", "g"),
+    resets=partial(_resets, trapezoid_inputs, "g"),
+    decays=("g",),
+    paced=lambda inputs, steps, rates: inputs | {"g": inputs["g"] * torch.outer(steps, rates)},
+    decay=_transition_of_trapezoid,
+    kernel="chunk_simple_gla",
+    package="flash-linear-attention",
+    error=2e-6,
+)
+
 DELTA = [delta(True), delta(False), DPLR]
-SCANS = [ssd(1), ssd(2), ssd(4), SELECTIVE, GLA, RWKV6, *DELTA]
+MATRICES = [*DELTA, TRAPEZOID]
+SCANS = [ssd(1), ssd(2), ssd(4), SELECTIVE, GLA, RWKV6, *MATRICES]

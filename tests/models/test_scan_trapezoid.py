@@ -1,6 +1,6 @@
-"""The scan of Mamba-3 against its definition: outputs, final state, every gradient, any length, any split."""
+"""What only the scan of Mamba-3 has, beside test_scans.py: turned keys, the token before, its dtypes and kernel."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,54 +11,13 @@ from hf_recurrent_lengthgen.models import scan_trapezoid as module
 from hf_recurrent_lengthgen.models.scan_pieces import piece_trapezoid
 from hf_recurrent_lengthgen.models.scan_trapezoid import scan_trapezoid
 
-from .law import assert_equal_up_to, weights_like
+from . import test_scans
+from .law import assert_equal_up_to
 from .scan_definitions import scan_gla_reference, scan_trapezoid_reference
+from .scans import TRAPEZOID, trapezoid_inputs
 
-Inputs = dict[str, Tensor]
-BATCH, HEADS, P, N, A = 2, 3, 4, 7, 2
-LENGTHS = [1, 2, 3, 63, 64, 65, 200]
-every_length = pytest.mark.parametrize("length", LENGTHS)
-OVER_TIME = ("dt", "g", "share", "w", "C")
-
-
-def make_inputs(length: int, dtype: torch.dtype = torch.float64, angles: int = A) -> Inputs:
-    """Decays exp(-u) with u up to 0.5, and angles of up to 1.5."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return {
-        "dt": uniform(BATCH, length, HEADS) / 2,
-        "g": -uniform(BATCH, length, HEADS) / 2,
-        "share": uniform(BATCH, length, HEADS),
-        "w": 6 * uniform(BATCH, length, angles) - 3,
-        "x": normal(BATCH, 1 + length, HEADS, P),
-        "B": normal(BATCH, 1 + length, HEADS, N),
-        "C": normal(BATCH, length, HEADS, N),
-        "D": normal(HEADS),
-        "initial_state": normal(BATCH, HEADS, P, N),
-    }
-
-
-def run(function: Callable[..., Any], inputs: Inputs, cuts: tuple[int, ...] = (), **options: Any) -> dict[str, Tensor]:
-    """Outputs, final state and gradients of a random functional of both; cut before the tokens `cuts`."""
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
-    outputs, state = [], leaves["initial_state"]
-    length = inputs["dt"].shape[1]
-    for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
-        piece = {name: leaves[name][:, start:stop] for name in OVER_TIME}
-        piece |= {name: leaves[name][:, start : stop + 1] for name in ("x", "B")}  # from the token before on
-        y, state = function(**(leaves | piece | {"initial_state": state}), **options)
-        outputs.append(y)
-    y = torch.cat(outputs, 1)
-    functional = (y * weights_like(y, 0)).sum() + (state * weights_like(state, 1)).sum()
-    gradients = torch.autograd.grad(functional, list(leaves.values()))
-    named = {f"gradient of {name}": value for name, value in zip(leaves, gradients, strict=True)}
-    return {"y": y.detach(), "final state": state.detach()} | named
+N, A = 5, 2
+run = partial(test_scans.run, TRAPEZOID)
 
 
 def loop(
@@ -87,50 +46,19 @@ def loop(
 
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_the_reference_is_the_equation(length: int) -> None:
-    inputs = make_inputs(length)
+    inputs = trapezoid_inputs(length)
     assert_equal_up_to(1e-12, run(scan_trapezoid_reference, inputs), run(loop, inputs))
 
 
-@pytest.mark.parametrize("chunk_size", [7, 64])
-@every_length
-def test_the_chunked_form_equals_the_definition(length: int, chunk_size: int) -> None:
-    inputs = make_inputs(length)
-    found = run(scan_trapezoid, inputs, chunk_size=chunk_size)
-    assert_equal_up_to(1e-12, found, run(scan_trapezoid_reference, inputs))
-
-
-@pytest.mark.parametrize("cuts", [(1,), (64,), (1, 2, 63, 70), (99,)], ids=str)
-def test_any_split_equals_the_whole(cuts: tuple[int, ...]) -> None:
-    inputs = make_inputs(100)
-    assert_equal_up_to(1e-12, run(scan_trapezoid, inputs, cuts), run(scan_trapezoid, inputs))
-
-
 def test_all_keys_may_turn() -> None:
-    inputs = make_inputs(20, angles=N // 2)
-    even = inputs | {name: inputs[name][..., :-1] for name in ("B", "C", "initial_state")}
-    for given in (inputs, even):
-        assert_equal_up_to(1e-12, run(scan_trapezoid, given), run(scan_trapezoid_reference, given))
-
-
-@pytest.mark.parametrize("length", [1, 65])
-def test_where_steps_and_decays_are_zero_the_state_stays_bit_for_bit(length: int) -> None:
-    inputs = make_inputs(length, torch.float32)
-    zero = {name: torch.zeros_like(inputs[name]) for name in ("dt", "g")}
-    assert torch.equal(scan_trapezoid(**(inputs | zero))[1], inputs["initial_state"])
-
-
-@torch.no_grad()
-def test_one_token_in_place_is_the_definition() -> None:
-    inputs = make_inputs(1)
-    expected = scan_trapezoid_reference(**inputs)
-    y, state = scan_trapezoid(**inputs, in_place=True)
-    torch.testing.assert_close((y, state), expected)
-    assert state.data_ptr() == inputs["initial_state"].data_ptr()
+    inputs = trapezoid_inputs(20)
+    inputs |= {name: inputs[name][..., : 2 * A] for name in ("B", "C", "initial_state")}
+    assert_equal_up_to(1e-12, run(scan_trapezoid, inputs), run(scan_trapezoid_reference, inputs))
 
 
 def test_a_piece_is_an_affine_map() -> None:
     """Of a state as large as the others, with all gradients."""
-    inputs = make_inputs(70)
+    inputs = trapezoid_inputs(70)
 
     def through_the_map(initial_state: Tensor, **others: Tensor) -> tuple[Tensor, Tensor]:
         found = piece_trapezoid(**others)
@@ -143,7 +71,7 @@ def test_a_piece_is_an_affine_map() -> None:
 @torch.no_grad()
 def test_angles_keep_their_precision_over_thousands_of_turns() -> None:
     """In float32, a sum of 2,000 angles of up to 30 has lost three digits; decays are weak."""
-    inputs = make_inputs(2_000)
+    inputs = trapezoid_inputs(2_000)
     inputs |= {"g": 1e-3 * inputs["g"], "w": inputs["w"].abs() * 20}
     rounded = {name: value.float() for name, value in inputs.items()}
     exact = scan_trapezoid_reference(**{name: value.double() for name, value in rounded.items()})
@@ -153,7 +81,7 @@ def test_angles_keep_their_precision_over_thousands_of_turns() -> None:
 
 @pytest.mark.parametrize("name", ["dt", "share", "x", "B", "C"])
 def test_what_is_not_finite_reaches_no_output_before_its_token(name: str) -> None:
-    inputs = make_inputs(100, torch.float32)
+    inputs = trapezoid_inputs(100, torch.float32)
     expected = scan_trapezoid(**inputs)[0]
     inputs[name] = inputs[name].clone()
     inputs[name][:, 50 + (name in ("x", "B"))] = float("nan")
@@ -164,7 +92,7 @@ def test_what_is_not_finite_reaches_no_output_before_its_token(name: str) -> Non
 
 def test_later_tokens_have_no_influence_at_all() -> None:
     """Not even of rounding, which Adam would make steps of."""
-    inputs = {name: value.requires_grad_() for name, value in make_inputs(70, torch.float32).items()}
+    inputs = {name: value.requires_grad_() for name, value in trapezoid_inputs(70, torch.float32).items()}
     gradients = torch.autograd.grad(scan_trapezoid(**inputs)[0][:, :40].sum(), list(inputs.values()))
     for (name, value), gradient in zip(inputs.items(), gradients, strict=True):
         if value.ndim > 1 and value.shape[1] in (70, 71):
@@ -174,7 +102,7 @@ def test_later_tokens_have_no_influence_at_all() -> None:
 
 
 def test_outputs_have_the_dtype_of_the_steps() -> None:
-    inputs = make_inputs(20, torch.float32)
+    inputs = trapezoid_inputs(20, torch.float32)
     low = {name: inputs[name].bfloat16() for name in ("x", "B", "C")}
     y, state = scan_trapezoid(**(inputs | low))
     assert (y.dtype, state.dtype) == (torch.float32, torch.float32)
@@ -185,7 +113,7 @@ def test_outputs_have_the_dtype_of_the_steps() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_the_kernel_gets_turned_keys_and_scaled_values(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """fla's `chunk_simple_gla`, whose states are (B, H, N, P) and gates (B, T, H), played by the definition of GLA."""
-    inputs = make_inputs(20)
+    inputs = trapezoid_inputs(20)
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor, **_: Any) -> Any:
         assert (q.dtype, k.dtype, v.dtype, scale) == (dtype, dtype, dtype, 1.0)
@@ -203,15 +131,6 @@ def test_the_kernel_gets_turned_keys_and_scaled_values(dtype: torch.dtype, monke
     assert_equal_up_to(1e-12 if dtype == torch.float64 else 0.03, found, expected)
 
 
-def test_the_arguments_are_not_changed() -> None:
-    inputs = make_inputs(65)
-    before = {name: value.clone() for name, value in inputs.items()}
-    run(scan_trapezoid, inputs)
-    with torch.no_grad():
-        scan_trapezoid(**inputs)
-    assert all(torch.equal(value, before[name]) for name, value in inputs.items())
-
-
 # as in test_scans.py
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.slow
@@ -223,5 +142,5 @@ def test_a_compiled_scan_is_one_graph_at_every_length() -> None:
 
     compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
     for length in (1, 20, 13):
-        inputs = make_inputs(length)
+        inputs = trapezoid_inputs(length)
         assert_equal_up_to(1e-12, run(compiled, inputs), run(scan, inputs))
