@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,13 @@ from hf_recurrent_lengthgen.models import scan_selective as scan_module
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaMixer
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective
 
+from . import test_scans
 from .family_mamba import mamba_config
 from .law import assert_equal_up_to
 from .scan_definitions import scan_selective_reference
-from .scans import Inputs, selective_inputs
+from .scans import SELECTIVE, selective_inputs
 
-
-def run(scan: Any, inputs: Inputs, **options: object) -> Inputs:
-    """Outputs, final state and gradients of a random functional of both."""
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
-    y, state = scan(**leaves, **options)
-    generator = torch.Generator().manual_seed(7)
-    functional = sum(
-        (r * torch.randn(r.shape, generator=generator, dtype=torch.float64).to(r.dtype)).sum() for r in (y, state)
-    )
-    gradients = torch.autograd.grad(functional, list(leaves.values()))
-    named = {f"gradient of {name}": value for name, value in zip(leaves, gradients, strict=True)}
-    return {"y": y.detach(), "final state": state.detach()} | named
+run = partial(test_scans.run, SELECTIVE)
 
 
 @pytest.mark.parametrize("elements", [1, 5, 10, 40, 41, 2**16], ids="{} elements".format)
