@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_recurrent_lengthgen.data import PackedBlocks
-from hf_recurrent_lengthgen.models.state_value import detach_state
+from hf_recurrent_lengthgen.models.state_value import clone_state, detach_state
 from hf_recurrent_lengthgen.trainers import (
     AlignmentConfig,
     AlignmentTrainer,
@@ -50,13 +50,19 @@ def extra_by_hand(step: int, low: int, high: int) -> int:
 
 
 def losses(
-    model: Any, batch: dict[str, Tensor], length: int, extra: int, state: Any = None
+    model: Any,
+    batch: dict[str, Tensor],
+    length: int,
+    extra: int,
+    state: Any = None,
+    second: str = "same",
+    divergence: str = "sce",
 ) -> tuple[list[Tensor], list[Tensor], Any]:
-    """Cross-entropy of every target of both crops, SCE of every pair of outputs, final state of the first crop."""
+    """Cross-entropy of every target of both crops, divergence of every pair of outputs, final state of the first."""
     entropies, distances, probabilities, final = [], [], [], None
     for start in (0, extra):
         ids = batch["input_ids"][:, start : start + length]
-        output = model(ids) if state is None else model(ids, initial_state=state)
+        output = model(ids) if state is None or (start and second == "zero") else model(ids, initial_state=state)
         final = getattr(output, "final_state", None) if start == 0 else final
         probabilities.append(output.logits.softmax(-1))
         if "shift_labels" in batch:
@@ -72,19 +78,41 @@ def losses(
     for row in range(len(batch["input_ids"])):
         for token in range(length // 2 + extra, length):  # both crops have read half a crop before this token
             p, q = probabilities[0][row, token], probabilities[1][row, token - extra]
-            distances.append(-(p @ q.log() + q @ p.log()))
+            distances.append(-(p @ q.log() + q @ p.log()) if divergence == "sce" else (p - q) @ (p / q).log())
     return entropies, distances, final
 
 
+def step(optimizer: torch.optim.Optimizer, entropies: list[Tensor], distances: list[Tensor]) -> float:
+    """One step of gradient descent on L* (Eq. 4), which is returned."""
+    loss = torch.stack(entropies).mean() + ALPHA * torch.stack(distances).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("passing", [False, True], ids=["alone", "with state passing"])
-def test_training_is_the_formula_over_two_forward_passes(tmp_path: Path, accumulation: int, passing: bool) -> None:
+@pytest.mark.parametrize(
+    ("accumulation", "passing", "second", "divergence"),
+    [
+        (1, False, "same", "sce"),
+        (2, False, "same", "sce"),
+        (1, True, "same", "sce"),
+        (2, True, "same", "sce"),
+        (1, True, "zero", "sce"),
+        (2, True, "same", "jeffreys"),
+        (1, True, "zero", "jeffreys"),
+    ],
+)
+def test_training_is_the_formula_over_two_forward_passes(
+    tmp_path: Path, accumulation: int, passing: bool, second: str, divergence: str
+) -> None:
     length, largest, steps = 8, 3, 3  # rows of 11 tokens
     model = toys.tiny_model(initializer_range=0.5).double()
     expected = copy.deepcopy(model).train()
     batches: list[dict[str, Tensor]] = []
     fields = toys.QUIET | PLAIN | {"gradient_accumulation_steps": accumulation, "max_steps": steps}
+    fields |= {"alignment_second_state": second, "alignment_divergence": divergence}
     kind: Any = StatePassingTrainer if passing else AlignmentTrainer
     config = (
         StatePassingConfig(str(tmp_path), **fields, state_drop_probability=0.0)
@@ -98,22 +126,19 @@ def test_training_is_the_formula_over_two_forward_passes(tmp_path: Path, accumul
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
     carried: dict[int, Any] = {}
     extras, logged = [], [entry for entry in trainer.state.log_history if "loss" in entry]
-    for step in range(steps):
+    for number in range(steps):
         entropies, distances, means = [], [], []
         for micro_batch in range(accumulation):
-            extras.append(extra_by_hand(step, 1, largest))
-            batch = batches[step * accumulation + micro_batch]
-            some, pairs, final = losses(expected, batch, length, extras[-1], carried.get(micro_batch))
+            extras.append(extra_by_hand(number, 1, largest))
+            batch, state = batches[number * accumulation + micro_batch], carried.get(micro_batch)
+            some, pairs, final = losses(expected, batch, length, extras[-1], state, second, divergence)
             if passing:
                 carried[micro_batch] = detach_state(final)
             means.append(torch.stack(pairs).mean().item())
             entropies, distances = entropies + some, distances + pairs
-        loss = torch.stack(entropies).mean() + ALPHA * torch.stack(distances).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert logged[step]["misalignment"] == pytest.approx(sum(means) / len(means), rel=1e-4)
-        assert logged[step]["loss"] == pytest.approx(loss.item(), rel=1e-3)
+        loss = step(optimizer, entropies, distances)
+        assert logged[number]["misalignment"] == pytest.approx(sum(means) / len(means), rel=1e-4)
+        assert logged[number]["loss"] == pytest.approx(loss, rel=1e-3)
     assert len(set(extras)) > 1
     toys.assert_same_weights(toys.weights(model), toys.weights(expected), atol=1e-7)
 
@@ -129,17 +154,15 @@ def test_tbtt_carries_the_state_of_the_first_crop(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
     keys = list(trainer._get_train_sampler())
     state = expected.zero_state(2)
-    for step in range(steps):
-        items = [data[key] for key in keys[2 * step : 2 * step + 2]]
+    for number in range(steps):
+        items = [data[key] for key in keys[2 * number : 2 * number + 2]]
         batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
         for row, resets in enumerate(batch["state_resets"]):
             for part in (part for layer in state for part in layer):
                 part[row] *= not resets[0]
-        entropies, distances, state = losses(expected, batch, length, extra_by_hand(step, 1, largest), state)
-        (torch.stack(entropies).mean() + ALPHA * torch.stack(distances).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        state = tuple(type(layer)(*(part.detach().clone() for part in layer)) for layer in state)
+        entropies, distances, state = losses(expected, batch, length, extra_by_hand(number, 1, largest), state)
+        step(optimizer, entropies, distances)
+        state = clone_state(detach_state(state))
     toys.assert_same_weights(toys.weights(model), toys.weights(expected), atol=1e-7)
 
 
@@ -170,11 +193,9 @@ def test_a_transformer_with_rope_scaling_trains_its_adapters(tmp_path: Path) -> 
 
     adapters = [parameter for parameter in by_hand.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(adapters, lr=0.5)
-    for step in range(2):
-        entropies, distances, _ = losses(by_hand, batches[step], 8, extra_by_hand(step, 1, 3))
-        (torch.stack(entropies).mean() + ALPHA * torch.stack(distances).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for number in range(2):
+        entropies, distances, _ = losses(by_hand, batches[number], 8, extra_by_hand(number, 1, 3))
+        step(optimizer, entropies, distances)
     toys.assert_same_weights(after, toys.weights(by_hand), atol=1e-6)
 
 
@@ -223,43 +244,6 @@ def test_evaluation_is_plain_cross_entropy_on_whole_rows(tmp_path: Path) -> None
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
     entry = next(entry for entry in trainer.state.log_history if "eval_loss" in entry)
     assert "misalignment" not in entry
-
-
-# --- options of ours ---
-
-
-@pytest.mark.parametrize("divergence", ["sce", "jeffreys"])
-@pytest.mark.parametrize("second", ["same", "zero"])
-def test_the_second_crop_starts_where_it_is_told(tmp_path: Path, divergence: str, second: str) -> None:
-    length, largest, steps = 9, 4, 3
-    model = toys.tiny_model(initializer_range=0.5).double()
-    expected = copy.deepcopy(model).train()
-    batches: list[dict[str, Tensor]] = []
-    ours = {"alignment_divergence": divergence, "alignment_second_state": second, "state_drop_probability": 0.0}
-    ours["alignment_length"] = length
-    config = StatePassingConfig(str(tmp_path), **toys.QUIET | PLAIN, **ours, max_steps=steps)
-    data = toys.sequences(12, length=length + largest)
-    StatePassingTrainer(model, config, train_dataset=data, data_collator=toys.recording(batches)).train()
-
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
-    carried = expected.zero_state(2)
-    for step in range(steps):
-        ids, extra = batches[step]["input_ids"], extra_by_hand(step, 1, largest)
-        first = expected(ids[:, :length], initial_state=carried)
-        later = expected(ids[:, extra : extra + length], initial_state=carried if second == "same" else None)
-        labels = batches[step]["labels"]
-        crops = torch.stack([labels[:, 1:length], labels[:, extra + 1 : extra + length]])
-        logits = torch.stack([first.logits, later.logits])
-        log_p = first.logits.log_softmax(-1)[:, length // 2 + extra :]
-        log_q = later.logits.log_softmax(-1)[:, length // 2 : length - extra]
-        p, q = log_p.exp(), log_q.exp()
-        distance = (p - q) * (log_p - log_q) if divergence == "jeffreys" else -(p * log_q + q * log_p)
-        entropy = F.cross_entropy(logits[:, :, :-1].flatten(0, 2), crops.flatten())  # labels of -100 do not count
-        (entropy + ALPHA * distance.sum(-1).mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        carried = detach_state(first.final_state)
-    toys.assert_same_weights(toys.weights(model), toys.weights(expected), atol=1e-7)
 
 
 # --- refusals ---
