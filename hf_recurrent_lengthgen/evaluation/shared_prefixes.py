@@ -273,9 +273,10 @@ class _Walk:
         leaves: dict[tuple[int, int], list[Branch]] = {}  # keyed by what may share a batch
         self._wait([top], inner, leaves)
         while inner or leaves:
-            key = next(
-                (key for key, group in leaves.items() if len(group) >= self.rows or self._holds_keys(key)), None
-            )
+            # leaves that hold the keys of their parents go first: these are given up before others are read
+            hold = not self.reader.carried_by_row
+            full = (key for key, group in leaves.items() if len(group) >= self.rows or (hold and key[0] > 0))
+            key = next(full, None)
             if key is None and inner:
                 batch, states = inner.pop(), True
             else:
@@ -312,10 +313,6 @@ class _Walk:
         if self.reader.carried_by_row:
             return int(node.start > 0), 0
         return node.start, 0 if self.reader.branches else len(node.tokens)
-
-    def _holds_keys(self, key: tuple[int, int]) -> bool:
-        """Whether leaves hold the keys of their parents, which are given up before others are read."""
-        return key[0] > 0 and not self.reader.carried_by_row
 
     def _most(self, group: Sequence[Branch]) -> int:
         """The rows of a batch from a group whose longest node is the first."""

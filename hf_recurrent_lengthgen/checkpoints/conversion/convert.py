@@ -92,9 +92,13 @@ def convert_checkpoint(
     config.training_length = training_length or known_length or config.training_length
     wanted = FLOATS[dtype] if isinstance(dtype, str) else dtype
     entries = _in_dtype(our_entries(layout, config, files, source), config, wanted)
-    words, named = f"convert from {layout.title}", _name_of(tokenizer)
-    step = Step("convert", words, command, installed_versions(), tokenizer=named)
-    lineage = Lineage(_origin(place, layout, files)).then(step)
+    digests = {path.name: file_digest(path) for path in files.paths}
+    origin = Origin(place.name, place.on_hub, place.revision, layout.name, license_of(place.folder), digests)
+    named = None if tokenizer is None else type(tokenizer).__name__
+    if isinstance(tokenizer, str):
+        named = portable(tokenizer)
+    step = Step("convert", f"convert from {layout.title}", command, installed_versions(), tokenizer=named)
+    lineage = Lineage(origin).then(step)
     with new_folder(output) as folder:
         write_safetensors(folder, entries, max_shard_size)
         files.close()
@@ -105,12 +109,6 @@ def convert_checkpoint(
             GenerationConfig.from_dict(read_json_object(kept)).save_pretrained(folder)
         write_lineage(folder, lineage)
     return output
-
-
-def _name_of(tokenizer: str | PreTrainedTokenizerBase | None) -> str | None:
-    if isinstance(tokenizer, str):
-        return portable(tokenizer)
-    return None if tokenizer is None else type(tokenizer).__name__
 
 
 def read_settings(source: Source) -> Settings | None:
@@ -182,17 +180,6 @@ def _in_dtype(entries: list[Entry], config: Any, wanted: torch.dtype | None) -> 
             sizes[entry.dtype] += entry.bytes
         config.dtype = sizes.most_common(1)[0][0]
     return entries
-
-
-def _origin(source: Source, layout: Format, files: TensorFiles) -> Origin:
-    return Origin(
-        name=source.name,
-        on_hub=source.on_hub,
-        revision=source.revision,
-        format=layout.name,
-        license=license_of(source.folder),
-        files={path.name: file_digest(path) for path in files.paths},
-    )
 
 
 def _add_tokenizer(folder: Path, source: Source, given: str | PreTrainedTokenizerBase | None, config: Any) -> None:

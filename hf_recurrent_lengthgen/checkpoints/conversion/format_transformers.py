@@ -14,13 +14,9 @@ OF_SERVERS = ("intermediate_size", "rms_norm")
 """Entries of a Mamba-2 that Transformers does not write; SGLang needs both, and mlx-lm the first."""
 
 
-def _types() -> list[str]:
-    """Model types with this layout."""
-    return [name for name, model in STATEFUL_CLASSES.items() if model.config_class.layouts[:1] == ("transformers",)]
-
-
 def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
-    return settings is not None and settings.get("model_type") in _types()
+    model = STATEFUL_CLASSES.get((settings or {}).get("model_type", ""))
+    return model is not None and model.config_class.layouts[:1] == ("transformers",)
 
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:

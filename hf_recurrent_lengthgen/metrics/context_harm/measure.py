@@ -147,10 +147,6 @@ def _curves(task: Measurement, values: np.ndarray, first: int) -> TwoResolutions
     return TwoResolutions(fine, coarse)
 
 
-def _position_wise(task: Measurement, read: StreamAndWindows) -> TwoResolutions:
-    return _curves(task, read.stream, 0)
-
-
 def _context_harm(task: Measurement, read: StreamAndWindows) -> ContextHarm:
     trained, threshold = task.training_length, task.settings.harm_threshold
     harm = read.stream[:, trained:] - read.windows.truncated
@@ -196,7 +192,7 @@ def _by_text(task: Measurement, read: StreamAndWindows) -> TextMeans:
 
 
 MEASURES: dict[str, Callable[[Measurement, StreamAndWindows], Any]] = {
-    "position_wise": _position_wise,
+    "position_wise": lambda task, read: _curves(task, read.stream, 0),
     "harm": _context_harm,
     "in_window": _in_window,
     "verdict": _verdict,
