@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state, take_rows
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, map_state, take_rows
 from tests.hybrids.measures import gradients, parts, random_state, random_tokens, relative_error, weighted_sum
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 
@@ -65,14 +65,7 @@ def alone(
             logits = logits.index_put(place, output.logits[0].to(embeds.dtype))
             carried = output.final_state
         final.append(carried)
-    return logits, joined(final)
-
-
-def joined(states: list[RecurrentState]) -> RecurrentState:
-    """One state of the rows of several."""
-    return tuple(
-        type(layers[0])(*(torch.cat(own) for own in zip(*layers, strict=True))) for layers in zip(*states, strict=True)
-    )
+    return logits, concatenate_rows(final)
 
 
 def together(

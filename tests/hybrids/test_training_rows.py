@@ -12,7 +12,7 @@ from transformers import DataCollatorWithFlattening
 
 from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.models.state_value import map_state, take_rows
+from hf_recurrent_lengthgen.models.state_value import concatenate_rows, map_state, take_rows
 from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StatePassingTrainer,
@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.trainers import (
     ZeroStateTrainer,
 )
 from hf_recurrent_lengthgen.trainers.checks import check_continued_data
-from tests.hybrids.padded_rows import joined, tokens_of
+from tests.hybrids.padded_rows import tokens_of
 from tests.hybrids.tiny_models import tiny_model
 
 STEPS, ROWS, LEARNING_RATE = 3, 2, 0.05
@@ -63,7 +63,7 @@ def trained_by_hand(model: Any, steps: list[list[Tensor]], carry: bool = True) -
             losses.append(cross_entropy(output.logits[0, :-1], text[1:], reduction="none"))
             finals.append(map_state(Tensor.detach, output.final_state))
         gradients = torch.autograd.grad(torch.cat(losses).mean(), list(learner.parameters()), allow_unused=True)
-        state = joined(finals) if carry else None
+        state = concatenate_rows(finals) if carry else None
         with torch.no_grad():
             for parameter, gradient in zip(learner.parameters(), gradients, strict=True):
                 if gradient is not None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.state_value import clone_state, map_state
+from hf_recurrent_lengthgen.models.state_value import clone_state, concatenate_rows, map_state
 
 from .families import FAMILIES, VARIANTS, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, model_step, run_in_pieces
@@ -150,10 +150,7 @@ def without_padding(name: str) -> dict[str, Tensor]:
                 row_logits = row_logits.masked_scatter(real[:, None], out[0])
             logits.append(row_logits)
             finals.append(row_state)
-        final = tuple(
-            type(ls[0])(*(torch.cat(parts) for parts in zip(*ls, strict=True))) for ls in zip(*finals, strict=True)
-        )
-        return torch.stack(logits), final
+        return torch.stack(logits), concatenate_rows(finals)
 
     return with_padding(model, only_real_tokens, [])
 

@@ -13,7 +13,13 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.models.rows import read_rows
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
-from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state, take_rows
+from hf_recurrent_lengthgen.models.state_value import (
+    LayerState,
+    RecurrentState,
+    concatenate_rows,
+    map_state,
+    take_rows,
+)
 
 from .families import FAMILIES, MAMBA2, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, weights_like
@@ -67,11 +73,7 @@ def alone(model: Any, embeds: Tensor, state: RecurrentState, words: list[str]) -
             logits = logits.index_put((torch.tensor(row), torch.tensor(places)), output.logits[0])
             carried = output.final_state
         final.append(carried)
-    joined = tuple(
-        type(layers[0])(*(torch.cat(parts) for parts in zip(*layers, strict=True)))
-        for layers in zip(*final, strict=True)
-    )
-    return results(model, embeds, state, logits, joined)
+    return results(model, embeds, state, logits, concatenate_rows(final))
 
 
 def packed(model: Any, embeds: Tensor, state: RecurrentState, words: list[str], **options: Any) -> dict[str, Tensor]:
