@@ -2,12 +2,14 @@
 
 import gc
 import os
+import runpy
 import sys
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +46,19 @@ def own_scripts() -> Iterator[None]:
     yield
     for name in loaded_scripts() - before:
         del sys.modules[name]
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Runs a file of examples/: as a command with these arguments, or, without any, for its names alone."""
+
+    def run(file: str, *arguments: object) -> dict[str, Any]:
+        path = Path(__file__).parents[1] / "examples" / file
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(sys, "argv", [path.name, *map(str, arguments)])
+        return runpy.run_path(str(path), run_name="__main__" if arguments else None)
+
+    return run
 
 
 @pytest.fixture

@@ -2,9 +2,8 @@
 
 import ast
 import json
-import runpy
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +18,6 @@ from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2Fo
 from tests.versions import needs_hybrids
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def run_example(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
 @pytest.fixture
@@ -58,8 +52,8 @@ def test_state_passing_is_a_change_of_two_names() -> None:
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", ["plain_trainer.py", "state_passing_trainer.py"])
-def test_the_training_scripts_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_example(name, monkeypatch, "--steps", 1, "--output", tmp_path / "out")
+def test_the_training_scripts_run(name: str, tmp_path: Path, example: Any) -> None:
+    example(name, "--steps", 1, "--output", tmp_path / "out")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert weights["backbone.layers.1.mixer.A_log"].shape == (6,)
 
@@ -83,9 +77,9 @@ def test_the_notebook_runs(
 
 @pytest.mark.slow
 def test_an_official_checkpoint_becomes_a_published_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_example("post_train_official_checkpoint.py", monkeypatch, "--smoke", "--output", tmp_path)
+    example("post_train_official_checkpoint.py", "--smoke", "--output", tmp_path)
     verified = {name: read_verification(tmp_path / name) for name in ("base", "cured")}
     assert all(found is not None and found.passed for found in verified.values())
     lineage = read_lineage(tmp_path / "cured")
@@ -98,12 +92,12 @@ def test_an_official_checkpoint_becomes_a_published_one(
 
 
 def test_a_published_checkpoint_reads_on_from_a_file(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, state = tmp_path / "text.txt", tmp_path / "state.pt"
     text.write_text("abc" * 100)
     arguments = ("--document", text, "--state", state, "--tokens", 3, "--prompt", "The end")
-    run_example("load_post_trained_checkpoint.py", monkeypatch, "--model", checkpoint, "--piece", 64, *arguments)
+    example("load_post_trained_checkpoint.py", "--model", checkpoint, "--piece", 64, *arguments)
     shown = capsys.readouterr().out
     model = StatefulMamba2ForCausalLM.from_pretrained(checkpoint).eval()
     ids, prompt = (
@@ -116,7 +110,7 @@ def test_a_published_checkpoint_reads_on_from_a_file(
     assert "Read 300 tokens" in shown
     assert shown.splitlines()[-1] == byte_tokenizer().decode(whole[0, 300:])
     with pytest.raises(SystemExit):
-        run_example("load_post_trained_checkpoint.py", monkeypatch, "--model", "user/name", *arguments)
+        example("load_post_trained_checkpoint.py", "--model", "user/name", *arguments)
     assert "--revision" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -136,10 +130,8 @@ def test_accelerate_knows_every_entry_of_the_configs(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_learns_to_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_example("copying_trainer.py", monkeypatch, "--steps", 1, "--output", tmp_path / "out")
+def test_a_model_learns_to_copy(tmp_path: Path, example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    example("copying_trainer.py", "--steps", 1, "--output", tmp_path / "out")
     shown = capsys.readouterr().out
     assert [line.split(" symbols: ")[0] for line in shown.splitlines() if "of the strings" in line] == [
         "10",
@@ -152,34 +144,32 @@ def test_a_model_learns_to_copy(
 
 
 def test_a_document_is_read_once_and_asked_from_the_file(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkpoint: Path, tmp_path: Path, example: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("abc" * 2000)
     states = tmp_path / "states"
     arguments = ("--model", checkpoint, "--document", text, "--states", states, "--tokens", 3, "--length", 5000)
     arguments += ("--every", 2000, "--ask", "The end", "--ask", "or")
-    run_example("ask_a_long_document.py", monkeypatch, *arguments)
+    example("ask_a_long_document.py", *arguments)
     shown = capsys.readouterr().out
     assert "Read 5,000 tokens in " in shown
     assert "Asked 2 times after 5,000 tokens" in shown
     files = {file.name: file.stat().st_mtime_ns for file in states.iterdir()}
     assert len(files) == 3
-    run_example("ask_a_long_document.py", monkeypatch, *arguments)
+    example("ask_a_long_document.py", *arguments)
     again = capsys.readouterr().out
     assert {file.name: file.stat().st_mtime_ns for file in states.iterdir()} == files
     assert again.split("'The end': ")[1].splitlines()[:2] == shown.split("'The end': ")[1].splitlines()[:2]
     text.write_text("another text" * 1000)
     with pytest.raises(ValueError, match="5000 tokens of another text"):
-        run_example("ask_a_long_document.py", monkeypatch, *arguments)
+        example("ask_a_long_document.py", *arguments)
 
 
 @pytest.mark.slow
 @needs_hybrids
-def test_a_hybrid_trains_and_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_example("stateful_hybrid.py", monkeypatch, "--output", tmp_path / "out", "--steps", 2)
+def test_a_hybrid_trains_and_continues(tmp_path: Path, example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    example("stateful_hybrid.py", "--output", tmp_path / "out", "--steps", 2)
     assert "Read 660 tokens, then: 'def " in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["FalconH1ForCausalLM"]
 

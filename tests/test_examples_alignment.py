@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import runpy
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,26 +11,18 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-RUN = Path(__file__).parents[1] / "examples/alignment/run.py"
+FOLDER = Path(__file__).parents[1] / "examples/alignment"
 ARMS = ("passed/jeffreys_1", "tbtt_zero/sce")
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return runpy.run_path(str(RUN))
 
 
 @pytest.mark.usefixtures("small_corpus")
 @pytest.mark.slow
 def test_arms_are_studied_and_the_missing_one_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, results = tmp_path / "out", tmp_path / "results"
     arguments = ["--tiny", "--arms", *ARMS, "--seeds", "3", "--output", output, "--results", results]
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(RUN), run_name="__main__")
+    example("alignment/run.py", *arguments)
     printed = capsys.readouterr().out
     assert [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")] == [
         f"seed 3 {name}" for name in ("base", *ARMS)
@@ -45,30 +35,30 @@ def test_arms_are_studied_and_the_missing_one_is_made_again(
 
     table = printed[printed.index("| crops start") :]
     (results / "running" / ARMS[0] / "seed3.json").unlink()
-    runpy.run_path(str(RUN), run_name="__main__")
+    example("alignment/run.py", *arguments)
     printed = capsys.readouterr().out
     again = [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")]
     assert again == [f"seed 3 {ARMS[0]}"]
     assert printed.endswith(table)
 
 
-def test_divergences_are_those_of_the_formulas(module: dict[str, Any]) -> None:
+def test_divergences_are_those_of_the_formulas(example: Any) -> None:
     a, b = torch.randn(2, 5, 7, dtype=torch.float64)
     p, q = a.softmax(-1), b.softmax(-1)
     sce = [-(p[i] @ q[i].log() + q[i] @ p[i].log()) for i in range(5)]
     jeffreys = [(p[i] - q[i]) @ (p[i] / q[i]).log() for i in range(5)]
-    assert module["divergences"]("at", a, b) == pytest.approx(
+    assert example("alignment/run.py")["divergences"]("at", a, b) == pytest.approx(
         {"at_sce": float(sum(sce)) / 5, "at_jeffreys": float(sum(jeffreys)) / 5}
     )
 
 
 @pytest.fixture
-def llama(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    monkeypatch.setattr(sys, "path", [str(RUN.parent), *sys.path])
-    return partial(runpy.run_path, str(RUN.with_name("llama.py")))
+def llama(example: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return partial(example, "alignment/llama.py")
 
 
-def test_the_loss_after_a_context_is_that_of_the_last_bytes(llama: Callable[..., dict[str, Any]]) -> None:
+def test_the_loss_after_a_context_is_that_of_the_last_bytes(llama: Any) -> None:
     study = llama()
     sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, initializer_range=0.5)).eval()
@@ -84,14 +74,11 @@ def test_the_loss_after_a_context_is_that_of_the_last_bytes(llama: Callable[...,
 
 @pytest.mark.usefixtures("small_corpus")
 @pytest.mark.slow
-def test_llamas_are_studied_once(
-    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_llamas_are_studied_once(llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--tiny", "--seeds", "3", "--output", tmp_path / "out", "--results", tmp_path / "results"]
-    monkeypatch.setattr(sys, "argv", ["llama.py", *map(str, arguments)])
-    llama(run_name="__main__")
+    llama(*arguments)
     printed = capsys.readouterr().out
     assert printed.count("seed 3 llama/") == 4
     assert (tmp_path / "results/llama.png").read_bytes().startswith(b"\x89PNG")
-    llama(run_name="__main__")
+    llama(*arguments)
     assert capsys.readouterr().out == printed[printed.index("| positions") :]

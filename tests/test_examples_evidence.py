@@ -1,8 +1,6 @@
 """`make evidence`: studies run two commands at a time, go on after an interrupt, and name those that failed."""
 
-import runpy
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,8 @@ SCRIPT = Path(__file__).parents[1] / "examples/evidence.py"
 
 
 @pytest.fixture
-def evidence(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    found = runpy.run_path(str(SCRIPT))
-    monkeypatch.setattr(sys, "argv", ["evidence.py"])
-    return found
+def evidence(example: Any) -> Any:
+    return example("evidence.py")
 
 
 def test_every_command_is_a_script_with_these_options(evidence: dict[str, Any]) -> None:

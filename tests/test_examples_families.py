@@ -2,15 +2,13 @@
 
 import json
 import math
-import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-RUN = Path(__file__).parents[1] / "examples/families/run.py"
 METHODS = (
     *("base", "control", "state_passing", "tbtt", "fitted_noise", "fitted_noise_zero"),
     *("fitted_noise_first", "fitted_noise_first_zero"),
@@ -39,16 +37,11 @@ WHOLE = ("mamba2", "bamba")
         "qwen3_next",
     ],
 )
-def test_a_family_is_studied(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_family_is_studied(family: str, example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     methods = METHODS if family in WHOLE else ("base", "state_passing")
     output, results = tmp_path / "out", tmp_path / "results"
-    arguments = ["--tiny", "--families", family, "--seeds", "3", "--output", output, "--results", results]
-    arguments += ["--methods", *methods]
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(RUN), run_name="__main__")
+    places = ["--output", output, "--results", results]
+    example("families/run.py", "--tiny", "--families", family, "--seeds", 3, *places, "--methods", *methods)
     printed = capsys.readouterr().out
     assert [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")] == [
         f"seed 3 {family}/{method}" for method in methods
@@ -62,25 +55,20 @@ def test_a_family_is_studied(
 
 @pytest.mark.usefixtures("small_corpus")
 @pytest.mark.slow
-def test_checkpoints_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_made(example: Any, tmp_path: Path) -> None:
     made = tmp_path / "cards"
     made.mkdir()
     (made / "README.md").write_text("<!-- table -->\n<!-- end -->\n")
-    arguments = ["--tiny", "--families", "gla", "--output", tmp_path / "out", "--checkpoints", made]
-    monkeypatch.setattr(sys, "argv", ["checkpoints.py", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(RUN.with_name("checkpoints.py")), run_name="__main__")
+    places = ["--output", tmp_path / "out", "--checkpoints", made]
+    example("families/checkpoints.py", "--tiny", "--families", "gla", *places)
     assert {"gla-base", "gla-cured"} == {path.name for path in made.iterdir() if path.is_dir()}
     (row,) = (line for line in (made / "README.md").read_text().splitlines() if line.startswith("| GLA"))
     assert "[base](gla-base/README.md), [cured](gla-cured/README.md)" in row
 
 
 @pytest.mark.parametrize("family", ["rwkv6", "rwkv7"])
-def test_slow_starts_of_rwkv_decay_by_powers_of_the_place_of_a_key(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    run = runpy.run_path(str(RUN))
+def test_slow_starts_of_rwkv_decay_by_powers_of_the_place_of_a_key(family: str, example: Any) -> None:
+    run = example("families/run.py")
     study = SimpleNamespace(vocabulary=256)
     mixer = run["FamilyStudy"].new_model(study, f"{family}/base", 128, 0).model.layers[1].attn
     bias = (mixer.w_proj.linear if family == "rwkv6" else mixer.w_lora).lora[2].bias.double()

@@ -1,37 +1,21 @@
 """The study of forgetting runs from end to end in miniature; its page holds its numbers."""
 
 import json
-import runpy
 import statistics
-import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from hf_recurrent_lengthgen.cli import inputs
-from hf_recurrent_lengthgen.data import standard_library_corpus
 
 STUDY = Path(__file__).parents[1] / "examples" / "forgetting"
 
 
-def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", "--tiny", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(STUDY / "run.py"), run_name="__main__")
-
-
 @pytest.mark.slow
-def test_the_settings_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for number in range(40):
-        lines = (f"value_{index} = {index * number}\n" for index in range(100))
-        (tmp_path / f"file_{number}.py").write_text("".join(lines))
-    corpus = standard_library_corpus(tmp_path)
-    monkeypatch.setattr(inputs, "standard_library_corpus", lambda: corpus)
+@pytest.mark.usefixtures("small_corpus")
+def test_the_settings_are_compared(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    run_study(monkeypatch, "--output", out, "--seeds", 3)
+    example("forgetting/run.py", "--tiny", "--output", out, "--seeds", 3)
     printed, text = capsys.readouterr().out, (out / "forgetting.md").read_text()
     assert text in printed
     assert (out / "forgetting.png").read_bytes().startswith(b"\x89PNG")

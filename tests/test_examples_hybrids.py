@@ -1,7 +1,5 @@
 """The study of hybrids runs in miniature, and its ways of reading are what they are called."""
 
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +11,18 @@ from tests.hybrids.measures import pair, random_tokens, relative_error
 from tests.versions import needs_hybrids
 
 pytestmark = needs_hybrids
-RUN = Path(__file__).parents[1] / "examples/hybrids/run.py"
 
 
 @pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return runpy.run_path(str(RUN))
+def study(example: Any) -> Any:
+    return example("hybrids/run.py")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
-def test_each_model_is_read_in_each_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--tiny", "--families", "bamba", "--seeds", "0", "--output", tmp_path, "--results", tmp_path / "r"]
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(RUN), run_name="__main__")
+def test_each_model_is_read_in_each_way(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = ["--output", tmp_path, "--results", tmp_path / "r"]
+    example("hybrids/run.py", "--tiny", "--families", "bamba", "--seeds", 0, *places)
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| Bamba")]
     assert len({(row[1], row[2]) for row in rows}) == len(rows) == 3 * 8
     assert (tmp_path / "r/hybrids.png").read_bytes().startswith(b"\x89PNG")

@@ -1,29 +1,19 @@
 """The two studies run from end to end in miniature, and report what is there."""
 
 import json
-import runpy
 import statistics
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run_study(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", [name, "--tiny", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(EXAMPLES / name / "run.py"), run_name="__main__")
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
-def test_the_interventions_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--output", tmp_path / "out", "--seeds", 3)
-    run_study("interventions", monkeypatch, *arguments)
+def test_the_interventions_are_compared(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("interventions/run.py", "--tiny", "--output", tmp_path / "out", "--seeds", 3)
     printed = capsys.readouterr().out
     table = (tmp_path / "out" / "interventions.md").read_text()
     assert table in printed
@@ -38,8 +28,8 @@ def test_the_interventions_are_compared(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
-def test_the_failure_study_reports_four_series(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_study("failure", monkeypatch, "--output", tmp_path / "out", "--seeds", 0)
+def test_the_failure_study_reports_four_series(example: Any, tmp_path: Path) -> None:
+    example("failure/run.py", "--tiny", "--output", tmp_path / "out", "--seeds", 0)
     results = json.loads((tmp_path / "out" / "failure.json").read_text())
     series = [name.partition(":")[0] for name in results["stages"]]
     assert series.count("Training length") == 4

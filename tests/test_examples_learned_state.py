@@ -1,7 +1,5 @@
 """The study of learned states runs in miniature; its page holds its numbers."""
 
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +9,8 @@ STUDY = Path(__file__).parents[1] / "examples" / "learned_state"
 
 
 @pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return runpy.run_path(str(STUDY / "run.py"))
+def study(example: Any) -> Any:
+    return example("learned_state/run.py")
 
 
 def test_the_page_holds_the_numbers(study: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """The study of mimetic initialization runs in miniature, and its README holds the results."""
 
-import runpy
 import shutil
 import sys
 from argparse import Namespace
@@ -15,18 +14,10 @@ FOLDER = Path(__file__).parents[1] / "examples" / "mimetic"
 
 
 @pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def names(example: Any) -> dict[str, Any]:
     """Names of all files of the study."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    found = runpy.run_path(str(FOLDER / "run.py"))
+    found = example("mimetic/run.py")
     return {**vars(sys.modules["reports"]), **vars(sys.modules["starts"]), **found}
-
-
-def run_study(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: object) -> None:
-    places = ("--tiny", "--output", folder / "out", "--results", folder / "results")
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, (*arguments, *places))])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
 
 
 def trained(printed: str) -> list[str]:
@@ -37,16 +28,12 @@ def trained(printed: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mamba2", "mamba"])
 def test_a_study_runs(
-    family: str,
-    names: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    family: str, names: dict[str, Any], example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rate = f"{names['RATE']:g}"
     shutil.copy(FOLDER / "README.md", tmp_path)
-    arguments = ("--studies", "teacher", "--families", family, "--seeds", 4)
-    run_study(monkeypatch, tmp_path, *arguments)
+    places = ("--output", tmp_path / "out", "--results", tmp_path / "results")
+    example("mimetic/run.py", "--studies", "teacher", "--families", family, "--seeds", 4, "--tiny", *places)
     teachers = {f"seed 4 recall/{family}/{start}/{rate}" for start in ("default", "one")}
     students = {
         f"seed 4 copying/{family}/layer_{layer}_of_{start}/{rate}"

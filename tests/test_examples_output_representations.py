@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import statistics
 import sys
 from pathlib import Path
@@ -16,15 +15,9 @@ from bit_strings import BitStrings
 FOLDER = Path(__file__).parents[1] / "examples" / "output_representations"
 
 
-def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", "--tiny", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
-
-
 @pytest.mark.slow
-def test_the_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run_study(monkeypatch, "--output", tmp_path, "--seeds", 4)
+def test_the_study_runs(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("output_representations/run.py", "--tiny", "--output", tmp_path, "--seeds", 4)
     printed = capsys.readouterr().out
     table = (tmp_path / "output_representations.md").read_text()
     assert table in printed
@@ -34,7 +27,7 @@ def test_the_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert (tmp_path / "output_representations.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_other_training_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_training_lengths(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: dict[int, set[int]] = {}
     original = BitStrings._rows
 
@@ -44,7 +37,7 @@ def test_other_training_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return original(self, rows, lengths)
 
     monkeypatch.setattr(BitStrings, "_rows", spy)
-    run_study(monkeypatch, "--output", tmp_path, "--seeds", 4, "--longest", 3, 20)
+    example("output_representations/run.py", "--tiny", "--output", tmp_path, "--seeds", 4, "--longest", 3, 20)
     assert max(read[3]) <= 3
     assert 10 < max(read[20]) <= 20
     stages = json.loads((tmp_path / "training_lengths.json").read_text())["stages"]
@@ -53,7 +46,7 @@ def test_other_training_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert f"| sum, 1 to 3 bits | NoPE | y | 4 | {inside:.2g} " in (tmp_path / "training_lengths.md").read_text()
     assert (tmp_path / "training_lengths.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit):
-        run_study(monkeypatch, "--output", tmp_path, "--longest", 20, 50)
+        example("output_representations/run.py", "--tiny", "--output", tmp_path, "--longest", 20, 50)
 
 
 def test_the_table_holds_the_numbers_of_the_result_file() -> None:

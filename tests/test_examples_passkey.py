@@ -1,8 +1,6 @@
 """The passkey study runs in miniature; its tokenizer has all words."""
 
 import json
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +11,14 @@ from hf_recurrent_lengthgen.checkpoints.cards.card import own_words
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, passkey_prompt
 
-RUN = Path(__file__).parents[1] / "examples/passkey/run.py"
+FOLDER = Path(__file__).parents[1] / "examples/passkey"
 ARMS = ("base", "fitted_noise")
 
 
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return runpy.run_path(str(RUN))
-
-
 @pytest.mark.slow
-def test_arms_are_studied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arms_are_studied(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, results = tmp_path / "out", tmp_path / "results"
-    arguments = ["--tiny", "--seeds", "3", "--arms", *ARMS, "--output", output, "--results", results]
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(RUN), run_name="__main__")
+    example("passkey/run.py", "--tiny", "--seeds", 3, "--arms", *ARMS, "--output", output, "--results", results)
     printed = capsys.readouterr().out
     assert [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")] == [
         f"seed 3 {name}" for name in ARMS
@@ -44,12 +33,9 @@ def test_arms_are_studied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.slow
-def test_the_pair_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pair_is_shipped(example: Any, tmp_path: Path) -> None:
     cards = tmp_path / "cards"
-    arguments = ["--tiny", "--output", tmp_path / "out", "--ship", cards]
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(RUN), run_name="__main__")
+    example("passkey/run.py", "--tiny", "--output", tmp_path / "out", "--ship", cards)
     assert {path.name for path in cards.iterdir()} == {"passkey-base", "passkey-far"}
     for folder in cards.iterdir():
         assert AutoTokenizer.from_pretrained(folder).tokenize("pass key 123") == ["pass", "key", "12", "3"]
@@ -59,8 +45,8 @@ def test_the_pair_is_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [step.training.methods[0].name for step in lineage.steps if step.training] == ["none", "tbtt"]
 
 
-def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(module: dict[str, Any]) -> None:
-    tokenizer = module["word_tokenizer"]()
+def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(example: Any) -> None:
+    tokenizer = example("passkey/run.py")["word_tokenizer"]()
     for style in PASSKEY_STYLES:
         task = passkey_prompt(tokenizer, 100, 0.5, "12045", style)
         assert len(task.prompt) + len(task.answer) == 100
@@ -72,14 +58,9 @@ def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(module: dict[st
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
-def test_keys_in_text_are_studied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_in_text_are_studied(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
-    arguments = ["--tiny", "--seeds", "3", "--kinds", "last", *places]
-    monkeypatch.setattr(sys, "argv", ["keys.py", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(RUN.with_name("keys.py")), run_name="__main__")
+    example("passkey/keys.py", "--tiny", "--seeds", 3, "--kinds", "last", *places)
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| one name with two codes")]
     assert [row.split(" | ")[1:3] for row in rows] == [
         ["base, not fine-tuned", "3"],
@@ -89,10 +70,8 @@ def test_keys_in_text_are_studied(
 
 
 def test_the_page_holds_the_keys_found_in_text() -> None:
-    page = RUN.with_name("README.md").read_text().partition("<!-- keys -->")[2].partition("<!-- end -->")[0]
-    results = [
-        json.loads(line) for line in RUN.with_name("results").joinpath("keys/arms.jsonl").read_text().splitlines()
-    ]
+    page = (FOLDER / "README.md").read_text().partition("<!-- keys -->")[2].partition("<!-- end -->")[0]
+    results = [json.loads(line) for line in (FOLDER / "results/keys/arms.jsonl").read_text().splitlines()]
     assert page.count("| one name ") == len({result["arm"] for result in results})
     for result in results:
         shares = " | ".join(f"{100 * share:.0f}" for share in result["measured"]["accuracy"].values())

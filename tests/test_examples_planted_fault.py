@@ -1,7 +1,5 @@
 """A head that keeps everything, planted into trained hybrids of two kinds, is named and found guilty."""
 
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diag
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from tests.versions import needs_hybrids
 
-EXAMPLE = Path(__file__).parents[1] / "examples/planted_fault.py"
 T, LENGTH = 32, 512
 pytestmark = [needs_hybrids, pytest.mark.slow]
 
@@ -37,18 +34,18 @@ def states_of(model: DiagnosedModel) -> StateDiagnosis:
 
 @pytest.mark.parametrize(("model_type", "steps"), [("bamba", 100), ("qwen3_next", 200)])
 def test_the_planted_head_is_named_and_its_short_state_removes_the_harm(
-    model_type: str, steps: int, texts: np.ndarray
+    model_type: str, steps: int, texts: np.ndarray, example: Any
 ) -> None:
     """Mixers of Mamba-2 and of the delta rule."""
-    example: Any = runpy.run_path(str(EXAMPLE))
-    sound = example["train"](example["new_hybrid"](model_type, T), steps)
-    planted = example["planted"](sound)
+    names = example("planted_fault.py")
+    sound = names["train"](names["new_hybrid"](model_type, T), steps)
+    planted = names["planted"](sound)
     settings = DiagnosisSettings(command="test", progress=False, parts=("states",))
     broken, whole = (
         diagnose_model(stateful(model), texts, T, name, settings=settings)
         for name, model in (("planted", planted), ("sound", sound))
     )
-    place, states = (example["LAYER"], example["HEAD"]), states_of(broken)
+    place, states = (names["LAYER"], names["HEAD"]), states_of(broken)
     worst_head = states.ranking[0]
     assert (worst_head.layer, worst_head.head) == place
     assert worst_head.drifts
@@ -76,11 +73,10 @@ def test_the_planted_head_is_named_and_its_short_state_removes_the_harm(
 
 
 @pytest.mark.usefixtures("small_corpus")
-def test_the_example_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_writes_a_page(example: Any, tmp_path: Path) -> None:
     options = ["--type", "bamba", "--training-length", "16", "--length", "64", "--sequences", "4", "--steps", "2"]
-    monkeypatch.setattr(sys, "argv", ["planted_fault.py", *options, "--output", str(tmp_path)])
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
+        example("planted_fault.py", *options, "--output", tmp_path)
     assert stopped.value.code == 0
     found = read_result(tmp_path / "diagnosis/result.json", Diagnosis)
     assert [model.evaluation.model for model in found.models] == ["planted", "sound"]

@@ -1,7 +1,5 @@
 """The study of a published model runs in miniature on random weights; its page holds its numbers."""
 
-import runpy
-import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,8 @@ VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "v0", "k_k", "k
 
 
 @pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return runpy.run_path(str(STUDY / "run.py"))
+def study(example: Any) -> Any:
+    return example("published/run.py")
 
 
 def author_file(path: Path) -> Path:
@@ -61,13 +58,9 @@ def test_the_page_holds_the_numbers(study: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_in_miniature(
-    study: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    places = ["--output", str(tmp_path / "out"), "--results", str(tmp_path / "results"), "--seeds", "0", "--tiny"]
-    weights = ["--weights", str(author_file(tmp_path / "author.pth"))]
-    monkeypatch.setattr(sys, "argv", ["run.py", *places, *weights])
-    study["main"]()
+def test_it_runs_in_miniature(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
+    example("published/run.py", "--tiny", *places, "--seeds", 0, "--weights", author_file(tmp_path / "author.pth"))
     said = capsys.readouterr().out
     assert said.count("seed 0 ") == 4
     assert (tmp_path / "results/published.png").stat().st_size > 1000

@@ -2,7 +2,6 @@
 
 import math
 import re
-import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -24,24 +23,16 @@ FOLDER = Path(__file__).parents[1] / "examples" / "scaling_laws"
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def modules(example: Any) -> Any:
     """Names of run.py."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return runpy.run_path(str(FOLDER / "run.py"))
-
-
-def run_study(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
+    return example("scaling_laws/run.py")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
-def test_the_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_study_runs(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out"
-    arguments = ("--quick", "--output", output, "--seeds", 3)
-    run_study(monkeypatch, *arguments)
+    example("scaling_laws/run.py", "--quick", "--output", output, "--seeds", 3)
     printed = capsys.readouterr().out
     assert printed.count("seed=3: ") == 2 * 3 + 3
     tables = (output / "tables.md").read_text()
@@ -55,12 +46,10 @@ def test_the_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
 def test_the_runs_without_a_mimetic_start_take_the_best_rate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--tiny", "--sizes", "4", "--lengths", "16", "64", "--seeds", "0", "--results", tmp_path]
-    monkeypatch.setattr(sys, "argv", ["forgetting.py", *map(str, arguments)])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(FOLDER / "forgetting.py"), run_name="__main__")
+    example("scaling_laws/forgetting.py", *arguments)
     printed = capsys.readouterr().out
     losses = dict(re.findall(r"T=64 seed=0 lr=(\S+): loss (\S+),", printed))
     assert set(losses) == {"0.003", "0.01", "0.03"}

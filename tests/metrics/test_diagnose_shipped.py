@@ -3,8 +3,6 @@
 A cured model has harm of at most 0.02 nats per byte in every octave of positions up to 64 training lengths.
 """
 
-import runpy
-import sys
 from typing import Any
 
 import numpy as np
@@ -42,11 +40,8 @@ def texts() -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", CURED)
-def test_the_results_of_a_cured_model_show_no_harm_up_to_64_training_lengths(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    octaves = runpy.run_path(str(MODEL_CARDS.parent / "examples/families/checkpoints.py"))["octaves"]
+def test_the_results_of_a_cured_model_show_no_harm_up_to_64_training_lengths(family: str, example: Any) -> None:
+    octaves = example("families/checkpoints.py")["octaves"]
     models = read_result(MODEL_CARDS / f"{family}-cured/results/comparison.json", Comparison).models
     harms = {model.role: octaves(model.evaluation) for model in models}
     assert len(harms["cured"]) >= LENGTHS.bit_length() - 1
