@@ -13,14 +13,18 @@ from typing import NamedTuple
 
 import torch
 
-# Each line of its input is a request, and is answered by the exit status of the child that runs it.
-PARENT = """
-import json, os, sys, traceback
+# Before other code of a process: any import of our package is an error.
+REFUSING = """
+import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("hf_recurrent_lengthgen", "trainers"):
             raise ImportError("this process must not import " + name)
 sys.meta_path.insert(0, Refuse())
+"""
+# Each line of its input is a request, and is answered by the exit status of the child that runs it.
+PARENT = """
+import json, os, traceback
 os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import transformers
@@ -65,7 +69,7 @@ class Done(NamedTuple):
 
 @cache
 def _parent() -> subprocess.Popen[str]:
-    command = [sys.executable, "-I", "-c", PARENT]
+    command = [sys.executable, "-I", "-c", REFUSING + PARENT]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(process.kill)
     return process

@@ -1,7 +1,6 @@
 """What a Trainer of ours uploads, in the middle of training and at its end."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.run.hub_pushes import check_texts, has_card_of_another
-from tests.checkpoints.hub.client import PYTHON, STRANGER, environment
+from tests.checkpoints.hub.client import run_stranger
 from tests.checkpoints.hub.conftest import hub as hub
 from tests.checkpoints.hub.endpoint import Endpoint
 from tests.trainers import toys
@@ -61,13 +60,13 @@ def test_a_stranger_loads_what_was_pushed_in_the_middle(
     trainer.train()
     trainer._finish_current_push()
     commit = next(c for c in hub.repositories["user/run"].history("main") if c.title.endswith("step 1"))
-    code = f"""{STRANGER}
+    code = f"""
 import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained("user/run", trust_remote_code=True, revision="{commit.id}")
 torch.save(model(torch.arange(1, 6)[None]).logits, "logits.pt")
 """
-    subprocess.run([*PYTHON, code], cwd=tmp_path, env=environment(hub, tmp_path / "home"), check=True)
+    run_stranger(hub, tmp_path, code)
     expected = type(trainer.model).from_pretrained(f"{trainer.output_dir}/checkpoint-1")
     with torch.no_grad():
         found = torch.load(tmp_path / "logits.pt")

@@ -1,6 +1,7 @@
 """The client of huggingface_hub, turned to an endpoint of the tests: in this process, or in another one."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants, file_download, hf_api, repocard
 from huggingface_hub.utils import _http
+
+from tests.without_package import REFUSING
 
 from .endpoint import Endpoint
 
@@ -44,20 +47,11 @@ def connect(hub: Endpoint, home: Path, monkeypatch: pytest.MonkeyPatch, token: s
     return waits
 
 
-def environment(hub: Endpoint, home: Path, token: str | None = TOKEN) -> dict[str, str]:
-    """Environment for a process whose client speaks to `hub`, with its cache in `home`."""
+def run_stranger(hub: Endpoint, folder: Path, code: str) -> None:
+    """Run code in a folder, in a process without our package whose client speaks to `hub`, with a cache of its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING", "TRANSF"))}
-    ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return kept | ours | ({} if token is None else {"HF_TOKEN": token}) | {"OMP_NUM_THREADS": "1"}
-
-
-# Before other code of a process: any import of our package is an error.
-STRANGER = """
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("hf_recurrent_lengthgen", "trainers"):
-            raise ImportError("this process must not import " + name)
-sys.meta_path.insert(0, Refuse())
-"""
-PYTHON = [sys.executable, "-P", "-c"]  # without -I, which would ignore the environment
+    ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
+    ours |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    command = [sys.executable, "-P", "-c", REFUSING + code]  # without -I, which would ignore the environment
+    done = subprocess.run(command, cwd=folder, env=kept | ours, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.cli.main import main
 from tests.checkpoints.cards.test_model_cards import FAR, MODEL_CARDS, NAMES
 
-from .client import PYTHON, STRANGER, environment
+from .client import run_stranger
 from .endpoint import Endpoint
 
 CURED = [name for name in NAMES if not name.endswith("-base")]
@@ -36,10 +35,7 @@ def test_cured_checkpoints_run_where_the_package_is_not(hub: Endpoint, tmp_path:
         assert main(["verify", str(folder)]) == 0
         assert main(["card", str(folder)]) == 0
         assert main(["push", str(folder), f"user/{name}"]) == 0
-    code = f"{STRANGER}NAMES, TEXT = {CURED!r}, {TEXT!r}\n{CODE}"
-    home = environment(hub, tmp_path / "home")
-    ran = subprocess.run([*PYTHON, code], cwd=tmp_path, env=home, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
+    run_stranger(hub, tmp_path, f"NAMES, TEXT = {CURED!r}, {TEXT!r}\n{CODE}")
     found = torch.load(tmp_path / "out.pt")
     assert list(found) == CURED
     vocabulary = json.loads((MODEL_CARDS / FAR / "tokenizer.json").read_text())["model"]["vocab"]
