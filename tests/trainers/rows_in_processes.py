@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import toys
 from torch import Tensor
-from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening
 from transformers.utils import logging
 
@@ -24,16 +23,6 @@ from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrai
 
 BATCH = 6
 in_float32 = toys.tiny_model
-
-
-class Stream(IterableDataset[dict[str, Tensor]]):
-    """Rows in their order, without a length."""
-
-    def __init__(self, rows: list[dict[str, Tensor]]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Any:
-        return iter(self.rows)
 
 
 def processes() -> int:
@@ -56,7 +45,7 @@ def rows_seen(rows: int, accumulation: int, streamed: bool) -> list[list[list[in
                 steps.append([batch["input_ids"][:, 0].tolist() for batch in batches])
             return batches, items
 
-    data: Any = Stream(numbers(rows)) if streamed else numbers(rows)
+    data: Any = toys.Stream(numbers(rows)) if streamed else numbers(rows)
     settings = {"per_device_train_batch_size": BATCH // processes(), "gradient_accumulation_steps": accumulation}
     whole = -(-(rows // BATCH) // accumulation)
     length = {"max_steps": 2 * (rows // BATCH // accumulation)} if streamed else {"max_steps": 2 * whole}
@@ -75,7 +64,7 @@ def trained(method: str, rows: int, accumulation: int, stream: bool = False) -> 
             changes |= {"max_steps": 2 * (rows // BATCH // accumulation), "assume_shuffled": True}
         trainer: InitialStateTrainer = toys.resumable_trainer(folder, batch, method, rows=rows, **changes)
         if stream:
-            trainer.train_dataset = Stream(toys.sequences(rows))
+            trainer.train_dataset = toys.Stream(toys.sequences(rows))
         trainer.train()
         return toys.weights(trainer.model)
 
@@ -85,7 +74,7 @@ def evaluated(rows: int, streamed: bool, shared: bool = False) -> tuple[float, T
     shared by all processes."""
     data: Any = toys.sequences(rows)
     if streamed:
-        data = Stream(data)
+        data = toys.Stream(data)
     with tempfile.TemporaryDirectory() as folder:
         settings = {"per_device_eval_batch_size": BATCH if shared else BATCH // processes()}
         settings |= {"context_parallel_size": processes() if shared else 1}

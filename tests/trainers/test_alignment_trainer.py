@@ -1,7 +1,6 @@
 """The alignment loss in training, against two forward passes and the formula in float64."""
 
 import copy
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +43,7 @@ PLAIN: dict[str, Any] = {
 
 def extra_by_hand(step: int, low: int, high: int) -> int:
     """l_extra from a generator keyed by the step, the same for all rows and micro-batches."""
-    digest = hashlib.blake2b(f"{SEED}/{step}/0/extra".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-    return int(torch.randint(low, high + 1, (), generator=generator))
+    return int(torch.randint(low, high + 1, (), generator=toys.keyed_generator("extra", SEED, step, 0)))
 
 
 def losses(

@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 from transformers import (
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
@@ -213,18 +213,8 @@ def test_plain_training_arguments_are_refused(tmp_path: Path) -> None:
         StatePassingTrainer(toys.tiny_model(), args, train_dataset=toys.sequences(4))
 
 
-class Stream(IterableDataset):
-    """A stream of sequences."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.items)
-
-
 def test_a_stream_needs_the_word_that_it_is_shuffled(make_config: MakeConfig) -> None:
-    data = Stream(toys.sequences(8))
+    data = toys.Stream(toys.sequences(8))
     with pytest.raises(ValueError, match=r"for a stream .*set assume_shuffled=True"):
         StatePassingTrainer(toys.tiny_model(), make_config(max_steps=2), train_dataset=data)
     config = make_config(max_steps=2, assume_shuffled=True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen import forgetting
@@ -65,14 +64,6 @@ def test_a_model_that_is_made_to_forget_is_not_trained(method: str, settings: di
     assert trainer.train().global_step == 1
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Any:
-        return iter(self.rows)
-
-
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize(
     ("rows", "streamed", "settings", "told"),
@@ -88,7 +79,7 @@ def test_a_training_of_no_step_is_an_error(
     arguments = InitialStateConfig(str(tmp_path / "run"), per_device_train_batch_size=4, **toys.QUIET, **settings)
     data: Any = toys.sequences(rows)
     if streamed:
-        data = Stream(data)
+        data = toys.Stream(data)
     with pytest.raises(ValueError, match=told):
         ZeroStateTrainer(toys.tiny_model(), arguments, train_dataset=data).train()
 

@@ -14,13 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainingArguments, default_data_collator, trainer_callback
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback, TrainingArguments, default_data_collator, modeling_utils, trainer_callback
 from transformers.utils import logging
 
 import hf_recurrent_lengthgen.trainers.run.checkpoints as checkpoints
@@ -52,6 +53,16 @@ from hf_recurrent_lengthgen.trainers import (
 VOCABULARY = 17
 SEPARATOR = 2
 QUIET = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+
+
+class Stream(IterableDataset[Any]):
+    """Rows in their order, without a length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
 
 
 def recording(batches: list[dict[str, Tensor]]) -> Callable[[list[Any]], dict[str, Tensor]]:
@@ -158,16 +169,20 @@ def is_dropped(seed: int, step: int, micro_batch: int, row: int, probability: fl
     return keyed_uniform("drop", seed, step, micro_batch, row) < probability
 
 
-def keyed_uniform(purpose: str, seed: int, step: int, micro_batch: int, row: int) -> float:
+def keyed_generator(purpose: str, *place: int) -> torch.Generator:
+    """A generator keyed by a purpose and a place: seed, step, micro-batch and, of a row, its number."""
+    digest = hashlib.blake2b("/".join(map(str, (*place, purpose))).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def keyed_uniform(purpose: str, *row: int) -> float:
     """The first number of a generator keyed by a row's place and a purpose."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}/{row}/{purpose}".encode(), digest_size=8).digest()
-    return float(torch.rand((), generator=torch.Generator().manual_seed(int.from_bytes(digest, "little"))))
+    return float(torch.rand((), generator=keyed_generator(purpose, *row)))
 
 
-def keyed_normal(count: int, seed: int, step: int, micro_batch: int, row: int) -> Tensor:
+def keyed_normal(count: int, *row: int) -> Tensor:
     """The standard normal numbers of a row's noise, from a generator keyed by the row's place."""
-    digest = hashlib.blake2b(f"{seed}/{step}/{micro_batch}/{row}/noise".encode(), digest_size=8).digest()
-    return torch.randn(count, generator=torch.Generator().manual_seed(int.from_bytes(digest, "little")))
+    return torch.randn(count, generator=keyed_generator("noise", *row))
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -272,33 +287,21 @@ def resumable_trainer(
 
 def die_while_writing(what: str) -> None:
     """Cut the file in half that the next call writes, and kill this process."""
+    writers: dict[str, tuple[Any, str]] = {
+        "weights": (modeling_utils, "safe_save_file"),
+        "initial_states": (checkpoints, "save_file"),
+        "trainer_state.json": (trainer_callback.TrainerState, "save_to_json"),
+    }
+    owner, name = writers.get(what, (torch, "save"))  # all take the path second
+    original, part = getattr(owner, name), "model.safetensors" if what == "weights" else what
 
-    def cut_and_die(path: str | Path) -> None:
-        os.truncate(path, os.path.getsize(path) // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
+    def write(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        if part in str(args[1]):
+            os.truncate(args[1], os.path.getsize(args[1]) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    def replace_writer(module: Any, name: str, position: int, file_name: str) -> None:
-        original = getattr(module, name)
-
-        def write(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            if file_name in str(args[position]):
-                cut_and_die(args[position])
-
-        setattr(module, name, write)
-
-    if what == "weights":
-        import transformers.modeling_utils
-
-        replace_writer(transformers.modeling_utils, "safe_save_file", 1, "model.safetensors")
-    elif what in ("optimizer.pt", "scheduler.pt", "rng_state"):
-        replace_writer(torch, "save", 1, what)
-    elif what == "initial_states":
-        replace_writer(checkpoints, "save_file", 1, "initial_states")
-    elif what == "trainer_state.json":
-        replace_writer(trainer_callback.TrainerState, "save_to_json", 1, what)
-    else:
-        raise ValueError(what)
+    setattr(owner, name, write)
 
 
 def run_job(
