@@ -128,7 +128,7 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
     Args:
         path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of files of one kind or a pattern such as
             "texts/*.txt", a folder written by `save_to_disk`, or (if no such file or folder exists) the name of a
-            dataset on the Hub. A .txt file is one text; its line ends are read as "\\n".
+            dataset on the Hub. A .txt file is one text; line ends are read as "\\n", without a byte order mark.
         split: A split, or slices of it such as "train[:90%]" and "train[90%:]". A single file, the files of a pattern
             and a single `Dataset` saved to disk are the split "train".
 
@@ -234,8 +234,8 @@ def _files_of_splits(path_or_name: str | Path) -> dict[str, list[str]]:
     from datasets import data_files
 
     # `datasets` would read only the most common kind, and without `sample_by` single lines of text files.
-    patterns = data_files.get_data_patterns(str(path))
-    by_split = data_files.DataFilesDict.from_patterns(patterns, base_path=str(path))
+    base = glob.escape(str(path))
+    by_split = data_files.DataFilesDict.from_patterns(data_files.get_data_patterns(base), base_path=base)
     ours = {
         str(split): [name for name in names if Path(name).suffix in _BUILDER_OF_SUFFIX]
         for split, names in by_split.items()
@@ -255,4 +255,7 @@ def _builder_of(splits: dict[str, list[str]]) -> tuple[str, dict[str, Any]]:
         )
     (kind,) = kinds
     names = {each: [glob.escape(name) for name in files] for each, files in splits.items()}
-    return kind, {"data_files": names, **({"sample_by": "document"} if kind == "text" else {})}
+    return kind, {
+        "data_files": names,
+        **({"sample_by": "document", "encoding": "utf-8-sig"} if kind == "text" else {}),
+    }

@@ -159,8 +159,9 @@ def test_bars_are_shown_where_transformers_shows_some(shown: bool, monkeypatch: 
 
 def test_text_file_is_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
-    path.write_bytes("é one\r\ntwo\n\nthree\n".encode())
-    assert load_texts(path) == ["é one\ntwo\n\nthree\n"]
+    for mark in (b"", b"\xef\xbb\xbf"):  # as editors of Windows write it
+        path.write_bytes(mark + "é one\r\ntwo\n\nthree\n".encode())
+        assert load_texts(path) == ["é one\ntwo\n\nthree\n"]
 
 
 def test_folder_of_text_files_has_one_document_per_file(tmp_path: Path) -> None:
@@ -195,10 +196,13 @@ def test_chats_are_refused_with_what_reads_them(tmp_path: Path) -> None:
         load_texts(tmp_path / "chats.jsonl")
 
 
-def test_file_name_is_no_pattern(tmp_path: Path) -> None:
-    (tmp_path / "a[12].txt").write_text("brackets")
-    (tmp_path / "a1.txt").write_text("one")
-    assert load_texts(tmp_path / "a[12].txt") == ["brackets"]
+def test_names_are_no_patterns(tmp_path: Path) -> None:
+    for folder in ("b[12]", "b1"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a[12].txt").write_text(f"brackets in {folder}")
+        (tmp_path / folder / "a1.txt").write_text("one")
+    assert load_texts(tmp_path / "b1" / "a[12].txt") == ["brackets in b1"]
+    assert load_texts(tmp_path / "b[12]") == ["one", "brackets in b[12]"]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "saved", "saved_splits"])
