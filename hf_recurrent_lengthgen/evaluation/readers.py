@@ -9,7 +9,7 @@ cache and drop the recurrent state in it.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -289,6 +289,29 @@ def reader_of(model: Any) -> Reader:
         if not _equal(at_once, torch.cat([first, second], dim=1)):
             return Reader(model, "its predictions with a cache differ from those without")
         return reader
+
+
+_NEUTRAL = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+}
+
+
+def check_generation(model: Any, given: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for settings of `generate` that need the tokens of a text that was read before its prompt.
+
+    Args:
+        model: The model, whose generation config counts, too.
+        given: Arguments of `generate`.
+    """
+    config = given.get("generation_config") or model.generation_config
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(config, name, None) if given.get(name) is None else given[name]
+        if value not in (None, neutral):
+            raise ValueError(
+                f"{name}={value} needs all tokens of the text, of which generate gets the last one: leave it out, "
+                f"or set it to {neutral} in the generation config of the model (generation_config.json)."
+            )
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

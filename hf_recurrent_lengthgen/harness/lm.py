@@ -25,7 +25,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingC
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer
 from hf_recurrent_lengthgen.evaluation import attention_caches
-from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import Reader, check_generation, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
     Branch,
     prefix_tree,
@@ -217,8 +217,8 @@ class StateLM(TemplateLM):
         """Continue each context until one of its stop strings, the end of text, or its number of tokens.
 
         Raises:
-            ValueError: for generation arguments other than `GENERATION_ARGUMENTS`, `until` and a number of tokens, and
-                if the model predicts NaN.
+            ValueError: for generation arguments other than `GENERATION_ARGUMENTS`, `until` and a number of tokens, for
+                penalties in the generation config of the model, and if the model predicts NaN.
         """
         results = [""] * len(requests)
         alike: dict[str, list[int]] = {}
@@ -243,6 +243,7 @@ class StateLM(TemplateLM):
                 f"The model lengthgen does not generate with {', '.join(unknown)}, which may need the prompt, but "
                 f"with {', '.join(sorted(GENERATION_ARGUMENTS))}: leave it out, or use the model hf."
             )
+        check_generation(self._reader.model, arguments)
         if not arguments["do_sample"]:
             arguments.pop("temperature", None)
         ids = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.readers import check_generation, reader_of
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, chunk_borders, reading_plan
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of, evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, check_finite_state, map_state, state_batch_size
@@ -195,7 +195,14 @@ def ask(model: Any, text_state: TextState, prompts: Tensor, **generation: Any) -
 
     Returns:
         Prompt and continuation, as from `generate`.
+
+    Raises:
+        ValueError: for penalties that need the tokens of the text, also in the generation config of the model, and for
+            lengths that would count from the end of the prompt.
     """
+    check_generation(base_of(model), generation)
+    if lengths := [name for name in ("max_length", "min_length") if generation.get(name) is not None]:
+        raise ValueError(f"{lengths[0]} would not count the prompt, which is read before: give max_new_tokens.")
     if prompts.ndim != 2 or prompts.shape[1] == 0:
         raise ValueError(f"prompts must be token ids of shape (B, T) with T at least 1, got {tuple(prompts.shape)}.")
     if prompts.shape[1] > 1:

@@ -252,6 +252,12 @@ def test_several_processes_are_refused(checkpoint: Path, monkeypatch: pytest.Mon
         StateLM(str(checkpoint), device="cpu")
 
 
+def test_a_penalty_of_the_model_for_what_was_read_is_refused(counting: StateLM) -> None:
+    counting._reader.model.generation_config.repetition_penalty = 1.5
+    with pytest.raises(ValueError, match=r"repetition_penalty=1.5 needs all tokens .*generation_config.json"):
+        counting.generate_until(requests("generate_until", ("ab", {"until": ["z"]})), **QUIET)
+
+
 def test_a_broken_model_is_told(counting: StateLM) -> None:
     with torch.no_grad():
         counting._reader.model.lm_head.weight[5] = math.nan

@@ -184,3 +184,18 @@ def test_an_adapter_is_part_of_the_model() -> None:
             module.scaling["default"] *= 2
     with pytest.raises(ValueError, match="in the weights"):
         read_text(model, tokens, read)
+
+
+@pytest.mark.parametrize(
+    "given", [{"repetition_penalty": 2.0}, {"no_repeat_ngram_size": 2}, {"max_length": 9}], ids=str
+)
+def test_what_needs_the_tokens_that_were_read_is_refused(given: dict[str, float]) -> None:
+    model = MODELS["mamba2"]()
+    read = read_text(model, text(9))
+    with pytest.raises(ValueError, match=f"^{next(iter(given))}"):
+        ask(model, read, text(4), **GREEDY, **given)
+    if "max_length" not in given:
+        vars(model.generation_config).update(given)
+        with pytest.raises(ValueError, match=r"generation_config\.json"):
+            ask(model, read, text(4), **GREEDY)
+        ask(model, read, text(4), **GREEDY, **dict.fromkeys(given, 1.0 if "repetition_penalty" in given else 0))
