@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
@@ -17,12 +16,13 @@ from transformers import (
 
 from hf_recurrent_lengthgen.checkpoints.loading import differing_code, load_language_model, load_model
 from hf_recurrent_lengthgen.models import StatefulMambaConfig, StatefulMambaForCausalLM
+from tests.llamas import tiny_llama
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 1}
 
 
 def test_models_without_states_load_as_they_are_where_they_may(tmp_path: Path) -> None:
-    saved = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=16, num_attention_heads=2))
+    saved = tiny_llama()
     saved.save_pretrained(tmp_path)
     model = load_language_model(str(tmp_path))
     assert type(model) is LlamaForCausalLM
@@ -55,8 +55,9 @@ def test_recurrent_models_load_with_states(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    config = LlamaConfig(**SIZES, intermediate_size=16, num_attention_heads=2)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    llama = tiny_llama()
+    llama.save_pretrained(tmp_path)
+    config = llama.config
     config.num_hidden_layers = 2
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"do not fit its config\.json, missing: .*layers\.1"):

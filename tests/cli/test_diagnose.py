@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.cli import diagnose as command  # noqa: F401  (has its own name of what is patched)
@@ -19,6 +17,7 @@ from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diag
 from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
+from tests.llamas import tiny_llama
 
 Diagnose = Callable[..., int]
 
@@ -29,9 +28,7 @@ def states_of(model: DiagnosedModel) -> StateDiagnosis | None:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 384, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path / "llama")
+    tiny_llama().save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 
 

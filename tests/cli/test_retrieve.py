@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.cli import report, retrieve
@@ -16,6 +14,7 @@ from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
 from hf_recurrent_lengthgen.metrics.retrieval import measure as retrieval
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
+from tests.llamas import tiny_llama
 
 QA = "1 Mary moved to the bathroom.\n2 Where is Mary? \tbathroom\t1\n1 John went home.\n2 Where is John? \thome\t1\n"
 
@@ -23,9 +22,7 @@ QA = "1 Mary moved to the bathroom.\n2 Where is Mary? \tbathroom\t1\n1 John went
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama") / "checkpoint"
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"intermediate_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=384, hidden_size=8, **sizes)).save_pretrained(folder)
+    tiny_llama().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.evaluation import result_cache
 from hf_recurrent_lengthgen.evaluation.provenance import model_record, weights_digest
@@ -19,6 +18,7 @@ from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.context_harm import measure
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.models import state_on_disk
+from tests.llamas import tiny_llama
 from tests.models.families import MAMBA2, VOCABULARY, build
 
 QUIET = EvaluationSettings(progress=False)
@@ -95,7 +95,7 @@ def test_a_record_changes_with_buffers_and_adapters() -> None:
     """Whatever moves the predictions moves the record."""
     torch.manual_seed(0)
     adapters = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = get_peft_model(llama(), adapters)
+    model = get_peft_model(tiny_llama(vocab_size=VOCABULARY), adapters)
     model.add_adapter("two", adapters)
     ids = torch.arange(5)[None]
     records, predictions = [model_record(model)], [model(ids).logits]
@@ -125,7 +125,7 @@ def test_a_record_changes_with_code_that_is_not_installed(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "code_of_a_checkpoint.py"
     file.write_text("from torch import nn\nclass Layer(nn.Linear): pass\n")
-    model = llama()
+    model: Any = tiny_llama(vocab_size=VOCABULARY)
     model.extra = importlib.import_module("code_of_a_checkpoint").Layer(2, 2)
     first = model_record(model)
     file.write_text("from torch import nn\nclass Layer(nn.Linear): more = 1\n")
@@ -152,12 +152,6 @@ def test_a_disk_that_is_full_costs_no_result(
 @pytest.fixture
 def tokens() -> np.ndarray:
     return np.random.default_rng(5).integers(0, VOCABULARY, (5, 91))
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
 
 
 def test_an_interrupted_evaluation_does_not_read_the_stream_again(

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
@@ -24,6 +23,7 @@ from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
     walk,
 )
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from tests.llamas import tiny_llama
 
 VOCABULARY = 40
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8)
@@ -71,14 +71,7 @@ def stateful_model() -> nn.Module:
 
 
 def llama() -> nn.Module:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-    }
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.5, **sizes)).double().eval()
+    return tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=2, initializer_range=0.5).double().eval()
 
 
 class Whole(nn.Module):

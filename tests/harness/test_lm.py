@@ -11,10 +11,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import LlamaConfig, LlamaForCausalLM, Mamba2ForCausalLM, PreTrainedTokenizerFast
+from transformers import Mamba2ForCausalLM, PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.harness import StateLM
+from tests.llamas import tiny_llama
 
 HEADER = "Q: is a shared header of demonstrations long enough to pay?\nA: yes\n\n"
 QUESTIONS = ["what else is there to see?", "why is all of it as it is?", "how many, and which of them?"]
@@ -234,14 +235,7 @@ def test_what_cannot_be_honored_is_refused(checkpoint: Path, arguments: dict[str
 
 
 def test_models_that_cannot_continue_a_text_are_refused() -> None:
-    sizes: dict[str, Any] = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=384, rope_parameters=rope, **sizes))
+    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
     with pytest.raises(ValueError, match=r"LlamaForCausalLM does not allow: its dynamic position enc.*own model hf"):
         StateLM(model, tokenizer=byte_tokenizer())
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -19,6 +19,7 @@ from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2Fo
 from hf_recurrent_lengthgen.models.state_value import LayerState, map_state
 from tests.hybrids.measures import parts, random_state, random_tokens, relative_error, with_checkpointing
 from tests.hybrids.tiny_models import tiny_model
+from tests.llamas import tiny_llama
 from tests.versions import HAS_HYBRIDS
 
 STOCK = tiny_model("falcon_h1") if HAS_HYBRIDS else None
@@ -228,10 +229,7 @@ def test_final_states_hold_no_more_memory_than_themselves(model: Any) -> None:
 
 
 def test_models_without_states_and_other_objects_are_refused() -> None:
-    config = LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8
-    )
-    llama = LlamaForCausalLM(config)
+    llama = tiny_llama()
     with pytest.raises(ValueError, match="LlamaForCausalLM is of type 'llama', which is no recurrent type"):
         stateful(llama)
     assert type(llama) is LlamaForCausalLM

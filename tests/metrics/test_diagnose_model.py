@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
@@ -24,6 +23,7 @@ from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt, consta
 from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver
+from tests.llamas import tiny_llama
 from tests.models.families import GLA, MAMBA2, VOCABULARY, build, variant_id
 
 T = 16
@@ -99,9 +99,7 @@ def test_remembrance_has_the_distances_that_are_asked_for(tokens: np.ndarray, tm
 
 
 def test_what_cannot_be_measured_is_said(tokens: np.ndarray) -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    model = tiny_llama(vocab_size=VOCABULARY)
     found = diagnosed(model, tokens)
     assert "LlamaForCausalLM does not carry a recurrent state by value" in found.refused["states"]
     assert "no single token for a line break" in found.refused["constant prompt"]

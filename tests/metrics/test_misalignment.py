@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.misalignment import context_pairs, long_short_misalignment, symmetric_cross_entropy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from tests.llamas import tiny_llama
 from tests.versions import needs_hybrids
 
 VOCABULARY = 7
@@ -83,11 +84,6 @@ def test_draws_depend_on_the_seed_and_the_sequence_alone(counter_model: type, ra
     assert context_pairs(131, 20, 3, seed=0, sequence=0) != context_pairs(131, 20, 3, seed=0, sequence=1)
 
 
-def tiny_llama() -> nn.Module:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.5, **sizes))
-
-
 def tiny_mamba2(model_class: type, config_class: type) -> nn.Module:
     sizes = {"hidden_size": 8, "state_size": 4, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 8, "n_groups": 1}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -96,7 +92,7 @@ def tiny_mamba2(model_class: type, config_class: type) -> nn.Module:
 
 
 MODELS = {
-    "llama": tiny_llama,
+    "llama": lambda: tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=2, initializer_range=0.5),
     "ours": lambda: tiny_mamba2(StatefulMamba2ForCausalLM, StatefulMamba2Config),
     "wrapped": lambda: stateful(tiny_mamba2(Mamba2ForCausalLM, Mamba2Config)),
 }

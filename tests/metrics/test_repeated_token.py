@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
@@ -23,6 +22,7 @@ from hf_recurrent_lengthgen.metrics.repeated_token import (
 )
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from tests.hybrids.tiny_models import tiny_model
+from tests.llamas import tiny_llama
 from tests.metrics.test_states import one_head_keeps_all
 from tests.metrics.test_states_trajectory import states_by_token, units_of
 from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, RWKV7, Family, build, variant_id
@@ -146,8 +146,7 @@ def test_a_head_that_keeps_all_grows_with_the_number_of_tokens(tmp_path: Any) ->
 
 
 def test_a_model_without_states_has_its_loss_only() -> None:
-    sizes = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
-    found = constant_prompt(LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)), 3, 8, 32, progress=False)
+    found = constant_prompt(tiny_llama(), 3, 8, 32, progress=False)
     assert found.states is None
     assert [picture.shows(found) for picture in CONSTANT_PROMPT.pictures.values()] == [True, False, False, False]
 

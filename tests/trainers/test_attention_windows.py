@@ -12,7 +12,6 @@ from peft import LoraConfig, get_peft_model
 from scipy.stats import chisquare
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.trainers import (
@@ -25,6 +24,7 @@ from hf_recurrent_lengthgen.trainers.attention_windows import drawn_window
 from tests.hybrids.measures import with_checkpointing
 from tests.hybrids.test_attention_window import flash_by_hand, masked
 from tests.hybrids.tiny_models import tiny_model
+from tests.llamas import tiny_llama
 from tests.trainers import toys
 from tests.versions import needs_hybrids
 
@@ -235,8 +235,7 @@ def test_windows_that_are_none_are_refused(windows: Any, tmp_path: Path) -> None
 
 
 def test_models_without_a_window_are_refused(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=toys.VOCABULARY, **sizes))
+    llama = tiny_llama(vocab_size=toys.VOCABULARY)
     args = InitialStateConfig(str(tmp_path), attention_windows=[4], **toys.QUIET)
     for model in (toys.tiny_model(), stateful(tiny_model("mamba2")), toys.SumModel(), llama):
         with pytest.raises(ValueError, match=f"limits the attention of hybrids, and {type(model).__name__} is none"):
