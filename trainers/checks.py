@@ -1,7 +1,7 @@
 """What a trainer refuses before training starts, with the reason."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,13 +178,16 @@ def check_token_ids(ids: Tensor, vocabulary: int, name: str = "input_ids", ignor
 
 def check_batch(model: nn.Module | None, inputs: Mapping[str, Any]) -> None:
     """Raise a `ValueError` with row and position for input ids and labels outside the vocabulary."""
-    vocabulary = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
-    if vocabulary is None:
-        return
-    if isinstance(ids := inputs.get("input_ids"), Tensor):
-        check_token_ids(ids, vocabulary)
-    for name in token_labels(base_of(model), inputs):
-        check_token_ids(inputs[name], vocabulary, name, IGNORED_LABEL)
+    for name, ids, vocabulary in _token_ids(model, inputs):
+        check_token_ids(ids, vocabulary, name, None if name == "input_ids" else IGNORED_LABEL)
+
+
+def _token_ids(model: nn.Module | None, inputs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, int]]:
+    """Name and value of input ids and labels, and the vocabulary; none for a model that names no vocabulary."""
+    vocabulary: Any = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
+    for name in () if vocabulary is None else ("input_ids", *token_labels(base_of(model), inputs)):
+        if isinstance(ids := inputs.get(name), Tensor):
+            yield name, ids, vocabulary
 
 
 def usable_ids(
@@ -192,13 +195,8 @@ def usable_ids(
 ) -> dict[str, Any]:
     """The inputs without ids and labels outside the vocabulary; `ask` has `check_batch` refuse them before weights
     change, so that the device is not waited for."""
-    vocabulary: Any = getattr(getattr(base_of(model), "config", None), "vocab_size", None)
-    names = [] if vocabulary is None else ["input_ids", *token_labels(base_of(model), inputs)]
     usable, questions = dict(inputs), []
-    for name in names:
-        ids = inputs.get(name)
-        if not isinstance(ids, Tensor):
-            continue
+    for name, ids, vocabulary in _token_ids(model, inputs):
         if ids.dtype not in IDS:
             check_batch(model, inputs)
         wrong = (ids < 0) | (ids >= vocabulary)
