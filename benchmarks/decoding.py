@@ -83,6 +83,7 @@ def bench_compiled_steps(rounds: int) -> dict[str, float]:
             for slow, fast in (("stock", "ours"), ("stock", "compiled"), ("ours", "compiled")):
                 ratios = [a / b for a, b in zip(times[slow], times[fast], strict=True)]
                 result[f"{prefix}_{slow}_to_{fast}"] = statistics.median(ratios)
+                result |= {f"{prefix}_{slow}_to_{fast}_{end.__name__}": end(ratios) for end in (min, max)}
             result[f"{prefix}_first_call_seconds"] = first_call
             gain = median["ours"] - median["compiled"]
             result[f"{prefix}_pays_after_tokens"] = first_call / gain if gain > 0 else math.inf
