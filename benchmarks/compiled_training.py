@@ -64,6 +64,7 @@ def step(model: nn.Module) -> Callable[[], None]:
 
 def measured(family: str, layers: int, rounds: int) -> tuple[float | int, ...]:
     """The columns of a family."""
+    torch._dynamo.reset()  # torch makes at most 8 graphs of one function
     model = model_of(family, layers)
     runs, compiling = {"eager": step(model)}, {}
     runs["eager"]()

@@ -7,12 +7,12 @@ from typing import Any
 
 from hf_recurrent_lengthgen.cli.measuring import add_options, load_inputs, ready, settings_of, told_of_cache
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns
-from hf_recurrent_lengthgen.cli.report import draw, summary_table, write_page
+from hf_recurrent_lengthgen.cli.report import summary_table, write_figures
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.metrics.diagnosis.measure import chosen_parts, diagnose_model
 from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
-from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, diagnosis_page, facts, reasons
+from hf_recurrent_lengthgen.metrics.diagnosis.page import facts, reasons
 from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
 from hf_recurrent_lengthgen.metrics.parts import PARTS
 from hf_recurrent_lengthgen.metrics.repeated_token import CONSTANT_PROMPT, single_token
@@ -61,10 +61,8 @@ def run(arguments: Sequence[str]) -> int:
     diagnosis = Diagnosis("Length generalization, and why", tuple(diagnosed))
     folder = Path(options.output)
     write_result(folder / "result.json", diagnosis)
-    for name, figure in (figures := diagnosis_figures(diagnosis)).items():
-        draw(figure, folder / name)
     keep_csv(folder / "result.csv", diagnosis, options.csv)
-    page = write_page(folder, diagnosis_page(diagnosis, figures=figures))
+    page = write_figures(diagnosis, folder)
     print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
     print(f"{told_of_cache(inputs.cache)}\nReport: {page}")
     for step in next_steps(diagnosis):

@@ -10,9 +10,8 @@ from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape, table
 from hf_recurrent_lengthgen.cli.parsing import in_columns
 from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.metrics.context_harm.page import PICTURES
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
-from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_page
+from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, diagnosis_page
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.plotting.html import plain_table
@@ -44,11 +43,17 @@ def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None =
     write_text(folder / "tables.tex", "\n".join(f"{latex(rows)}\n" for rows, _ in shown))
     if comparison.differences:
         further = f"<h2>Differences</h2>{plain_table(*shown[1])}{further}"
-    for name, picture in PICTURES.items():
-        draw(picture.draw(comparison.models), folder / name)
     loading = None if checkpoint is None else LOADING.format(folder=str(checkpoint))
     models = tuple(DiagnosedModel(model.role, model.evaluation, {}, {}) for model in comparison.models)
-    return write_page(folder, diagnosis_page(Diagnosis(comparison.title, models), loading, further))
+    return write_figures(Diagnosis(comparison.title, models), folder, loading, further)
+
+
+def write_figures(diagnosis: Diagnosis, folder: Path, loading: str | None = None, further: str = "") -> Path:
+    """Write the figures of a diagnosis as PNG and SVG, and the page that shows them, `index.html`, its path."""
+    figures = diagnosis_figures(diagnosis)
+    for name, figure in figures.items():
+        draw(figure, folder / name)
+    return write_page(folder, diagnosis_page(diagnosis, loading, further, figures))
 
 
 def draw(figure: Figure, path: Path) -> None:
