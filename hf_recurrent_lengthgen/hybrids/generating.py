@@ -75,6 +75,10 @@ def generation_arguments(
     if from_nothing and (adapter.skips_padding or not adapter.reads_padding):
         check_padding(model, real)
         return {"attention_mask": mask}
+    if (kind := config.cache_implementation) not in (None, "dynamic"):
+        raise ValueError(
+            f"generate from a state or behind padding makes the cache itself: leave cache_implementation={kind!r} out."
+        )
     initial_state = model._check_state(model.first_state(rows) if initial_state is None else initial_state, rows)
     read_here = real is not None or (length > 1 and not adapter.reads_prompts)
     if read_here:

@@ -279,6 +279,7 @@ class StatefulMixin(LearnedStatesMixin):
                 padding that is not on the left, or beside an attention cache. Without a state, for padding that is not
                 on the left, or that the stock `generate` cannot go on from.
         """
+        obey_window(self.config)  # with a static cache, masks are made before the first call
         kwargs = with_one_cache(kwargs, cache_adapter_of(self).argument == "cache")
         kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
         with without_checkpointing(self):

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LEDConfig, LEDModel
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, LEDConfig, LEDModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
@@ -150,6 +152,26 @@ def test_generate_attends_to_the_window(model_type: str) -> None:
     padded[0, :6], mask[0, :6] = 0, 0
     generated = model.generate(padded, attention_mask=mask, **options)[:, 8:]
     assert torch.equal(generated, torch.cat([by_masks(stock, prompt[:1, 6:], 9), expected[1:]]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compiling", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore")  # of the compiler, about its own internals
+def test_a_static_cache_has_the_window_from_the_first_call_of_a_process(
+    compiling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for interface in (AttentionMaskInterface, AttentionInterface):
+        for name, function in list(interface._global_mapping.items()):
+            if hasattr(function, "obeys"):
+                monkeypatch.setitem(interface._global_mapping, name, function.__wrapped__)
+    stock, model = windowed("bamba")
+    prompt, config = random_tokens(2, 8), CompileConfig(backend="aot_eager")
+    config._compile_all_devices = compiling  # as on a GPU
+    options: Any = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "cache_implementation": "static"}
+    counters.clear()
+    found = model.generate(prompt, compile_config=config if compiling else None, **options)[:, 8:]
+    assert (counters["stats"]["unique_graphs"] > 0) == compiling
+    assert torch.equal(found, by_masks(stock, prompt, 9))
 
 
 @torch.no_grad()

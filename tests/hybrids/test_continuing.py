@@ -78,6 +78,10 @@ def test_generation_refuses_what_it_cannot_continue() -> None:
     refused = {
         "leave use_cache on": {"inputs": tokens, "use_cache": False},
         "needs a prompt": {},
+        "makes the cache itself: leave cache_implementation='static' out": {
+            "inputs": tokens,
+            "cache_implementation": "static",
+        },
         "not both": {"inputs": tokens, "past_key_values": model.new_attention_cache()},
         "batch of 1 rows": {"inputs": tokens[:1]},
     }
