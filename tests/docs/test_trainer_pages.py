@@ -35,7 +35,12 @@ TABLES: dict[str, type[InitialStateConfig]] = {
     "alignment": AlignmentConfig,
     "statex": StateXConfig,
 }
-PAGES = [*(f"trainers/{name}" for name in (*TABLES, "far_memory")), "with_trl", "scaling_out", "troubleshooting"]
+PAGES = [
+    *(f"trainers/{name}" for name in (*TABLES, "runs", "far_memory")),
+    "with_trl",
+    "scaling_out",
+    "troubleshooting",
+]
 SHRUNK = {
     r'\.texts\("(train|validation)"\)': r'.texts("\1")[:4]',
     r"max_steps=\d+": "max_steps=2, report_to='none', dataloader_pin_memory=False",
