@@ -117,9 +117,9 @@ def test_gradients_flow_from_one_result_alone_and_to_one_input_alone() -> None:
             torch.testing.assert_close(*gradients)
 
 
-# torch.compile runs into deprecation warnings of torch itself
+# torch.compile runs into deprecation warnings of torch itself, and asks pieces of leaves for their gradients
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
 def test_a_compiled_scan_is_one_operator_for_any_length() -> None:
     graphs = []
 
