@@ -33,7 +33,7 @@ ROWS, LENGTH = 2, 512
 SIZES = {"vocab_size": 8192, "hidden_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 MAMBA2 = {"num_heads": 16, "head_dim": 64, "state_size": 128, "n_groups": 1}
 HEADS: dict[str, dict[str, Any]] = {"mamba2": MAMBA2, "mamba3": {"num_heads": 16, "head_dim": 64}}
-COLUMNS = ("eager (ms)", "whole", "layers", "whole (s)", "layers (s)", "graphs")
+COLUMNS = ("eager (ms)", "whole", "layers", "whole (s)", "layers (s)", "graphs", "graphs")
 
 
 def model_of(family: str, layers: int) -> nn.Module:
@@ -62,27 +62,25 @@ def step(model: nn.Module) -> Callable[[], None]:
     return run
 
 
-def measured(family: str, layers: int, rounds: int) -> tuple[float | int, ...]:
+def measured(family: str, layers: int, rounds: int) -> list[str]:
     """The columns of a family."""
     torch._dynamo.reset()  # torch makes at most 8 graphs of one function
     model = model_of(family, layers)
-    runs, compiling = {"eager": step(model)}, {}
+    runs, compiling, graphs = {"eager": step(model)}, [], []
     runs["eager"]()
     for name, compile_it in (("whole", torch.compile), ("layers", compile_regions)):
         counters.clear()
         runs[name] = step(compile_it(copy.deepcopy(model)))
         began = seconds()
         runs[name]()
-        compiling[name] = seconds() - began
-        graphs = counters["stats"]["unique_graphs"] + len(counters["graph_break"])
-        if name == "whole":
-            whole_graphs = graphs
+        compiling.append(f"{seconds() - began:.0f}")
+        graphs.append(str(counters["stats"]["unique_graphs"] + len(counters["graph_break"])))
     times = times_of_turns(rounds, runs, time.process_time)
-    gains = [
-        statistics.median(a / b for a, b in zip(times["eager"], times[name], strict=True))
-        for name in ("whole", "layers")
-    ]
-    return 1000 * statistics.median(times["eager"]), *gains, *compiling.values(), whole_graphs
+    gains = []
+    for name in ("whole", "layers"):
+        ratios = [a / b for a, b in zip(times["eager"], times[name], strict=True)]
+        gains.append(f"{statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f})")
+    return [f"{1000 * statistics.median(times['eager']):,.0f}", *gains, *compiling, *graphs]
 
 
 def main() -> None:
@@ -97,11 +95,10 @@ def main() -> None:
         parser.error(f"unknown families {sorted(unknown)}")
     logging.set_verbosity_error()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}\n")
-    print(f"{'':18}" + "".join(f"{column:>12}" for column in COLUMNS))
+    form = "{:18}{:>11}{:>23}{:>23}{:>11}{:>12}{:>8}{:>8}"
+    print(form.format("", *COLUMNS))
     for family in options.families or (*names, "stock"):
-        eager, whole, layers, *compiling, graphs = measured(family, options.layers, options.rounds)
-        gains = f"{eager:12,.0f}{whole:11.2f}x{layers:11.2f}x"
-        print(f"{family:18}{gains}" + "".join(f"{value:12.0f}" for value in compiling) + f"{graphs:12}", flush=True)
+        print(form.format(family, *measured(family, options.layers, options.rounds)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """Speed and memory of the delta rule: the scan alone, and a mixer in a wrapped model, with our scan and without."""
 
+import statistics
+import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from measure import saved_bytes, take_turns
+from measure import saved_bytes, take_turns, times_of_turns
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -11,6 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 
 from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.hybrids.delta_scans import stock_delta_rule
+from hf_recurrent_lengthgen.models.scan_delta_chunked import DeltaRule
 from tests.models.scan_definitions import scan_delta_reference
 
 LENGTH = 2048
@@ -69,6 +74,25 @@ def bench_delta(rounds: int) -> dict[str, float]:
         "theirs_saved_mib": saved["theirs"],
         "saved_ratio": saved["ours"] / saved["theirs"],
     }
+
+
+def bench_compiled_delta(rounds: int) -> dict[str, float]:
+    """The same with what is made of a chunk, and its gradients, compiled; processor seconds, compiling apart."""
+    losses, _ = delta_losses()
+    plain = DeltaRule.__init__, DeltaRule.gradients
+    compiled = tuple(torch.compile(function) for function in plain)
+
+    def passed(name: str, methods: tuple[Any, ...]) -> None:
+        DeltaRule.__init__, DeltaRule.gradients = methods  # type: ignore[method-assign]
+        losses[name]().backward()
+
+    runs = {"plain": ("ours", plain), "compiled": ("ours", compiled), "theirs": ("theirs", plain)}
+    began = time.process_time()
+    passed(*runs["compiled"])
+    compiling = time.process_time() - began
+    times = times_of_turns(rounds, {name: partial(passed, *run) for name, run in runs.items()}, time.process_time)
+    DeltaRule.__init__, DeltaRule.gradients = plain  # type: ignore[method-assign]
+    return {name: statistics.median(seconds) for name, seconds in times.items()} | {"compiling": compiling}
 
 
 def mixer_passes() -> tuple[dict[str, Callable[[], None]], dict[str, tuple[Callable[[], Tensor], nn.Module]]]:

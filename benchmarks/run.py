@@ -23,7 +23,7 @@ from decoding import bench_compiled_steps, bench_decode
 from effective_remembrance import bench_remembrance, peak_of_remembrance
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
 from forgetting import bench_window, peak_of_window
-from hybrids import bench_delta, bench_hybrid
+from hybrids import bench_compiled_delta, bench_delta, bench_hybrid
 from long_examples import bench_long_examples, peak_of_examples
 from mamba2 import bench_model, bench_scan, peak_of_pass
 from measure import in_own_process, peak_mib
@@ -32,7 +32,7 @@ from reading import bench_reading
 from retrieval import bench_retrieval
 from states import bench_states, peak_of_states
 from statex import bench_statex
-from trainer_steps import SMALL, bench_trainer
+from trainer_steps import SMALL, bench_checkpoints, bench_trainer
 
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -79,8 +79,10 @@ BENCHMARKS = {
     "gla": bench_gla,
     "rwkv6": bench_rwkv6,
     "delta": bench_delta,
+    "compiled_delta": bench_compiled_delta,
     "hybrid": bench_hybrid,
     "trainer": bench_trainer,
+    "checkpoints": bench_checkpoints,
     "alignment": bench_alignment,
     "chunked_backprop": bench_chunked_backprop,
     "long_examples": bench_long_examples,

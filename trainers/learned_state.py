@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
@@ -100,7 +101,8 @@ class LearnedStateTrainer(InitialStateTrainer):
                 "LearnedStateTrainer does not work with FSDP, because the learned state is used outside the layers "
                 "that FSDP gathers: use DDP."
             )
-        if self.accelerator.state.dynamo_plugin.use_regional_compilation:
+        plugin = self.accelerator.state.dynamo_plugin
+        if plugin.backend != DynamoBackend.NO and plugin.use_regional_compilation:
             raise ValueError(
                 "LearnedStateTrainer cannot compile layer by layer (accelerate's use_regional_compilation), because "
                 "the learned state is outside of layers: compile the whole model."

@@ -126,8 +126,10 @@ def _chat(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[b
     [text], [answers] = _templated(example["messages"], example, tokenizer, return_assistant_tokens_mask=True)
     # `assistant_masks` before Transformers 5.24 go on to the end where no token holds the last character of an answer
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    offsets = found["offset_mapping"]
-    return found["input_ids"], [any(begin < last and end > first for first, last in answers) for begin, end in offsets]
+    in_answer = bytearray(len(text))
+    for first, last in answers:
+        in_answer[first:last] = b"\1" * (last - first)
+    return found["input_ids"], [any(in_answer[first:last]) for first, last in found["offset_mapping"]]
 
 
 def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **options: Any) -> Any:

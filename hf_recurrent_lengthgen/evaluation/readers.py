@@ -295,22 +295,31 @@ _NEUTRAL = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
 }
+_OF_NEW_TOKENS = {"max_length": (20, "max_new_tokens"), "min_length": (0, "min_new_tokens")}
+"""Lengths that count the text, what Transformers takes if there is none, and those that do not count it."""
 
 
 def check_generation(model: Any, given: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for settings of `generate` that need the tokens of a text that was read before its prompt.
+    """Raise a `ValueError` for settings of `generate` that need a text which was read before, or its length.
 
     Args:
         model: The model, whose generation config counts, too.
         given: Arguments of `generate`.
     """
-    config = given.get("generation_config") or model.generation_config
+    others = {name: value for name, value in given.items() if name != "generation_config"}
+    config, _ = model._prepare_generation_config(given.get("generation_config"), **others)
+    where = "or in the generation config of the model (generation_config.json)"
     for name, neutral in _NEUTRAL.items():
-        value = getattr(config, name, None) if given.get(name) is None else given[name]
-        if value not in (None, neutral):
+        if (value := getattr(config, name, None)) not in (None, neutral):
             raise ValueError(
                 f"{name}={value} needs all tokens of the text, of which generate gets the last one: leave it out, "
-                f"or set it to {neutral} in the generation config of the model (generation_config.json)."
+                f"or set it to {neutral}, {where}."
+            )
+    for name, (unset, instead) in _OF_NEW_TOKENS.items():
+        told = given.get(name) is not None or getattr(config, name) not in (None, unset)
+        if told and getattr(config, instead) is None:
+            raise ValueError(
+                f"{name}={getattr(config, name)} would not count what was read before: give {instead}, {where}."
             )
 
 

@@ -243,7 +243,7 @@ class StateLM(TemplateLM):
                 f"The model lengthgen does not generate with {', '.join(unknown)}, which may need the prompt, but "
                 f"with {', '.join(sorted(GENERATION_ARGUMENTS))}: leave it out, or use the model hf."
             )
-        check_generation(self._reader.model, arguments)
+        check_generation(self._reader.model, arguments | {"max_new_tokens": new_tokens})
         if not arguments["do_sample"]:
             arguments.pop("temperature", None)
         ids = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]

@@ -273,7 +273,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
         step: Any = None
         if (steps := getattr(cache, "steps", None)) is not None and length == 1 and moved is None:
             state, step = steps.begin(state)
-        all_hidden_states, final_state = self._through_layers(
+        through = self._through_layers if rows.starts is None else self._through_sequences
+        all_hidden_states, final_state = through(
             hidden_states, state, rows, moved, bool(output_hidden_states), caches or output_final_state, step
         )
         if caches:
@@ -323,6 +324,9 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if moved is not None and not keep_all:
             x = moved.back(inside)
         return [*hidden_states, getattr(self, self.norm_name)(x)], tuple(states)
+
+    _through_sequences = torch.compiler.disable(_through_layers)
+    """Of rows in which sequences begin: torch.compile would make another graph for each layout of them."""
 
     def _starting_state(
         self, initial_state: RecurrentState | None, cache: RecurrentCache | None, batch_size: int, device: torch.device

@@ -197,12 +197,10 @@ def ask(model: Any, text_state: TextState, prompts: Tensor, **generation: Any) -
         Prompt and continuation, as from `generate`.
 
     Raises:
-        ValueError: for penalties that need the tokens of the text, also in the generation config of the model, and for
-            lengths that would count from the end of the prompt.
+        ValueError: for penalties that need the tokens of the text, and lengths that count them, also in the generation
+            config of the model.
     """
     check_generation(base_of(model), generation)
-    if lengths := [name for name in ("max_length", "min_length") if generation.get(name) is not None]:
-        raise ValueError(f"{lengths[0]} would not count the prompt, which is read before: give max_new_tokens.")
     if prompts.ndim != 2 or prompts.shape[1] == 0:
         raise ValueError(f"prompts must be token ids of shape (B, T) with T at least 1, got {tuple(prompts.shape)}.")
     if prompts.shape[1] > 1:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import GenerationConfig
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import map_state
@@ -187,15 +188,22 @@ def test_an_adapter_is_part_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"repetition_penalty": 2.0}, {"no_repeat_ngram_size": 2}, {"max_length": 9}], ids=str
+    "given",
+    [{"repetition_penalty": 2.0}, {"no_repeat_ngram_size": 2}, {"max_length": 9}, {"min_length": 9}],
+    ids=str,
 )
-def test_what_needs_the_tokens_that_were_read_is_refused(given: dict[str, float]) -> None:
+def test_what_needs_the_text_that_was_read_is_refused(given: dict[str, float]) -> None:
     model = MODELS["mamba2"]()
-    read = read_text(model, text(9))
-    with pytest.raises(ValueError, match=f"^{next(iter(given))}"):
-        ask(model, read, text(4), **GREEDY, **given)
-    if "max_length" not in given:
-        vars(model.generation_config).update(given)
-        with pytest.raises(ValueError, match=r"generation_config\.json"):
-            ask(model, read, text(4), **GREEDY)
-        ask(model, read, text(4), **GREEDY, **dict.fromkeys(given, 1.0 if "repetition_penalty" in given else 0))
+    read, greedy, (name,) = read_text(model, text(9)), dict(GREEDY), given
+    if name == "max_length":
+        del greedy["max_new_tokens"]  # which comes before it
+    for asked in (greedy | given, {"generation_config": GenerationConfig(**greedy, **given)}):
+        with pytest.raises(ValueError, match=f"^{name}"):
+            ask(model, read, text(4), **asked)
+    vars(model.generation_config).update(given)
+    for asked in (greedy, {"generation_config": GenerationConfig(**greedy)}):  # which says nothing of it
+        with pytest.raises(ValueError, match=rf"^{name}.*generation_config\.json"):
+            ask(model, read, text(4), **asked)
+    neutral = {"max_length": {"max_new_tokens": 6}, "min_length": {"min_new_tokens": 6}}
+    neutral |= {"repetition_penalty": {name: 1.0}, "no_repeat_ngram_size": {name: 0}}
+    assert ask(model, read, text(4), **greedy | neutral[name]).shape == (1, 10)

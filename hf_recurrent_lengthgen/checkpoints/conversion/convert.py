@@ -93,7 +93,9 @@ def convert_checkpoint(
     wanted = FLOATS[dtype] if isinstance(dtype, str) else dtype
     entries = _in_dtype(our_entries(layout, config, files, source), config, wanted)
     digests = {path.name: file_digest(path) for path in files.paths}
-    origin = Origin(place.name, place.on_hub, place.revision, layout.name, license_of(place.folder), digests)
+    origin = Origin(
+        place.name, place.on_hub, place.revision, format=layout.name, license=license_of(place.folder), files=digests
+    )
     named = None if tokenizer is None else type(tokenizer).__name__
     if isinstance(tokenizer, str):
         named = portable(tokenizer)
@@ -118,6 +120,8 @@ def read_settings(source: Source) -> Settings | None:
         return None
     settings: Settings = PreTrainedConfig.get_config_dict(source.folder)[0]
     settings.pop("_commit_hash", None)  # older releases of Transformers add it
+    if not isinstance(settings.get("model_type", ""), str | None):
+        raise ValueError(f"config.json of {source.folder} has the model_type {settings['model_type']!r}, not a name.")
     if settings.get("quantization_config"):
         raise ValueError(f"{source.folder} holds quantized weights: give the checkpoint that was quantized.")
     return settings

@@ -15,8 +15,8 @@ OF_SERVERS = ("intermediate_size", "rms_norm")
 
 
 def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
-    model = STATEFUL_CLASSES.get((settings or {}).get("model_type", ""))
-    return model is not None and model.config_class.layouts[:1] == ("transformers",)
+    kinds = [name for name, model in STATEFUL_CLASSES.items() if model.config_class.layouts[:1] == ("transformers",)]
+    return settings is not None and settings.get("model_type") in kinds
 
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:

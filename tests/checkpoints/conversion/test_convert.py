@@ -181,10 +181,16 @@ def test_options_are_checked(options: dict[str, Any], message: str, source: Path
     assert not (tmp_path / "ours").exists()
 
 
-def test_what_is_of_no_known_layout_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("llama", r"model type 'llama'\. The layouts: .*mamba-ssm.*types are delta_net, falcon_mamba, .*load_model"),
+        (["mamba2"], r"has the model_type \['mamba2'\], not a name"),
+    ],
+)
+def test_what_is_of_no_known_layout_is_named(kind: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    message = r"model type 'llama'\. The layouts: .*mamba-ssm.*types are delta_net, falcon_mamba, .*load_model"
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(str(tmp_path), tmp_path / "ours")
 
