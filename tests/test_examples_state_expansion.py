@@ -61,6 +61,16 @@ def test_arms_are_compared(base: str, arms: list[str], larger: int, study: Run, 
 
 
 @pytest.mark.slow
+def test_a_deeper_base_grows_in_one_layer_and_trains_longer(study: Run, tmp_path: Path) -> None:
+    study("--bases", "gla_deep", "--seeds", 3, "--arms", "vanilla", "inherit")
+    kept = {file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob("results/running/gla_deep/*/*")}
+    assert set(kept) == {"base", "vanilla_8", "inherit_8"}
+    assert kept["inherit_8"]["settings"]["layers"] == 8
+    assert kept["inherit_8"]["state"] - kept["base"]["state"] == 24
+    assert "| inherit | 8 | 3 |" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.slow
 def test_models_with_other_numbers_of_heads_are_trained_from_nothing(study: Run, tmp_path: Path) -> None:
     study("--bases", "heads", "--seeds", 0, 1)
     states = [

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -167,6 +167,8 @@ class Base:
 
     Attributes:
         matched: The arm whose expanded layer starts as the layers of the base did.
+        deeper: How many times as many layers as in the settings, of which one is expanded all the same.
+        longer: How many times as many steps as the most of the settings, in place of those; 0 for those.
     """
 
     label: str
@@ -175,6 +177,13 @@ class Base:
     arms: tuple[str, ...]
     matched: str = "reinit"
     mimetic: bool = False
+    deeper: int = 1
+    longer: int = 0
+
+    def settings(self, settings: Settings) -> Settings:
+        """Those of the study as this base has them."""
+        steps = (self.longer * settings.steps[-1],) if self.longer else settings.steps
+        return replace(settings, layers=self.deeper * settings.layers, steps=steps)
 
 
 def _wider(settings: Settings) -> dict[str, Any]:
@@ -189,6 +198,14 @@ BASES = {
     "mamba2": Base("Mamba-2, authors' start", new_mamba2, _wider, ONE_LAYER),
     "mamba2_mimetic": Base("Mamba-2, mimetic start", new_mamba2, _wider, ONE_LAYER, "reinit_mimetic", mimetic=True),
     "gla": Base("GLA, authors' start", new_gla, _one_head, ("vanilla", "inherit", "reinit", "large")),
+    "gla_deep": Base(
+        "GLA of eight layers, authors' start",
+        new_gla,
+        _one_head,
+        ("vanilla", "inherit", "reinit"),
+        deeper=2,
+        longer=4,
+    ),
     "bamba": Base(
         "Bamba (attention and Mamba-2), mimetic start",
         new_bamba,

@@ -42,11 +42,18 @@ class Study:
     def __init__(self, output: Path, results: Path, settings: Settings) -> None:
         self.output, self.results, self.settings = output, results, settings
         self.kept = ArmResults(results)
-        self.key = json.loads(json.dumps(asdict(settings)))
+
+    def settings_of(self, name: str) -> Settings:
+        """Those of a base, or of "heads"."""
+        return self.settings if name == HEADS else BASES[name].settings(self.settings)
+
+    def key(self, name: str) -> Any:
+        """The settings as results have them."""
+        return json.loads(json.dumps(asdict(self.settings_of(name))))
 
     def arms(self, name: str) -> dict[str, Callable[[int], Any]]:
         """The stages of a base, without the bases, or of "heads", and what trains them for a seed."""
-        settings = self.settings
+        settings = self.settings_of(name)
         if name == HEADS:
             return {str(heads): lambda seed, heads=heads: self._heads(heads, seed) for heads in settings.head_counts}  # type: ignore[misc]
         return {
@@ -59,10 +66,10 @@ class Study:
         """Results of a stage with these settings, by seed."""
         arm = f"{name}/{stage}"
         results = {seed: result for seed in self.kept.seeds(arm) if (result := self.kept.get(arm, seed))}
-        return {seed: result for seed, result in results.items() if result["settings"] == self.key}
+        return {seed: result for seed, result in results.items() if result["settings"] == self.key(name)}
 
     def _write(self, name: str, stage: str, seed: int, result: Result) -> Result:
-        self.kept.put(f"{name}/{stage}", seed, {**result, "settings": self.key})
+        self.kept.put(f"{name}/{stage}", seed, {**result, "settings": self.key(name)})
         print(f"seed {seed} {name}/{stage}: {result['accuracy']}, {result['seconds']} s", flush=True)
         return result
 
@@ -70,22 +77,23 @@ class Study:
         """A trained base, from its weights in --output if they and its result are there."""
         stage = "large_base" if large else "base"
         file = self.output / name / stage / f"seed{seed}.pt"
-        model = new_model(BASES[name], self.settings, seed, large)
+        settings = self.settings_of(name)
+        model = new_model(BASES[name], settings, seed, large)
         kept = torch.load(file, weights_only=True) if seed in self.measured(name, stage) and file.is_file() else {}
-        if kept.get("settings") == self.key:
+        if kept.get("settings") == self.key(name):
             model.load_state_dict(kept["weights"])
             return model
-        result = fit(model, self.settings, self.settings.base_steps, 2 * seed)
+        result = fit(model, settings, settings.base_steps, 2 * seed)
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as temporary:
-            torch.save({"weights": model.state_dict(), "settings": self.key}, temporary)
+            torch.save({"weights": model.state_dict(), "settings": self.key(name)}, temporary)
         self._write(name, stage, seed, result)
         return model
 
     def _arm(self, name: str, arm: str, steps: int, seed: int) -> None:
-        base, chosen = BASES[name], ARMS[arm]
-        model = expanded(self.base(name, seed, chosen.large), base, chosen, self.settings, seed)
-        self._write(name, f"{arm}_{steps}", seed, fit(model, self.settings, steps, 2 * seed + 1))
+        base, chosen, settings = BASES[name], ARMS[arm], self.settings_of(name)
+        model = expanded(self.base(name, seed, chosen.large), base, chosen, settings, seed)
+        self._write(name, f"{arm}_{steps}", seed, fit(model, settings, steps, 2 * seed + 1))
 
     def _heads(self, heads: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -115,7 +123,7 @@ def cells(seeds: dict[int, Result], pairs: list[str]) -> list[str]:
 
 def base_table(study: Study, name: str) -> str:
     """Accuracies of all arms of a base, and what they gain over vanilla training on the same rows, seed by seed."""
-    base, settings = BASES[name], study.settings
+    base, settings = BASES[name], study.settings_of(name)
     pairs, last = [str(number) for number in settings.evaluated_pairs], str(settings.pairs[1])
     rows = []
     for stage, label in (("base", "base"), ("large_base", "base, large")):
@@ -156,7 +164,7 @@ def figure(study: Study, path: Path) -> None:
     shown = {
         (name, steps): lines
         for name, base in BASES.items()
-        for steps in settings.steps
+        for steps in study.settings_of(name).steps
         if len(lines := {arm: seeds for arm in base.arms if (seeds := study.measured(name, f"{arm}_{steps}"))}) > 1
     }
     if not shown:
