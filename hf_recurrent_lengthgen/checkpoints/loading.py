@@ -332,6 +332,8 @@ def _read_weights(name: str, loader: Any, loading: dict[str, Any]) -> tuple[Any,
         raise ValueError(f"The weights in {name} are damaged ({error}): copy or download them again.") from error
     except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, OSError) as error:
         if not isinstance(error, pickle.UnpicklingError) and not any(Path(name).glob("pytorch_model*.bin")):
+            if isinstance(error, OSError):
+                raise ValueError(f"The weights in {name} cannot be read: {error}") from error
             raise
         raise ValueError(
             f"The weights in {name} were not opened: they are pickles that are damaged or would run code "

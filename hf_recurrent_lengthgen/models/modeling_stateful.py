@@ -1,7 +1,6 @@
 """One modeling shell for every recurrent family: state in, state out.
 
-A family supplies its blocks (each takes and returns a `LayerState`), its initialization and its names;
-this file supplies the contract:
+A family supplies its blocks, initialization and names, this file the contract:
 
 - `initial_state` in, `final_state` out, gradients through both; no state given is the zero state, exactly, or the
   active learned state, if there is one.
@@ -14,6 +13,7 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary.
 import math
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -135,9 +135,12 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in Transformers; the folder also carries the code for every Auto class of this family."""
+        """As in Transformers, with the code for every Auto class; older weights there go."""
         self.config.auto_map = self.code_map()
         super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", not args or args[0]):
+            single = not any(Path(save_directory).glob("model-?????-of-?????.safetensors"))
+            Path(save_directory, "model.safetensors" + ".index.json" * single).unlink(True)
 
     @classmethod
     def code_map(cls) -> dict[str, str]:

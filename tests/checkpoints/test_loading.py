@@ -78,3 +78,24 @@ def test_code_of_a_checkpoint_that_differs_from_the_installed_one_is_named(
     assert differing_code(tmp_path) == ["foreign.py", "layers_mixer.py"]
     assert type(load_model(str(tmp_path))) is StatefulMambaForCausalLM
     assert "foreign.py, layers_mixer.py (code format version 0, installed 1)" in caplog.text
+
+
+@pytest.mark.parametrize("sizes", [("1GB", "2KB"), ("2KB", "1GB")], ids=["shards after one file", "one file after"])
+def test_weights_saved_before_in_the_folder_make_way(sizes: tuple[str, str], tmp_path: Path) -> None:
+    models = [StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)) for _ in sizes]
+    for model, size in zip(models, sizes, strict=True):
+        model.save_pretrained(tmp_path, max_shard_size=size)
+        kept = [tmp_path / name for name in ("model.safetensors", "model.safetensors.index.json")]
+        assert [path.exists() for path in kept] == [size == "1GB", size == "2KB"]
+        torch.testing.assert_close(load_model(str(tmp_path)).state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_missing_files_of_weights_are_named(tmp_path: Path) -> None:
+    StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)).save_pretrained(tmp_path, max_shard_size="2KB")
+    next(tmp_path.glob("model-00002-of-*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"cannot be read: .*model-00002-of-"):
+        load_model(str(tmp_path))
+    for file in tmp_path.glob("model*.safetensors*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"cannot be read: .*no file named model\.safetensors"):
+        load_model(str(tmp_path))
