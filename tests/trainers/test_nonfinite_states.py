@@ -145,6 +145,18 @@ def test_a_loss_that_is_not_finite_stops_under_both_policies(run: Callable[..., 
             trainer.train()
 
 
+def test_weights_that_are_not_finite_are_not_saved(run: Callable[..., StatePassingTrainer], tmp_path: Path) -> None:
+    trainer = run(save_total_limit=1)
+    trainer.model.weight.register_hook(lambda gradient: gradient * (math.nan if trainer.state.global_step == 2 else 1))
+    with pytest.raises(
+        ValueError,
+        match=r"weights after step 3 have NaN or infinite values, first in weight: no checkpoint is written\. "
+        r"The newest complete checkpoint is .*checkpoint-2",
+    ):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
 def test_the_log_has_the_size_of_the_states_and_the_share_of_zero_ones(
     run: Callable[..., StatePassingTrainer],
 ) -> None:

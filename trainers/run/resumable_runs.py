@@ -171,10 +171,24 @@ class ResumableTrainer(SameRowsTrainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self._check_weights()  # or a gradient with NaN would leave no good checkpoint
         if self.args.should_save:
             begin_save(folder)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
+
+    def _check_weights(self) -> None:
+        """Raise a `ValueError` for trained weights that are NaN or infinite."""
+        model: Any = self.model
+        trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+        parts = ((name, getattr(weight.detach(), "to_local", weight.detach)()) for name, weight in trained)
+        broken = next((name for name, part in parts if not bool(part.isfinite().all())), None)
+        if self.any_process(broken is not None):
+            raise ValueError(
+                f"The weights after step {self.state.global_step} have NaN or infinite values, first in {broken}: no "
+                f"checkpoint is written. {self.resume_hint()} Lower the learning rate, or look for what makes "
+                "gradients NaN."
+            )
 
     # The last file that Trainer writes for a process is its random state; the initial states follow. The folder is
     # marked as complete, and older ones are deleted, only after every process has written its files.
