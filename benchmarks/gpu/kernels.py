@@ -1,4 +1,4 @@
-"""Kernels against the torch path: the tests marked `gpu`, and errors of each family against float64.
+"""Kernels against the torch path: errors of each family against float64.
 
 A part builds two layers of a family, reads random embeddings from a random state, and takes all gradients of a random
 functional of logits and final states. Truth is the torch path in float64 on the same (rounded) numbers. An error is
@@ -9,20 +9,17 @@ compare, for the torch path in the same dtype.
 import math
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.stage import DEVICE, Part, Stage, in_short
+from benchmarks.gpu.stage import DEVICE, Part, Stage
 from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.models.state_value import map_state
 from tests.models.families import random_state
 from tests.models.law import model_step, run_in_pieces
 
-ROOT = Path(__file__).resolve().parents[2]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KINDS = {"logits": "outputs", "final": "states", "gradient": "gradients"}
 SECONDS = 30.0  # kernels are compiled in the first part of a family
@@ -87,55 +84,8 @@ def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Errors:
     return {kind: float(f"{error:.3g}") for kind, error in largest.items()}
 
 
-class Recorder:
-    """Keeps the outcome of each test as a part, skips those that passed, and stops when the time is over."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-
-    def pytest_sessionstart(self, session: Any) -> None:
-        self.session = session
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Tests that failed, or ended the process, come last."""
-        outcomes = {item: self.stage.parts.get(f"test {item.nodeid}", {}).get("outcome") for item in items}
-        left = [item for item in items if outcomes[item] not in ("passed", "skipped")]
-        items[:] = sorted(left, key=lambda item: outcomes[item] is not None)
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.keep(nodeid, {"outcome": "the process ended in it"})
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" or not report.passed:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            result = {"outcome": report.outcome, "seconds": round(report.duration, 1)}
-            self.keep(report.nodeid, result | ({} if report.passed else {"message": reason[-500:]}))
-        if report.failed and DEVICE == "cuda":
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError as error:
-                self.session.shouldstop = f"the GPU cannot be used after this error: {in_short(error)}"
-        if self.stage.left() < 0:
-            self.session.shouldstop = "out of time"
-
-    def keep(self, nodeid: str, result: dict[str, Any]) -> None:
-        self.stage.parts[f"test {nodeid}"] = result
-        self.stage.write()
-
-
-def run_tests(stage: Stage) -> None:
-    """The tests marked `gpu` that have not passed yet; warnings of other packages are no errors here."""
-    files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text("utf-8")]
-    options = ["-m", "gpu", "-W", "default", "-p", "no:cacheprovider", "-q", "--no-header", "-rN", "--tb=short"]
-    if stage.tiny:
-        files = [file for file in files if file.name == "test_kernels_gpu.py"]
-        options += ["-k", "generation"]
-    places = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *map(str, files)]
-    pytest.main([*options, *places], plugins=[Recorder(stage)])
-
-
 def run(stage: Stage) -> None:
-    """All parts: errors by family and dtype, then the tests."""
+    """All parts: errors by family and dtype."""
     width, head, state = (32, 16, 16) if stage.tiny else (512, 64, 128)
     rows, length = (1, 40) if stage.tiny else (2, 1000)
     parts: dict[str, Part] = {
@@ -143,15 +93,12 @@ def run(stage: Stage) -> None:
         for family, (kind, fields) in configs(width, head, state).items()
         for name, dtype in DTYPES.items()
     }
-    if stage.run(parts, 0 if stage.tiny else SECONDS) or stage.left() > SECONDS:
-        run_tests(stage)
+    stage.run(parts, 0 if stage.tiny else SECONDS)
 
 
 def row(parts: dict[str, Any]) -> str:
-    """Outcomes of the tests, and the largest errors of kernels and torch in each dtype."""
-    outcomes = [part["outcome"] for name, part in parts.items() if name.startswith("test ")]
-    counts = ", ".join(f"{outcomes.count(one)} {one}" for one in sorted(set(outcomes), reverse=True))
-    lines = [f"tests: {counts or 'none run'}"]
+    """The largest errors of kernels and torch in each dtype."""
+    lines = []
     for dtype in DTYPES:
         for path in ("kernel", "torch"):
             of_path = {name: part.get(path, {}) for name, part in parts.items() if name.endswith(f", {dtype}")}
@@ -160,4 +107,4 @@ def row(parts: dict[str, Any]) -> str:
                 worst = {kind: max(by_family, key=lambda name: by_family[name][kind]) for kind in KINDS.values()}
                 largest = ", ".join(f"{kind} {by_family[name][kind]:.1e} ({name})" for kind, name in worst.items())
                 lines.append(f"{path} {dtype}, largest errors of {len(by_family)} families: {largest}")
-    return "; ".join(lines)
+    return "; ".join(lines) or "nothing measured yet"

@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 BEGIN, END = "<!-- gpu results: written by run.py --report -->", "<!-- end of gpu results -->"
-STAGES = ("kernels", "speed", "failure", "large")
+STAGES = ("tests", "kernels", "speed", "failure", "large")
 
 
 def written_table(output: Path, readme: Path | None) -> str:

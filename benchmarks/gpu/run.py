@@ -1,6 +1,6 @@
 """Stages on one large NVIDIA GPU, offline: each ends in a few minutes, goes on where it stopped, and writes one JSON.
 
-    python benchmarks/gpu/run.py [kernels|speed|failure|large ...] [--output FOLDER] [--minutes 8] [--text FOLDER]
+    python benchmarks/gpu/run.py [tests|kernels|speed|failure|large ...] [--output FOLDER] [--minutes 8] ...
 
 Without a name, all stages run, with `--minutes` for each. README.md in this folder says what they do, what to carry to
 a machine without network, and how to read what they write.
@@ -18,7 +18,7 @@ from types import ModuleType
 BEGAN = time.monotonic()
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-STAGES = ("kernels", "speed", "failure", "large")
+STAGES = ("tests", "kernels", "speed", "failure", "large")
 NEEDED = (
     *("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "pydantic", "scipy", "matplotlib"),
     *("yaml", "tqdm", "detect_secrets", "pytest", "hypothesis"),
@@ -31,6 +31,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", default=str(HERE / "results"), help="folder of results (%(default)s)")
     parser.add_argument("--minutes", type=float, default=8.0, help="time of a stage, imports included (%(default)s)")
     parser.add_argument("--text", default="stdlib", help="file or folder that `failure` trains on (%(default)s)")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="parts whose names have it (default: all)")
     parser.add_argument("--tiny", action="store_true", help="sizes that show in seconds that it works, also on a CPU")
     parser.add_argument("--report", action="store_true", help="run nothing, write the table of benchmarks/README.md")
     options = parser.parse_args(arguments)
@@ -69,7 +70,7 @@ def main() -> None:
         raise SystemExit("torch finds no CUDA device; --tiny runs on a CPU.")
     for name in options.stages or STAGES:
         module = import_module(f"benchmarks.gpu.{name}")
-        stage = Stage(name, output, options.minutes, options.tiny, began, options.text)
+        stage = Stage(name, output, options.minutes, options.tiny, began, options.text, options.only)
         with stage.hard_limit():
             module.run(stage)
         print(f"{name}: {module.row(stage.parts)}", flush=True)

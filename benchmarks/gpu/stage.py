@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import platform
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,17 +76,24 @@ class Stage:
         tiny: Whether the sizes are those of trials.
         began: `time.monotonic()` at the start of the process.
         text: What is trained on: "stdlib", or a file or folder of texts.
+        only: Pattern; parts whose names lack it are left for other calls.
 
     Raises:
         ValueError: if the file holds results of other sizes, packages or texts, or of another device.
     """
 
     def __init__(
-        self, name: str, output: Path, minutes: float, tiny: bool, began: float | None = None, text: str = "stdlib"
+        self,
+        name: str,
+        output: Path,
+        minutes: float,
+        tiny: bool,
+        began: float | None = None,
+        text: str = "stdlib",
+        only: str = "",
     ) -> None:
-        self.name, self.tiny, self.text = name, tiny, text
+        self.name, self.tiny, self.text, self.only = name, tiny, text, only
         self.file, self.work = output / f"{name}.json", output / "work" / name
-        self.weights = output / "weights"
         self._minutes, self._began = minutes, time.monotonic() if began is None else began
         self.key = json.loads(json.dumps({"tiny": tiny, "text": Path(text).name, "environment": environment()}))
         self.parts: dict[str, Any] = {}
@@ -115,6 +123,7 @@ class Stage:
         Raises:
             SystemExit: if the GPU can no longer be used after an error; the next call goes on.
         """
+        parts = {name: part for name, part in parts.items() if re.search(self.only, name)}
         for name in sorted(parts, key=lambda name: "error" in self._result(name)):
             before = self._result(name)
             if before and "error" not in before:

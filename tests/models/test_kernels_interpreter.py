@@ -24,11 +24,13 @@ NEEDS = {
     "mamba2_model": "mamba_ssm",
     "selective": "mamba_ssm",
     "trapezoid": "fla",
+    "trapezoid_per_channel": "fla",
     "gla": "fla",
     "gla_model": "fla",
     "rwkv6": "fla",
     "rwkv6_model": "fla",
     "gated_deltanet": "fla",
+    "gated_deltanet_per_channel": "fla",
     "kda": "fla",
     "dplr": "fla",
     "gated_deltanet_model": "fla",
@@ -192,6 +194,19 @@ def compare_trapezoid() -> None:
     compare(70, padding=5)
 
 
+def refuse_gates_of_heads() -> None:
+    """As on a Hopper GPU with Triton 3.4 to 3.7.0."""
+    from hf_recurrent_lengthgen.models import scan_delta, scan_trapezoid
+
+    scan_delta.refuses_gates_of_heads = scan_trapezoid.refuses_gates_of_heads = lambda _: True
+    scan_delta.chunk_gated_delta_rule = scan_trapezoid.chunk_simple_gla = None
+
+
+def compare_trapezoid_per_channel() -> None:
+    refuse_gates_of_heads()
+    compare_trapezoid()
+
+
 def compare_rwkv6() -> None:
     from hf_recurrent_lengthgen.models import scan_rwkv6 as module
 
@@ -225,6 +240,11 @@ def compare_delta(channels: int) -> None:
 
 
 def compare_gated_deltanet() -> None:
+    compare_delta(1)
+
+
+def compare_gated_deltanet_per_channel() -> None:
+    refuse_gates_of_heads()
     compare_delta(1)
 
 
