@@ -15,8 +15,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from packaging.version import parse
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .scan_backends import scan_in_pieces
@@ -68,7 +68,8 @@ def refuses_gates_of_heads(device: torch.device) -> bool:
 def _compiled_wrongly(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    return parse("3.4.0") <= parse(importlib.import_module("triton").__version__) < parse("3.7.1")
+    version = TorchVersion(importlib.import_module("triton").__version__)
+    return bool(version >= "3.4.0" and version < "3.7.1")
 
 
 def scan_with_fla(

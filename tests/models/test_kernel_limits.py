@@ -3,6 +3,7 @@
 Where packages are not installed, `use_kernels=True` takes kernels from the Hub; loops from the definitions stand in.
 """
 
+import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.integrations import hub_kernels
 from hf_recurrent_lengthgen.models import layers_conv as conv_module
 from hf_recurrent_lengthgen.models import (
     scan_delta,
+    scan_fla_kernels,
     scan_gla,
     scan_hub_kernels,
     scan_rwkv6,
@@ -325,3 +327,49 @@ def test_every_name_is_one_that_a_scan_looks_up() -> None:
     """A kernel that is renamed in a scan must be renamed here, too."""
     modules = [*INSTALLED, scan_delta, scan_rwkv6, scan_trapezoid]
     assert all(any(hasattr(module, name) for module in modules) for name in HUB_KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "refuses"),
+    [
+        ((9, 0), "3.3.1", False),
+        ((9, 0), "3.4.0", True),
+        ((9, 0), "3.6.0+git1", True),
+        ((9, 0), "3.7.1", False),
+        ((9, 0), "3.10.0", False),
+        ((8, 0), "3.6.0", False),
+        ((10, 0), "3.6.0", False),
+    ],
+)
+def test_gates_of_heads_are_repeated_where_fla_refuses_them(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str, refuses: bool
+) -> None:
+    """fla 0.6 raises an error in the backward pass on Hopper with Triton 3.4 to 3.7.0, seen on an H200 with 3.6."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+    shapes: list[tuple[int, ...]] = []
+
+    def scan(kernel: Any, inputs: Any, state: Tensor) -> tuple[Tensor, Tensor]:
+        shapes.append(tuple(inputs[3].shape))
+        return inputs[2], state
+
+    def where() -> Any:
+        return scan_fla_kernels.refuses_gates_of_heads(torch.device("cuda"))
+
+    for module in (scan_delta, scan_trapezoid):
+        monkeypatch.setattr(module, "scan_with_fla", scan)
+        monkeypatch.setattr(module, "refuses_gates_of_heads", lambda _: where())
+    scan_fla_kernels._compiled_wrongly.cache_clear()
+    keys, values, state, numbers = torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 5), torch.ones(1, 2, 5, 4), (1, 3, 2)
+    delta: Any = (keys, keys, values, torch.ones(1, 3, 2, 1), torch.ones(numbers))
+    past = [torch.cat([part[:, :1], part], 1) for part in (values, keys)]
+    trapezoid: Any = (*(torch.ones(numbers) for _ in range(3)), torch.ones(1, 3, 1), *past, keys, torch.ones(2))
+    try:
+        scan_delta._delta_with_kernel(delta, state, 0)
+        scan_trapezoid._scan_with_kernel(trapezoid, state, 0)
+        expected = keys.shape if refuses else numbers
+        assert shapes == [tuple(expected)] * 2
+        with torch.no_grad():  # what is refused is the backward pass
+            assert not where()
+    finally:
+        scan_fla_kernels._compiled_wrongly.cache_clear()
