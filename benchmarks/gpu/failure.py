@@ -48,26 +48,21 @@ class Setting:
     seed: int = 0
 
 
+OWN_START: dict[str, Any] = {"n_groups": 1, "initialization": "mamba-ssm"}
 MODELS: dict[str, dict[str, Any]] = {  # DeltaNet with rates of up to 2, as in `lengthgen demo`
     "delta_net": {"hidden_size": 512, "num_hidden_layers": 8, "num_heads": 4, "allow_neg_eigval": True},
-    "mamba2": {
-        **{"hidden_size": 512, "num_hidden_layers": 12, "num_heads": 16, "head_dim": 64, "state_size": 128},
-        **{"n_groups": 1, "initialization": "mamba-ssm"},
-    },
+    "mamba2": {"hidden_size": 512, "num_hidden_layers": 12, "num_heads": 16, "head_dim": 64, "state_size": 128}
+    | OWN_START,
 }
 TINY_MODELS: dict[str, dict[str, Any]] = {
     "delta_net": {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "allow_neg_eigval": True},
-    "mamba2": {
-        **{"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "state_size": 4},
-        **{"n_groups": 1, "initialization": "mamba-ssm"},
-    },
+    "mamba2": {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 16, "state_size": 4} | OWN_START,
 }
 SETTINGS = {family: Setting(model) for family, model in MODELS.items()}
-TINY_BUDGET: dict[str, Any] = {
-    **{"training_length": 16, "rows": 4, "multiples": (0.002, 0.004), "warmup_steps": 2, "cure_steps": 3},
-    **{"evaluation_multiple": 4, "sequences": 2},
+TINY = {
+    family: Setting(model, 16, 4, (0.002, 0.004), warmup_steps=2, cure_steps=3, evaluation_multiple=4, sequences=2)
+    for family, model in TINY_MODELS.items()
 }
-TINY = {family: Setting(model, **TINY_BUDGET) for family, model in TINY_MODELS.items()}
 ARMS: dict[str, tuple[type[InitialStateTrainer], dict[str, Any]]] = {
     "state_passing": (StatePassingTrainer, {"state_drop_probability": 0.1}),
     "control": (ZeroStateTrainer, {}),

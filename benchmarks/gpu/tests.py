@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Recorder:
-    """Keeps the outcome of each test as a part, skips those that passed, and stops when the time is over."""
+    """Keeps the outcome of each test as a part, and stops when the time is over (workers by the hard limit)."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -24,9 +24,7 @@ class Recorder:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Tests that failed, or ended the process, come last."""
-        outcomes = {item: self.stage.parts.get(item.nodeid, {}).get("outcome") for item in items}
-        left = [item for item in items if outcomes[item] not in ("passed", "skipped")]
-        items[:] = sorted(left, key=lambda item: outcomes[item] is not None)
+        items.sort(key=lambda item: item.nodeid in self.stage.parts)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.keep(nodeid, {"outcome": "the process ended in it"})
@@ -58,6 +56,8 @@ def run(stage: Stage) -> None:
         options += ["-k", "generation"]
     elif find_spec("xdist"):  # nearly all of their time is compilation of kernels, on one core each
         options += ["-n", str(max(1, (os.cpu_count() or 1) // 2))]
+    done = [name for name, part in stage.parts.items() if part["outcome"] in ("passed", "skipped")]
+    options += [argument for name in done for argument in ("--deselect", name)]
     options += ["-k", stage.only] if stage.only else []
     places = ["--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"), *map(str, files)]
     pytest.main([*options, *places], plugins=[Recorder(stage)])

@@ -29,8 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ChunkDeltaRuleFunction does not support float32:RuntimeWarning"),
 ]
 # The kernels multiply float32 matrices in TF32 (10 bits); in bfloat16 (7 bits) they also round states between chunks.
-# On an H200 the largest errors in float32 were 1.05e-2, of gradients of KDA.
-TOLERANCE = {torch.float32: 2e-2, torch.bfloat16: 0.15}
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.15}
+KDA_IN_TF32 = 2e-2  # its gradients were off by 1.05e-2 on an H200, all other families' by less than 1e-2
 
 MAMBA2 = {"hidden_size": 32, "head_dim": 16, "state_size": 16, "chunk_size": 64}
 MAMBA = {"hidden_size": 32, "state_size": 16}
@@ -67,6 +67,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 every_case = pytest.mark.parametrize("case", list(CASES))
 
 
+def tolerance(case: str, dtype: torch.dtype) -> float:
+    return KDA_IN_TF32 if case.startswith("kda") and dtype == torch.float32 else TOLERANCE[dtype]
+
+
 def gpu_model(case: str, dtype: torch.dtype) -> Any:
     """Skips the test where the family's kernels are not installed."""
     name, changes = CASES[case]
@@ -96,7 +100,7 @@ def test_the_kernels_equal_torch_with_all_gradients(case: str, dtype: torch.dtyp
     model = gpu_model(case, dtype)
     mask = torch.ones(2, 150, dtype=torch.long, device="cuda")
     mask[0, 140:] = 0
-    assert_equal_up_to(TOLERANCE[dtype], results(model, "kernel", mask=mask), results(model, "torch", mask=mask))
+    assert_equal_up_to(tolerance(case, dtype), results(model, "kernel", mask=mask), results(model, "torch", mask=mask))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
@@ -104,7 +108,7 @@ def test_the_kernels_equal_torch_with_all_gradients(case: str, dtype: torch.dtyp
 @every_case
 def test_pieces_equal_the_whole(case: str, dtype: torch.dtype, cuts: tuple[int, ...]) -> None:
     model = gpu_model(case, dtype)
-    assert_equal_up_to(TOLERANCE[dtype], results(model, "kernel", cuts), results(model, "kernel"))
+    assert_equal_up_to(tolerance(case, dtype), results(model, "kernel", cuts), results(model, "kernel"))
 
 
 @every_case
@@ -125,7 +129,7 @@ HEADS: dict[str, tuple[int, ...]] = {"v": (B, T, H, P), "initial_state": (B, H, 
 RULE: dict[str, tuple[int, ...]] = {name: (B, T, H, N) for name in "qkg"} | {"beta": (B, T, H)} | HEADS
 SCANS: dict[str, tuple[Any, Any, dict[str, tuple[int, ...]]]] = {
     "gla": (scan_gla, scan_gla_reference, {name: (B, T, H, N) for name in "qkg"} | HEADS),
-    # a model of such gates normalizes outputs near 0: in bfloat16 its gradients in plain torch are off by 2.8
+    # no model of such gates: it normalizes outputs near 0, and in bfloat16 its gradients in plain torch are wrong, too
     "gla, strong gates": (scan_gla, scan_gla_reference, {name: (B, T, H, N) for name in "qkg"} | HEADS),
     "rwkv6": (scan_rwkv6, scan_rwkv6_reference, {name: (B, T, H, N) for name in "rkw"} | HEADS | {"u": (H, N)}),
     "delta, one gate per head": (scan_delta, scan_delta_reference, RULE | {"g": (B, T, H, 1)}),
