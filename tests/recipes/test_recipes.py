@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import shutil
+import subprocess
 import textwrap
 from importlib import import_module
 from inspect import signature
@@ -148,7 +150,7 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
     rows = values_of(arguments)
     per_step = 2 * int(rows["per_device_train_batch_size"]) * int(rows["gradient_accumulation_steps"])
     assert per_step * int(rows["training_length"]) == TOKENS_PER_STEP
-    [(sigmas, loop)] = re.findall(r"for sigma in (.*); do\n(.*?)\ndone\n", text, flags=re.DOTALL)
+    [(sigmas, loop)] = re.findall(r"for sigma in (.*?); do\n(.*?)\ndone\n", text, flags=re.DOTALL)
     [arguments] = re.findall(
         r"\|\| lengthgen train (.*) \$resume", loop.replace("$sigma", "3").replace("$arm", "output/noise-3")
     )
@@ -157,17 +159,43 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
         >= {"noise_sigma": "3", "output_dir": "output/noise-3", "max_steps": "100"}.items()
     )
     runs = RUNS.keys() | {f"noise-{sigma}" for sigma in sigmas.split()}
-    measuring = re.findall(r"\nlengthgen (retrieve|accuracy|evaluate|diagnose) (.*)\n", text)
-    assert len(measuring) > 6
+    [commands] = re.findall(r"^(sed .*?)^lengthgen", text, flags=re.MULTILINE | re.DOTALL)
+    changed = [values_of(arguments) for arguments in re.findall(r"^lengthgen train (tasks.*)$", text, re.MULTILINE)]
+    assert {values["model"] for values in changed} < made_with_sed(commands, tmp_path).keys()
+    runs |= {values["output_dir"].removeprefix("output/") for values in changed}
+    converted = dict(re.findall(r"^lengthgen convert (\S+) --output (\S+) --training-length \d+$", text, re.MULTILINE))
+    measuring = re.findall(r"^lengthgen (retrieve|accuracy|evaluate|diagnose|maps) (.*)$", text, flags=re.MULTILINE)
+    assert len(measuring) > 18
     for name, arguments in measuring:
         words = shlex.split(arguments)
         parser = import_module(f"hf_recurrent_lengthgen.cli.{name}").command_parser
         options = vars(parser(*[words] * len(signature(parser).parameters)).parse_args(words))
         made = [model.removesuffix("/checkpoint-*") for model in options.get("models", ())]
         assert {model.removeprefix("output/") for model in made if model.startswith("output/")} <= runs
+        assert {model for model in made if "/" not in model} <= {"gla", "cured", *converted.values()}
     harness = re.findall(r"\nlengthgen harness --tasks (\S+) --model-args pretrained=output/([^\s,]+)", text)
-    assert [run for _, run in harness] == ["alignment-llama"] * 2
-    assert all([*RECIPES.with_name("harness").rglob(f"{task}.yaml")] for task, _ in harness)
+    assert [run for _, run in harness] == ["alignment-llama"] * 2 + ["statex-mamba2-1.3b-trained"] * 2
+    tasks = [task for names, _ in harness for task in names.split(",")]
+    assert all([*RECIPES.with_name("harness").rglob(f"{task}.yaml")] for task in tasks)
+
+
+def made_with_sed(commands: str, folder: Path) -> dict[str, Any]:
+    """The configs that commands of the README write, which must be those of the paper's figures."""
+    shutil.copytree(RECIPES / "models", folder / "models")
+    before = {*(folder / "models").iterdir()}
+    subprocess.run(["sh", "-ec", commands], cwd=folder, check=True)
+    made = {str(path.relative_to(folder)): meta_model(path).config for path in {*folder.glob("models/*")} - before}
+    assert {name: config.num_hidden_layers for name, config in made.items() if "layers" in name} == {
+        "models/symbols-4-layers.json": 4
+    }
+    linear = [config for config in made.values() if config.attention_layers == [3]]
+    assert {(config.attention_kind, config.attention_head_dim) for config in linear} == {
+        ("linear", 8),
+        ("linear", 32),
+        ("linear", 1024),
+    }
+    assert {config.state_size for name, config in made.items() if "-n-" in name} == {32, 64, 512}
+    return made
 
 
 def values_of(arguments: str) -> dict[str, Any]:
@@ -250,7 +278,7 @@ def test_batches_learning_rates_and_lengths_are_the_papers(run: str) -> None:
             assert (values["training_length"], values["max_steps"]) == ("8192" if "8k" in run else "4096", "200")
         return
     if "task_length" in values:
-        if "symbols" in values["model"]:  # arXiv:2410.11135, section 5 and reproducibility statement
+        if "mimetic" in values:  # arXiv:2410.11135, section 5 and reproducibility statement
             assert (values["max_steps"], values["task_length"]) == ("5000", "50")
             assert rate in (1e-3, 5e-4, 1e-4)
         else:  # arXiv:2507.02782, Table 1
@@ -289,6 +317,9 @@ def test_every_pre_training_of_table_2_and_every_intervention_is_there() -> None
         "mamba2-130m-random-noise": "100",
         "mamba2-130m-state-passing-500": "500",
     }
+    figure_1 = [f"mamba2-{size}-state-passing-500" for size in ("130m", "350m", "780m", "1.3b")]
+    figure_1 += [f"gla-{size}-state-passing" for size in ("70m", "120m", "360m")]
+    assert {RUNS[run]["max_steps"] for run in figure_1} == {"500"}
     assert RUNS["mamba-130m-state-passing"]["max_steps"] == RUNS["passkey-plain"]["max_steps"] == "1000"
     assert RUNS["babilong"]["num_train_epochs"] == "1"
     assert RUNS["babilong"]["intervention"] == RUNS["passkey-plain"]["intervention"] == "none"
