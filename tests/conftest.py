@@ -7,7 +7,9 @@ import sys
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +92,34 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases of `thinned` tests `slow`, and skip tests marked `gpu` where CUDA has no device."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "run one of so many cases of each test, never none; others with other releases of Transformers"
+    parser.addoption("--one-of", type=int, default=1, metavar="N", help=text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark cases of `thinned` tests `slow`, skip tests marked `gpu` where CUDA has no device; thin for `--one-of`."""
     cases: Counter[str] = Counter()
     for item in items:
+        name = item.nodeid.partition("[")[0]
         if thinned := item.get_closest_marker("thinned"):
             (step,) = thinned.args
-            name = item.nodeid.partition("[")[0]
             if (cases[name] + zlib.crc32(name.encode())) % step:
                 item.add_marker(pytest.mark.slow)
             cases[name] += 1
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    yield  # -m chooses
+    kept = one_of(config.getoption("--one-of"), [item.nodeid for item in items])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
+
+
+def one_of(number: int, cases: Iterable[str]) -> set[str]:
+    """Of the cases of each test, as many as a share of one in `number` rounds up to, as if drawn at random."""
+    release = metadata.version("transformers")
+    tests: dict[str, list[str]] = {}
+    for case in sorted(cases, key=lambda case: zlib.crc32(f"{release} {case}".encode())):
+        tests.setdefault(case.partition("[")[0], []).append(case)
+    return {case for those in tests.values() for case in those[: ceil(len(those) / number)]}
