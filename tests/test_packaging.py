@@ -52,7 +52,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         str(folder / "dist"),
         str(folder / "source"),
     ]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     [sdist], [wheel] = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
     with tarfile.open(sdist) as archive:
         sdist_files = [member.name.partition("/")[2] for member in archive if not member.isdir()]
@@ -126,7 +126,7 @@ for name, module in sorted(sys.modules.items()):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr
     places = dict(line.split(" ", 1) for line in run.stdout.splitlines())

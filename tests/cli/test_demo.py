@@ -59,7 +59,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         f"given = ['--output', {str(output)!r}, '--seed', '3', '--memory-base', {str(MEMORY_BASE)!r}]\n"
         "sys.exit(main.main(['demo', *given]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return Finished(output, read_result(output / "result.json", Comparison), done.stdout, done.stderr)
 

@@ -62,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "NO_COLOR": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return folder

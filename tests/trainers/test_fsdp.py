@@ -24,7 +24,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dic
     file = tmp_path_factory.mktemp("fsdp") / "gradients"
     kinds = ("ddp", "fsdp", "fsdp_checkpointed", "fsdp_bfloat16")
     command = [sys.executable, str(chunks_in_processes.__file__), str(file), *kinds]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     gradients: Any = torch.load(file)
     return gradients
