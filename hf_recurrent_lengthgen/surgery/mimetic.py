@@ -70,8 +70,9 @@ def mimetic_initialization(
 
     Raises:
         ValueError: for a model without such mixers or with another layout, a switch that the mixers do not have, step
-            sizes that they would clamp, a layer that does not exist or is of another kind, c <= 0, and a negative
-            offset. The model is then unchanged.
+            sizes that they would clamp, a layer that does not exist or is of another kind, mixers with adapters,
+            parametrizations or weights that are quantized or on the meta device, c <= 0, and a negative offset. The
+            model is then unchanged.
     """
     if not (math.isfinite(c) and c > 0):
         raise ValueError(f"c must be finite and above 0, got {c}; the paper takes 2, 4 or 8.")
@@ -79,7 +80,9 @@ def mimetic_initialization(
         raise ValueError(f"offset must be an integer of at least 0, got {offset!r}.")
     given = dict(zip(SWITCHES, (a, delta, bc, conv), strict=True))
     # check every mixer before changing any, and change each once: averaging twice would move W_C further
-    chosen = [(mixer, _switched_on(mixer, given), key_and_query_weights(mixer)) for mixer in _chosen(model, layers)]
+    mixers = _chosen(model, layers)
+    _check_plain(mixers)
+    chosen = [(mixer, _switched_on(mixer, given), key_and_query_weights(mixer)) for mixer in mixers]
     for mixer, switches, (W_B, W_C) in chosen:
         if "a" in switches:
             _set_decays(mixer, c, offset)
@@ -89,6 +92,21 @@ def mimetic_initialization(
             W_C.copy_((W_C + W_B) / 2)
         if "conv" in switches:
             _set_identity(_convolutions(mixer))
+
+
+def _check_plain(mixers: Iterable[KnownMixer]) -> None:
+    """Raise a `ValueError` for weights that cannot be set, or that do not alone decide what their layer computes."""
+    for layer, kind, mixer in mixers:
+        parts = list(mixer.modules())
+        if any(hasattr(part, "base_layer") or hasattr(part, "original_module") for part in parts):  # of PEFT
+            wrong = "adapters, which would change what it starts from: add them afterwards"
+        elif any("weight" not in part._parameters for part in parts if isinstance(part, nn.Linear | nn.Conv1d)):
+            wrong = "weights that are computed from others: remove the parametrization first"
+        elif any(value.is_meta or not value.is_floating_point() for value in mixer.parameters()):
+            wrong = "weights without values (on the meta device) or quantized ones: give a model with its weights"
+        else:
+            continue
+        raise ValueError(f"Layer {layer} ({kind}) cannot start mimetically, because it has {wrong}.")
 
 
 def _set_identity(convolutions: Iterable[Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import FalconMambaForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaForCausalLM
 
@@ -171,6 +172,35 @@ def test_steps_that_would_be_clamped_are_refused(stock: bool, limit: tuple[float
     inside: Any = stateful_model(time_step_limit=(0.001, 1.0))
     mimetic_initialization(inside)
     torch.testing.assert_close(inside.backbone.layers[0].mixer.dt_bias.exp().log1p(), torch.ones(2))
+
+
+@pytest.mark.parametrize("start", [True, "pissa"])
+@pytest.mark.parametrize("make", ["mamba2", "mamba1", "gla"])
+def test_adapters_which_add_to_the_weights_are_refused(make: str, start: Any) -> None:
+    """Those of "pissa" write into the steps of every token; those of True do after a step of training."""
+    model, target = {
+        "mamba2": (stateful_model, "in_proj"),
+        "mamba1": (mamba1_model, "dt_proj"),
+        "gla": (gla_model, "q_proj"),
+    }[make]
+    settings = LoraConfig(r=2, target_modules=[target], init_lora_weights=start)
+    refused(get_peft_model(model(), settings), r"Layer 0 \(.*\) cannot .* it has adapters, .*: add them afterwards")
+
+
+def test_weights_that_cannot_be_set_are_refused() -> None:
+    """On the meta device nothing happened; a parametrization made a new weight from the old numbers."""
+    with torch.device("meta"):
+        model: Any = StatefulMamba2ForCausalLM(StatefulMamba2Config(**SIZES))
+    with pytest.raises(ValueError, match="it has weights without values"):
+        mimetic_initialization(model)
+    model = stateful_model()
+    torch.nn.utils.parametrizations.weight_norm(model.backbone.layers[1].mixer.in_proj)
+    refused(model, r"Layer 1 \(Mamba-2\) .* weights that are computed from others: remove the parametrization")
+    mimetic_initialization(model, layers=[0, 2])
+    model = stateful_model()
+    projection = model.backbone.layers[2].mixer.in_proj
+    projection.weight = nn.Parameter(torch.ones_like(projection.weight, dtype=torch.int8), requires_grad=False)
+    refused(model, r"Layer 2 .* quantized ones: give a model with its weights")
 
 
 # Mamba-1: inner size 8, N = 3, R = 2; x_proj rows are dt 0-1, B 2-4, C 5-7
