@@ -44,7 +44,7 @@ class StateXConfig(MixedStatesConfig):
         None,
         "reinit initializes the recurrence of these layers anew, as in the paper (section 4.3), Mamba's "
         "as mamba-ssm does; reinit-transformers as Transformers does; inherit keeps the trained weights, and new "
-        "ones can learn; inherit-zero is the paper's baseline (5.5), whose new weights never learn. Default: "
+        "ones can learn; inherit-zero is the paper's baseline (5.5), whose new weights do not learn. Default: "
         "reinit.",
     )
     new_weights_lr_multiplier: float = option(

@@ -45,7 +45,7 @@ def command_parser() -> CommandParser:
         default="reinit",
         help="reinit starts the recurrence of these layers anew, Mamba's as mamba-ssm does; reinit-transformers as "
         "Transformers does; inherit keeps the trained weights, and with them the outputs of Mamba; inherit-zero "
-        "also, but its new weights are zero and never learn: the paper's baseline (default: reinit)",
+        "also, but its new weights are zero and do not learn: the paper's baseline (default: reinit)",
     )
     add_new_folder(parser)
     add_shared(parser, "--seed", "--trust-remote-code")

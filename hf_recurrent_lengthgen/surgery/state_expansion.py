@@ -10,7 +10,9 @@
 - "reinit", the paper's choice, initializes the recurrence of these layers anew, as the authors' packages do
   (mamba-ssm, fla). "inherit" keeps the trained weights, and the new ones can learn: ours. "inherit-zero" is what the
   paper compares with (5.5): all new weights are zero. Then no gradient reaches them, because a new row of B writes
-  what no row of C reads, and a new row of C reads what no row of B wrote. Training cannot use the larger state.
+  what no row of C reads, and a new row of C reads what no row of B wrote. Training cannot use the larger state. Where
+  states begin as noise there is something to read: then the rows of Mamba-1 learn, but of Mamba-2 only the biases of
+  the convolution, since rows and taps are both zero.
 
 The delta rule (DeltaNet, Gated DeltaNet, KDA, RWKV-7) cannot inherit. A key of norm 1 over g merged heads has a norm
 of about 1 / sqrt(g) in each, so that it erases 1 / g of what it erased, and g rates and decays become one. The same
@@ -83,7 +85,7 @@ def expand_state(
             weights. In Mamba-1 and Mamba-2 the logits are then unchanged (to 1e-5), and every new weight has a
             gradient, those of B from the second step on. Merged heads read what the others wrote, so their logits
             change with "inherit", too; the delta rule refuses it. "inherit-zero", for Mamba only, is the paper's
-            baseline (5.5): all new weights are 0, and their gradient is exactly 0 forever.
+            baseline (5.5): all new weights are 0, and so is their gradient, unless states begin as noise (see above).
         seed: Seed of the new weights; torch's global random state does not change.
 
     Raises:

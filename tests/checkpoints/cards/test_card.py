@@ -249,7 +249,7 @@ def test_states_that_no_training_can_use_are_said(work: Work, tmp_path: Path) ->
     larger = tmp_path / "larger"
     how = ("--layers", "0", "--factor", "2", "--initialization", "inherit-zero", "--output", str(larger))
     assert main(["expand", str(work.cured), *how]) == 0
-    assert '"inherit-zero") get no gradient' in str(build_card(larger))
+    assert '"inherit-zero") get no gradient, except some from initial states of noise' in str(build_card(larger))
 
 
 @pytest.mark.parametrize(
