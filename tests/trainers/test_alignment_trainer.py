@@ -54,6 +54,7 @@ def losses(
     state: Any = None,
     second: str = "same",
     divergence: str = "sce",
+    least: int | None = None,
 ) -> tuple[list[Tensor], list[Tensor], Any]:
     """Cross-entropy of every target of both crops, divergence of every pair of outputs, final state of the first."""
     entropies, distances, probabilities, final = [], [], [], None
@@ -73,7 +74,8 @@ def losses(
             if targets[row, t] != -100
         ]
     for row in range(len(batch["input_ids"])):
-        for token in range(length // 2 + extra, length):  # both crops have read half a crop before this token
+        # both crops have read half a crop, or `least` tokens, before this token
+        for token in range((length // 2 if least is None else least) + extra, length):
             p, q = probabilities[0][row, token], probabilities[1][row, token - extra]
             distances.append(-(p @ q.log() + q @ p.log()) if divergence == "sce" else (p - q) @ (p / q).log())
     return entropies, distances, final
@@ -90,19 +92,19 @@ def step(optimizer: torch.optim.Optimizer, entropies: list[Tensor], distances: l
 
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize(
-    ("accumulation", "passing", "second", "divergence"),
+    ("accumulation", "passing", "second", "divergence", "least"),
     [
-        (1, False, "same", "sce"),
-        (2, False, "same", "sce"),
-        (1, True, "same", "sce"),
-        (2, True, "same", "sce"),
-        (1, True, "zero", "sce"),
-        (2, True, "same", "jeffreys"),
-        (1, True, "zero", "jeffreys"),
+        (1, False, "same", "sce", None),
+        (2, False, "same", "sce", None),
+        (1, True, "same", "sce", None),
+        (2, True, "same", "sce", 0),
+        (1, True, "zero", "sce", None),
+        (2, True, "same", "jeffreys", None),
+        (1, True, "zero", "jeffreys", 2),
     ],
 )
 def test_training_is_the_formula_over_two_forward_passes(
-    tmp_path: Path, accumulation: int, passing: bool, second: str, divergence: str
+    tmp_path: Path, accumulation: int, passing: bool, second: str, divergence: str, least: int | None
 ) -> None:
     length, largest, steps = 8, 3, 3  # rows of 11 tokens
     model = toys.tiny_model(initializer_range=0.5).double()
@@ -110,6 +112,7 @@ def test_training_is_the_formula_over_two_forward_passes(
     batches: list[dict[str, Tensor]] = []
     fields = toys.QUIET | PLAIN | {"gradient_accumulation_steps": accumulation, "max_steps": steps}
     fields |= {"alignment_second_state": second, "alignment_divergence": divergence}
+    fields |= {} if least is None else {"alignment_min_context": least, "alignment_max_extra": largest}
     kind: Any = StatePassingTrainer if passing else AlignmentTrainer
     config = (
         StatePassingConfig(str(tmp_path), **fields, state_drop_probability=0.0)
@@ -128,7 +131,7 @@ def test_training_is_the_formula_over_two_forward_passes(
         for micro_batch in range(accumulation):
             extras.append(extra_by_hand(number, 1, largest))
             batch, state = batches[number * accumulation + micro_batch], carried.get(micro_batch)
-            some, pairs, final = losses(expected, batch, length, extras[-1], state, second, divergence)
+            some, pairs, final = losses(expected, batch, length, extras[-1], state, second, divergence, least)
             if passing:
                 carried[micro_batch] = detach_state(final)
             means.append(torch.stack(pairs).mean().item())
