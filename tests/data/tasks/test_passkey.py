@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.data.tasks import PasskeyPrompts, passkey_prompt
+from hf_recurrent_lengthgen.data.tasks import DEPTHS, PasskeyPrompts, passkey_prompt
 
 HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -130,3 +130,8 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
         PasskeyPrompts(tokenizer, 400, 0)
     with pytest.raises(ValueError, match="merges"):
         passkey_prompt(merging_tokenizer, 400, 0, "12345")
+
+
+def test_the_usual_depths_are_i_over_n_without_the_end() -> None:
+    """Chen et al., 2024, B.1: the i-th of n needles at i/n of the text, i from 0 to n - 1."""
+    assert tuple(i / 10 for i in range(10)) == DEPTHS
