@@ -62,9 +62,11 @@ def overlap_positions(rows: int, length: int, extra: int, min_context: int | Non
     """Pairs of positions that the misalignment averages over: B (T - h - l_extra), of B rows before their crops.
 
     Raises:
-        ValueError: if l_extra is below 1 or leaves no overlap.
+        ValueError: if l_extra is below 1 or leaves no overlap, and for h below 0.
     """
     largest = largest_extra(length, min_context)
+    if min_context is not None and min_context < 0:
+        raise ValueError(f"min_context, the tokens before an aligned one, must be at least 0, got {min_context}.")
     if not 1 <= extra <= largest:
         raise ValueError(
             f"l_extra must be between 1 and {largest} for crops of {length} tokens, got {extra}: otherwise no token "

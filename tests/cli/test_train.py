@@ -315,5 +315,13 @@ def test_the_config_records_the_alignment_loss(
     assert trained_config(tmp_path / "out")["interventions"][-1] == done
 
 
+@pytest.mark.parametrize("intervention", ["none", "tbtt"])
+def test_alignment_reads_ahead_as_far_as_the_least_context_allows(
+    train: Train, checkpoint: Path, intervention: str
+) -> None:
+    least = {"alignment_min_context": 0, "alignment_min_extra": 4}  # T is 8; with T/2 of context l_extra is at most 3
+    assert train(model=checkpoint, intervention=intervention, alignment_alpha=0.1, **least) == 0
+
+
 def test_alignment_of_tbtt_reads_ahead(train: Train, checkpoint: Path) -> None:
     assert train(model=checkpoint, intervention="tbtt", alignment_alpha=0.1, alignment_max_extra=2) == 0
