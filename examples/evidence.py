@@ -98,7 +98,7 @@ STUDIES = {
     ),
     "passkey": Study(
         "What helps to find passkeys far beyond the training length?",
-        [*(f"passkey/run.py --seeds {seed}" for seed in SEEDS), "passkey/keys.py"],
+        [*(f"passkey/run.py --seeds {seed}" for seed in SEEDS), "passkey/keys.py", "passkey/new_task.py"],
         "passkey/run.py --report",
         1.2,
     ),

@@ -1,6 +1,7 @@
 """The passkey study runs in miniature; its tokenizer has all words."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,49 @@ def test_keys_in_text_are_studied(example: Any, tmp_path: Path, capsys: pytest.C
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_corpus")
+def test_a_task_that_is_new_is_studied(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
+    example("passkey/new_task.py", "--tiny", "--seeds", 3, *places)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 3 | ")]
+    assert [row.split(" | ")[1] for row in rows] == ["base, not fine-tuned", "plain fine-tuning", "fitted noise"]
+
+
+def test_the_base_of_a_new_task_reads_text_and_codes_and_no_passkey(example: Any, tmp_path: Path) -> None:
+    names = example("passkey/new_task.py")
+    options = Namespace(tiny=True, output=tmp_path, results=tmp_path, report=False)
+    study = names["NewTaskStudy"](options)
+    study.kind = "base"
+    rows = study.prompts(128, 1, 0)
+    of_text, of_codes = rows.datasets
+    assert len(of_codes) == 7 * len(of_text)
+    assert {len(rows[place]["input_ids"]) for place in (0, len(rows) - 1)} == {128}
+    assert (rows[0]["labels"] == rows[0]["input_ids"]).all()
+    question = study.tokenizer.decode(rows[len(rows) - 1]["input_ids"])
+    assert "What is the code of" in question
+    assert "pass key" not in question
+    study.kind = "plain"
+    passkeys = study.prompts(128, 1, 0)[0]["input_ids"]
+    assert "What is the pass key" in study.tokenizer.decode(passkeys)
+    assert 0 not in passkeys  # each of its words has a token
+
+
 def test_the_page_holds_the_keys_found_in_text() -> None:
     page = (FOLDER / "README.md").read_text().partition("<!-- keys -->")[2].partition("<!-- end -->")[0]
     results = [json.loads(line) for line in (FOLDER / "results/keys/arms.jsonl").read_text().splitlines()]
     assert page.count("| one name ") == len({result["arm"] for result in results})
     for result in results:
-        shares = " | ".join(f"{100 * share:.0f}" for share in result["measured"]["accuracy"].values())
-        assert f"| {result['seed']} | {shares} |" in page
+        assert f"| {result['seed']} | {shares_of(result)} |" in page
+
+
+def test_the_page_holds_the_keys_found_of_a_task_that_is_new() -> None:
+    page = (FOLDER / "README.md").read_text().partition("<!-- new task -->")[2].partition("<!-- end -->")[0]
+    results = [json.loads(line) for line in (FOLDER / "results/new_task/arms.jsonl").read_text().splitlines()]
+    assert page.count(" |\n") == 2 + len(results)
+    for result in results:
+        assert f"| {100 * result['measured']['recalled']:.0f} | {shares_of(result)} |" in page
+
+
+def shares_of(result: Any) -> str:
+    return " | ".join(f"{100 * share:.0f}" for share in result["measured"]["accuracy"].values())

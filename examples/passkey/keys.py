@@ -36,10 +36,26 @@ ARMS = ("base", "plain", "tbtt_16")
 PIECES = r"[A-Za-z]+|[0-9]{1,2}|\n|[^\sA-Za-z0-9]"
 
 
-def word_tokenizer(texts: Iterable[str], count: int = 400) -> PreTrainedTokenizerFast:
-    """One token per frequent word, pair of digits or sign, and per word of names; id 0 is any other word."""
+def word_tokenizer(texts: Iterable[str], others: Iterable[str] = (), count: int = 400) -> PreTrainedTokenizerFast:
+    """One token per frequent word, pair of digits or sign, per word of names and `others`; id 0 is any other."""
     names = {word for name in WORDS for word in name.split("-")}
-    fixed = ["<other>", "<end>", "a", "The", "code", "of", "is", "What", "now", "?", ".", "-", "\n", *sorted(names)]
+    fixed = [
+        "<other>",
+        "<end>",
+        "a",
+        "The",
+        "code",
+        "of",
+        "is",
+        "What",
+        "now",
+        "?",
+        ".",
+        "-",
+        "\n",
+        *sorted(names),
+        *others,
+    ]
     digits = [*map(str, range(10)), *(f"{number:02}" for number in range(100))]
     frequent = Counter(word for text in texts for word in re.findall(PIECES, text)).most_common(count)
     words = dict.fromkeys([*fixed, *digits, *(word for word, _ in frequent)])
@@ -53,11 +69,14 @@ def word_tokenizer(texts: Iterable[str], count: int = 400) -> PreTrainedTokenize
 class KeysStudy(PasskeyStudy):
     """Stages are named KIND/ARM."""
 
+    words: tuple[str, ...] = ()
+    """What has tokens, beside the most frequent words."""
+
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         corpus = standard_library_corpus()
         texts = {split: [text[:6000] for text in corpus.texts(split)] for split in ("train", "validation")}
-        self.tokenizer = word_tokenizer(texts["train"])
+        self.tokenizer = word_tokenizer(texts["train"], self.words)
         self.streams = {split: token_stream(of_split, self.tokenizer) for split, of_split in texts.items()}
         self.kind = ""
 
