@@ -248,7 +248,8 @@ def row(parts: dict[str, Any]) -> str:
             speeds, peaks = part["tokens_per_second"], part["peak_gib"]
             memory = f", {peaks['ours']} against {peaks['theirs']} GiB" if peaks["ours"] else ""
             other = "itself without" if name.startswith("states") else name.partition(",")[0].replace("_", "-")
-            words = f"{speeds['ours']:,} against {speeds['theirs']:,} tokens/s ({part['speed_ratio']:.2f}x){memory}"
+            ratio = f"{part['speed_ratio']:.2f}x in the median of pairs"
+            words = f"{speeds['ours']:,} against {speeds['theirs']:,} tokens/s ({ratio}){memory}"
             lines.append(f"{name.partition(', ')[2]} with states against {other}: {words}, scan by {part['scan']}")
         elif "decode" in part:
             ratios = {kind: part[kind]["speed_ratio"] for kind in ("training", "prefill")}

@@ -21,9 +21,9 @@ from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting
 
 DESCRIPTION = """\
 Make a copy of a checkpoint that forgets at inference, without training (Chen et al., 2024): its states hold the last
-tokens only (--window; Mamba-2 only), keep and take in less (--retention and --insertion; the paper takes 0.9999 and
-0.75), or take smaller steps (--delta-scale, as LongMamba; Mamba only). The delta rule and Mamba-3 are refused. The
-weights stay unchanged; the config of the copy says how it forgets.
+tokens only (--window), keep and take in less (--retention and --insertion; the paper takes 0.9999 and 0.75), or take
+smaller steps (--delta-scale, as LongMamba). All are for Mamba-2, --delta-scale for Mamba-1, too; other families
+and hybrids are refused. The weights stay unchanged; the config of the copy says how it forgets.
 """
 EXAMPLES = """\
 lengthgen forget demo-output/base --output forgets --window 128

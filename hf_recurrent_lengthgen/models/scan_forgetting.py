@@ -80,7 +80,7 @@ class Forgetting(NamedTuple):
             if setting not in allowed:
                 raise ValueError(
                     f"forgetting: {name} takes no {setting}{f', since {why}' if why else ''}; it is for "
-                    f"{WHERE[setting]} of this package: set {' or '.join(allowed) or 'forgetting to None'}."
+                    f"{WHERE[setting]} of this package: set {' or '.join(allowed) or 'none of them'}."
                 )
 
 

@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt_text
 from hf_recurrent_lengthgen.metrics.states import words as states_part
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from hf_recurrent_lengthgen.metrics.states.words import (
+    _drift_cell,
     attention_text,
     drift_text,
     left_text,
@@ -130,6 +131,8 @@ def test_few_texts_name_no_heads() -> None:
     assert reason(diagnosed("base", "b", 1.4, few)) == "3 texts are too few to say which heads drift."
     assert drift_text(few).startswith("3 texts are too few to say which heads drift. The furthest, ")
     assert (facts(diagnosed("base", "b", 1.4, few)))["Heads that drift"] == "unknown from 3 texts"
+    assert _drift_cell(few).startswith("<b>unknown</b><small>")
+    assert _drift_cell(states({}, harm=1.0)).startswith("<b>0 of 8</b><small>")
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,8 @@ def _attention_reason(states: StateDiagnosis) -> list[str]:
 
 def _drift_cell(states: StateDiagnosis) -> str:
     furthest = f"{states.ranking[0].name}: {distance_text(states.ranking[0])}"
-    return f"<b>{len(states.drifting):,} of {len(states.heads):,}</b><small>{escape(furthest)}</small>"
+    drifting = f"{len(states.drifting):,} of {len(states.heads):,}" if states.names_heads else "unknown"
+    return f"<b>{drifting}</b><small>{escape(furthest)}</small>"
 
 
 def _removed_cell(states: StateDiagnosis) -> str:
