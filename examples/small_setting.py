@@ -1,7 +1,7 @@
 """What the studies share: stages that are trained, measured and kept, and two settings of small models of bytes.
 
-`Study` has the base of `lengthgen demo`, which fails from its own start; `SlowStudy` a Mamba-2, which fails because it
-starts with heads that forget almost nothing.
+`Study` has the model of `lengthgen demo`, trained for longer, which fails from its own start; `SlowStudy` a Mamba-2,
+which fails because it starts with heads that forget almost nothing.
 
 A stage is one training run and its measurement. Its folder holds the checkpoint; `ArmResults` keep its result. A
 finished stage with the same settings is not run again, so an interrupted study continues where it stopped.
@@ -38,8 +38,8 @@ from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 
-FEWER: dict[str, Any] = {"cure_steps": 200, "evaluation_multiple": 32, "sequences": 16}
-SETTINGS = replace(demo.DEFAULTS, **FEWER)
+STUDIED: dict[str, Any] = {"base_steps": 1000, "cure_steps": 200, "evaluation_multiple": 32, "sequences": 16}
+SETTINGS = replace(demo.DEFAULTS, **STUDIED)
 SHORT: dict[str, Any] = {"training_length": 16, "batch_size": 4, "base_steps": 2, "cure_steps": 2}
 SHORT |= {"evaluation_multiple": 4, "sequences": 2}
 TINY = replace(SETTINGS, hidden_size=16, num_heads=2, **SHORT)
@@ -324,7 +324,7 @@ class Study(Stages):
 class SlowStudy(Study):
     """Stages of a Mamba-2 from a mimetic start."""
 
-    full = SlowSettings(**FEWER)
+    full = SlowSettings(**STUDIED)
     tiny = replace(full, hidden_size=16, head_dim=16, state_size=4, **SHORT)
 
     def new_model(self, name: str, length: int, seed: int) -> Any:

@@ -38,13 +38,13 @@ class Budget:
 
     training_length: int = 128
     batch_size: int = 16
-    base_steps: int = 1000
+    base_steps: int = 600
     base_learning_rate: float = 4e-3
-    cure_steps: int = 300
+    cure_steps: int = 200
     cure_learning_rate: float = 2.5e-3
     state_drop_probability: float = 0.1
     evaluation_multiple: int = 64
-    sequences: int = 32
+    sequences: int = 16
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class MemoryBudget:
     """Steps of `rows` prompts of 1 to `pieces` training lengths; asked at `multiples` of it, `samples` a depth."""
 
     rows: int = 8
-    pieces: int = 32
+    pieces: int = 16
     steps: int = 300
     learning_rate: float = 1e-3
-    multiples: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    multiples: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     samples: int = 2
 
 
