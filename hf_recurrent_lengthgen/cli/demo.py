@@ -78,7 +78,7 @@ MEMORY_BASE = Path("model_cards/passkey-base")
 DESCRIPTION = """\
 Train a small DeltaNet on the sources of the Python standard library, see it fail beyond its training length, cure it
 with state passing, and compare with equally many plain steps. Then, in a clone of the repository, train a model that
-finds keys in 128 words until it finds them far beyond. Takes 5 to 6 minutes on two cores and downloads nothing. The
+finds keys in 128 words until it finds them far beyond. Takes 3 to 6 minutes on two cores and downloads nothing. The
 output folder holds:
 
   index.html   page with figures and numbers: open it in a browser
