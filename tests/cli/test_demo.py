@@ -211,18 +211,18 @@ def test_a_second_act_that_fails_leaves_the_page_of_the_first(run_tiny: Callable
     assert "How far it holds" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
 
-def test_the_second_act_trains_up_to_32_pieces_and_asks_up_to_64(tmp_path: Path) -> None:
+def test_the_second_act_trains_up_to_16_pieces_and_asks_up_to_32(tmp_path: Path) -> None:
     (tmp_path / "a base").mkdir()
     (tmp_path / "a base/config.json").write_text('{"training_length": 32}')
     far, control, asked = map(shlex.split, memory_stages(tmp_path / "a base", tmp_path, demo.MEMORY).values())
     (given, training, trainer), (_, plain, without) = (read_options(words[1:], None) for words in (far, control))
-    assert (given.model, given.task_length) == (str(tmp_path / "a base"), "32-1024")
+    assert (given.model, given.task_length) == (str(tmp_path / "a base"), "32-512")
     assert (trainer, without) == (TbttTrainer, ZeroStateTrainer)
     same = ("max_steps", "learning_rate", "per_device_train_batch_size", "weight_decay")
     assert [getattr(training, name) for name in same] == [getattr(plain, name) for name in same]
     options = retrieve.command_parser().parse_args(asked[1:])
     assert options.models == [str(tmp_path / name) for name in ("a base", *FAR)]
-    assert options.lengths == [32, 64, 128, 256, 512, 1024, 2048]
+    assert options.lengths == [32, 64, 128, 256, 512, 1024]
 
 
 def test_the_section_says_how_far_keys_are_found(tmp_path: Path) -> None:
