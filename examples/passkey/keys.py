@@ -39,26 +39,10 @@ PIECES = r"[A-Za-z]+|[0-9]{1,2}|\n|[^\sA-Za-z0-9]"
 def word_tokenizer(texts: Iterable[str], others: Iterable[str] = (), count: int = 400) -> PreTrainedTokenizerFast:
     """One token per frequent word, pair of digits or sign, per word of names and `others`; id 0 is any other."""
     names = {word for name in WORDS for word in name.split("-")}
-    fixed = [
-        "<other>",
-        "<end>",
-        "a",
-        "The",
-        "code",
-        "of",
-        "is",
-        "What",
-        "now",
-        "?",
-        ".",
-        "-",
-        "\n",
-        *sorted(names),
-        *others,
-    ]
+    fixed = ["<other>", "<end>", "a", "The", "code", "of", "is", "What", "now", "?", ".", "-", "\n"]
     digits = [*map(str, range(10)), *(f"{number:02}" for number in range(100))]
     frequent = Counter(word for text in texts for word in re.findall(PIECES, text)).most_common(count)
-    words = dict.fromkeys([*fixed, *digits, *(word for word, _ in frequent)])
+    words = dict.fromkeys([*fixed, *sorted(names), *others, *digits, *(word for word, _ in frequent)])
     vocabulary = {word: place for place, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<other>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "removed", invert=True)
@@ -94,6 +78,13 @@ class KeysStudy(PasskeyStudy):
     def facts(self, name: str, seed: int, length: int) -> None:
         return None
 
+    def publish(self, part: str, table: str) -> None:
+        """Print a table, and put it into the page above the results, if there is one."""
+        print(table)
+        page = self.results.parents[1] / "README.md"
+        if page.is_file():
+            fill(page, {part: table})
+
 
 def main() -> None:
     parser = options_of(__doc__, HERE / "results/keys")
@@ -114,10 +105,7 @@ def main() -> None:
             shares = accuracy_row([result["accuracy"] for result in results.values()])
             rows.append([label, LABELS[name.rpartition("/")[2]], ", ".join(map(str, results)), *shares])
     table = markdown(["keys", "fine-tuned with", "seeds", *(f"{n:,}" for n in study.settings.lengths)], rows)
-    print(table)
-    page = study.results.parents[1] / "README.md"
-    if page.is_file():
-        fill(page, {"keys": table})
+    study.publish("keys", table)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from keys import KINDS, KeysStudy
 from prompts import words_of_prompts
 from run import LABELS, QUIET, SETTINGS, PasskeyStudy, accuracy_row
 from small_setting import Result, options_of, parsed
-from study_pages import fill, markdown
+from study_pages import markdown
 
 from hf_recurrent_lengthgen.data import PackedBlocks
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, KeyGrid, KeyPrompts
@@ -86,10 +86,7 @@ def main() -> None:
     ]
     lengths = [f"{length:,}" for length in study.settings.lengths]
     table = markdown(["seed", "fine-tuned with", "codes", *lengths], rows)
-    print(table)
-    page = study.results.parents[1] / "README.md"
-    if page.is_file():
-        fill(page, {"new task": table})
+    study.publish("new task", table)
 
 
 if __name__ == "__main__":
