@@ -98,9 +98,12 @@ STUDIES = {
     ),
     "passkey": Study(
         "What helps to find passkeys far beyond the training length?",
-        [*(f"passkey/run.py --seeds {seed}" for seed in SEEDS), "passkey/keys.py", "passkey/new_task.py"],
+        [
+            *(f"passkey/{script}.py --seeds {seed}" for script in ("run", "other_families") for seed in SEEDS),
+            *("passkey/keys.py", "passkey/new_task.py"),
+        ],
         "passkey/run.py --report",
-        1.2,
+        4.5,
     ),
     "mimetic": Study(
         "Does a mimetic start help to copy and recall, and which part of it?",

@@ -24,7 +24,7 @@ def test_each_model_is_read_in_each_way(example: Any, tmp_path: Path, capsys: py
     places = ["--output", tmp_path, "--results", tmp_path / "r"]
     example("hybrids/run.py", "--tiny", "--families", "bamba", "--seeds", 0, *places)
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| Bamba")]
-    assert len({(row[1], row[2]) for row in rows}) == len(rows) == 3 * 8
+    assert len({(row[1], row[2]) for row in rows}) == len(rows) == 3 * 9
     assert (tmp_path / "r/hybrids.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -40,6 +40,28 @@ def test_first_keys_are_seen_beside_the_window(study: dict[str, Any]) -> None:
     expected = stock(tokens, attention_mask=masks).logits
     assert relative_error([found], [expected]) < 1e-5
     assert relative_error([model(tokens).logits], [expected]) > 1e-4  # the window alone, again
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "qwen3_next"])
+def test_moved_keys_stand_before_the_window(study: dict[str, Any], model_type: str) -> None:
+    """Each token against a call of the stock layer with the kept tokens alone, at places from 0 on."""
+    stock, model = pair(model_type)
+    model, window, sinks = stateful(model, attention_window=5), 5, study["SINKS"]
+    name = next(name for name, module in stock.named_modules() if name.endswith("self_attn"))
+    hidden = torch.randn(1, 20, stock.config.hidden_size)
+    places = torch.arange(20)
+
+    def attended(of: Any, kept: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        angles = of.model.rotary_emb(hidden, torch.arange(len(kept))[None])
+        return of.get_submodule(name)(hidden[:, kept], position_embeddings=angles, attention_mask=mask)[0]
+
+    seen = (places[:, None] >= places) & ((places[:, None] - places < window) | (places < sinks))
+    with study["first_keys_moved"](model):
+        found = attended(model, places, seen[None, None])
+    for token in places:
+        kept = places[seen[token]]
+        alone = attended(stock, kept, torch.ones(len(kept), len(kept)).bool().tril()[None, None])
+        torch.testing.assert_close(found[:, token], alone[:, -1], rtol=1e-4, atol=1e-5)
 
 
 def test_rotary_embeddings_are_those_of_transformers(study: dict[str, Any], tmp_path: Path) -> None:

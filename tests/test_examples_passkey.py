@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from hf_recurrent_lengthgen.checkpoints.cards.card import own_words
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, passkey_prompt
+from tests.versions import needs_hybrids
 
 FOLDER = Path(__file__).parents[1] / "examples/passkey"
 ARMS = ("base", "fitted_noise")
@@ -55,6 +56,44 @@ def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(example: Any) -
         assert tokenizer.convert_ids_to_tokens(task.answer.tolist()) == ["12", "04", "5", "."]
         assert task.scored == 3
     assert tokenizer("x").input_ids == [0]
+
+
+@pytest.mark.slow
+@needs_hybrids
+def test_families_are_studied(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
+    chosen = ["--families", "gla", "bamba", "bamba_all", "--arms", "base", "tbtt_16"]
+    example("passkey/other_families.py", "--tiny", "--seeds", 3, *chosen, *places)
+    families, _, late = capsys.readouterr().out.partition("| family | ")[2].partition("\n\n")
+    assert [row.split(" | ")[:3] for row in families.splitlines()[2:]] == [
+        ["| GLA", "base, not fine-tuned", "3"],
+        ["| ", "TBTT, prompts of 1 to 16 pieces", "3"],
+        ["| Bamba, window of 16", "base, not fine-tuned", "3"],
+        ["| ", "TBTT, prompts of 1 to 16 pieces", "3"],
+        ["| Bamba, all keys", "base, not fine-tuned", "3"],
+    ]
+    assert [row.split(" | ")[0] for row in late.splitlines()[2:] if row] == [
+        "| all keys",
+        "| a window of T",
+        "| a window of T/2",
+    ]
+    assert (tmp_path / "results/families.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_hybrids
+def test_the_second_mention_of_a_key_has_labels_too(example: Any) -> None:
+    names = example("passkey/other_families.py")
+    study = names["FamiliesStudy"](Namespace(tiny=True, output="o", results="r", report=False))
+    study.base = True
+    for place in range(5):
+        row = study.prompts(128, 5, 0)[place]
+        plain = names["PasskeyStudy"].prompts(study, 128, 5, 0)[place]
+        assert (row["input_ids"] == plain["input_ids"]).all()
+        words = study.tokenizer.convert_ids_to_tokens(row["input_ids"].tolist())
+        scored = [spot for spot, label in enumerate(row["labels"].tolist()) if label >= 0]
+        assert [words[spot] for spot in scored] == [words[spot] for spot in scored[-4:-1]] + words[-4:]
+        assert words[scored[0] - 3 : scored[0]] == ["Remember", "it", "."]
+        assert (row["labels"][scored] == row["input_ids"][scored]).all()
 
 
 @pytest.mark.slow

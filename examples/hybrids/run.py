@@ -17,7 +17,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.masking_utils import or_masks
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
@@ -44,12 +47,16 @@ MODELS = {"base": "base", "state_passing": "state passing", "longer": "state pas
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is read: its window in training lengths (None for all keys), and settings of rotary embeddings."""
+    """How a model is read: its window in training lengths (None for all keys), and settings of rotary embeddings.
+
+    With `sinks` the first keys are seen beside the window, with `moved` as if they stood right before it.
+    """
 
     label: str
     color: str
     window: float | None = None
     sinks: bool = False
+    moved: bool = False
     rope: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,6 +66,7 @@ WAYS = {
     "window": Way("window of T", "#0072b2", 1),
     "window_half": Way("window of T/2", "#56b4e9", 0.5),
     "sinks": Way(f"window of T, first {SINKS} keys", "#009e73", 1, sinks=True),
+    "sinks_moved": Way(f"window of T - {SINKS}, first {SINKS} keys moved", "#117755", 1, sinks=True, moved=True),
     "linear": Way("rotary, linear", "#a8780f", rope={"rope_type": "linear", **SCALED}),
     "dynamic": Way("rotary, dynamic", "#aa4499", rope={"rope_type": "dynamic", "factor": 1.0}),
     "yarn": Way("rotary, YaRN", "#7a5cc8", rope={"rope_type": "yarn", **SCALED}),
@@ -122,6 +130,7 @@ class Ways:
 @contextmanager
 def read_in(folder: Path, way: Way, length: int) -> Iterator[Any]:
     """The model of a checkpoint, read in a way within the block."""
+    window = None if way.window is None else int(way.window * length) - SINKS * way.moved
     with TemporaryDirectory() as changed, first_keys_too() if way.sinks else nullcontext():
         copy = Path(shutil.copytree(folder, Path(changed) / "model"))
         config = json.loads((copy / "config.json").read_text())
@@ -130,7 +139,9 @@ def read_in(folder: Path, way: Way, length: int) -> Iterator[Any]:
         if way.rope.get("rope_type") == "yarn":
             config["rope_parameters"]["original_max_position_embeddings"] = length
         (copy / "config.json").write_text(json.dumps(config))
-        yield load_model(str(copy), attention_window=None if way.window is None else int(way.window * length))
+        model = load_model(str(copy), attention_window=window)
+        with first_keys_moved(model) if way.moved else nullcontext():
+            yield model
 
 
 @contextmanager
@@ -144,6 +155,29 @@ def first_keys_too() -> Iterator[None]:
         yield
     finally:
         windows.sliding_window_overlay = inside
+
+
+@contextmanager
+def first_keys_moved(model: Any) -> Iterator[None]:
+    """Give the first keys of the text the places before the window (Xiao et al., 2023), in calls of whole texts."""
+    last = model.config.attention_window + SINKS - 1  # place of a token that sees the first keys and a full window
+
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+        places = torch.arange(query.shape[2])
+        turn = model.model.rotary_emb(query, (last - places).clamp(max=0)[None])
+        moved, _ = apply_rotary_pos_emb(query, query, *turn)
+        key, value = (part.repeat_interleave(module.num_key_value_groups, 1) for part in (key, value))
+        scores = query @ key.mT
+        scores[..., :SINKS] = moved @ key[:, :, :SINKS].mT
+        mask = places[:, None] >= places if mask is None else mask
+        weights = (scaling * scores).masked_fill_(~mask, -torch.inf).softmax(-1)
+        return (weights @ value).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def report(ways: Ways, families: list[str], seeds: list[int]) -> None:
@@ -204,7 +238,7 @@ def main() -> None:
             (s, f, m, w) for s in options.seeds for f in options.families for m in MODELS for w in options.ways
         ):
             turned = FAMILIES[family].config.get("position_embedding_type") != "nope"
-            if turned or not WAYS[way].rope:
+            if turned or not (WAYS[way].rope or WAYS[way].moved):
                 ways.measured(family, method, way, seed)
     report(ways, TYPES, sorted({0, 1, 2, *options.seeds}))
 

@@ -2,8 +2,8 @@
 
 The code of a name stands between sentences and lines of the sources of Python (`--task keys`), among those of other
 names (keys) or after earlier codes of the same name (values). The models and trainings are those of `run.py`, with a
-tokenizer of the 400 most frequent words. Arms that have a result in --results are not run again. At the end, the table
-of README.md is written anew, from all arms that are there.
+tokenizer of the 400 most frequent words; of several codes a DeltaNet, which tells names apart. Arms that have a result
+in --results are not run again. At the end, the table of README.md is written anew, from all arms that are there.
 """
 
 import re
@@ -24,6 +24,7 @@ from hf_recurrent_lengthgen.data.tasks.needle import WORDS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from other_families import model_of
 from run import LABELS, SETTINGS, PasskeyStudy, accuracy_row
 from small_setting import options_of, parsed
 from study_pages import fill, markdown
@@ -32,6 +33,8 @@ HERE = Path(__file__).resolve().parent
 KINDS = {"one": (1, 1), "last": (1, 2), "two": (2, 1)}
 """Names in a prompt, and codes of each, of which the last counts."""
 NAMES = {"one": "one name", "last": "one name with two codes, of which the last counts", "two": "two names"}
+SEVERAL = ("last", "two")
+"""Kinds with more than one code, which a DeltaNet learns: a Mamba-2 of this size confuses names."""
 ARMS = ("base", "plain", "tbtt_16")
 PIECES = r"[A-Za-z]+|[0-9]{1,2}|\n|[^\sA-Za-z0-9]"
 
@@ -67,6 +70,17 @@ class KeysStudy(PasskeyStudy):
     def arm(self, name: str, seed: int, checkpoint: bool = False) -> Any:
         self.kind = name.partition("/")[0]
         return super().arm(name, seed, checkpoint)
+
+    def new_model(self, name: str, length: int, seed: int) -> Any:
+        if self.kind in SEVERAL:
+            return model_of("delta_net", len(self.tokenizer), length, seed)
+        return super().new_model(name, length, seed)
+
+    def base_steps(self, name: str) -> int:
+        return super().base_steps(name) // (2 if self.kind in SEVERAL else 1)
+
+    def made_of(self, name: str) -> dict[str, Any]:
+        return {"model": "delta_net"} if self.kind in SEVERAL else {}
 
     def prompts(self, length: Any, samples: int, seed: int) -> Any:
         return KeyPrompts(self.tokenizer, self.streams["train"], length, samples, seed, *KINDS[self.kind])

@@ -192,7 +192,7 @@ class PasskeyStudy(Stages):
         before, slash, last = name.rpartition("/")
         base, settings = last == "base", self.settings
         method = Method("", "", ZeroStateTrainer) if base else METHODS[last]
-        steps = settings.base_steps if base else settings.tuning_steps
+        steps = self.base_steps(name) if base else settings.tuning_steps
         training = Training(
             steps,
             settings.base_learning_rate if base else settings.tuning_learning_rate,
@@ -205,6 +205,9 @@ class PasskeyStudy(Stages):
         prompts = self.prompts(length, steps * settings.rows, 2 * seed + (not base))
         options = {"weight_decay": 0.1, **method.options}
         return self.run(name, seed, training, method.trainer, prompts, checkpoint, **options)
+
+    def base_steps(self, name: str) -> int:
+        return int(self.settings.base_steps)
 
     def prompts(self, length: Any, samples: int, seed: int) -> Any:
         """Rows of training."""
@@ -297,7 +300,7 @@ def figure(study: PasskeyStudy, arms: dict[str, dict[int, Result]], ways: dict[i
             lengths = [int(length) for length in shares[0]]
             columns = [[result[str(length)] for result in shares] for length in lengths]
             band(axis, lengths, columns, 0.15, color=color, label=label, marker="o", markersize=3)
-        axis.set_ylim(-0.03, 1.05)
+        axis.set_ylim(-0.03, 1.13)
         position_axis(axis, study.settings.lengths[0], study.settings.lengths[-1])
         mark_training_lengths(axis, [study.settings.length])
         axis.set_xlabel("Length of the prompt (words)", fontsize=FONT_SIZE, color=INK)
