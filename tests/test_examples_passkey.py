@@ -153,5 +153,17 @@ def test_the_page_holds_the_keys_found_of_a_task_that_is_new() -> None:
         assert f"| {100 * result['measured']['recalled']:.0f} | {shares_of(result)} |" in page
 
 
+def test_the_page_holds_the_passkeys_found_in_families() -> None:
+    page = (FOLDER / "FAMILIES.md").read_text().partition("<!-- families -->")[2].partition("<!-- end -->")[0]
+    lines = (FOLDER / "results/families/arms.jsonl").read_text().splitlines()
+    results: dict[str, list[Any]] = {}
+    for result in map(json.loads, lines):
+        results.setdefault(result["arm"], []).append(result["measured"]["accuracy"])
+    rows = [row.split(" | ")[3:] for row in page.splitlines() if " | 0" in row]
+    assert len(rows) == len(results)
+    means = [[f"{100 * sum(cell) / len(cell):.0f}" for cell in zip(*map(dict.values, arm))] for arm in results.values()]
+    assert sorted(means) == sorted([cell.split(" ")[0].strip("|") for cell in row] for row in rows)
+
+
 def shares_of(result: Any) -> str:
     return " | ".join(f"{100 * share:.0f}" for share in result["measured"]["accuracy"].values())

@@ -207,17 +207,18 @@ def report(ways: Ways, families: list[str], seeds: list[int]) -> None:
 def figure(found: dict[tuple[str, str, str], dict[int, Result]], path: Path) -> None:
     """A panel for each type: harm by way, a bar for each model."""
     types = list(dict.fromkeys(family for family, *_ in found))
-    picture, axes = panels([FAMILIES[family].label for family in types], min(3, len(types)))
+    picture, axes = panels([FAMILIES[family].label.partition(" (")[0] for family in types], min(2, len(types)))
     for axis, family in zip(axes, types, strict=True):
         colors = ("#d55e00", "#56b4e9", "#0072b2")
+        ways = [way for way in WAYS if any((family, method, way) in found for method in MODELS)]
         for offset, color, (method, label) in zip((-0.27, 0, 0.27), colors, MODELS.items(), strict=True):
-            there = [(n, found[family, method, way]) for n, way in enumerate(WAYS) if (family, method, way) in found]
+            there = [(n, found[family, method, way]) for n, way in enumerate(ways) if (family, method, way) in found]
             harms = [[result["harm"] for result in results.values()] for _, results in there]
             places = [n + offset for n, _ in there]
             axis.barh(places, [sum(harm) / len(harm) for harm in harms], 0.25, color=color, label=label)
             for place, harm in zip(places, harms, strict=True):
                 axis.plot([min(harm), max(harm)], [place, place], color=INK, linewidth=1)
-        axis.set_yticks(range(len(WAYS)), [way.label for way in WAYS.values()])
+        axis.set_yticks(range(len(ways)), [WAYS[way].label for way in ways])
         axis.invert_yaxis()
         axis.grid(visible=False)
         axis.axvline(0, color=INK, linewidth=1)
@@ -229,13 +230,14 @@ def figure(found: dict[tuple[str, str, str], dict[int, Result]], path: Path) -> 
 def main() -> None:
     parser = options_of(__doc__, HERE / "results")
     parser.add_argument("--families", nargs="+", choices=TYPES, default=TYPES, help="which (all)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which (all)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which (all)")
     options = parsed(parser)
     torch.set_num_threads(1)  # as in the study of families
     ways = Ways(options)
     if not options.report:
         for seed, family, method, way in (
-            (s, f, m, w) for s in options.seeds for f in options.families for m in MODELS for w in options.ways
+            (s, f, m, w) for s in options.seeds for f in options.families for m in options.models for w in options.ways
         ):
             turned = FAMILIES[family].config.get("position_embedding_type") != "nope"
             if turned or not (WAYS[way].rope or WAYS[way].moved):

@@ -4,7 +4,7 @@ For each family and seed a base is trained from nothing on passkeys in 128 words
 prompts, in pieces of 128 words. Prompts, fine-tuning and measurement are those of `run.py`. In the base the loss is
 also that of the key where it is said for the second time: with the last time alone, half of these families learn
 nothing in as many steps. Arms that have a result in --results are not run again. At the end, the table and the figure
-of README.md are written anew, from all arms that are there.
+of FAMILIES.md are written anew, from all arms that are there.
 """
 
 import sys
@@ -191,7 +191,7 @@ def report(study: FamiliesStudy, seeds: list[int]) -> None:
     print("\n".join(tables.values()))
     if study.results == HERE / "results/families":
         image = "![Share of keys found against length, by family](results/families/families.png)\n"
-        fill(HERE / "README.md", {**tables, "families figure": image})
+        fill(HERE / "FAMILIES.md", {**tables, "families figure": image})
 
 
 def main() -> None:
