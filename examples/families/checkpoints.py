@@ -35,7 +35,7 @@ SEEDS = {"kda_short": 0}
 """Of families whose base of seed 1 hardly fails."""
 SHIPPED = (
     *("mamba2", "mamba", "falcon_mamba", "gla", "rwkv6", "rwkv5", "hgrn2", "rwkv7", "delta_net", "kda_short"),
-    "bamba",
+    *("bamba", "falcon_h1", "qwen3_next"),
 )
 """The families whose base fails."""
 
@@ -53,6 +53,8 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
     "hgrn2": (200, {}),
     "kda_short": (200, {}),
     "bamba": (800, FAR),
+    "falcon_h1": (1_600, FAR),
+    "qwen3_next": (200, {}),
 }
 """What others take."""
 WEIGHTS = "model.safetensors"

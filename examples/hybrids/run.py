@@ -201,7 +201,20 @@ def report(ways: Ways, families: list[str], seeds: list[int]) -> None:
     figure(found, ways.kept.file.parent / "hybrids.png")
     if ways.kept.file.parent == HERE / "results":
         picture = "![Harm by way of reading, for each model](results/hybrids.png)\n"
-        fill(HERE / "README.md", {"figure": picture, "table": table})
+        fill(HERE / "README.md", {"figure": picture, "table": table, "parts": by_part(found, families)})
+
+
+def by_part(found: dict[tuple[str, str, str], dict[int, Result]], families: list[str]) -> str:
+    """Harm of a base, with a window, with passed states, and with both, where all of them were measured."""
+    ways = {"base": ("base", "all"), "a window of T": ("base", "window")}
+    ways |= {"passed states": ("longer", "all"), "both": ("longer", "window")}
+    rows = [
+        [FAMILIES[family].label.partition(" (")[0]]
+        + [over_seeds([*found[family, *way].values()], "harm", "+.2f") for way in ways.values()]
+        for family in families
+        if all((family, *way) in found for way in ways.values())
+    ]
+    return markdown(["", *ways], rows)
 
 
 def figure(found: dict[tuple[str, str, str], dict[int, Result]], path: Path) -> None:
