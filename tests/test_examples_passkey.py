@@ -62,7 +62,7 @@ def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(example: Any) -
 @needs_hybrids
 def test_families_are_studied(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
-    chosen = ["--families", "gla", "bamba", "bamba_all", "--arms", "base", "tbtt_16"]
+    chosen = ["--families", "gla", "bamba", "bamba_all", "--arms", "base", "tbtt_16", "drawn"]
     example("passkey/other_families.py", "--tiny", "--seeds", 3, *chosen, *places)
     families, _, late = capsys.readouterr().out.partition("| family | ")[2].partition("\n\n")
     assert [row.split(" | ")[:3] for row in families.splitlines()[2:]] == [
@@ -71,11 +71,12 @@ def test_families_are_studied(example: Any, tmp_path: Path, capsys: pytest.Captu
         ["| Bamba, window of 16", "base, not fine-tuned", "3"],
         ["| ", "TBTT, prompts of 1 to 16 pieces", "3"],
         ["| Bamba, all keys", "base, not fine-tuned", "3"],
+        ["| ", "a window of 16 or 128 drawn for each step", "3"],
     ]
-    assert [row.split(" | ")[0] for row in late.splitlines()[2:] if row] == [
-        "| all keys",
-        "| a window of T",
-        "| a window of T/2",
+    assert [row.split(" | ")[:2] for row in late.splitlines()[2:] if row] == [
+        [f"| {trained}", window]
+        for trained in ("base, not fine-tuned", "a window of 16 or 128 drawn for each step")
+        for window in ("all keys", "a window of 128", "a window of 64", "a window of 16")
     ]
     assert (tmp_path / "results/families.png").read_bytes().startswith(b"\x89PNG")
 
@@ -159,10 +160,12 @@ def test_the_page_holds_the_passkeys_found_in_families() -> None:
     results: dict[str, list[Any]] = {}
     for result in map(json.loads, lines):
         results.setdefault(result["arm"], []).append(result["measured"]["accuracy"])
-    rows = [row.split(" | ")[3:] for row in page.splitlines() if " | 0" in row]
-    assert len(rows) == len(results)
-    means = [[f"{100 * sum(cell) / len(cell):.0f}" for cell in zip(*map(dict.values, arm))] for arm in results.values()]
-    assert sorted(means) == sorted([cell.split(" ")[0].strip("|") for cell in row] for row in rows)
+    rows = [[cell.split(" (")[0] for cell in row.strip(" |").split(" | ")[-8:]] for row in page.splitlines()[2:]]
+    means = [
+        [f"{100 * sum(share[length] for share in arm) / len(arm):.0f}" for length in arm[0]]
+        for arm in results.values()
+    ]
+    assert sorted(means) == sorted(rows)
 
 
 def shares_of(result: Any) -> str:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from family_models import HYBRID, HYBRID_MAMBA2, C
-from run import COLORS, LABELS, QUIET, SETTINGS, PasskeyStudy, accuracy_row
+from run import COLORS, LABELS, METHODS, QUIET, SETTINGS, Method, PasskeyStudy, accuracy_row
 from small_setting import Result, options_of, parsed
 from study_pages import band, fill, legend_below, markdown, panels
 
@@ -32,13 +32,21 @@ from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
+from hf_recurrent_lengthgen.trainers import ZeroStateTrainer
 
 HERE = Path(__file__).resolve().parent
-ARMS = ("base", "plain", "tbtt_16", "tbtt_64")
+ARMS = ("base", "plain", "tbtt_16", "tbtt_64", "drawn")
 SHARED: dict[str, Any] = {"hidden_size": SETTINGS.hidden_size, "num_hidden_layers": 2, "tie_word_embeddings": True}
 SHARED |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-WINDOW = 16
-"""Keys that the attention of the hybrid sees, in words: fewer than stand between a key and its question."""
+WINDOW = 4
+"""Keys that the attention of the hybrid sees, in words: fewer than from a key to where it is said again."""
+SHORT = 16
+DRAWN = Method(
+    f"a window of {SHORT} or {SETTINGS.length} drawn for each step",
+    "#aa4499",
+    ZeroStateTrainer,
+    {"attention_windows": [SHORT, SETTINGS.length]},
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class Family:
     start: Callable[[Any], None] | None = None
     longer: int = 1
     window: int | None = None
-    arms: tuple[str, ...] = ARMS
+    arms: tuple[str, ...] = ARMS[:4]
 
 
 def slow(layer: int) -> Callable[[Any], None]:
@@ -72,7 +80,7 @@ FAMILIES = {
     "rwkv7": Family("RWKV-7", {"head_dim": 32}),
     "delta_net": Family("DeltaNet", {"num_heads": 2}),
     "bamba": Family(f"Bamba, window of {WINDOW}", HYBRID_OF_THREE, slow(2), longer=2, window=WINDOW),
-    "bamba_all": Family("Bamba, all keys", HYBRID_OF_THREE, slow(2), arms=("base",)),
+    "bamba_all": Family("Bamba, all keys", HYBRID_OF_THREE, slow(2), arms=("base", "plain", "drawn")),
 }
 
 
@@ -113,6 +121,7 @@ class SecondMention(Dataset[dict[str, torch.Tensor]]):
 class FamiliesStudy(PasskeyStudy):
     """Stages are named FAMILY/ARM."""
 
+    methods = METHODS | {"drawn": DRAWN}
     base = False
     """Whether the stage that runs is one."""
 
@@ -143,7 +152,7 @@ class FamiliesStudy(PasskeyStudy):
         """Of a hybrid with all keys also which passkeys it finds that are told late, by window of attention."""
         measured = super().measure(model, length, seed)
         if getattr(model, "attends", False) and getattr(model.config, "attention_window", None) is None:
-            windows = {"all keys": "none", "a window of T": length, "a window of T/2": length // 2}
+            windows = {"all keys": "none"} | {f"a window of {words}": words for words in (length, length // 2, SHORT)}
             measured["told late"] = {
                 label: self.told_late(stateful(model, attention_window=window)) for label, window in windows.items()
             }
@@ -165,6 +174,7 @@ class FamiliesStudy(PasskeyStudy):
 def report(study: FamiliesStudy, seeds: list[int]) -> None:
     """Table and figure of the arms that are there; the README's, too, for the results beside it."""
     rows, late = [], []
+    labels, colors = LABELS | {"drawn": DRAWN.label}, COLORS | {"drawn": DRAWN.color}
     found = {name: study.measured([f"{name}/{arm}" for arm in ARMS], seeds) for name in FAMILIES}
     found = {name: arms for name, arms in found.items() if arms}
     picture, axes = panels([FAMILIES[name].label for name in found], min(3, len(found)))
@@ -173,12 +183,12 @@ def report(study: FamiliesStudy, seeds: list[int]) -> None:
         for arm, results in ((stage.rpartition("/")[2], results) for stage, results in arms.items()):
             measured = [*results.values()]
             shares = [result["accuracy"] for result in measured]
-            label = FAMILIES[name].label if arm == "base" else ""
-            rows.append([label, LABELS[arm], ", ".join(map(str, results)), *accuracy_row(shares)])
+            label, trained = FAMILIES[name].label if arm == "base" else "", labels[arm]
+            rows.append([label, trained, ", ".join(map(str, results)), *accuracy_row(shares)])
             for window in measured[0].get("told late", ()):
-                late.append([window, *accuracy_row([result["told late"][window] for result in measured])])
+                late.append([trained, window, *accuracy_row([result["told late"][window] for result in measured])])
             columns = [[share[str(length)] for share in shares] for length in lengths]
-            band(axis, lengths, columns, 0.15, color=COLORS[arm], label=LABELS[arm], marker="o", markersize=3)
+            band(axis, lengths, columns, 0.15, color=colors[arm], label=trained, marker="o", markersize=3)
         axis.set_ylim(-0.03, 1.13)
         position_axis(axis, lengths[0], lengths[-1])
         mark_training_lengths(axis, [study.settings.length])
@@ -187,7 +197,7 @@ def report(study: FamiliesStudy, seeds: list[int]) -> None:
     save_png(picture, study.results / "families.png")
     heads = [f"{length:,}" for length in lengths]
     tables = {"families": markdown(["family", "fine-tuned with", "seeds", *heads], rows)}
-    tables["told late"] = markdown(["read with", *heads], late)
+    tables["told late"] = markdown(["fine-tuned with", "read with", *heads], late)
     print("\n".join(tables.values()))
     if study.results == HERE / "results/families":
         image = "![Share of keys found against length, by family](results/families/families.png)\n"

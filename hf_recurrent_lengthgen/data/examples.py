@@ -53,9 +53,10 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
     def __init__(self, examples: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
         self._rows: list[tuple[Tensor, Tensor]] = []  # token ids, int32, and whether they are answers
         digest = hashlib.blake2b(digest_size=8)
+        features = getattr(examples, "features", None)
         for index, example in enumerate(logging.tqdm(examples, desc="Tokenizing", unit="examples", disable=None)):
             try:
-                ids, answers = _encoded(example, tokenizer)
+                ids, answers = _encoded(example := _given(example, features), tokenizer)
                 if not any(answers[1:]):
                     roles = ", ".join(sorted({message["role"] for message in example.get("messages") or ()}))
                     raise ValueError(f"it has no answer to learn{roles and f' among its roles ({roles})'}: remove it")
@@ -77,6 +78,17 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids, answers = self._rows[index]
         return {"input_ids": ids.long(), "labels": ids.long().masked_fill(~answers, IGNORED_LABEL)}
+
+
+def _given(value: Any, feature: Any) -> Any:
+    """A value of `datasets` without the keys that it adds because other rows have them, with the value None.
+
+    Mappings of its type `Json`, and those of other examples, have their own keys only, and a None there was given.
+    """
+    if isinstance(feature, dict) and isinstance(value, Mapping):
+        return {key: _given(part, feature.get(key)) for key, part in value.items() if part is not None}
+    inner = getattr(feature, "feature", None)
+    return value if inner is None or not isinstance(value, list) else [_given(part, inner) for part in value]
 
 
 def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:

@@ -285,6 +285,15 @@ class StatefulMixin(LearnedStatesMixin):
         with without_checkpointing(self):
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
 
+    def _reorder_cache(self: Any, cache: Any, rows: Tensor) -> Any:
+        """Give the beams of a search the rows of a cache; Transformers leaves out the recurrent states of MiniMax."""
+        if not hasattr(cache, "reorder_cache"):
+            raise ValueError(f"{type(self).__name__} cannot search with beams from a cache: set use_cache=False.")
+        cache.reorder_cache(rows)
+        if (states := getattr(cache, "linear_cache", None)) is not None:
+            cache.linear_cache = [state[rows] if isinstance(state, Tensor) else state for state in states]
+        return cache
+
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse continuous batching."""
         refuse_continuous_batching(self)

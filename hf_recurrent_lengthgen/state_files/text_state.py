@@ -17,7 +17,14 @@ from hf_recurrent_lengthgen.evaluation.readers import check_generation, reader_o
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, chunk_borders, reading_plan
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of, evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, check_finite_state, map_state, state_batch_size
-from hf_recurrent_lengthgen.state_files.origin import NO_TOKENS, Origin, check_origin, origin_of, prefix_hash
+from hf_recurrent_lengthgen.state_files.origin import (
+    NO_TOKENS,
+    Origin,
+    check_origin,
+    differing_fields,
+    origin_of,
+    prefix_hash,
+)
 
 
 class LayerKeys(NamedTuple):
@@ -63,9 +70,17 @@ def start_of(model: Any, text_state: TextState) -> dict[str, Any]:
     """The arguments `initial_state` and, for attention layers, `attention_cache` of a call or `generate` of a model.
 
     They can be used once by a call, which appends to the cache, and any number of times by `generate`.
+
+    Raises:
+        ValueError: for keys of a model with another config, such as another window for attention.
     """
     if not text_state.keys:
         return {"initial_state": text_state.state}
+    if fields := differing_fields(text_state.origin.config, base_of(model).config):
+        raise ValueError(
+            f"The text state was read by a model with another config ({', '.join(fields)}): give the model that read "
+            "it, or read the text again."
+        )
     cache = base_of(model).new_attention_cache()
     for index, layer in text_state.keys.items():
         cache.layers[index].update(layer.keys, layer.values)

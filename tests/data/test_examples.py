@@ -101,6 +101,32 @@ def test_a_role_that_the_template_names_is_one() -> None:
     assert "No." in made.decode(row["input_ids"])
 
 
+def test_keys_that_only_other_rows_have_are_left_out_at_any_depth() -> None:
+    made = tokenizer()
+    made.chat_template = (
+        "{{ tools | tojson }}{{ style | default('plain') }}{% for message in messages %}{% generation %}"
+        "{{ message.tool_calls[0].arguments | tojson }}{% endgeneration %}{% endfor %}"
+    )
+    rows = [
+        {
+            "messages": [{"role": "assistant", "tool_calls": [{"arguments": asked}]}],
+            "tools": [{"takes": dict.fromkeys(asked, "any")}],
+            "chat_template_kwargs": style,
+        }
+        for asked, style in (({"city": "Rome"}, {"style": "terse"}), ({"days": 3}, {"other": 1}))
+    ]
+    for given in (rows, Dataset.from_list(rows)):
+        read = LabelledExamples(given, made)
+        assert [made.decode(read[index]["input_ids"]) for index in range(2)] == [
+            '[{"takes": {"city": "any"}}]terse{"city": "Rome"}',
+            '[{"takes": {"days": "any"}}]plain{"days": 3}',
+        ]
+    (row,) = LabelledExamples(  # type: ignore[misc]
+        [{"messages": [{"role": "assistant", "tool_calls": [{"arguments": {"city": None}}]}]}], made
+    )
+    assert made.decode(row["input_ids"]).endswith('{"city": null}')
+
+
 def test_bytes_end_once_although_their_tokenizer_ends_every_text() -> None:
     (row,) = LabelledExamples([{"prompt": "ab", "completion": "c"}], byte_tokenizer())  # type: ignore[misc]
     assert row["input_ids"].tolist() == [100, 101, 102, 1]

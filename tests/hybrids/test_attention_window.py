@@ -196,6 +196,9 @@ def test_a_cache_keeps_the_keys_of_the_window_alone(model_type: str, window: int
     assert torch.equal(answer[:, 2:], model.generate(tokens, max_new_tokens=3, do_sample=False)[:, tokens.shape[1] :])
     with pytest.raises(ValueError, match=r"differs .* in the config \(attention_window\)"):
         load_text_state(tmp_path / "text", stateful(tiny_model(model_type), attention_window=window + 1))
+    for other in (window + 1, "none"):
+        with pytest.raises(ValueError, match=r"another config \(attention_window\): give the model that read it"):
+            ask(stateful(model, attention_window=other), text_state, tokens[:, -1:])
 
 
 def flash_by_hand(

@@ -209,6 +209,16 @@ def test_beams_and_several_answers_are_those_of_each_alone(model_type: str) -> N
         assert torch.equal(generated[2 * row : 2 * row + 2, 9:], expected[:, length:]), row
 
 
+@pytest.mark.parametrize("model_type", ["minimax", "falcon_h1"])
+def test_beams_with_a_cache_are_those_without(model_type: str) -> None:
+    model = new_model("hybrid", model_type)
+    text = torch.randint(3, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(0))
+    beams = GREEDY | {"num_beams": 3, "max_new_tokens": 14}
+    expected = model.generate(text, use_cache=False, **beams)
+    assert torch.equal(model.generate(text, **beams), expected)
+    assert torch.equal(model.generate(text, initial_state=model.zero_state(1), **beams), expected)
+
+
 def test_prompts_may_be_embeddings() -> None:
     model = new_model("hybrid", "qwen3_next")
     state = map_state(Tensor.detach, random_state(model, 3))

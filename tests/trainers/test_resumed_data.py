@@ -127,6 +127,8 @@ def test_rows_come_in_the_order_of_trainer(tmp_path: Path, strategy: str) -> Non
     stock = rows_of(data, tmp_path / "stock", trainer=Trainer, **settings)
     assert rows_of(data, tmp_path / "ours", **settings) == stock
     assert rows_of(data, tmp_path / "on", tmp_path / "ours" / "checkpoint-8", **settings) == stock[8:]
+    assert rows_of(data, tmp_path / "twice", tmp_path / "ours" / "checkpoint-6", **settings) == stock[6:]  # an epoch
+    assert rows_of(data, tmp_path / "again", tmp_path / "twice" / "checkpoint-8", **settings) == stock[8:]
 
 
 def test_a_generator_of_ones_own_goes_on_in_the_second_epoch(tmp_path: Path) -> None:
@@ -139,5 +141,6 @@ def test_a_generator_of_ones_own_goes_on_in_the_second_epoch(tmp_path: Path) -> 
     settings = {"trainer": trainer, "accelerator_config": {"use_seedable_sampler": False}}
     whole = rows_of(data, tmp_path / "whole", **settings)
     assert sorted(chain(*whole[:5])) == sorted(chain(*whole[5:10])) != chain(*whole[:5])
-    checkpoint = tmp_path / "whole" / "checkpoint-8"
-    assert rows_of(data, tmp_path / "on", checkpoint, **settings) == whole[8:]
+    for step, run in ((8, "whole"), (5, "whole"), (8, "5")):  # 5: an epoch is over
+        checkpoint = tmp_path / run / f"checkpoint-{step}"
+        assert rows_of(data, tmp_path / str(step), checkpoint, **settings) == whole[step:], run

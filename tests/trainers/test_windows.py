@@ -200,6 +200,17 @@ def test_batches_without_padding_count_among_idle_tokens(tmp_path: Any) -> None:
     assert trainer.run_record.given == 4
 
 
+def test_predictions_are_in_the_order_of_the_data_where_training_groups_rows_by_length(tmp_path: Any) -> None:
+    sizes = [5, 9, 3, 12, 7, 4]
+    rows = [{"input_ids": torch.full((size,), 3), "labels": torch.full((size,), size)} for size in sizes]
+    settings: dict[str, Any] = {"bptt_chunk_length": 4, "train_sampling_strategy": "group_by_length", **QUIET}
+    args = TbttConfig(str(tmp_path), per_device_eval_batch_size=2, **settings)
+    trainer = TbttTrainer(tiny_model(), args, train_dataset=rows, data_collator=PaddingCollator())
+    labels: Any = trainer.predict(rows).label_ids
+    assert labels[:, 1].tolist() == sizes
+    assert trainer.args.train_sampling_strategy == "group_by_length"
+
+
 def test_sequences_that_begin_inside_rows_begin_from_zero_in_windows(tmp_path: Any) -> None:
     """Documents inside chunks of a stream, in windows, against the whole chunk in one window."""
     found = []

@@ -28,7 +28,8 @@ class DataPlace:
     def __init__(self, workers: int) -> None:
         self.passes = self.batches = 0
         self._read: deque[Tensor | int] = deque(maxlen=max(1, workers))
-        self._resumed: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] = {}
+        self._generator: Any = None
         self._expected: set[int] = set()
         self._marked: MarkedRows | None = None
         self._began: list[str] = []
@@ -36,27 +37,29 @@ class DataPlace:
     def saved(self) -> dict[str, Any]:
         """JSON values for `resume`."""
         read = [int(digest) for digest in self._read]
-        return {"passes": self.passes, "batches": self.batches, "read": read, "began": self._began}
+        states = {"began": self._began, "now": _random_states(self._generator)}
+        return {"passes": self.passes, "batches": self.batches, "read": read, **states}
 
     def resume(self, saved: dict[str, Any], inside_epoch: bool) -> None:
         """Go on at the place that `saved` returned; `inside_epoch` tells whether batches are skipped first."""
         self.passes, self.batches = saved["passes"], saved["batches"]
-        self._resumed = saved if inside_epoch else None
+        states = saved["began"] if inside_epoch else saved.get("now", [])  # which older checkpoints lack
+        self._resumed = {"read": saved["read"] if inside_epoch else [], "states": states}
 
     def begin_epoch(self, sampler: Any) -> None:
         """Note the random states from which an epoch is drawn; in a resumed one restore them, until Trainer has
-        skipped the batches and loads those of the checkpoint."""
-        saved, self._resumed = self._resumed, None
-        self._expected = set(saved["read"]) if saved else set()
+        skipped the batches and loads those of the checkpoint. Where it skips none, it does so after this call."""
+        saved, self._resumed = self._resumed, {}
+        self._expected = set(saved.get("read", ()))
         if self._expected and len(self._expected) < (self._read.maxlen or 1):
             self._expected.add(0)  # of a worker that had read nothing
         self._read.clear()
         if self._marked is not None:
             self._marked.begin(self._expected)
-        generator = getattr(sampler, "generator", None)
-        if saved and saved["began"]:
-            _set_random_states(saved["began"], generator)
-        self._began = _random_states(generator)
+        self._generator = getattr(sampler, "generator", None)
+        if saved.get("states"):
+            _set_random_states(saved["states"], self._generator)
+        self._began = _random_states(self._generator)
 
     def end_epoch(self) -> None:
         if self._expected and self._marked is not None and self._marked.has_missed():

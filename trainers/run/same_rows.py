@@ -161,6 +161,14 @@ class SameRowsTrainer(PushingTrainer):
 
     # --- evaluation ---
 
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Trainer's, in the order of the data, which is how predictions are told apart, also if rows are grouped."""
+        asked, self.args.train_sampling_strategy = self.args.train_sampling_strategy, "random"
+        try:
+            return super().get_test_dataloader(test_dataset)
+        finally:
+            self.args.train_sampling_strategy = asked
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         if self._shared.group is not None:  # Trainer restores it after the loop
             self.gather_function = partial(self._shared.gather_once, self.accelerator)

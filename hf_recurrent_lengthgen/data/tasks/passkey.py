@@ -86,7 +86,9 @@ class PasskeyTemplate:
         shortest = len(self.head) + len(needle) + len(self.question) + len(answer)
         room = length - shortest
         if room < 0:
-            raise ValueError(f"length is {length}, but a passkey prompt without filler has {shortest} tokens")
+            raise ValueError(
+                f"length is {length}, but a passkey prompt without filler has {shortest} tokens: give more"
+            )
         before = round(depth * room)
         after = room - before
         # both pieces of filler begin with its first sentence and are cut at their end
