@@ -258,7 +258,7 @@ def summary(measured: Measured) -> str:
         if methods.keys() >= {*shown} and not family.endswith("_short") and (own or not family.endswith(VARIANTS)):
             harms = [harm_of(methods[method]) for method in shown]
             if harms[0] >= FAILS:
-                label = FAMILIES[family].label.removesuffix(", default start")
+                label = FAMILIES[family].label.removesuffix(", default start").partition(" (")[0]
                 rows.append([label, "own" if own else "slow", *(f"{harm:+.2f}" for harm in harms)])
     return markdown(["", "start", *map(label_of, shown)], rows).replace("-0.00", "+0.00")
 

@@ -54,7 +54,7 @@ def test_each_family_has_a_base_and_a_cured_checkpoint() -> None:
 
 def test_checkpoints_are_small() -> None:
     weights = {name: (MODEL_CARDS / name / "model.safetensors").stat().st_size for name in NAMES}
-    assert max(weights.values()) < 1.5e6, weights
+    assert max(weights.values()) < 2e6, weights
     assert sum(file.stat().st_size for file in MODEL_CARDS.rglob("*.*")) < 40e6
 
 
