@@ -160,9 +160,9 @@ def test_the_page_holds_the_passkeys_found_in_families() -> None:
     results: dict[str, list[Any]] = {}
     for result in map(json.loads, lines):
         results.setdefault(result["arm"], []).append(result["measured"]["accuracy"])
-    rows = [[cell.split(" (")[0] for cell in row.strip(" |").split(" | ")[-8:]] for row in page.splitlines()[2:]]
+    rows = [[cell.split(" (")[0] for cell in row.strip(" |").split(" | ")[-8:]] for row in page.splitlines()[3:]]
     means = [
-        [f"{100 * sum(share[length] for share in arm) / len(arm):.0f}" for length in arm[0]]
+        [f"{sum(100 * share[length] for share in arm) / len(arm):.0f}" for length in arm[0]]
         for arm in results.values()
     ]
     assert sorted(means) == sorted(rows)
