@@ -3,6 +3,7 @@
     python benchmarks/attention_window.py losses           # of both checkpoints, by position and window
     python benchmarks/attention_window.py stream 65536 128 # peak memory and speed of one stream
     python benchmarks/attention_window.py document 128     # 100,000 tokens read once, stored, and asked 20 questions
+    python benchmarks/attention_window.py stock            # decoding behind them with the class of Transformers
 
 A window is a number or "none". One thread, processor seconds; texts of streams and documents are random bytes.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.inputs import load_stream
@@ -68,6 +70,20 @@ def document(window: str) -> None:
     print(f"decoding {64 / (many - few):.0f} tokens per second")
 
 
+@torch.no_grad()
+def stock() -> None:
+    model = AutoModelForCausalLM.from_pretrained(CARDS / "bamba-cured").eval()
+    tokens, cache = torch.from_numpy(random_bytes(100_000, 0))[None], None
+    for piece in tokens.split(1000, 1):
+        cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+
+    def decode() -> None:
+        for token in tokens[0, :64]:
+            model(token[None, None], past_key_values=cache, use_cache=True)
+
+    print(f"decoding {64 / timed(decode)[1]:.0f} tokens per second")
+
+
 def model_of(name: str, window: str) -> Any:
     return load_model(str(CARDS / name), attention_window=window).eval()
 
@@ -83,4 +99,4 @@ def timed(run: Any) -> tuple[Any, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"losses": losses, "stream": stream, "document": document}[sys.argv[1]](*sys.argv[2:])
+    {"losses": losses, "stream": stream, "document": document, "stock": stock}[sys.argv[1]](*sys.argv[2:])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from transformers import BambaConfig, FalconH1Config, GraniteMoeHybridConfig, Qwen3NextConfig
+from transformers import BambaConfig, FalconH1Config, GraniteMoeHybridConfig, Qwen3NextConfig, Zamba2Config
 
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights
 from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import DECAY_RATE
@@ -185,6 +185,17 @@ FAMILIES = {
         },
         MIMETIC,
     ),
+    "zamba2": Family(
+        "Zamba2 (Mamba-2, and attention that is shared by layers)",
+        "zamba2",
+        {
+            **HYBRID,
+            **{"n_mamba_heads": 6, "mamba_headdim": 32, "mamba_d_state": 32, "mamba_ngroups": 1, "mamba_expand": 2},
+            **{"layers_block_type": ["linear_attention", "hybrid", "linear_attention"], "num_mem_blocks": 1},
+            **{"chunk_size": 64, "adapter_rank": 16, "use_mem_rope": True},
+        },
+        MIMETIC,
+    ),
     "qwen3_next": Family(
         "Qwen3-Next (delta rule and attention)",
         "qwen3_next",
@@ -209,4 +220,5 @@ STOCK = {
     "falcon_h1": FalconH1Config,
     "granitemoehybrid": GraniteMoeHybridConfig,
     "qwen3_next": Qwen3NextConfig,
+    "zamba2": Zamba2Config,
 }

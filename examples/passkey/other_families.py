@@ -80,7 +80,7 @@ FAMILIES = {
     "rwkv7": Family("RWKV-7", {"head_dim": 32}),
     "delta_net": Family("DeltaNet", {"num_heads": 2}),
     "bamba": Family(f"Bamba, window of {WINDOW}", HYBRID_OF_THREE, slow(2), longer=2, window=WINDOW),
-    "bamba_all": Family("Bamba, all keys", HYBRID_OF_THREE, slow(2), arms=("base", "plain", "drawn")),
+    "bamba_all": Family("Bamba, all keys", HYBRID_OF_THREE, slow(2), longer=2, arms=("base", "plain", "drawn")),
 }
 
 
