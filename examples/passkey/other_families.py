@@ -21,32 +21,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "families"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from family_models import HYBRID, HYBRID_MAMBA2, C
-from run import COLORS, LABELS, METHODS, QUIET, SETTINGS, Method, PasskeyStudy, accuracy_row
+from run import COLORS, LABELS, SETTINGS, PasskeyStudy, accuracy_row
 from small_setting import Result, options_of, parsed
-from study_pages import band, fill, legend_below, markdown, panels
+from study_pages import fill, legend_below, markdown, panels
 
 from hf_recurrent_lengthgen import stateful
-from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, PasskeyGrid
-from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
 from hf_recurrent_lengthgen.models import FAMILIES as CLASSES
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
-from hf_recurrent_lengthgen.trainers import ZeroStateTrainer
 
 HERE = Path(__file__).resolve().parent
-ARMS = ("base", "plain", "tbtt_16", "tbtt_64", "drawn")
+ARMS = ("base", "plain", "tbtt_16", "tbtt_64")
 SHARED: dict[str, Any] = {"hidden_size": SETTINGS.hidden_size, "num_hidden_layers": 2, "tie_word_embeddings": True}
 SHARED |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 WINDOW = 4
 """Keys that the attention of the hybrid sees, in words: fewer than from a key to where it is said again."""
-SHORT = 16
-DRAWN = Method(
-    f"a window of {SHORT} or {SETTINGS.length} drawn for each step",
-    "#aa4499",
-    ZeroStateTrainer,
-    {"attention_windows": [SHORT, SETTINGS.length]},
-)
 
 
 @dataclass(frozen=True)
@@ -59,7 +49,6 @@ class Family:
     start: Callable[[Any], None] | None = None
     longer: int = 1
     window: int | None = None
-    arms: tuple[str, ...] = ARMS[:4]
 
 
 def slow(layer: int) -> Callable[[Any], None]:
@@ -80,7 +69,6 @@ FAMILIES = {
     "rwkv7": Family("RWKV-7", {"head_dim": 32}),
     "delta_net": Family("DeltaNet", {"num_heads": 2}),
     "bamba": Family(f"Bamba, window of {WINDOW}", HYBRID_OF_THREE, slow(2), longer=2, window=WINDOW),
-    "bamba_all": Family("Bamba, all keys", HYBRID_OF_THREE, slow(2), longer=2, arms=("base", "plain", "drawn")),
 }
 
 
@@ -121,7 +109,6 @@ class SecondMention(Dataset[dict[str, torch.Tensor]]):
 class FamiliesStudy(PasskeyStudy):
     """Stages are named FAMILY/ARM."""
 
-    methods = METHODS | {"drawn": DRAWN}
     base = False
     """Whether the stage that runs is one."""
 
@@ -148,60 +135,35 @@ class FamiliesStudy(PasskeyStudy):
         rows = super().prompts(length, samples, seed)
         return SecondMention(rows) if self.base else rows
 
-    def measure(self, model: Any, length: int, seed: int) -> Result:
-        """Of a hybrid with all keys also which passkeys it finds that are told late, by window of attention."""
-        measured = super().measure(model, length, seed)
-        if getattr(model, "attends", False) and getattr(model.config, "attention_window", None) is None:
-            windows = {"all keys": "none"} | {f"a window of {words}": words for words in (length, length // 2, SHORT)}
-            measured["told late"] = {
-                label: self.told_late(stateful(model, attention_window=window)) for label, window in windows.items()
-            }
-        return measured
-
-    def told_late(self, model: Any) -> dict[str, float]:
-        """Share of passkeys found by length, of those told 44 to 59 words before the end."""
-        found = {}
-        for length in self.settings.lengths:
-            grid = PasskeyGrid(self.tokenizer, [max(0, 1 - 30 / length)], 20, seed=EVALUATION_SEED)
-            share = retrieval_accuracy(model, grid, [length], settings=QUIET).by_length[0]
-            found[str(length)] = share.right / share.samples
-        return found
-
     def facts(self, name: str, seed: int, length: int) -> None:
         return None
 
 
 def report(study: FamiliesStudy, seeds: list[int]) -> None:
     """Table and figure of the arms that are there; the README's, too, for the results beside it."""
-    rows, late = [], []
-    labels, colors = LABELS | {"drawn": DRAWN.label}, COLORS | {"drawn": DRAWN.color}
+    rows: list[list[str]] = []
     found = {name: study.measured([f"{name}/{arm}" for arm in ARMS], seeds) for name in FAMILIES}
     found = {name: arms for name, arms in found.items() if arms}
     picture, axes = panels([FAMILIES[name].label for name in found], min(3, len(found)))
     lengths = study.settings.lengths
     for axis, (name, arms) in zip(axes, found.items(), strict=True):
         for arm, results in ((stage.rpartition("/")[2], results) for stage, results in arms.items()):
-            measured = [*results.values()]
-            shares = [result["accuracy"] for result in measured]
-            label, trained = FAMILIES[name].label if arm == "base" else "", labels[arm]
+            shares = [result["accuracy"] for result in results.values()]
+            label, trained = FAMILIES[name].label if arm == "base" else "", LABELS[arm]
             rows.append([label, trained, ", ".join(map(str, results)), *accuracy_row(shares)])
-            for window in measured[0].get("told late", ()):
-                late.append([trained, window, *accuracy_row([result["told late"][window] for result in measured])])
-            columns = [[share[str(length)] for share in shares] for length in lengths]
-            band(axis, lengths, columns, 0.15, color=colors[arm], label=trained, marker="o", markersize=3)
+            for share in shares:
+                axis.plot(lengths, share.values(), color=COLORS[arm], label=trained, marker="o", markersize=3)
         axis.set_ylim(-0.03, 1.13)
         position_axis(axis, lengths[0], lengths[-1])
         mark_training_lengths(axis, [study.settings.length])
         axis.set_xlabel("Length of the prompt (words)", fontsize=FONT_SIZE, color=INK)
     legend_below(picture, axes, 2)
     save_png(picture, study.results / "families.png")
-    heads = [f"{length:,}" for length in lengths]
-    tables = {"families": markdown(["family", "fine-tuned with", "seeds", *heads], rows)}
-    tables["told late"] = markdown(["fine-tuned with", "read with", *heads], late)
-    print("\n".join(tables.values()))
+    table = markdown(["family", "fine-tuned with", "seeds", *(f"{length:,}" for length in lengths)], rows)
+    print(table)
     if study.results == HERE / "results/families":
         image = "![Share of keys found against length, by family](results/families/families.png)\n"
-        fill(HERE / "FAMILIES.md", {**tables, "families figure": image})
+        fill(HERE / "FAMILIES.md", {"families": table, "families figure": image})
 
 
 def main() -> None:
@@ -213,9 +175,8 @@ def main() -> None:
     torch.set_num_threads(1)  # results of small runs hang on rounding
     study = FamiliesStudy(options)
     for seed in () if options.report else options.seeds:
-        for family, arm in ((family, arm) for family in options.families for arm in options.arms):
-            if arm in FAMILIES[family].arms:
-                study.arm(f"{family}/{arm}", seed)
+        for name in (f"{family}/{arm}" for family in options.families for arm in options.arms):
+            study.arm(name, seed)
     report(study, options.seeds)
 
 

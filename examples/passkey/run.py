@@ -139,7 +139,7 @@ It knows the words of such prompts and no others. `passkey-base`, which it was m
 class PasskeyStudy(Stages):
     """Stages are named "base" and by the methods."""
 
-    collator, methods = PaddingCollator(), METHODS
+    collator = PaddingCollator()
 
     def __init__(self, options: argparse.Namespace) -> None:
         settings = TINY if options.tiny else SETTINGS
@@ -172,7 +172,7 @@ class PasskeyStudy(Stages):
         return model
 
     def facts(self, name: str, seed: int, length: int) -> RunFacts:
-        base, pieces = name == "base", 1 if name == "base" else self.methods[name].pieces
+        base, pieces = name == "base", 1 if name == "base" else METHODS[name].pieces
         lengths = f"{length:,}" if pieces == 1 else f"{length:,} to {length * pieces:,}"
         return RunFacts(
             Lineage() if base else lineage_of(str(self.start("base", seed))),
@@ -191,7 +191,7 @@ class PasskeyStudy(Stages):
         """Train and measure one, or read its result; `name` may have the base's folder before it."""
         before, slash, last = name.rpartition("/")
         base, settings = last == "base", self.settings
-        method = Method("", "", ZeroStateTrainer) if base else self.methods[last]
+        method = Method("", "", ZeroStateTrainer) if base else METHODS[last]
         steps = self.base_steps(name) if base else settings.tuning_steps
         training = Training(
             steps,
