@@ -114,8 +114,9 @@ def main() -> None:
             for name in (f"{kind}/{arm}" for kind in options.kinds for arm in ARMS):
                 study.arm(name, seed)
     rows = []
+    seeds = sorted({0, 1, 2, *options.seeds})
     for kind, label in NAMES.items():
-        for name, results in study.measured([f"{kind}/{arm}" for arm in ARMS], options.seeds).items():
+        for name, results in study.measured([f"{kind}/{arm}" for arm in ARMS], seeds).items():
             shares = accuracy_row([result["accuracy"] for result in results.values()])
             rows.append([label, LABELS[name.rpartition("/")[2]], ", ".join(map(str, results)), *shares])
     table = markdown(["keys", "fine-tuned with", "seeds", *(f"{n:,}" for n in study.settings.lengths)], rows)

@@ -177,7 +177,7 @@ def main() -> None:
     for seed in () if options.report else options.seeds:
         for name in (f"{family}/{arm}" for family in options.families for arm in options.arms):
             study.arm(name, seed)
-    report(study, options.seeds)
+    report(study, sorted({0, 1, 2, *options.seeds}))  # all that are there, whichever this command ran
 
 
 if __name__ == "__main__":

@@ -340,7 +340,7 @@ def main() -> None:
     for seed in options.seeds:
         for name in options.arms:
             study.arm(name, seed)
-    report(study, options.seeds)
+    report(study, sorted({0, 1, 2, *options.seeds}))  # all that are there, whichever this command ran
 
 
 if __name__ == "__main__":
