@@ -9,64 +9,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import versions as _versions
+from .first_use import on_first_use as _on_first_use
 
 if TYPE_CHECKING:
-    from .checkpoints.loading import load_model
-    from .hybrids import stateful
-    from .models.scan_forgetting import Forgetting, forgetting
-    from .models.state_learned import LearnedStates
-    from .models.state_on_disk import load_state, save_state
-    from .models.state_value import (
-        LayerState,
-        RecurrentState,
-        clone_state,
-        concatenate_rows,
-        detach_state,
-        keep_rows,
-        take_rows,
-        zero_state,
-    )
+    from .checkpoints.loading import load_model as load_model
+    from .hybrids import stateful as stateful
+    from .models.scan_forgetting import Forgetting as Forgetting
+    from .models.scan_forgetting import forgetting as forgetting
+    from .models.state_learned import LearnedStates as LearnedStates
+    from .models.state_on_disk import load_state as load_state
+    from .models.state_on_disk import save_state as save_state
+    from .models.state_value import LayerState as LayerState
+    from .models.state_value import RecurrentState as RecurrentState
+    from .models.state_value import clone_state as clone_state
+    from .models.state_value import concatenate_rows as concatenate_rows
+    from .models.state_value import detach_state as detach_state
+    from .models.state_value import keep_rows as keep_rows
+    from .models.state_value import take_rows as take_rows
+    from .models.state_value import zero_state as zero_state
 
-__version__ = _versions.version_of("hf_recurrent_lengthgen")
-__all__ = [
-    "Forgetting",
-    "LayerState",
-    "LearnedStates",
-    "RecurrentState",
-    "__version__",
-    "clone_state",
-    "concatenate_rows",
-    "detach_state",
-    "forgetting",
-    "keep_rows",
-    "load_model",
-    "load_state",
-    "save_state",
-    "stateful",
-    "take_rows",
-    "zero_state",
-]
 _PACKAGES = ("checkpoints", "data", "metrics", "models", "state_files", "surgery", "trainers")
-_NOT_OF_STATES = {
-    "Forgetting": "models.scan_forgetting",
-    "LearnedStates": "models.state_learned",
-    "forgetting": "models.scan_forgetting",
-    "load_model": "checkpoints.loading",
-    "load_state": "models.state_on_disk",
-    "save_state": "models.state_on_disk",
-    "stateful": "hybrids",
-}
+_load, _, _names = _on_first_use(__name__, __file__)
+__version__ = _versions.version_of("hf_recurrent_lengthgen")
+__all__ = [*_names, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562), because importing Transformers' models takes seconds."""
-    if name in _PACKAGES:
-        return import_module(f".{name}", __name__)
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_NOT_OF_STATES.get(name, 'models.state_value')}", __name__)
-    found = globals()[name] = getattr(module, name)
-    return found
+    """A public name, or one of the packages here."""
+    return import_module(f".{name}", __name__) if name in _PACKAGES else _load(name)
 
 
 def __dir__() -> list[str]:
