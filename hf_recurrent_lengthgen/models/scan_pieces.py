@@ -4,6 +4,7 @@ Stays in the package. Shape suffixes as in scan_backends.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -71,42 +72,20 @@ def piece_selective(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: T
     return AffineMap((dt.sum(1)[..., None] * A).exp(), scan_selective(x, dt, A, B, C, D, zero, **options)[1])
 
 
-def gated_piece(k: Tensor, v: Tensor, g: Tensor) -> AffineMap:
-    """What T tokens do to a state: keys and log decays (B, T, H, N), values (B, T, H, P)."""
+def piece_gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *_: Tensor, **__: object) -> AffineMap:
+    """What T tokens do to a state; arguments as of `scan_gla` and `scan_rwkv6`."""
     to_end, total = decays_to_end(g)
     return AffineMap(total[:, :, None], v.permute(0, 2, 3, 1) @ (k * to_end).transpose(1, 2))
 
 
-def piece_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **_: object) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_gla`."""
-    return gated_piece(k, v, g)
-
-
-def piece_rwkv6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, **_: object) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_rwkv6`."""
-    return gated_piece(k, v, w)
-
-
-def piece_delta(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_delta`."""
-    return _piece_of(scan_delta, q, k, v, gates, options)
-
-
-def piece_dplr(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any) -> AffineMap:
-    """What T tokens do to a state; arguments as of `scan_dplr`."""
-    return _piece_of(scan_dplr, q, k, v, gates, options)
-
-
 def _piece_of(
-    scan: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: tuple[Tensor, ...],
-    options: dict[str, Any],
+    scan: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, **options: Any
 ) -> AffineMap:
-    """The rows of a state do not meet, so N more of them, which start as unit vectors and get no values, end as the
-    matrix of the piece, and what they give is what reads the state before it."""
+    """What T tokens do to a state; arguments as of `scan_delta` and `scan_dplr`.
+
+    The rows of a state do not meet, so N more of them, which start as unit vectors and get no values, end as the
+    matrix of the piece, and what they give is what reads the state before it.
+    """
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     unit = torch.eye(keys, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
     start = torch.cat([unit.new_zeros(batch, heads, width, keys), unit], dim=2)
@@ -121,6 +100,9 @@ def _piece_of(
     return AffineMap(matrix, written, is_matrix=True, read=read)
 
 
+piece_delta, piece_dplr = partial(_piece_of, scan_delta), partial(_piece_of, scan_dplr)
+
+
 def piece_linear(q: Tensor, k: Tensor, v: Tensor) -> AffineMap:
     """What T tokens do to a state; arguments as of `linear_attention`."""
     return AffineMap(k.new_ones(len(k), 1, 1, 1), v.mT @ k)
@@ -130,8 +112,8 @@ PIECES: dict[str, Callable[..., AffineMap]] = {
     "linear_attention": piece_linear,
     "scan_delta": piece_delta,
     "scan_dplr": piece_dplr,
-    "scan_gla": piece_gla,
-    "scan_rwkv6": piece_rwkv6,
+    "scan_gla": piece_gated,
+    "scan_rwkv6": piece_gated,
     "scan_selective": piece_selective,
     "scan_ssd": piece_ssd,
     "scan_trapezoid": piece_trapezoid,
