@@ -42,13 +42,8 @@ class HeadDimConfig(DeltaRuleConfig):
         width = self.expand_v * self.head_dim
         if width < 1 or width != int(width):
             raise ValueError(f"expand_v * head_dim must be an integer above 0, got {width:g}.")
-        heads = self.layer_num_heads
-        if heads is not None and self.num_v_heads is not None:
-            raise ValueError(
-                f"layer_num_heads and num_v_heads exclude each other, got {heads} and {self.num_v_heads}: leave one "
-                "of them None."
-            )
-        for count in heads or ():
+        self.exclude("num_v_heads")
+        for count in self.layer_num_heads or ():
             self.parts("num_heads * head_dim", self.num_heads * self.head_dim, count)
             self.parts("num_heads * head_dim * expand_v", self.num_heads * width, count)
 

@@ -64,6 +64,14 @@ class FlaConfigMixin(StatefulConfigMixin):
             raise ValueError(f"{name} gives {total:g} channels, which {heads} heads cannot share evenly.")
         return int(total) // heads
 
+    def exclude(self, name: str) -> None:
+        """Refuse a number of heads of all layers beside `layer_num_heads`."""
+        heads, given = self.layer_num_heads, getattr(self, name)
+        if heads is not None and given is not None:
+            raise ValueError(
+                f"layer_num_heads and {name} exclude each other, got {heads} and {given}: leave one of them None."
+            )
+
 
 class ExpandedHeadsConfig(FlaConfigMixin, PreTrainedConfig):
     """What GLA, linear attention and RWKV-6 share: sizes of keys and values.
@@ -101,11 +109,6 @@ class GatedLinearAttentionConfig(ExpandedHeadsConfig):
 
     def check(self) -> None:
         super().check()
-        heads = self.layer_num_heads
-        if heads is not None and self.num_kv_heads is not None:
-            raise ValueError(
-                f"layer_num_heads and num_kv_heads exclude each other, got {heads} and {self.num_kv_heads}: "
-                "leave one of them None."
-            )
+        self.exclude("num_kv_heads")
         if self.num_kv_heads is not None:
             self.parts("num_heads", self.num_heads, self.num_kv_heads)

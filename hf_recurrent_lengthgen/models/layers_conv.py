@@ -7,16 +7,17 @@ The inputs before the first token are the convolution state: the last K-1 inputs
 Shape suffixes: B batch, T time, C channels, K taps.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from .layers_mixer import ScanMixer
 from .rows import Rows
 from .rows_moved import inputs_around
 from .scan_backends import ScanBackend, backward_once
+from .state_value import LayerShape
 
 try:
     from causal_conv1d import causal_conv1d_fn
@@ -70,42 +71,19 @@ def causal_conv(
         Outputs (B, T, C) in the dtype of `x`, and the state after the last real token in the dtype of
         `initial_state`, (B, C, K-1).
     """
+    dtype = initial_state.dtype
     if x.shape[1] == 1 and rows is None:
-        return _convolve_one(x, weight, bias, initial_state, activation)
+        inputs = torch.cat([initial_state.mT, x.to(dtype)], dim=1)  # (B, K, C): as x, the channels are last in memory
+        a = (inputs * weight.mT.to(dtype)).sum(1)
+        a = a if bias is None else a + bias.to(dtype)
+        return (silu(a) if activation else a)[:, None].to(x.dtype), inputs[:, 1:].clone().mT
     initial_state, final_state = inputs_around([x], initial_state, rows)
     if backend == "kernel":
         y = _convolve_with_kernel(x, weight, bias, initial_state, activation)
     else:
-        dtype = initial_state.dtype
         bias = x.new_zeros(x.shape[2]) if bias is None else bias
         y = _CausalConv.apply(x, weight.to(dtype), bias.to(dtype), initial_state, activation)
     return y, final_state
-
-
-def _convolve_one(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor, activation: bool
-) -> tuple[Tensor, Tensor]:
-    """`causal_conv` of one token."""
-    dtype = initial_state.dtype
-    inputs = torch.cat([initial_state.mT, x.to(dtype)], dim=1)  # (B, K, C): as x, the channels are last in memory
-    a = (inputs * weight.mT.to(dtype)).sum(1)
-    a = a if bias is None else a + bias.to(dtype)
-    return (silu(a) if activation else a)[:, None].to(x.dtype), inputs[:, 1:].clone().mT
-
-
-def short_convolutions(
-    convolutions: Sequence[CausalConv1d], inputs: list[Tensor], state: Tensor, rows: Rows | None, backend: ScanBackend
-) -> tuple[list[Tensor], Tensor]:
-    """Convolve several inputs; their states stand one below the other in `state`, (B, C, K-1)."""
-    after = None
-    if rows is not None and rows.group is not None:
-        state, after = inputs_around(inputs, state, rows)
-        rows = None if rows.real is None else Rows(rows.shape, rows.real)
-    states = state.split([x.shape[2] for x in inputs], dim=1)
-    results = [
-        convolution(x, part, rows, backend) for convolution, x, part in zip(convolutions, inputs, states, strict=True)
-    ]
-    return [y for y, _ in results], torch.cat([part for _, part in results], dim=1) if after is None else after
 
 
 def _convolve_with_kernel(
@@ -197,3 +175,50 @@ def _convolve(piece: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     for k in range(1, taps):
         a.addcmul_(piece[:, k : k + length], weight[:, k])
     return a
+
+
+class ShortConvMixer(ScanMixer):
+    """Base of mixers with a convolution behind each projection to queries, keys and values, if `use_short_conv`.
+
+    A subclass sets `heads` H, `key_dim` N and `value_dim` P, and calls `add_convolutions`.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    def add_convolutions(self, silu: str, **channels: int) -> None:
+        """`{name}_conv1d` with so many channels for the names of the projections to q, k and v; `silu` has those of
+        them that SiLU follows."""
+        self.convolved = channels
+        for name, width in channels.items() if self.config.use_short_conv else ():
+            convolution = CausalConv1d.depthwise(width, self.config.conv_size, bias=False, activation=name in silu)
+            self.add_module(f"{name}_conv1d", convolution)
+
+    @property
+    def state_shape(self) -> LayerShape:
+        """(H, P, N), and with convolutions (channels of q, k and v, K-1)."""
+        conv = (sum(self.conv_parts.values()), self.config.conv_size - 1) if self.config.use_short_conv else (0,)
+        return LayerShape((self.heads, self.value_dim, self.key_dim), conv)
+
+    @property
+    def conv_parts(self) -> dict[str, int]:
+        """q, k and v."""
+        return dict(zip("qkv", self.convolved.values(), strict=True)) if self.config.use_short_conv else {}
+
+    def convolve(
+        self, inputs: list[Tensor], state: Tensor, rows: Rows | None, backend: ScanBackend
+    ) -> tuple[list[Tensor], Tensor]:
+        """Convolve the three; their states stand one below the other in `state`, (B, C, K-1)."""
+        if not self.config.use_short_conv:
+            return inputs, state
+        after = None
+        if rows is not None and rows.group is not None:
+            state, after = inputs_around(inputs, state, rows)
+            rows = None if rows.real is None else Rows(rows.shape, rows.real)
+        states = state.split([x.shape[2] for x in inputs], dim=1)
+        results = [
+            self.get_submodule(f"{name}_conv1d")(x, part, rows, backend)
+            for name, x, part in zip(self.convolved, inputs, states, strict=True)
+        ]
+        return [y for y, _ in results], torch.cat([part for _, part in results], dim=1) if after is None else after

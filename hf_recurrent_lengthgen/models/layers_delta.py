@@ -14,20 +14,19 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import initialization as init
 
-from .layers_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
+from .layers_conv import ShortConvMixer, causal_conv1d_fn
 from .layers_fla import RMSNorm
-from .layers_mixer import ScanMixer
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import ScanBackend
 from .scan_delta import NORMED_BY_HEAD, chunk_gated_delta_rule, kernel_limit_of, scan_delta
-from .state_value import LayerShape, LayerState
+from .state_value import LayerState
 
 KERNEL_AVAILABLE = chunk_gated_delta_rule is not None and causal_conv1d_fn is not None
 _NORM_EPS = 1e-6  # of fla's kernels
 
 
-class DeltaMixer(ScanMixer):
+class DeltaMixer(ShortConvMixer):
     """Projections, short convolutions, delta rule, norm per head. A subclass adds its gates."""
 
     scan = staticmethod(scan_delta)
@@ -44,25 +43,10 @@ class DeltaMixer(ScanMixer):
         self.q_proj = nn.Linear(D, keys, bias=False)
         self.k_proj = nn.Linear(D, keys, bias=False)
         self.v_proj = nn.Linear(D, values, bias=False)
-        if config.use_short_conv:
-            self.q_conv1d = CausalConv1d.depthwise(keys, config.conv_size, bias=False, activation=activation)
-            self.k_conv1d = CausalConv1d.depthwise(keys, config.conv_size, bias=False, activation=activation)
-            self.v_conv1d = CausalConv1d.depthwise(values, config.conv_size, bias=False)
+        self.add_convolutions("qkv" if activation else "v", q=keys, k=keys, v=values)
         self.activation = activation
         self.o_norm = RMSNorm(self.value_dim, config.norm_eps)
         self.o_proj = nn.Linear(values, D, bias=False)
-
-    @property
-    def state_shape(self) -> LayerShape:
-        """(H, P, N), and with short convolutions (channels of q, k and v, K-1)."""
-        conv = (sum(self.conv_parts.values()), self.config.conv_size - 1) if self.config.use_short_conv else (0,)
-        return LayerShape((self.heads, self.value_dim, self.key_dim), conv)
-
-    @property
-    def conv_parts(self) -> dict[str, int]:
-        """q, k and v."""
-        keys = self.key_heads * self.key_dim
-        return {"q": keys, "k": keys, "v": self.heads * self.value_dim} if self.config.use_short_conv else {}
 
     def kernel_limit(self, dtype: torch.dtype) -> str:
         """See `ScanMixer`."""
@@ -72,11 +56,8 @@ class DeltaMixer(ScanMixer):
         self, x: Tensor, state: LayerState, rows: Rows | None, backend: ScanBackend
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries and keys (B, T, heads of keys, N), values (B, T, H, P), and the conv part of the state."""
-        parts, conv = [self.q_proj(x), self.k_proj(x), self.v_proj(x)], state.conv
-        if self.config.use_short_conv:
-            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            parts, conv = short_convolutions(convolutions, parts, state.conv, rows, backend)
-        else:
+        parts, conv = self.convolve([self.q_proj(x), self.k_proj(x), self.v_proj(x)], state.conv, rows, backend)
+        if not self.config.use_short_conv:
             parts = [silu(part) if self.activation or index == 2 else part for index, part in enumerate(parts)]
         q, k, v = parts
         q, k = (part.unflatten(-1, (self.key_heads, -1)).to(state.recurrent.dtype) for part in (q, k))

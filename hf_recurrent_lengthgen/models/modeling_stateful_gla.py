@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, logsigmoid, relu, silu
 
 from .configuration_stateful_gla import StatefulGLAConfig
-from .layers_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
+from .layers_conv import ShortConvMixer, causal_conv1d_fn
 from .layers_fla import MixerMLPBackbone, RMSNorm
-from .layers_mixer import ScanMixer
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import repeat_heads
 from .scan_gla import chunk_gla, scan_gla
-from .state_value import LayerShape, LayerState
+from .state_value import LayerState
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": relu,
@@ -35,7 +34,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class StatefulGLAMixer(ScanMixer):
+class StatefulGLAMixer(ShortConvMixer):
     """Projections, optional short convolutions, gated recurrence, norm per head, output gate."""
 
     scan = staticmethod(scan_gla)
@@ -50,10 +49,7 @@ class StatefulGLAMixer(ScanMixer):
         self.q_proj = nn.Linear(D, self.heads * self.key_dim, bias=False)
         self.k_proj = nn.Linear(D, keys, bias=False)
         self.v_proj = nn.Linear(D, values, bias=False)
-        if config.use_short_conv:
-            self.q_conv1d = CausalConv1d.depthwise(self.heads * self.key_dim, config.conv_size, bias=False)
-            self.k_conv1d = CausalConv1d.depthwise(keys, config.conv_size, bias=False)
-            self.v_conv1d = CausalConv1d.depthwise(values, config.conv_size, bias=False)
+        self.add_convolutions("qkv", q=self.heads * self.key_dim, k=keys, v=values)
         self.gk_proj = nn.Sequential(
             nn.Linear(D, config.gate_low_rank_dim, bias=False), nn.Linear(config.gate_low_rank_dim, keys)
         )
@@ -64,28 +60,12 @@ class StatefulGLAMixer(ScanMixer):
         self.add_module(self.norm_name, RMSNorm(self.value_dim, config.norm_eps, affine=config.elementwise_affine))
         self.o_proj = nn.Linear(inner, D, bias=False)
 
-    @property
-    def state_shape(self) -> LayerShape:
-        """(H, P, N), and with short convolutions (channels of q, k and v, K-1)."""
-        conv = (sum(self.conv_parts.values()), self.config.conv_size - 1) if self.config.use_short_conv else (0,)
-        return LayerShape((self.heads, self.value_dim, self.key_dim), conv)
-
-    @property
-    def conv_parts(self) -> dict[str, int]:
-        """q, k and v."""
-        if not self.config.use_short_conv:
-            return {}
-        return {"q": self.heads * self.key_dim, "k": self.kv_heads * self.key_dim, "v": self.kv_heads * self.value_dim}
-
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         config = self.config
         backend = self.backend_for(hidden_states)
-        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
-        conv_state = state.conv
-        if config.use_short_conv:
-            convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-            (q, k, v), conv_state = short_convolutions(convolutions, [q, k, v], state.conv, rows, backend)
+        parts = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
+        (q, k, v), conv_state = self.convolve(parts, state.conv, rows, backend)
         if config.feature_map is not None:
             q, k = FEATURE_MAPS[config.feature_map](q), FEATURE_MAPS[config.feature_map](k)
         g = logsigmoid(self.gk_proj(hidden_states).to(state.recurrent.dtype)) / config.gate_logit_normalizer

@@ -15,17 +15,16 @@ from torch.nn.functional import logsigmoid, silu
 from transformers import initialization as init
 
 from .configuration_stateful_hgrn2 import StatefulHGRN2Config
-from .layers_conv import CausalConv1d, causal_conv1d_fn, short_convolutions
+from .layers_conv import ShortConvMixer, causal_conv1d_fn
 from .layers_fla import MixerMLPBackbone, RMSNorm
-from .layers_mixer import ScanMixer
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_gla import chunk_gla, scan_gla
-from .state_value import LayerShape, LayerState, state_dtype
+from .state_value import LayerState, state_dtype
 
 
-class StatefulHGRN2Mixer(ScanMixer):
+class StatefulHGRN2Mixer(ShortConvMixer):
     """Projections, optional short convolutions, gated recurrence, norm."""
 
     scan = staticmethod(scan_gla)
@@ -33,40 +32,23 @@ class StatefulHGRN2Mixer(ScanMixer):
 
     def __init__(self, config: StatefulHGRN2Config, layer: int) -> None:
         super().__init__(config, chunk_gla is not None and (causal_conv1d_fn is not None or not config.use_short_conv))
-        self.heads, self.head_dim = config.heads_of(layer)
+        self.heads, self.key_dim = config.heads_of(layer)
+        self.value_dim = self.key_dim
         D = config.hidden_size
         self.q_proj = nn.Linear(D, D, bias=False)
         self.f_proj = nn.Linear(D, D, bias=False)
         self.i_proj = nn.Linear(D, D, bias=False)
-        if config.use_short_conv:
-            self.q_conv1d = CausalConv1d.depthwise(D, config.conv_size, bias=False, activation=False)
-            self.f_conv1d = CausalConv1d.depthwise(D, config.conv_size, bias=False, activation=False)
-            self.i_conv1d = CausalConv1d.depthwise(D, config.conv_size, bias=False, activation=False)
+        self.add_convolutions("", q=D, f=D, i=D)
         self.g_norm = RMSNorm(D, 1e-5, affine=config.elementwise_affine)
         self.o_proj = nn.Linear(D, D, bias=False)
-
-    @property
-    def state_shape(self) -> LayerShape:
-        """(H, P, N), and with short convolutions (3*D, K-1)."""
-        conv = (3 * self.config.hidden_size, self.config.conv_size - 1) if self.config.use_short_conv else (0,)
-        return LayerShape((self.heads, self.head_dim, self.head_dim), conv)
-
-    @property
-    def conv_parts(self) -> dict[str, int]:
-        """q, k (the forget gate) and v."""
-        return dict.fromkeys(("q", "k", "v"), self.config.hidden_size) if self.config.use_short_conv else {}
 
     def forward(
         self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None, *lower_bound: Tensor
     ) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`; `lower_bound` (D,) bounds the forget gates, at 0 if it is left out."""
-        config = self.config
         backend = self.backend_for(hidden_states)
-        q, f, v = self.q_proj(hidden_states), self.f_proj(hidden_states), self.i_proj(hidden_states)
-        conv_state = state.conv
-        if config.use_short_conv:
-            convolutions = self.q_conv1d, self.f_conv1d, self.i_conv1d
-            (q, f, v), conv_state = short_convolutions(convolutions, [q, f, v], state.conv, rows, backend)
+        parts = [self.q_proj(hidden_states), self.f_proj(hidden_states), self.i_proj(hidden_states)]
+        (q, f, v), conv_state = self.convolve(parts, state.conv, rows, backend)
         f = f.to(state.recurrent.dtype)
         g, k = logsigmoid(f), torch.sigmoid(-f)
         for bound in lower_bound:
@@ -74,7 +56,7 @@ class StatefulHGRN2Mixer(ScanMixer):
             g, k = torch.logaddexp(bound.log(), torch.log1p(-bound) + g), (1 - bound) * k
         q, k, v, g = (
             x.unflatten(-1, (self.heads, -1))
-            for x in (silu(q) * self.head_dim**-0.5, zero_past_end(k, rows), v, zero_past_end(g, rows))
+            for x in (silu(q) * self.key_dim**-0.5, zero_past_end(k, rows), v, zero_past_end(g, rows))
         )
         y, state = self.advance(q, k, v, g, state=state, rows=rows, backend=backend)
         return self.o_proj(self.g_norm(y.flatten(2))), state._replace(conv=conv_state)
