@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
-from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new
+from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, save_checkpoint
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, read_config
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli.new_checkpoint import save_checkpoint
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.surgery import expand_state, expansion_report

@@ -10,10 +10,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
-from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new
+from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, save_checkpoint
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli.new_checkpoint import save_checkpoint
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.evaluation.streaming import state_elements
@@ -59,24 +58,17 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _loaded(options: argparse.Namespace, dtype: torch.dtype) -> Any:
-    model = load_model(options.model, options.trust_remote_code, dtype)
-    if Forgetting.of(model.config) != Forgetting():
-        raise ValueError(
-            f"{options.model} forgets already ({in_words(Forgetting.of(model.config))}): give the checkpoint that it "
-            "was made from."
-        )
-    return model
-
-
 def _save(options: argparse.Namespace, rule: Forgetting, output: Path, command: list[str]) -> None:
     """Write the copy, with the weights in the dtype of the checkpoint."""
     values, _ = PreTrainedConfig.get_config_dict(options.model)
     dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "float32"), torch.float32)
-    model = _loaded(options, dtype)
+    model: Any = load_model(options.model, options.trust_remote_code, dtype)
+    if (before := Forgetting.of(model.config)) != Forgetting():
+        raise ValueError(
+            f"{options.model} forgets already ({in_words(before)}): give the checkpoint that it was made from."
+        )
     plain = state_elements(model)
-    changed = {name: value for name, value in rule._asdict().items() if value != Forgetting._field_defaults[name]}
-    with forgetting(model, **changed):
+    with forgetting(model, **rule.changed()):
         done = [*(getattr(model.config, "interventions", None) or ()), f"forgetting at inference: {in_words(rule)}"]
         model.config.interventions = done
         given = options.model, options.trust_remote_code

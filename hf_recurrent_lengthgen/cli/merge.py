@@ -7,10 +7,9 @@ from pathlib import Path
 
 from hf_recurrent_lengthgen.checkpoints.adapters import adapter_of, base_of_adapter, holds_adapter
 from hf_recurrent_lengthgen.checkpoints.adapters import merged as merge_adapter
-from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new
+from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, save_checkpoint
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli.new_checkpoint import save_checkpoint
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 from hf_recurrent_lengthgen.trainers.checks import takes_states
