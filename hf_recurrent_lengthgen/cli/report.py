@@ -53,7 +53,7 @@ def write_figures(diagnosis: Diagnosis, folder: Path, loading: str | None = None
     figures = diagnosis_figures(diagnosis)
     for name, figure in figures.items():
         draw(figure, folder / name)
-    return write_page(folder, diagnosis_page(diagnosis, loading, further, figures))
+    return write_text(folder / "index.html", diagnosis_page(diagnosis, loading, further, figures))
 
 
 def draw(figure: Figure, path: Path) -> None:
@@ -61,12 +61,8 @@ def draw(figure: Figure, path: Path) -> None:
     save_svg(figure, path.with_name(f"{path.name}.svg"))
 
 
-def write_page(folder: Path, text: str) -> Path:
-    """Write `index.html`; an old page is replaced once the new one is complete."""
-    return write_text(folder / "index.html", text)
-
-
 def write_text(path: Path, text: str) -> Path:
+    """Write a file; an old one is replaced once the new one is complete."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return path

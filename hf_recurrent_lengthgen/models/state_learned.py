@@ -52,9 +52,9 @@ class LearnedState(nn.Module):
         for parameter in self.parameters():
             init.zeros_(parameter)
 
-    def learn(self, conv: bool, recurrent: bool = True) -> None:
-        """Which parts are trained; parts that a layer lacks never are."""
-        for parameters, trained in ((self.recurrent, recurrent), (self.conv, conv)):
+    def learn(self, conv: bool) -> None:
+        """Train the recurrent parts, and the convolution parts if `conv`; parts that a layer lacks never are."""
+        for parameters, trained in ((self.recurrent, True), (self.conv, conv)):
             for parameter in parameters:
                 parameter.requires_grad_(trained and parameter.numel() > 0)
 

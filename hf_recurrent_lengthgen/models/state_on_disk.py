@@ -55,17 +55,15 @@ def digest_of(tensors: Mapping[str, Tensor], fields: Mapping[str, str] | None = 
     return digest.hexdigest()
 
 
-def write_tensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], fields: Mapping[str, str], checksum: str = CHECKSUM
-) -> None:
-    """Write tensors and text fields with their checksum, under this name; an old file is replaced at the end."""
+def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], fields: Mapping[str, str]) -> None:
+    """Write tensors and text fields with their checksum; an old file is replaced at the end."""
     whole = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     with replacing(path) as temporary:
-        save_file(whole, temporary, {**fields, checksum: _PREFIX + digest_of(whole, fields)})
+        save_file(whole, temporary, {**fields, CHECKSUM: _PREFIX + digest_of(whole, fields)})
 
 
 def read_tensors(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu", checksum: str = CHECKSUM
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
 ) -> tuple[dict[str, str], dict[str, Tensor], bool]:
     """The fields of a file, its tensors, and whether it has a checksum, which then is right.
 
@@ -81,8 +79,8 @@ def read_tensors(
     except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file ({error}); it may be cut.") from error
     # One damaged byte cannot take away both the name of the field and the beginning of its value.
-    has_checksum = checksum in fields or any(value.startswith(_PREFIX) for value in fields.values())
-    told = fields.pop(checksum, "")
+    has_checksum = CHECKSUM in fields or any(value.startswith(_PREFIX) for value in fields.values())
+    told = fields.pop(CHECKSUM, "")
     if has_checksum and told != _PREFIX + digest_of(tensors, fields):
         raise ValueError(
             f"{path} is damaged: its tensors or fields are not those that were written, by their checksum. Copy or "

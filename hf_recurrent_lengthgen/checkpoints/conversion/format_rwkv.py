@@ -66,7 +66,7 @@ ONLY_RWKV5 = {
 """The fields that our RWKV-6 has under other names."""
 
 
-def _generation(metas: Mapping[str, Meta], where: str) -> str:
+def _generation(metas: Mapping[str, Meta]) -> str:
     """Our model type for a .pth file."""
     names = {name.removeprefix("blocks.0.") for name in metas if name.startswith("blocks.0.")}
     if {"att.time_maa_x", "att.time_maa_w1"} <= names:
@@ -77,35 +77,35 @@ def _generation(metas: Mapping[str, Meta], where: str) -> str:
     if {"att.time_mix_g", "att.gate.weight"} & names and (not decay or decay[1:] > (1,)):
         return RWKV5
     raise ValueError(
-        f"{where} is of another generation (it holds {', '.join(sorted(metas)[:5])}); RWKV-7 (x070), RWKV-6 (x060) "
-        "and RWKV-5.2 (x052) can be converted."
+        f"This .pth file is of another generation (it holds {', '.join(sorted(metas)[:5])}); RWKV-7 (x070), RWKV-6 "
+        "(x060) and RWKV-5.2 (x052) can be converted."
     )
 
 
-def _shape(metas: Mapping[str, Meta], name: str, ndim: int) -> tuple[int, ...]:
-    """The shape of a tensor; raises a `ValueError` if it is missing or has another number of dimensions."""
+def _shape(metas: Mapping[str, Meta], name: str) -> tuple[int, ...]:
+    """The shape of a matrix; raises a `ValueError` if it is missing or has another number of dimensions."""
     if name not in metas:
         raise ValueError(f"The weights lack {name}, whose shape gives sizes of the model: download them again.")
-    if len(metas[name].shape) != ndim or 0 in metas[name].shape:
-        raise ValueError(f"{name} has the shape {list(metas[name].shape)}, but must have {ndim} dimensions.")
+    if len(metas[name].shape) != 2 or 0 in metas[name].shape:
+        raise ValueError(f"{name} has the shape {list(metas[name].shape)}, but must have 2 dimensions.")
     return metas[name].shape
 
 
 def _pth_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
-    kind = _generation(metas, "This .pth file")
-    vocab_size, hidden_size = _shape(metas, "emb.weight", 2)
+    kind = _generation(metas)
+    vocab_size, hidden_size = _shape(metas, "emb.weight")
     fields: Settings = {
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
         "num_hidden_layers": 1 + max(int(m[1]) for name in metas if (m := re.match(r"blocks\.(\d{1,6})\.", name))),
-        "intermediate_size": _shape(metas, "blocks.0.ffn.key.weight", 2)[0],
+        "intermediate_size": _shape(metas, "blocks.0.ffn.key.weight")[0],
         "tie_word_embeddings": False,
         # 0 is <|endoftext|> of the World vocabulary
         **dict.fromkeys(("bos_token_id", "eos_token_id"), 0 if vocab_size == WORLD_VOCABULARY else None),
         "pad_token_id": None,
     }
-    inner = _shape(metas, "blocks.0.att.receptance.weight", 2)[0]
-    heads, head_size = _shape(metas, f"blocks.0.att.{'r_k' if kind == RWKV7 else 'time_faaaa'}", 2)
+    inner = _shape(metas, "blocks.0.att.receptance.weight")[0]
+    heads, head_size = _shape(metas, f"blocks.0.att.{'r_k' if kind == RWKV7 else 'time_faaaa'}")
     config: PreTrainedConfig
     if kind == RWKV7:
         config = StatefulRWKV7Config(**fields, **rwkv7_sizes(metas, head_size))
@@ -132,8 +132,8 @@ def _rwkv6_sizes(metas: Mapping[str, Meta], attention: str, expand: float, heads
         "expand_k": int(expand) if expand == int(expand) else expand,
         "expand_v": int(expand) if expand == int(expand) else expand,
         "num_heads": heads,
-        "proj_low_rank_dim": _shape(metas, f"{attention}time_maa_w1", 2)[1] // 5,
-        "gate_low_rank_dim": _shape(metas, f"{attention}time_decay_w1", 2)[1],
+        "proj_low_rank_dim": _shape(metas, f"{attention}time_maa_w1")[1] // 5,
+        "gate_low_rank_dim": _shape(metas, f"{attention}time_decay_w1")[1],
         "norm_eps": NORM_EPSILON,
         "group_norm_eps": 1e-5 * DIVISOR**2,
     }
@@ -144,7 +144,7 @@ def rwkv7_sizes(metas: Mapping[str, Meta], head_size: int) -> Settings:
     ranks = {"decay": "0.att.w1", "a": "0.att.a1", "gate": "0.att.g1", "v": "1.att.v1"}
     return {
         **{
-            f"{part}_low_rank_dim": _shape(metas, f"blocks.{name}", 2)[1]
+            f"{part}_low_rank_dim": _shape(metas, f"blocks.{name}")[1]
             for part, name in ranks.items()
             if part != "v" or f"blocks.{name}" in metas
         },
@@ -170,7 +170,7 @@ def _repository_config(settings: Settings | None, metas: Mapping[str, Meta]) -> 
     fields = REPOSITORY_DEFAULTS | kept
     ffn = "rwkv.blocks.0.feed_forward.key.weight"
     if fields["intermediate_size"] is None and ffn in metas:
-        fields["intermediate_size"] = _shape(metas, ffn, 2)[0]
+        fields["intermediate_size"] = _shape(metas, ffn)[0]
     fields["training_length"] = given.get("context_length")
     five: Any = StatefulRWKV5Config.from_dict(fields | {"model_type": "rwkv5"})  # which checks what both have
     if given["model_type"] == "rwkv5":
