@@ -1,8 +1,7 @@
 """Changes to the weights of a model."""
 
-from .expansion_results import ExpansionReport
 from .mimetic import mimetic_initialization
-from .state_expansion import expand_state, expansion_report
+from .state_expansion import ExpansionReport, expand_state, expansion_report
 from .teacher_layers import initialize_from_teacher_layer
 
 __all__ = [
