@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, map_state, take_rows
 from tests.hybrids.measures import gradients, parts, random_state, random_tokens, relative_error, weighted_sum
-from tests.hybrids.tiny_models import VOCABULARY, tiny_model
+from tests.hybrids.tiny_models import tiny_model
 
 # Each letter is a sequence, a dot is padding. Lengths up to one more than a chunk of the tiny models.
 PADDED = [
@@ -52,7 +52,7 @@ def alone(
     model: Any, embeds: Tensor, state: RecurrentState, words: list[str], **options: Any
 ) -> tuple[Tensor, RecurrentState]:
     """Logits, zero at padding, and final states of each sequence by itself, the first one from the row's state."""
-    logits = torch.zeros(*embeds.shape[:2], VOCABULARY, dtype=embeds.dtype)
+    logits = torch.zeros(*embeds.shape[:2], model.get_input_embeddings().num_embeddings, dtype=embeds.dtype)
     final = []
     for row, word in enumerate(words):
         carried = take_rows(state, slice(row, row + 1))

@@ -13,13 +13,9 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.models.rows import read_rows
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
-from hf_recurrent_lengthgen.models.state_value import (
-    LayerState,
-    RecurrentState,
-    concatenate_rows,
-    map_state,
-    take_rows,
-)
+from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
+from tests.hybrids import padded_rows
+from tests.hybrids.padded_rows import places_of, positions_and_mask
 
 from .families import FAMILIES, MAMBA2, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, weights_like
@@ -29,17 +25,6 @@ shell_families = pytest.mark.parametrize("family", SHELL_FAMILIES, ids=variant_i
 
 # Bounds of the sequences of each row, and its padding: none, between, inside and around sequences.
 WORDS = ["aaaabcccccccddddd", "aaaaaaaaaaaaaaaaa", "..aaa.bb.b..ccccc", "a................", "................."]
-
-
-def positions_of(words: list[str], start: int = 0) -> tuple[Tensor, Tensor]:
-    """`position_ids` that start anew at each letter, and the mask, whose zeros are the dots."""
-    positions = [[start + word[:place].count(letter) for place, letter in enumerate(word)] for word in words]
-    return torch.tensor(positions), torch.tensor([[int(letter != ".") for letter in word] for word in words])
-
-
-def sequences(word: str) -> list[list[int]]:
-    """Places of each sequence of a row."""
-    return [[p for p, x in enumerate(word) if x == letter] for letter in sorted(set(word) - {"."})]
 
 
 def results(
@@ -63,21 +48,11 @@ def results(
 
 def alone(model: Any, embeds: Tensor, state: RecurrentState, words: list[str]) -> dict[str, Tensor]:
     """Each sequence by itself; the first of a row from the state of the row."""
-    logits = torch.zeros(*embeds.shape[:2], model.config.vocab_size, dtype=embeds.dtype)
-    final = []
-    for row, word in enumerate(words):
-        carried = take_rows(state, slice(row, row + 1))
-        for index, places in enumerate(sequences(word)):
-            start = carried if index == 0 else map_state(torch.zeros_like, carried)
-            output = model(inputs_embeds=embeds[row : row + 1, places], initial_state=start)
-            logits = logits.index_put((torch.tensor(row), torch.tensor(places)), output.logits[0])
-            carried = output.final_state
-        final.append(carried)
-    return results(model, embeds, state, logits, concatenate_rows(final))
+    return results(model, embeds, state, *padded_rows.alone(model, embeds, state, words))
 
 
 def packed(model: Any, embeds: Tensor, state: RecurrentState, words: list[str], **options: Any) -> dict[str, Tensor]:
-    positions, mask = positions_of(words)
+    positions, mask = positions_and_mask(words)
     output = model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions, initial_state=state, **options)
     return results(model, embeds, state, output.logits * mask[..., None], output.final_state)
 
@@ -114,10 +89,10 @@ def test_a_window_of_forgetting_begins_with_each_sequence() -> None:
 @torch.no_grad()
 def test_bfloat16_is_as_exact_as_its_rounding(family: Family) -> None:
     model = build(family, torch.bfloat16)
-    tokens, (positions, mask) = random_tokens(len(WORDS), 17), positions_of(WORDS)
+    tokens, (positions, mask) = random_tokens(len(WORDS), 17), positions_and_mask(WORDS)
     together = model(tokens, attention_mask=mask, position_ids=positions)
     for row, word in enumerate(WORDS):
-        for places in sequences(word):
+        for places in places_of(word):
             one = model(tokens[row : row + 1, places]).logits[0]
             torch.testing.assert_close(
                 together.logits[row, places], one, rtol=0.05, atol=0.05 * float(one.abs().max())
@@ -127,10 +102,10 @@ def test_bfloat16_is_as_exact_as_its_rounding(family: Family) -> None:
 @shell_families
 def test_hidden_states_stand_at_their_tokens(family: Family) -> None:
     model, tokens = build(family, torch.float64), random_tokens(len(WORDS), 17)
-    positions, mask = positions_of(WORDS)
+    positions, mask = positions_and_mask(WORDS)
     together = model(tokens, attention_mask=mask, position_ids=positions, output_hidden_states=True).hidden_states
     for row, word in enumerate(WORDS):
-        for places in sequences(word):
+        for places in places_of(word):
             one = model(tokens[row : row + 1, places], output_hidden_states=True).hidden_states
             for actual, expected in zip(together, one, strict=True):
                 torch.testing.assert_close(actual[row, places], expected[0])
@@ -233,7 +208,7 @@ def test_positions_that_no_recurrent_model_has_are_refused(given: dict[str, Any]
 
 
 def test_sequences_by_hand() -> None:
-    positions, mask = positions_of(["..aaa.bb", "aaaabbbb"])
+    positions, mask = positions_and_mask(["..aaa.bb", "aaaabbbb"])
     rows = read_rows({"input_ids": positions, "position_ids": positions, "attention_mask": mask})
     assert rows.starts is not None
     assert rows.starts.nonzero().tolist() == [[0, 6], [1, 4]]
