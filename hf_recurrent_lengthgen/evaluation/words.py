@@ -32,10 +32,6 @@ def cell(estimate: Estimate, sign: bool = False) -> str:
     return f"<b>{mean}</b>" + (f"<small>{interval.rstrip(')')}</small>" if interval else "")
 
 
-def signed(value: float) -> str:
-    return f"{value:+z.2f}".replace("-", "\N{MINUS SIGN}")
-
-
 def tokens(value: int | None, absent: str) -> str:
     """ "1,024", or `absent` for None."""
     return absent if value is None else f"{value:,}"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from hf_recurrent_lengthgen.evaluation.words import cell, range_text, signed, tokens
+from hf_recurrent_lengthgen.evaluation.words import cell, number_text, range_text, tokens
 from hf_recurrent_lengthgen.metrics.context_harm.figure import (
     context_harm_figure,
     in_window_figure,
@@ -55,7 +55,7 @@ def card(finding: Finding, color: str, details: str) -> str:
         f'<div class="card" style="border-color:{color}">'
         f'<div class="status"><b style="color:{color}">{STATUS_MARKS[finding.status]}</b> {finding.status}</div>'
         f"<h3>{escape(finding.headline)}</h3>"
-        f'<div class="big">{signed(evaluation.harm.last.mean)} '
+        f'<div class="big">{number_text(evaluation.harm.last.mean, "+.2f")} '
         f"<small>nats per {escape(evaluation.data.token_unit)} of harm</small></div>"
         f"{details}</div>"
     )
