@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_figures, diagnosis_page
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
-from hf_recurrent_lengthgen.models.state_on_disk import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import write_text
 from hf_recurrent_lengthgen.plotting.html import plain_table
 from hf_recurrent_lengthgen.plotting.images import save_png, save_svg
 
@@ -53,19 +53,14 @@ def write_figures(diagnosis: Diagnosis, folder: Path, loading: str | None = None
     figures = diagnosis_figures(diagnosis)
     for name, figure in figures.items():
         draw(figure, folder / name)
-    return write_text(folder / "index.html", diagnosis_page(diagnosis, loading, further, figures))
+    page = folder / "index.html"
+    write_text(page, diagnosis_page(diagnosis, loading, further, figures))
+    return page
 
 
 def draw(figure: Figure, path: Path) -> None:
     save_png(figure, path.with_name(f"{path.name}.png"))
     save_svg(figure, path.with_name(f"{path.name}.svg"))
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Write a file; an old one is replaced once the new one is complete."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    return path
 
 
 def summary_table(comparison: Comparison) -> str:

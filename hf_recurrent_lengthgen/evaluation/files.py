@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.evaluation.json_schema import Document, from_json, to_json
-from hf_recurrent_lengthgen.models.state_on_disk import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import write_text
 
 
 def write_result(path: str | os.PathLike[str], document: Any) -> None:
     """Write a document as JSON; an existing file is replaced only when the new one is complete."""
-    text = to_json(document)
-    with replacing(path) as temporary:
-        temporary.write_text(text + "\n", encoding="utf-8")
+    write_text(path, to_json(document) + "\n")
 
 
 def read_result(path: str | os.PathLike[str], kind: type[Document]) -> Document:

@@ -12,7 +12,7 @@ from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison, A
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult, Share
-from hf_recurrent_lengthgen.models.state_on_disk import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import write_text
 
 Row = dict[str, Any]
 
@@ -70,8 +70,7 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    with replacing(path) as temporary:
-        temporary.write_text(text.getvalue(), encoding="utf-8")
+    write_text(path, text.getvalue())
 
 
 def keep_csv(path: Path, result: Any, asked: bool) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
-from .state_on_disk import load_state, replacing, save_state
+from .state_on_disk import load_state, save_state, write_text
 from .state_value import RecurrentState, detach_state, map_state, state_dtype
 
 CONFIG_FILE, STATE_FILE = "learned_state_config.json", "learned_state.safetensors"
@@ -83,8 +83,7 @@ def write_folder(folder: str | os.PathLike[str], model: Any, state: RecurrentSta
         "learn_conv_state": learn_conv,
         "state_sha256": hashlib.sha256((path / STATE_FILE).read_bytes()).hexdigest(),
     }
-    with replacing(path / CONFIG_FILE) as temporary:
-        Path(temporary).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    write_text(path / CONFIG_FILE, json.dumps(about, indent=2) + "\n")
 
 
 def fingerprint(model: Any) -> str:

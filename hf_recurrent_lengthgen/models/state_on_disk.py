@@ -46,6 +46,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text as UTF-8; see `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def digest_of(tensors: Mapping[str, Tensor], fields: Mapping[str, str] | None = None) -> str:
     """SHA-256 of text fields and of name, dtype, shape and bytes of tensors; their order does not matter."""
     digest = hashlib.sha256(json.dumps(sorted((fields or {}).items())).encode())

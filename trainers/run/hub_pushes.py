@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from hf_recurrent_lengthgen.checkpoints.private_text import private_in
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
-from hf_recurrent_lengthgen.models.state_on_disk import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import replacing, write_text
 
 logger = logging.get_logger(__name__)
 
@@ -89,8 +89,7 @@ def leave_out_pickles(output: str | os.PathLike[str]) -> None:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     if NOT_PUSHED not in lines:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text("\n".join([*lines, NOT_PUSHED, ""]), encoding="utf-8")
+        write_text(path, "\n".join([*lines, NOT_PUSHED, ""]))
 
 
 def check_texts(folder: str | os.PathLike[str], token: str | None) -> None:

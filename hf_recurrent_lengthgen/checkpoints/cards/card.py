@@ -38,7 +38,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.page import definitions
 from hf_recurrent_lengthgen.models import family_config
 from hf_recurrent_lengthgen.models.configuration_stateful import TESTED
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
-from hf_recurrent_lengthgen.models.state_on_disk import replacing
+from hf_recurrent_lengthgen.models.state_on_disk import write_text
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.versions import installed_versions
 
@@ -146,9 +146,7 @@ def write_card(
     card = render(checkpoint, evidence, settings)
     wrote = _write_figures_and_results(path, evidence)
     kept = _set_aside(readme) if there and mark is None else None
-    text = marked(str(card), checkpoint.files, wrote, settings.said())
-    with replacing(readme) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(readme, marked(str(card), checkpoint.files, wrote, settings.said()))
     for file in old:
         if file.relative_to(path).as_posix() not in wrote:
             file.unlink(missing_ok=True)
