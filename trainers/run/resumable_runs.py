@@ -106,6 +106,9 @@ class ResumableTrainer(SameRowsTrainer):
         except KeyboardInterrupt:
             self._say_interrupted()
             raise
+        finally:
+            if (noise := getattr(self, "neftune_hook_handle", None)) is not None:
+                noise.remove()  # Trainer leaves it on the embeddings after an error, and the next run adds another
         if self.any_process(self._interrupts.received is not None):
             self._say_interrupted()
             if self._interrupts.received == signal.SIGTERM:
