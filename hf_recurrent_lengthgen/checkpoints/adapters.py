@@ -221,7 +221,7 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
 
 
 def merged(model: Any) -> Any:
-    """The model of a PEFT model with LoRA, with the adapter in its weights.
+    """The model of a PEFT model with LoRA, with the adapter in its weights, which are trainable again.
 
     Raises:
         ValueError: if no weights of the model could hold it; the model is then as it was. With the reason of PEFT, if
@@ -230,9 +230,12 @@ def merged(model: Any) -> Any:
     if reason := _why_apart(model):
         raise Unmergeable(f"The adapter cannot be merged: {reason}.")
     try:
-        return model.merge_and_unload(safe_merge=True)
+        whole = model.merge_and_unload(safe_merge=True)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(f"PEFT cannot merge the adapter: {error}") from error
+    for weight in whole.parameters():  # PEFT froze what no adapter trains
+        weight.requires_grad_(weight.is_floating_point())
+    return whole
 
 
 class Unmergeable(ValueError):
