@@ -118,6 +118,12 @@ def _existing_base(base: Any, config: Path, what: str) -> str:
     return base
 
 
+def adapter_folder(folder: str | os.PathLike[str], model: Any) -> Path:
+    """Where PEFT saves the active adapter of a model: in the folder, or in one below with its name."""
+    name = model.active_adapter if hasattr(model, "get_base_model") else "default"
+    return Path(folder) if name == "default" else Path(folder) / name
+
+
 def write_adapter_base(folder: str | os.PathLike[str], model: Any) -> None:
     """Write beside an adapter the digests of its base and what training set in the config."""
     settings = model.get_base_model().config
@@ -261,8 +267,8 @@ def _why_apart(model: Any) -> str | None:
 
 
 def adapter_of(model: Any) -> Adapter | None:
-    """The adapter on a model; None without one."""
-    config = getattr(model, "peft_config", {}).get("default")
+    """The active adapter on a model; None without one."""
+    config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", "default"))
     if config is None:
         return None
     if config.peft_type != "LORA":
