@@ -204,6 +204,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 batch[MICRO_BATCH].is_last = False
         if self.args.bptt_window is not None and batches:
             plan_windows(self, batches)
+        elif self._align is None:  # whose rows have one length
+            self.run_record.count_tokens(self, batches)
         if self._align is not None:
             losses = [batch[MICRO_BATCH].crop_loss for batch in batches]
             overlap = sum(loss.overlap for loss in losses)

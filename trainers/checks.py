@@ -55,6 +55,7 @@ def check_trainer(trainer: Any) -> None:
     if trainer.needs_states:
         check_model(model)
     check_trainable(model, trainer.learns_state)
+    check_adapters(model)
     check_no_forgetting(model)
     check_arguments(args)
     if args.attention_windows is not None:
@@ -225,6 +226,30 @@ def check_trainable(model: nn.Module, learns_state: bool) -> None:
                 if hasattr(model, "peft_config")
                 else "Perhaps LearnedStateTrainer did that. Call model.requires_grad_(True)."
             )
+        )
+
+
+def check_adapters(model: Any) -> None:
+    """Raise a `ValueError` for trainable weights that a checkpoint of adapters would not have: PEFT saves adapters."""
+    if not hasattr(model, "get_base_model"):
+        return
+    from peft import get_peft_model_state_dict
+
+    saved = {
+        value.data_ptr()
+        for name in model.peft_config
+        for value in get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False).values()
+    }
+    lost = [
+        name
+        for name, weight in model.get_base_model().named_parameters()
+        if weight.requires_grad and weight.data_ptr() not in saved and "learned_states." not in name
+    ]
+    if lost:
+        raise ValueError(
+            f"{len(lost)} trainable weights are in no adapter, so they would be trained and not saved, the first is "
+            f"{lost[0]}: name their modules in modules_to_save of the LoraConfig, or freeze them "
+            "(requires_grad_(False))."
         )
 
 

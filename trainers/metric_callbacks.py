@@ -9,7 +9,6 @@ picture goes to TensorBoard, Weights & Biases and Trackio. Some are ready-made, 
 
 import math
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,12 +33,22 @@ BARS = ContextVar("bars", default=False)  # whether metrics show progress bars: 
 class Metric(NamedTuple):
     """A name, and a function from a model to a number, a mapping from names to numbers, or a typed result.
 
-    `greater_is_better` is for `metric_for_best_model`; None for unknown.
+    `greater_is_better` is for `metric_for_best_model`; of several numbers, by their names; None for unknown.
     """
 
     name: str
     function: MetricFunction
-    greater_is_better: bool | None = None
+    greater_is_better: bool | Mapping[str, bool] | None = None
+
+    def best_is_highest(self, key: str) -> bool | None:
+        """`greater_is_better` of a number with this key in the log, which may be the bound of one."""
+        better = self.greater_is_better
+        if isinstance(better, Mapping):
+            parts = (
+                is_highest for part, is_highest in better.items() if f"{key}_".startswith(f"eval_{self.name}_{part}_")
+            )
+            return next(parts, None)
+        return better if f"{key}_".startswith(f"eval_{self.name}_") else None
 
 
 class Pictured(NamedTuple):
@@ -120,14 +129,12 @@ class MetricCallback(AttachedCallback):
     def _check_direction(self, args: TrainingArguments) -> None:
         best = args.metric_for_best_model or ""
         for metric in self.metrics:
-            named = f"eval_{metric.name}"
-            ours = re.fullmatch(rf"{re.escape(named)}(_.*)?", best if best.startswith("eval_") else f"eval_{best}")
-            if ours is not None and metric.greater_is_better not in (None, args.greater_is_better):
+            highest = metric.best_is_highest(best if best.startswith("eval_") else f"eval_{best}")
+            if highest not in (None, args.greater_is_better):
                 raise ValueError(
                     f"greater_is_better is {args.greater_is_better}, but the best value of metric_for_best_model="
-                    f"{best!r} is the {'highest' if metric.greater_is_better else 'lowest'} (without a value, "
-                    "Transformers takes True for every metric but a loss): set "
-                    f"greater_is_better={metric.greater_is_better}."
+                    f"{best!r} is the {'highest' if highest else 'lowest'} (without a value, Transformers takes True "
+                    f"for every metric but a loss): set greater_is_better={highest}."
                 )
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

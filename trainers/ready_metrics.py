@@ -52,7 +52,7 @@ def length_evaluation(
         holds_to = found.verdict.holds_to
         return Pictured({"harm": found.harm.last, "loss": found.in_window.loss, "holds_to": holds_to}, found)
 
-    return Metric(name, measure)
+    return Metric(name, measure, {"harm": False, "loss": False, "holds_to": True})
 
 
 def nll_by_length(tokens: Tokens, training_length: int, name: str = "nll", max_tokens: int = MOST_TOKENS) -> Metric:

@@ -118,6 +118,12 @@ def _existing_base(base: Any, config: Path, what: str) -> str:
     return base
 
 
+def adapter_folder(folder: str | os.PathLike[str], model: Any) -> Path:
+    """Where PEFT saves the active adapter of a model: in the folder, or in one below with its name."""
+    name = model.active_adapter if hasattr(model, "get_base_model") else "default"
+    return Path(folder) if name == "default" else Path(folder) / name
+
+
 def write_adapter_base(folder: str | os.PathLike[str], model: Any) -> None:
     """Write beside an adapter the digests of its base and what training set in the config."""
     settings = model.get_base_model().config
@@ -221,7 +227,7 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
 
 
 def merged(model: Any) -> Any:
-    """The model of a PEFT model with LoRA, with the adapter in its weights.
+    """The model of a PEFT model with LoRA, with the adapter in its weights, which are trainable again.
 
     Raises:
         ValueError: if no weights of the model could hold it; the model is then as it was. With the reason of PEFT, if
@@ -230,9 +236,12 @@ def merged(model: Any) -> Any:
     if reason := _why_apart(model):
         raise Unmergeable(f"The adapter cannot be merged: {reason}.")
     try:
-        return model.merge_and_unload(safe_merge=True)
+        whole = model.merge_and_unload(safe_merge=True)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(f"PEFT cannot merge the adapter: {error}") from error
+    for weight in whole.parameters():  # PEFT froze what no adapter trains
+        weight.requires_grad_(weight.is_floating_point())
+    return whole
 
 
 class Unmergeable(ValueError):
@@ -258,8 +267,8 @@ def _why_apart(model: Any) -> str | None:
 
 
 def adapter_of(model: Any) -> Adapter | None:
-    """The adapter on a model; None without one."""
-    config = getattr(model, "peft_config", {}).get("default")
+    """The active adapter on a model; None without one."""
+    config = getattr(model, "peft_config", {}).get(getattr(model, "active_adapter", "default"))
     if config is None:
         return None
     if config.peft_type != "LORA":

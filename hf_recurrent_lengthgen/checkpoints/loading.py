@@ -303,6 +303,8 @@ def _check_place(name: str) -> None:
         raise ValueError(f"{name} is a file of weights without a config: {_to_convert(name)}")
     if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
         advice = f": {_to_convert(name)}" if any(Path(name).glob("*.pth")) else ", so it is no checkpoint."
+        if below := sorted(str(file.parent) for file in Path(name).glob("*/adapter_config.json")):
+            advice = f", but folders of adapters: give one of them, {', '.join(below)}."
         raise ValueError(f"{name} holds no config.json{advice}")
     check_name(name)
 

@@ -188,3 +188,15 @@ def test_an_adapter_that_was_loaded_frozen_is_refused_with_what_to_do(tmp_path: 
     with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained\(model, FOLDER, is_trainable=True\)"):
         check_trainable(frozen, learns_state=False)
     check_trainable(PeftModel.from_pretrained(toys.tiny_model(), str(tmp_path), is_trainable=True), learns_state=False)
+
+
+def test_weights_that_train_beside_an_adapter_are_refused_since_nothing_would_save_them(tmp_path: Path) -> None:
+    model = get_peft_model(toys.tiny_model(), LoraConfig(r=2, target_modules=["in_proj"], modules_to_save=["norm_f"]))
+    args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True)
+    ZeroStateTrainer(model, args, train_dataset=toys.sequences(4))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(weight.requires_grad or "A_log" in name)
+    with pytest.raises(
+        ValueError, match=r"2 trainable weights are in no adapter.*layers\.0\.mixer\.A_log: .*modules_to"
+    ):
+        ZeroStateTrainer(model, args, train_dataset=toys.sequences(4))

@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingTrainer,
     context_harm,
     effective_remembrance_at,
+    length_evaluation,
     misalignment,
     nll_by_length,
 )
@@ -302,9 +303,10 @@ def test_early_stopping_reads_a_metric(tmp_path: Path) -> None:
     assert trainer.state.global_step == 4
 
 
-@pytest.mark.parametrize("named", ["context_harm", "eval_context_harm_high", "nll_beyond"])
+@pytest.mark.parametrize("named", ["context_harm", "eval_context_harm_high", "nll_beyond", "length_harm"])
 def test_the_worst_is_not_kept_as_the_best(tmp_path: Path, named: str) -> None:
-    callback = MetricCallback([context_harm(TOKENS, 16), nll_by_length(TOKENS, 16)], every_steps=2)
+    metrics = [context_harm(TOKENS, 16), nll_by_length(TOKENS, 16), length_evaluation(TOKENS, 16)]
+    callback = MetricCallback(metrics, every_steps=2)
     best = {"metric_for_best_model": named, "load_best_model_at_end": True}
     with pytest.raises(ValueError, match=r"best value of .* is the lowest.*set greater_is_better=False"):
         evaluating(tmp_path, True, callback, **best)

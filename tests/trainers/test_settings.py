@@ -14,8 +14,10 @@ from hf_recurrent_lengthgen.trainers import (
     InitialStateTrainer,
     RandomNoiseConfig,
     StatePassingConfig,
+    StatePassingTrainer,
     StateXConfig,
 )
+from tests.trainers import toys
 
 CONFIGS = sorted({trainer.config_class for trainer in INTERVENTIONS.values()}, key=lambda config: config.__name__)
 every_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
@@ -118,3 +120,14 @@ def test_noise_that_would_be_scaled_by_the_length_of_parts_is_refused(parts: dic
         ValueError, match="neftune_noise_alpha scales noise by the length of rows, but with bptt_chunk"
     ):
         make(StatePassingConfig, tmp_path, neftune_noise_alpha=5.0, **parts)
+
+
+def test_noise_on_embeddings_ends_with_a_run_that_fails(tmp_path: Path) -> None:
+    """Or the next run on the model would add it twice."""
+    model = toys.tiny_model()
+    args = StatePassingConfig(str(tmp_path), neftune_noise_alpha=5.0, max_steps=2, use_cpu=True, report_to="none")
+    trainer = StatePassingTrainer(model, args, train_dataset=toys.sequences(16))
+    trainer.add_callback(toys.OnStep(1, lambda: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not model.get_input_embeddings()._forward_hooks

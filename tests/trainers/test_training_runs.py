@@ -8,7 +8,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.records import last_training, read_lineage
-from hf_recurrent_lengthgen.data import PackedBlocks
+from hf_recurrent_lengthgen.data import PackedBlocks, PaddingCollator
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.trainers import (
@@ -87,6 +87,30 @@ def test_a_model_may_be_given_by_its_folder(tmp_path: Path) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     with pytest.raises(ValueError, match="nowhere is no checkpoint folder"):
         StatePassingTrainer(model="nowhere", args=arguments)
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["without padding", "padded"])
+def test_tokens_of_rows_of_several_lengths_are_counted(size: int, tmp_path: Path) -> None:
+    """And not those of a first row of 4, as often as there are rows."""
+    model().save_pretrained(tmp_path / "base")
+    ids = [torch.arange(length) for length in (4, 20, 9, 15)]
+    arguments = StatePassingConfig(
+        str(tmp_path / "cured"), num_train_epochs=2, save_steps=3, use_cpu=True, per_device_train_batch_size=size
+    )
+    for resume in (False, f"{tmp_path}/cured/checkpoint-3"):
+        trainer = StatePassingTrainer(
+            load_model(str(tmp_path / "base")),
+            arguments,
+            train_dataset=[{"input_ids": each, "labels": each} for each in ids],
+            data_collator=PaddingCollator(),
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+        lineage = read_lineage(tmp_path / "cured")
+        assert lineage is not None
+        (step,) = lineage.steps
+        assert step.training is not None
+        assert (step.training.tokens, step.training.row_tokens) == (2 * 48, 12)
 
 
 def test_a_model_of_nowhere_gets_no_lineage(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -30,6 +30,7 @@ from hf_recurrent_lengthgen.checkpoints.records import Hardware, InitialWeights,
 from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, from_plain, to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
+from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
@@ -92,7 +93,8 @@ def _facts_of(trainer: "InitialStateTrainer", lineage_of: Callable[[str], Lineag
     data: Any = trainer.train_dataset
     rows = _length(data)
     named = trainer.data_description or type(data).__name__ + ("" if rows is None else f" of {rows:,} rows")
-    length = getattr(data, "length", None) or getattr(model.config, "training_length", None)
+    lengths = (getattr(data, "length", None), getattr(data, "longest", None))
+    length = next(filter(None, lengths), getattr(model.config, "training_length", None))
     in_script = sys.argv[0].endswith(".py") and "ipykernel" not in sys.argv[0]
     return RunFacts(
         lineage_of(start),
@@ -159,7 +161,7 @@ class RunRecord:
 
     Attributes:
         given: Number of sequences of this process that started from a nonzero state, or of pieces with TBTT.
-        read: Real tokens that were read in windows since the run began or was continued, over all processes.
+        read: Real tokens that were read since the run began or was continued, over all processes.
         seconds_before: Seconds of training in the previous parts.
         changes: The settings that differ from the previous part, by name: old and new value.
     """
@@ -171,6 +173,8 @@ class RunRecord:
         self.changes: dict[str, tuple[Any, Any]] = {}
         self._began = time.monotonic()
         self._tokens = 0
+        self._lengths: set[int] = set()
+        self._padding: int | Tensor = 0
         self._before: tuple[Settings, ...] = ()
         self._now: tuple[Settings, ...] = ()
         self._start = 0
@@ -181,6 +185,7 @@ class RunRecord:
         self._tokens = int(saved.get("tokens", 0)) - _tokens_read(trainer)  # a trainer counts over all its runs
         self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
         self.given, self.read, self._start = float(saved.get("given", 0.0)), 0, step
+        self._lengths, self._padding = set(), 0
         self._before = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
         self._now, self.changes = (), {}
 
@@ -204,9 +209,24 @@ class RunRecord:
         done = {"given": float(self.given), "tokens": self.tokens(trainer), "seconds": seconds}
         return done | {"settings": [to_plain(part) for part in self.settings(trainer)]}
 
+    def count_tokens(self, trainer: Any, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Count the real tokens of the micro-batches of a step."""
+        read: int | Tensor = 0
+        for batch in batches:
+            (rows, length), mask = token_shape_of(batch), batch.get("attention_mask")
+            real = rows * length if mask is None else (mask != 0).sum()
+            self._lengths.add(length)
+            self._padding, read = self._padding + (rows * length - real), read + real
+        if trainer.args.world_size > 1:
+            read = trainer.accelerator.reduce(torch.as_tensor(read, device=trainer.args.device), "sum")
+        self.read = self.read + read
+
     def tokens(self, trainer: Trainer) -> int:
-        """Real tokens of all steps if the trainer counts them or reads windows, else 0."""
-        return self._tokens + (_tokens_read(trainer) or int(self.read))
+        """Real tokens of all steps if the trainer counts them, reads windows, or has rows of several lengths; else 0,
+        since all rows have the training length."""
+        in_windows = getattr(trainer.args, "bptt_window", None) is not None
+        counts = in_windows or len(self._lengths) > 1 or bool(self._padding)
+        return self._tokens + (_tokens_read(trainer) or (int(self.read) if counts else 0))
 
     def settings(self, trainer: Trainer) -> tuple[Settings, ...]:
         """The settings of the run, with a new entry wherever they changed."""

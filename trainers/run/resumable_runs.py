@@ -19,7 +19,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, has_length
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.checkpoints.adapters import holds_adapter, write_adapter_base
+from hf_recurrent_lengthgen.checkpoints.adapters import adapter_folder, holds_adapter, write_adapter_base
 from hf_recurrent_lengthgen.checkpoints.records import Lineage
 from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
@@ -106,6 +106,9 @@ class ResumableTrainer(SameRowsTrainer):
         except KeyboardInterrupt:
             self._say_interrupted()
             raise
+        finally:
+            if (noise := getattr(self, "neftune_hook_handle", None)) is not None:
+                noise.remove()  # Trainer leaves it on the embeddings after an error, and the next run adds another
         if self.any_process(self._interrupts.received is not None):
             self._say_interrupted()
             if self._interrupts.received == signal.SIGTERM:
@@ -150,11 +153,12 @@ class ResumableTrainer(SameRowsTrainer):
         super().save_model(output_dir, _internal_call)
         if _internal_call or not self.is_world_process_zero():
             return
-        folder = output_dir or self.output_dir
-        if hasattr(self.model, "peft_config") and holds_adapter(folder):
-            write_adapter_base(folder, self.model)
-        if self._trained is not None:
-            record_lineage(self, self._trained, folder)  # type: ignore[arg-type]
+        folder = Path(output_dir or self.output_dir)
+        adapter = adapter_folder(folder, self.model)
+        if hasattr(self.model, "peft_config") and holds_adapter(adapter):
+            write_adapter_base(adapter, self.model)
+        for each in {folder, adapter} if self._trained is not None else ():
+            record_lineage(self, self._trained, each)  # type: ignore[arg-type]
 
     def _run_description(self) -> dict[str, Any]:
         """What a resumed run must share."""

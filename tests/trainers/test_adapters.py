@@ -1,0 +1,53 @@
+"""Trained adapters: what is saved beside them, under whatever name, and what can be trained afterwards."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from hf_recurrent_lengthgen.checkpoints.loading import load_model
+from hf_recurrent_lengthgen.checkpoints.records import Adapter, read_lineage
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer
+from tests.trainers import toys
+
+
+def trained(model: Any, folder: Path) -> Any:
+    """The model after two steps, saved in the folder."""
+    settings: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 0.1}
+    args = InitialStateConfig(str(folder), use_cpu=True, report_to="none", save_strategy="no", **settings)
+    trainer = ZeroStateTrainer(model, args, train_dataset=toys.sequences(4))
+    trainer.train()
+    trainer.save_model()
+    return model.eval()
+
+
+def test_an_adapter_with_a_name_of_its_own_is_recorded_as_any_other(tmp_path: Path) -> None:
+    toys.tiny_model().save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["in_proj"], task_type="CAUSAL_LM")
+    model = trained(get_peft_model(load_model(str(tmp_path / "base")), config, adapter_name="mine"), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"out holds no config\.json, but folders of adapters: give one.*out/mine\."):
+        load_model(str(tmp_path / "out"))
+    adapter = tmp_path / "out" / "mine"
+    ids = torch.arange(3, 12)[None]
+    torch.testing.assert_close(load_model(str(adapter))(input_ids=ids).logits, model(input_ids=ids).logits)
+    lineage = read_lineage(adapter)
+    assert lineage is not None
+    assert lineage.steps[-1].training is not None
+    assert lineage.steps[-1].training.adapter == Adapter("LORA", 2, 6.0, ("in_proj",))
+    weights = tmp_path / "base" / "model.safetensors"
+    toys.tiny_model(seed=1).save_pretrained(weights.parent)
+    with pytest.raises(ValueError, match=r"of which these files have changed since: model\.safetensors"):
+        load_model(str(adapter))
+
+
+def test_all_weights_of_a_merged_model_can_be_trained_again(tmp_path: Path) -> None:
+    """PEFT leaves those frozen that had no adapter: the head alone would train here."""
+    toys.tiny_model().save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=2, target_modules=["in_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    trained(get_peft_model(load_model(str(tmp_path / "base")), config), tmp_path / "adapter")
+    merged = load_model(str(tmp_path / "adapter"), merge=True)
+    before = toys.weights(merged)
+    after = toys.weights(trained(merged, tmp_path / "again"))
+    assert [name for name in before if torch.equal(before[name], after[name])] == []
