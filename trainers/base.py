@@ -34,7 +34,7 @@ from hf_recurrent_lengthgen.trainers.checks import (
     check_train_data,
     check_trainer,
 )
-from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
+from hf_recurrent_lengthgen.trainers.chunked_backprop import evaluation_chunk, forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, BatchPlace, InitialStateSource, MicroBatch
 from hf_recurrent_lengthgen.trainers.row_layout import lay_out, without_padding
@@ -359,9 +359,10 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         return not from_zero or shared
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Trainer's, from the source's state for evaluation, without final states, which would count as predictions.
+        In chunks where nothing but the loss is asked for (`evaluation_chunk`).
 
         Raises:
             ValueError: for rows with resets inside them, which are for training only.
@@ -380,11 +381,12 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             first_row = self.args.row_process_index * rows
             place = BatchPlace(self.args.seed, self.state.global_step, self._evaluation_batches, first_row, rows)
             state = self.initial_states.evaluation_state(place)
-            # Trainer moves plain tuples only.
-            plain = None if state is None else tuple(tuple(layer) for layer in state)
+            plain = None if state is None else tuple(tuple(layer) for layer in state)  # Trainer moves no others
             inputs |= {"initial_state": plain, "output_final_state": False}
             self._evaluation_batches += 1
-        return super().prediction_step(model, inputs, *args, **kwargs)
+        length = evaluation_chunk(self, inputs) if prediction_loss_only else None
+        with nullcontext() if length is None else forward_in_chunks(model, length):
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's, with the values of the method beside the training loss."""

@@ -200,6 +200,34 @@ def test_batches_without_padding_count_among_idle_tokens(tmp_path: Any) -> None:
     assert trainer.run_record.given == 4
 
 
+class LogitsToo(TbttTrainer):
+    def compute_loss(self, *args: Any, **keyword: Any) -> Any:
+        result = super().compute_loss(*args, **keyword)
+        assert not keyword.get("return_outputs") or result[1].logits is not None
+        return result
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "metrics", "longest"),
+    [(TbttTrainer, None, 4), (TbttTrainer, lambda _: {}, 23), (LogitsToo, None, 23)],
+    ids=["loss alone", "metrics", "a loss of the user"],
+)
+def test_evaluation_reads_no_more_at_once_than_training_where_the_loss_is_all_that_is_asked(
+    tmp_path: Any, trainer_class: Any, metrics: Any, longest: int
+) -> None:
+    model, rows = tiny_model().double().eval(), examples(6)
+    args = TbttConfig(str(tmp_path), bptt_chunk_length=4, per_device_eval_batch_size=6, **QUIET)
+    given = {"train_dataset": rows, "eval_dataset": rows, "compute_metrics": metrics}
+    trainer = trainer_class(model, args, data_collator=PaddingCollator(), **given)
+    read_at_once = []
+    model.backbone.register_forward_pre_hook(lambda _, inputs: read_at_once.append(inputs[0].shape[1]))
+    measured = trainer.evaluate()["eval_loss"]
+    assert max(read_at_once) == longest
+    losses, targets = zip(*(read(model, row, None) for row in rows), strict=True)
+    expected = sum(each.detach() for one in losses for each in one) / sum(targets)
+    assert measured == pytest.approx(float(expected), rel=1e-6)
+
+
 def test_predictions_are_in_the_order_of_the_data_where_training_groups_rows_by_length(tmp_path: Any) -> None:
     sizes = [5, 9, 3, 12, 7, 4]
     rows = [{"input_ids": torch.full((size,), 3), "labels": torch.full((size,), size)} for size in sizes]
