@@ -99,7 +99,11 @@ STUDIES = {
     "passkey": Study(
         "What helps to find passkeys far beyond the training length?",
         [
-            *(f"passkey/{script}.py --seeds {seed}" for script in ("run", "other_families") for seed in SEEDS),
+            *(
+                f"passkey/{script}.py --seeds {seed}"
+                for script in ("run", "other_families", "windows")
+                for seed in SEEDS
+            ),
             *("passkey/keys.py", "passkey/new_task.py"),
         ],
         "passkey/run.py --report",

@@ -90,6 +90,33 @@ def test_the_second_mention_of_a_key_has_labels_too(example: Any) -> None:
 
 
 @pytest.mark.slow
+@needs_hybrids
+def test_windows_are_studied(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
+    example("passkey/windows.py", "--tiny", "--seeds", 3, "--arms", "base", "tbtt_16_drawn", *places)
+    table = capsys.readouterr().out.partition("| model | ")[2].splitlines()
+    assert table[0] == "read with | 10 of 128 | 79 of 128 |"
+    assert [row.split(" | ")[:2] for row in table[2:] if row] == [
+        [f"| {model}" if window == "all keys" else "| ", window]
+        for model in ("base (seeds 3)", "TBTT, drawn windows (seeds 3)")
+        for window in ("all keys", *(f"window of {words}" for words in (128, 64, 32, 4)))
+    ]
+    assert (tmp_path / "results/windows.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_hybrids
+def test_keys_stand_where_the_study_of_windows_says(example: Any) -> None:
+    names = example("passkey/windows.py")
+    study = names["WindowsStudy"](Namespace(tiny=False, output="o", results="r", report=False))
+    for length, given in names["BETWEEN"].items():
+        grid = study.grid([1 - between / (length - names["SHORTEST"]) for between in given], 1)
+        for row, between in enumerate(given):
+            (task,) = grid.tasks(row, length)
+            assert task.distance == between + names["QUESTION"]
+            assert len(task.prompt) + len(task.answer) == length
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_corpus")
 def test_keys_in_text_are_studied(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
@@ -158,6 +185,21 @@ def test_the_page_holds_the_passkeys_found_in_families() -> None:
         for arm in results.values()
     ]
     assert sorted(means) == sorted(rows)
+
+
+def test_the_page_holds_the_keys_found_by_window() -> None:
+    page = (FOLDER / "WINDOWS.md").read_text().partition("<!-- windows -->")[2].partition("<!-- end -->")[0]
+    results: dict[str, list[Any]] = {}
+    for result in map(json.loads, (FOLDER / "results/windows/arms.jsonl").read_text().splitlines()):
+        results.setdefault(result["arm"], []).append(result["measured"]["found"])
+    rows = [row.strip(" |").split(" | ")[-11:] for row in page.splitlines()[3:]]
+    shares = [
+        [[f"{100 * seed[window][n][words]:.0f}" for seed in arm] for n, at in of.items() for words in at]
+        for arm in results.values()
+        for window, of in arm[0].items()
+    ]
+    expected = [["/".join(at if len(set(at)) > 1 else at[:1]) for at in row] for row in shares]
+    assert sorted(rows) == sorted(expected)
 
 
 def shares_of(result: Any) -> str:

@@ -64,7 +64,7 @@ HYBRID_OF_THREE = {
 LARGE = {"num_heads": 2, "expand_k": 1.0, "expand_v": 2.0}
 """State elements of the Mamba-2 of `run.py`."""
 FAMILIES = {
-    "gla": Family("GLA", {**LARGE, "use_short_conv": True}, slow(1)),
+    "gla": Family("GLA", {**LARGE, "use_short_conv": True}, slow(1), longer=2),
     "rwkv6": Family("RWKV-6", LARGE, longer=2),
     "rwkv7": Family("RWKV-7", {"head_dim": 32}),
     "delta_net": Family("DeltaNet", {"num_heads": 2}),

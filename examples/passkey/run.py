@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import exp
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import set_seed
@@ -139,7 +139,9 @@ It knows the words of such prompts and no others. `passkey-base`, which it was m
 class PasskeyStudy(Stages):
     """Stages are named "base" and by the methods."""
 
-    collator = PaddingCollator()
+    collator, methods = PaddingCollator(), METHODS
+    bases: ClassVar[dict[str, dict[str, Any]]] = {"base": {}}
+    """Stages that are trained from nothing, with options of their trainer."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         settings = TINY if options.tiny else SETTINGS
@@ -190,8 +192,8 @@ class PasskeyStudy(Stages):
     def arm(self, name: str, seed: int, checkpoint: bool = False) -> Result | None:
         """Train and measure one, or read its result; `name` may have the base's folder before it."""
         before, slash, last = name.rpartition("/")
-        base, settings = last == "base", self.settings
-        method = Method("", "", ZeroStateTrainer) if base else METHODS[last]
+        base, settings = last in self.bases, self.settings
+        method = Method("", "", ZeroStateTrainer, self.bases[last]) if base else self.methods[last]
         steps = self.base_steps(name) if base else settings.tuning_steps
         training = Training(
             steps,
