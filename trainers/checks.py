@@ -235,10 +235,11 @@ def check_adapters(model: Any) -> None:
         return
     from peft import get_peft_model_state_dict
 
+    weights = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     saved = {
         value.data_ptr()
         for name in model.peft_config
-        for value in get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False).values()
+        for value in get_peft_model_state_dict(model, weights, name, save_embedding_layers=False).values()
     }
     lost = [
         name

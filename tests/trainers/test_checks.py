@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen import forgetting
@@ -17,7 +17,12 @@ from hf_recurrent_lengthgen.trainers import (
     LearnedStateTrainer,
     ZeroStateTrainer,
 )
-from hf_recurrent_lengthgen.trainers.checks import check_arguments, check_trainable, keep_states_in_full_precision
+from hf_recurrent_lengthgen.trainers.checks import (
+    check_adapters,
+    check_arguments,
+    check_trainable,
+    keep_states_in_full_precision,
+)
 from tests.trainers import toys
 
 TRAINERS: dict[str, Any] = {
@@ -188,6 +193,21 @@ def test_an_adapter_that_was_loaded_frozen_is_refused_with_what_to_do(tmp_path: 
     with pytest.raises(ValueError, match=r"PeftModel\.from_pretrained\(model, FOLDER, is_trainable=True\)"):
         check_trainable(frozen, learns_state=False)
     check_trainable(PeftModel.from_pretrained(toys.tiny_model(), str(tmp_path), is_trainable=True), learns_state=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LoraConfig(r=2, target_modules="all-linear", bias="lora_only", modules_to_save=["embeddings", "lm_head"]),
+        LoraConfig(r=2, target_modules=["in_proj"], trainable_token_indices=[3, 4]),
+        IA3Config(target_modules=["in_proj"], feedforward_modules=[]),
+        VeraConfig(r=2, target_modules=["in_proj"]),
+        PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    ],
+    ids=lambda settings: settings.peft_type,
+)
+def test_all_that_peft_saves_may_train(settings: Any) -> None:
+    check_adapters(get_peft_model(toys.tiny_model(), settings))
 
 
 def test_weights_that_train_beside_an_adapter_are_refused_since_nothing_would_save_them(tmp_path: Path) -> None:
