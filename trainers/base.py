@@ -384,7 +384,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             plain = None if state is None else tuple(tuple(layer) for layer in state)  # Trainer moves no others
             inputs |= {"initial_state": plain, "output_final_state": False}
             self._evaluation_batches += 1
-        length = evaluation_chunk(self, inputs) if prediction_loss_only else None
+        length = evaluation_chunk(self, model, inputs) if prediction_loss_only else None
         with nullcontext() if length is None else forward_in_chunks(model, length):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import Piece, cut_rows
 from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput
-from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, keep_rows
 
 ROWS = ("input_ids", "attention_mask", "seq_idx", "labels", "shift_labels")
@@ -164,15 +163,19 @@ def check_chunkable(model: nn.Module, alone: bool = False) -> None:
         )
 
 
-def evaluation_chunk(trainer: Any, inputs: Mapping[str, Any]) -> int | None:
+def evaluation_chunk(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> int | None:
     """C, where chunks have the loss of the rows that a trainer evaluates, and nobody asks for logits; None otherwise.
 
-    Attention would see its own chunk only. A `compute_loss` beside those of `InitialStateTrainer` and Trainer may read
-    logits.
+    A `compute_loss` beside those of `InitialStateTrainer` and Trainer may read logits.
     """
     losses = [each for each in type(trainer).__mro__ if "compute_loss" in vars(each)]
-    whole = len(losses) > 2 or getattr(base_of(trainer.model), "attends", False) or not set(inputs) <= set(TAKEN)
-    return None if whole else trainer.args.bptt_chunk_length
+    if trainer.args.bptt_chunk_length is None or len(losses) > 2 or not set(inputs) <= set(TAKEN):
+        return None
+    try:
+        check_chunkable(innermost_model(model))
+    except ValueError:  # compiled, or with attention, which would see its own chunk only
+        return None
+    return int(trainer.args.bptt_chunk_length)
 
 
 def _check_inputs(inputs: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from hf_recurrent_lengthgen.data import PaddingCollator
+from hf_recurrent_lengthgen.trainers import TbttConfig, TbttTrainer
 from tests.trainers import toys
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the compiler, about its own internals
@@ -58,3 +60,13 @@ def test_a_learned_state_is_outside_of_the_layers(tmp_path: Path, monkeypatch: p
     trained(tmp_path / "eager", "learned state")  # nothing is compiled
     with pytest.raises(ValueError, match="compile the whole model"):
         trained(tmp_path / "compiled", "learned state", **COMPILED)
+
+
+def test_a_compiled_model_evaluates_whole_rows_of_which_others_read_chunks(tmp_path: Path) -> None:
+    rows = toys.examples(6)
+    given = {"train_dataset": rows, "eval_dataset": rows, "data_collator": PaddingCollator()}
+    losses = []
+    for compiled in (COMPILED, {}):
+        args = TbttConfig(str(tmp_path), bptt_chunk_length=4, **toys.QUIET, **compiled)
+        losses.append(TbttTrainer(toys.tiny_model(), args, **given).evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
