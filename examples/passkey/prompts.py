@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES
 
 WORDS = r"[A-Za-z]+|[^\sA-Za-z0-9]"
-"""And signs."""
+"""Words and signs; numbers are cut by the tokenizer."""
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 

@@ -1,8 +1,8 @@
 """Which keys does a hybrid find within a window of attention, and behind it?
 
-A Bamba whose attention sees all keys is trained from nothing on passkeys in 64 to 128 words, then on as many, in rows
-of that length or in longer prompts in pieces of 128 words, with all keys or with a window drawn for each step. Each
-model is then read with several windows, and asked for keys at several distances from the end, in prompts of its
+A Bamba is trained from nothing on passkeys in 59 to 128 words, with all keys or with a window drawn for each step. The
+base with all keys is trained on, in rows of these lengths or in longer prompts in pieces of 128 words, in both ways.
+Each model is then read with several windows, and asked for keys at several distances from the end, in prompts of its
 training length and in longer ones. Arms that have a result in --results are not run again. At the end, the table and
 the figure of WINDOWS.md are written anew, from all arms that are there.
 """
@@ -56,7 +56,7 @@ class WindowsStudy(PasskeyStudy):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        self.tokenizer = word_tokenizer(3)  # with pairs of digits, bases learn but the last digit in as many steps
+        self.tokenizer = word_tokenizer(3)  # with pairs of digits, a base was slow to learn the last digit
         self.between = {128: (0, 69)} if options.tiny else BETWEEN
         if not options.tiny:
             self.settings = replace(SETTINGS, parts=(), samples=8, lengths=tuple(BETWEEN))
