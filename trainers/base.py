@@ -204,7 +204,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 batch[MICRO_BATCH].is_last = False
         if self.args.bptt_window is not None and batches:
             plan_windows(self, batches)
-        elif self._align is None:  # whose rows have one length
+        if self._align is None:  # whose rows have one length
             self.run_record.count_tokens(self, batches)
         if self._align is not None:
             losses = [batch[MICRO_BATCH].crop_loss for batch in batches]

@@ -44,8 +44,8 @@ def ended_together(inputs: Inputs) -> Inputs:
 
 
 def plan_windows(trainer: Any, batches: list[Inputs]) -> None:
-    """Say in each `MicroBatch` of a step which windows have targets, the same on all processes, give rows the same
-    length on all of them, and count real tokens."""
+    """Say in each `MicroBatch` of a step which windows have targets, the same on all processes, and give rows the
+    same length on all of them."""
     length = _length(trainer.args)
     targets = [_targets(batch) for batch in batches]
     if trainer.args.world_size > 1:
@@ -60,8 +60,6 @@ def plan_windows(trainer: Any, batches: list[Inputs]) -> None:
     masks = [
         batch.get("attention_mask", each.new_ones(each.shape)) for batch, each in zip(batches, targets, strict=True)
     ]
-    read = torch.stack([mask.sum() for mask in masks]).sum().to(trainer.args.device)
-    trainer.run_record.read = trainer.run_record.read + trainer.accelerator.reduce(read, "sum")
     padded = torch.cat([_by_window((mask == 0).any(0), length) for mask in masks])
     if trainer.args.world_size > 1:
         scored = trainer.accelerator.gather(scored[None].int().to(trainer.args.device)).amax(0).to(padded)

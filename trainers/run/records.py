@@ -148,7 +148,7 @@ def training_run(trainer: Trainer, output: TrainOutput, facts: RunFacts) -> Trai
         loss=mean_loss(state.log_history, float(output.training_loss)),
         hardware=_hardware(args),
         settings=record.settings(trainer),
-        row_tokens=tokens / all_rows if tokens else None,
+        row_tokens=tokens / all_rows if tokens not in (0, facts.training_length * all_rows) else None,
         adapter=adapter_of(trainer.model),
         initial_weights=facts.initial_weights,
         best_step=state.best_global_step if best else None,
@@ -173,8 +173,8 @@ class RunRecord:
         self.changes: dict[str, tuple[Any, Any]] = {}
         self._began = time.monotonic()
         self._tokens = 0
-        self._lengths: set[int] = set()
-        self._padding: int | Tensor = 0
+        self._rows: int | Tensor = 0
+        self._longest = 0
         self._before: tuple[Settings, ...] = ()
         self._now: tuple[Settings, ...] = ()
         self._start = 0
@@ -185,7 +185,7 @@ class RunRecord:
         self._tokens = int(saved.get("tokens", 0)) - _tokens_read(trainer)  # a trainer counts over all its runs
         self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
         self.given, self.read, self._start = float(saved.get("given", 0.0)), 0, step
-        self._lengths, self._padding = set(), 0
+        self._rows, self._longest = 0, 0
         self._before = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
         self._now, self.changes = (), {}
 
@@ -210,23 +210,24 @@ class RunRecord:
         return done | {"settings": [to_plain(part) for part in self.settings(trainer)]}
 
     def count_tokens(self, trainer: Any, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Count the real tokens of the micro-batches of a step."""
+        """Count the real tokens of the micro-batches of a step, and their rows, over all processes."""
         read: int | Tensor = 0
+        rows: int | Tensor = 0
         for batch in batches:
-            (rows, length), mask = token_shape_of(batch), batch.get("attention_mask")
-            real = rows * length if mask is None else (mask != 0).sum()
-            self._lengths.add(length)
-            self._padding, read = self._padding + (rows * length - real), read + real
+            (size, length), mask = token_shape_of(batch), batch.get("attention_mask")
+            read, rows = read + (size * length if mask is None else (mask != 0).sum()), rows + size
+            self._longest = max(self._longest, length)
         if trainer.args.world_size > 1:
-            read = trainer.accelerator.reduce(torch.as_tensor(read, device=trainer.args.device), "sum")
-        self.read = self.read + read
+            counted = torch.stack([torch.as_tensor(number, device=trainer.args.device) for number in (read, rows)])
+            read, rows = trainer.accelerator.reduce(counted, "sum")
+        self.read, self._rows = self.read + read, self._rows + rows
 
     def tokens(self, trainer: Trainer) -> int:
         """Real tokens of all steps if the trainer counts them, reads windows, or has rows of several lengths; else 0,
         since all rows have the training length."""
         in_windows = getattr(trainer.args, "bptt_window", None) is not None
-        counts = in_windows or len(self._lengths) > 1 or bool(self._padding)
-        return self._tokens + (_tokens_read(trainer) or (int(self.read) if counts else 0))
+        several = bool(self.read != self._rows * self._longest)
+        return self._tokens + (_tokens_read(trainer) or (int(self.read) if in_windows or several else 0))
 
     def settings(self, trainer: Trainer) -> tuple[Settings, ...]:
         """The settings of the run, with a new entry wherever they changed."""
