@@ -60,7 +60,8 @@ class InitialStateConfig(TrainingArguments):
     bptt_chunk_length: int | None = option(
         None,
         "Run each row in chunks of this many tokens and recompute their activations in the backward pass: "
-        "rows may be longer than memory allows, and gradients through the state stay exact. Default: whole rows.",
+        "rows may be longer than memory allows, and gradients through the state stay exact. Evaluation of the "
+        "loss reads the same chunks, but in hybrids. Default: whole rows.",
     )
     bptt_window: int | None = option(
         None,
