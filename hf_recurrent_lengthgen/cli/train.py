@@ -143,7 +143,8 @@ def train(
         if training.load_best_model_at_end and (best := trainer.state.best_model_checkpoint) is not None:
             found = f"{training.metric_for_best_model} {trainer.state.best_metric:g}"
             print(f"The saved weights are the best of this run: {found}, of {Path(best).name}.")
-        print(_next_step(settings, training, length_before, text, takes_states(model)))
+        ends_texts = tokenizer is None or tokenizer.eos_token_id is not None
+        print(_next_step(settings, training, length_before, text, takes_states(model), ends_texts))
     return trainer
 
 
@@ -346,23 +347,31 @@ def _next_step(
     length_before: int | None = None,
     text: Sequence[str] = (),
     has_states: bool = True,
+    ends_texts: bool = True,
 ) -> str:
     """The message after a training: what was saved, and how to use, check or measure it.
 
     `length_before` is the training length of the model before, and `text` are options of `lengthgen evaluate`. A model
-    without states is one of Transformers, which `lengthgen verify` does not take.
+    without states is one of Transformers, which `lengthgen verify` does not take; a tokenizer that ends no text has no
+    end token, which `lengthgen evaluate` needs.
     """
     output = str(training.output_dir)
-    command = ["lengthgen", "accuracy" if settings.of_symbols else "evaluate"]
+    numbers = ["--task-keys", str(settings.task_keys), "--task-values", str(settings.task_values)]
+    asked = {"passkey": ["--task-style", settings.task_style], "keys": ["--task", "keys", *numbers, *text]}
+    longer = ["--lengths", str(2 * max(settings.row_lengths)), *asked.get(settings.task, ())]
+    in_prompts_alone = settings.task == "passkey" and not ends_texts
+    command = ["lengthgen", "accuracy" if settings.of_symbols else "retrieve" if in_prompts_alone else "evaluate"]
     if settings.of_symbols or settings.from_scratch:
         command.append(output)
     else:
-        command += [settings.model, output, "--roles", f"base,{'cured' if _method(settings, training) else 'control'}"]
+        command += [settings.model, output]
+        if not in_prompts_alone:
+            command += ["--roles", f"base,{'cured' if _method(settings, training) else 'control'}"]
         if length_before not in (None, settings.length):
             command += ["--training-length", str(settings.length)]
         if settings.tokenizer:
             command += ["--tokenizer", settings.tokenizer]
-    command += text
+    command += longer if in_prompts_alone else text
     if settings.trust_remote_code:
         command.append("--trust-remote-code")
     if _state_alone(training):
@@ -374,12 +383,9 @@ In Python, load_model({output!r}) loads it with its base, {settings.model}."""
         if holds_adapter(output):
             then = [["lengthgen", "merge", output, "--output", f"{output}-merged"]]
         saved = f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*then, command]))}"
-    numbers = ["--task-keys", str(settings.task_keys), "--task-values", str(settings.task_values)]
-    asked = {"passkey": ["--task-style", settings.task_style], "keys": ["--task", "keys", *numbers, *text]}
     if settings.task == "examples":
         return f"{saved} for losses on text; the loss on answers is eval_loss in training (--eval-strategy)."
-    if settings.task not in asked:
+    if settings.task not in asked or in_prompts_alone:
         return saved
-    longer = ["lengthgen", "retrieve", output, "--lengths", str(2 * max(settings.row_lengths))]
-    retrieve = shlex.join([*longer, *asked[settings.task]])
+    retrieve = shlex.join(["lengthgen", "retrieve", output, *longer])
     return f"{saved} for losses on text, and for {settings.task.removesuffix('s')}s {retrieve}"

@@ -341,3 +341,11 @@ def test_an_intervention_from_a_file(
         sys.modules.pop(name)
         INTERVENTIONS.clear()
         INTERVENTIONS.update(known)
+
+
+def test_losses_on_text_are_not_offered_where_the_tokenizer_cannot_end_a_text() -> None:
+    asked = "--model m --task passkey --task-length 128-4k --training-length 128 --output out"
+    settings, training, _ = read_options(asked.split())
+    told = command._next_step(settings, training, 128, ends_texts=False)
+    retrieve = "lengthgen retrieve m out --lengths 8192 --task-style 'pass key'"
+    assert told == f"Saved to out. Next: lengthgen verify out, then {retrieve}"
