@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from .packing import IGNORED_LABEL
 
+logger = logging.get_logger(__name__)
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -51,6 +53,14 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, examples: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
+        if isinstance(examples, (str, Path, Mapping)):
+            given = repr(str(examples)) if not isinstance(examples, Mapping) else f"{type(examples).__name__} of names"
+            raise ValueError(
+                f"examples is {given}, but must be rows, such as one split: "
+                "datasets.load_dataset('json', data_files='FILE.jsonl', split='train')"
+            )
+        if isinstance(tokenizer, str):
+            raise ValueError(f"tokenizer is a name: give AutoTokenizer.from_pretrained({tokenizer!r})")
         self._rows: list[tuple[Tensor, Tensor]] = []  # token ids, int32, and whether they are answers
         digest = hashlib.blake2b(digest_size=8)
         features = getattr(examples, "features", None)
@@ -68,6 +78,13 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
                 digest.update(part.numpy().tobytes())
         if not self._rows:
             raise ValueError("there is no example; give some")
+        end = tokenizer.eos_token_id
+        silent = [i for i, (ids, answers) in enumerate(self._rows) if ids[answers].tolist() == [end]]
+        if silent:
+            logger.warning(
+                f"{len(silent)} of {len(self._rows)} examples (first: {silent[0]}) have an empty answer, so they "
+                "teach to end without one: remove them if that is not meant."
+            )
         self.item_lengths = [len(ids) for ids, _ in self._rows]
         self.longest = max(self.item_lengths)
         self.resume_record = {"digest": digest.hexdigest()}
@@ -93,6 +110,11 @@ def _given(value: Any, feature: Any) -> Any:
 
 def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Token ids of an example, and whether each is part of an answer."""
+    if not isinstance(example, Mapping):
+        raise ValueError(
+            f"it is a {type(example).__name__}, {example!r:.40}, but must be a mapping with messages, or with prompt "
+            "and completion"
+        )
     given = {name for name, value in example.items() if value is not None}
     if given & {"messages", "prompt", "completion"} == {"messages"}:
         return _chat(example, tokenizer)
@@ -117,7 +139,10 @@ def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], lis
 def _text(text: str, tokenizer: Any) -> list[int]:
     """Token ids of a text; without an end token that the tokenizer puts after every text."""
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no end token to put after the completion: set tokenizer.eos_token")
+        raise ValueError(
+            "the tokenizer has no end token to put after the completion: set tokenizer.eos_token (for "
+            "the command line in a copy, tokenizer.save_pretrained(FOLDER), given as --tokenizer FOLDER)"
+        )
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token) else ids
 
@@ -169,6 +194,7 @@ def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **opti
     try:
         if options.get("return_assistant_tokens_mask"):
             return render_jinja_template([chat], chat_template=template, **tokenizer.special_tokens_map | options)
-        return tokenizer.apply_chat_template(chat, return_dict=True, **options)
+        # a row may be longer than the tokenizer's model_max_length, of which it warns
+        return tokenizer.apply_chat_template(chat, return_dict=True, tokenizer_kwargs={"verbose": False}, **options)
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses it ({error})") from error

@@ -1,5 +1,6 @@
 """Own examples: token ids and labels are those of TRL's `SFTTrainer`."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from hf_recurrent_lengthgen.data import LabelledExamples, byte_tokenizer
+from hf_recurrent_lengthgen.data import LabelledExamples, byte_tokenizer, examples
 from tests.data.tasks.conftest import like_gpt_neox
 from tests.data.test_tokens import byte_level_tokenizer
 
@@ -188,7 +189,47 @@ def test_a_tokenizer_that_cannot_label_is_refused() -> None:
     slow = ByT5Tokenizer(chat_template=TEMPLATE)
     with pytest.raises(ValueError, match=r"ByT5Tokenizer does not say which characters .* give a fast tokenizer, or"):
         LabelledExamples([CHAT], slow)
-    with pytest.raises(ValueError, match="has no end token to put after the completion: set"):
+    with pytest.raises(ValueError, match=r"has no end token to put after the completion: set .* --tokenizer FOLDER"):
         LabelledExamples([PAIR], byte_level_tokenizer())
     with pytest.raises(ValueError, match="there is no example"):
         LabelledExamples([], slow)
+
+
+def test_what_is_no_rows_is_refused() -> None:
+    data = Dataset.from_list([PAIR])
+    for given, shown in [("a.jsonl", "'a.jsonl'"), (Path("a.jsonl"), "'a.jsonl'"), ({"train": data}, "dict of names")]:
+        with pytest.raises(
+            ValueError, match=f"examples is {shown}, but must be rows, such as one split: datasets.load_d"
+        ):
+            LabelledExamples(given, tokenizer())  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"example 1: it is a str, 'The pass key', but must be a mapping with messages,"
+    ):
+        LabelledExamples([PAIR, "The pass key"], tokenizer())  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"tokenizer is a name: give AutoTokenizer.from_pretrained\('model'\)"):
+        LabelledExamples([PAIR], "model")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["messages", "texts", "lists"])
+def test_rows_longer_than_a_tokenizer_expects_are_taken_in_silence(
+    form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = tokenizer()
+    made.model_max_length = 4
+    rows = LabelledExamples(Dataset.from_dict(columns(form)), made)
+    assert rows.longest > 4
+    assert "longer than the specified maximum" not in caplog.text
+
+
+def test_empty_answers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(examples.logger, "warning", told.append)
+    silent = {"prompt": "a", "completion": ""}
+    LabelledExamples([PAIR, CHAT], tokenizer())
+    assert told == []
+    rows = LabelledExamples([PAIR, silent, CHAT, silent], tokenizer())
+    assert told == [
+        "2 of 4 examples (first: 1) have an empty answer, so they teach to end without one: remove them if that is "
+        "not meant."
+    ]
+    assert (rows[1]["labels"] != -100).sum() == 1
