@@ -154,10 +154,10 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         is_empty = isinstance(cause, StopIteration) or "corresponds to no data" in str(cause)
         why = "it is empty" if is_empty else f"{type(cause).__name__}: {cause}"
-        raise ValueError(
-            f"cannot read split {split!r} of {str(path_or_name)!r}: {why}; "
-            "give an existing file or folder that has data in this split, or the name of a Hub dataset"
-        ) from error
+        remedy = "give an existing file or folder that has data in this split, or the name of a Hub dataset"
+        if "JSON parse error" in why:
+            remedy = "give JSON objects, one on each line or all in a list, in UTF-8"
+        raise ValueError(f"cannot read split {split!r} of {str(path_or_name)!r}: {why}; {remedy}") from error
     finally:
         readers.setLevel(level)
         if shown:

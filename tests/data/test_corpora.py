@@ -222,7 +222,12 @@ def test_wrong_column_and_split_errors_name_what_is_there(sources: Path, name: s
         ("a.txt", b"\xff\xfe", "UnicodeDecodeError"),
         ("a.jsonl", b"", "cannot read split 'train' of .*: it is empty; give an existing file or folder"),
         ("a.jsonl", b"\n\n", "cannot read split 'train' of .*: it is empty; give an existing file or folder"),
-        ("a.jsonl", b'{"text": \n nonsense', "JSON parse error"),
+        (
+            "a.jsonl",
+            b'{"text": \n nonsense',
+            "JSON parse error.*; give JSON objects, one on each line or all in a list, in UTF-8",
+        ),
+        ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "JSON parse error.*; give JSON objects, one on .*, in UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "f\xfcr"}\n', "Invalid UTF8 sequence at string index 1"),
         ("a.jsonl", b'{"text": "a"}\n{"text": null}\n', "must hold texts, but row 1 is None"),
         ("a.jsonl", b'{"text": ["a"]}\n', "must hold texts, but row 0 is"),
