@@ -28,7 +28,8 @@ def length_bounds(length: Lengths, name: str) -> tuple[int, int]:
     bounds = [operator.index(bound) for bound in np.array(length, dtype=object, ndmin=1)]
     if len(bounds) not in (1, 2) or not 1 <= bounds[0] <= bounds[-1]:
         raise ValueError(
-            f"The length of {name} is {length!r}, but must be a number of at least 1, or a minimum and a maximum."
+            f"The length of {name} is {length!r}, but must be a number of at least 1, or a minimum and a maximum, in "
+            "this order."
         )
     return bounds[0], bounds[-1]
 

@@ -120,7 +120,7 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
         PasskeyPrompts(tokenizer, shortest - 1, 1)
     with pytest.raises(ValueError, match=f"length is {shortest - 1}, .* has {shortest} tokens"):
         PasskeyPrompts(tokenizer, (shortest - 1, 400), 1)
-    with pytest.raises(ValueError, match=r"The length of passkey prompts is \(400, 300\), but must be a number"):
+    with pytest.raises(ValueError, match=r"passkey prompts is \(400, 300\), but .* a maximum, in this order"):
         PasskeyPrompts(tokenizer, (400, 300), 1)
     with pytest.raises(ValueError, match=r"depth is 1\.1"):
         passkey_prompt(tokenizer, 400, 1.1, "12345")
