@@ -42,7 +42,8 @@ def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
     tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"{type(tokenizer).__name__} has no end-of-text token to put between documents; set tokenizer.eos_token"
+            f"{type(tokenizer).__name__} has no end-of-text token to put between documents; set tokenizer.eos_token "
+            "(for the command line in a copy, tokenizer.save_pretrained(FOLDER), given as --tokenizer FOLDER)"
         )
     ending = np.array([tokenizer.eos_token_id], np.int32)
     # A subclass may tokenize differently, so only the class itself is known to be plain bytes.
