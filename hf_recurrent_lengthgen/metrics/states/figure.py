@@ -164,7 +164,8 @@ def _draw_heads(
     if more := drifting[NAMED_HEADS:]:
         ends.append((min(values[-1] for _, values in more), f"+{len(more)} more", DRIFT))
     if steady:
-        text = f"{len(steady)} steady" if drifting else "none drifts"
+        none = "none drifts" if diagnosis.names_heads else "drift unknown"
+        text = f"{len(steady)} steady" if drifting else none
         ends.append((float(np.median([values[-1] for _, values in steady])), text, STEADY))
     label_ends(axes, ends)
 

@@ -249,7 +249,7 @@ def _removed_cell(states: StateDiagnosis) -> str:
         return ""
     group = drifting_group(states)
     if group is None:
-        return "<small>none drifts</small>"
+        return f"<small>{'none drifts' if states.names_heads else 'unknown'}</small>"
     if not states.patching.harmful:
         return "<small>no harm shown</small>"
     return f"{cell(group.restored, sign=True)}<small>{harm_share_text(states.patching, group.restored)}</small>"
