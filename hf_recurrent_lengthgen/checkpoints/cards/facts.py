@@ -247,7 +247,9 @@ def _read(file: Path) -> tuple[str, Result]:
     try:
         plain = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as a result file: {error}.") from error
+        held = [str(file / name) for name in ("result.json", "retrieval.json") if (file / name).is_file()]
+        remedy = f" Give {' or '.join(held)}." if held else ""
+        raise ValueError(f"{file} cannot be read as a result file: {error}.{remedy}") from error
     kind = plain.get("kind") if isinstance(plain, dict) else None
     if kind not in KINDS:
         raise ValueError(

@@ -282,3 +282,10 @@ def test_what_is_no_result_file_is_refused(work: Work, tmp_path: Path, content: 
     (tmp_path / "file.json").write_text(content)
     with pytest.raises(ValueError, match=complaint):
         build_card(work.cured, [tmp_path / "file.json"])
+
+
+def test_a_folder_in_place_of_its_result_file_is_named(work: Work, tmp_path: Path) -> None:
+    (tmp_path / "retrieval.json").write_text("{}")
+    file = re.escape(str(tmp_path / "retrieval.json"))
+    with pytest.raises(ValueError, match=rf"cannot be read as a result file: .*directory.* Give {file}\.$"):
+        build_card(work.cured, [tmp_path])
