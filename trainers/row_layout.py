@@ -9,6 +9,7 @@ from typing import Any
 from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, default_data_collator
 
+from hf_recurrent_lengthgen.data.collating import PaddingCollator
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.rows import read_rows
@@ -19,10 +20,16 @@ from hf_recurrent_lengthgen.trainers.run.shared_rows import refuse_other_rows
 from hf_recurrent_lengthgen.trainers.windows import ended_together
 
 
-def without_padding(collator: Any) -> Any:
-    """The collator; one for rows of equal length instead of Trainer's default if the tokenizer has no pad token."""
-    lacks = type(collator) is DataCollatorWithPadding and collator.tokenizer.pad_token is None
-    return default_data_collator if lacks else collator
+def chosen_collator(trainer: Any) -> Any:
+    """The collator of a trainer. Instead of Trainer's default, which pads no labels, it is `PaddingCollator` for rows
+    that say their `item_lengths`, and one for rows of equal length if the tokenizer has no pad token.
+    """
+    collator, rows = trainer.data_collator, trainer.train_dataset
+    rows = trainer.eval_dataset if rows is None else rows
+    pads = type(collator) is DataCollatorWithPadding
+    if (pads or collator is default_data_collator) and hasattr(rows, "item_lengths"):
+        return PaddingCollator()
+    return default_data_collator if pads and collator.tokenizer.pad_token is None else collator
 
 
 def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:

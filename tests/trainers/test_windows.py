@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening
 
-from hf_recurrent_lengthgen.data import PaddingCollator
+from hf_recurrent_lengthgen.data import LabelledExamples, PaddingCollator, byte_tokenizer
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state
 from hf_recurrent_lengthgen.trainers import (
@@ -237,6 +237,17 @@ def test_predictions_are_in_the_order_of_the_data_where_training_groups_rows_by_
     labels: Any = trainer.predict(rows).label_ids
     assert labels[:, 1].tolist() == sizes
     assert trainer.args.train_sampling_strategy == "group_by_length"
+
+
+@pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()], ids=["alone", "with tokenizer"])
+def test_own_examples_of_several_lengths_need_no_collator(tmp_path: Any, tokenizer: Any) -> None:
+    pairs = [{"prompt": "a" * size, "completion": "b"} for size in (5, 9, 3, 12)]
+    rows = LabelledExamples(pairs, byte_tokenizer())
+    args = TbttConfig(str(tmp_path), bptt_chunk_length=4, per_device_train_batch_size=4, **QUIET)
+    trainer = TbttTrainer(tiny_model(), args, train_dataset=rows, processing_class=tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape == (4, 14)
+    assert (batch["labels"] != -100).sum(1).tolist() == [2] * 4
 
 
 def test_sequences_that_begin_inside_rows_begin_from_zero_in_windows(tmp_path: Any) -> None:
