@@ -30,9 +30,9 @@ from hf_recurrent_lengthgen.trainers.checks import (
     UPDATE_IN_BACKWARD,
     check_batch,
     check_no_forgetting,
-    check_no_windows,
     check_train_data,
     check_trainer,
+    check_windows,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import evaluation_chunk, forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
@@ -260,8 +260,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 num_items_in_batch = None  # the mean of this process; `prediction_step` averages over processes
             with self._loss_function(None if self._align else self.compute_loss_func):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        check_windows(self, inputs, num_items_in_batch)
         if MICRO_BATCH not in inputs:  # called by hand, outside of `train`
-            check_no_windows(self.args)
             inputs = lay_out(self, inputs, 0)
         micro_batch, inputs = self.given(inputs)
         crop_loss = micro_batch.crop_loss

@@ -228,6 +228,18 @@ def test_evaluation_reads_no_more_at_once_than_training_where_the_loss_is_all_th
     assert measured == pytest.approx(float(expected), rel=1e-6)
 
 
+class WithoutCount(TbttTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+def test_a_loss_that_does_not_hand_on_the_number_of_targets_is_refused(tmp_path: Any) -> None:
+    """Each window would count as much as the whole step."""
+    args = TbttConfig(str(tmp_path), bptt_chunk_length=4, max_steps=1, save_strategy="no", **QUIET)
+    with pytest.raises(ValueError, match=r"WithoutCount.compute_loss.* hand on num_items_in_batch"):
+        WithoutCount(tiny_model(), args, train_dataset=examples(8)).train()
+
+
 def test_predictions_are_in_the_order_of_the_data_where_training_groups_rows_by_length(tmp_path: Any) -> None:
     sizes = [5, 9, 3, 12, 7, 4]
     rows = [{"input_ids": torch.full((size,), 3), "labels": torch.full((size,), size)} for size in sizes]
