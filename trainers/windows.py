@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_recurrent_lengthgen.data.collating import FILL
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import cut_rows, shifted_targets
-from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.models.rows import BORDERS, LONGEST, read_rows
 from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, MicroBatch
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
@@ -58,6 +58,8 @@ def plan_windows(trainer: Any, batches: list[Inputs]) -> None:
                 targets[index] = pad(targets[index], (extra, 0), value=IGNORED_LABEL)
     scored = torch.cat([_by_window((each != IGNORED_LABEL).any(0), length) for each in targets])
     masks = [
+                for name in (*BORDERS, *LONGEST):  # of rows that are one sequence each, without the padding
+                    batch.pop(name, None)
         batch.get("attention_mask", each.new_ones(each.shape)) for batch, each in zip(batches, targets, strict=True)
     ]
     padded = torch.cat([_by_window((mask == 0).any(0), length) for mask in masks])
