@@ -95,6 +95,11 @@ def check_chunks(trainer: Any) -> None:
     args = trainer.args
     if trainer.needs_continued_data and not trainer.continues and args.bptt_window is None:
         args.bptt_window = 1
+    if any(adapter.is_prompt_learning for adapter in getattr(trainer.model, "peft_config", {}).values()):
+        raise ValueError(
+            "The adapter puts virtual tokens before what the model is given, so before each piece of a row: choose "
+            "another adapter, such as LoRA, or leave bptt_chunk_length out."
+        )
     check_chunkable(innermost_model(trainer.model), alone=args.bptt_window == 1)
     if trainer.compute_loss_func is not None:
         raise ValueError(

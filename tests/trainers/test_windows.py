@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from peft import PromptTuningConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening
 
@@ -334,3 +335,6 @@ def test_losses_of_the_user_and_by_hand_are_refused(tmp_path: Any) -> None:
     unlabelled = [{"input_ids": torch.full((5,), 3)} for _ in range(8)]
     with pytest.raises(ValueError, match="need labels"):
         ZeroStateTrainer(tiny_model(), args, train_dataset=unlabelled).train()
+    virtual = get_peft_model(tiny_model(), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="virtual tokens before what the model is given"):
+        ZeroStateTrainer(virtual, args, train_dataset=examples(3))
