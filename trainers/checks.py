@@ -108,6 +108,12 @@ def check_chunks(trainer: Any) -> None:
         )
     if args.bptt_window is None:
         return
+    config = getattr(base_of(trainer.model), "config", None)
+    if config is not None and getattr(config.get_text_config(decoder=True), "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True in the config adds a loss of the experts to each window, so the more, the "
+            "longer a row is: set it to False (model.config.output_router_logits), or leave bptt_window out."
+        )
     if trainer.learns_state:
         raise ValueError(
             "bptt_window stops the gradient between windows, so a learned state would learn from the first window of "

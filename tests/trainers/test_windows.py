@@ -299,6 +299,14 @@ def test_a_mixture_on_examples_may_pass_states_and_truncate(tmp_path: Any) -> No
         MixedStatesConfig(str(tmp_path), mixture=mixture, **QUIET)
     args = MixedStatesConfig(
         str(tmp_path), mixture=mixture, bptt_chunk_length=4, max_steps=3, save_strategy="no", **QUIET
+@needs_hybrids
+def test_a_loss_of_experts_is_refused(tmp_path: Any) -> None:
+    """Each window would add it, and a window in which a row has not begun has none."""
+    model = stateful(stock_model("granitemoehybrid", output_router_logits=True))
+    with pytest.raises(ValueError, match="adds a loss of the experts to each window"):
+        TbttTrainer(model, TbttConfig(str(tmp_path), bptt_chunk_length=4, **QUIET), train_dataset=examples(3))
+
+
     )
     trainer = MixedStatesTrainer(tiny_model(), args, train_dataset=examples(24))
     trainer.train()
