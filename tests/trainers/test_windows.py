@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from itertools import islice, pairwise
+from logging import Logger
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from peft import PromptTuningConfig, get_peft_model
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening
 
@@ -139,7 +140,10 @@ def test_windows_without_targets_are_read_without_gradient_and_logits(tmp_path: 
     assert calls == [(3, False, 1), *[(5, False, 1)] * 3, (5, True, 5)] * 2
 
 
-def test_a_step_without_targets_changes_no_weight_also_with_momentum_and_decay(tmp_path: Any) -> None:
+def test_a_step_without_targets_is_told_once_and_changes_no_weight_also_with_momentum_and_decay(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     rows = examples(9)
     for row in rows[3:6]:
         row["labels"] = torch.full_like(row["labels"], -100)
@@ -155,6 +159,8 @@ def test_a_step_without_targets_changes_no_weight_also_with_momentum_and_decay(t
     args.per_device_train_batch_size = 3
     model = tiny_model()
     Watched(model, args, train_dataset=rows).train()
+    assert [message for message in caplog.messages if "has no token that is a target" in message] == caplog.messages
+    assert len(caplog.messages) == 1
     assert_same_weights(seen[2], seen[1])
     with pytest.raises(AssertionError):
         assert_same_weights(seen[1], seen[0])
@@ -293,12 +299,6 @@ def test_attention_of_a_hybrid_sees_its_piece(tmp_path: Any) -> None:
         torch.testing.assert_close(found.get_parameter(name), moved, rtol=0, atol=1e-6)
 
 
-def test_a_mixture_on_examples_may_pass_states_and_truncate(tmp_path: Any) -> None:
-    mixture = {"zero": 0.3, "tbtt": 0.3, "state_passing": 0.4}
-    with pytest.raises(ValueError, match="or set bptt_chunk_length"):
-        MixedStatesConfig(str(tmp_path), mixture=mixture, **QUIET)
-    args = MixedStatesConfig(
-        str(tmp_path), mixture=mixture, bptt_chunk_length=4, max_steps=3, save_strategy="no", **QUIET
 @needs_hybrids
 def test_a_loss_of_experts_is_refused(tmp_path: Any) -> None:
     """Each window would add it, and a window in which a row has not begun has none."""
@@ -307,6 +307,12 @@ def test_a_loss_of_experts_is_refused(tmp_path: Any) -> None:
         TbttTrainer(model, TbttConfig(str(tmp_path), bptt_chunk_length=4, **QUIET), train_dataset=examples(3))
 
 
+def test_a_mixture_on_examples_may_pass_states_and_truncate(tmp_path: Any) -> None:
+    mixture = {"zero": 0.3, "tbtt": 0.3, "state_passing": 0.4}
+    with pytest.raises(ValueError, match="or set bptt_chunk_length"):
+        MixedStatesConfig(str(tmp_path), mixture=mixture, **QUIET)
+    args = MixedStatesConfig(
+        str(tmp_path), mixture=mixture, bptt_chunk_length=4, max_steps=3, save_strategy="no", **QUIET
     )
     trainer = MixedStatesTrainer(tiny_model(), args, train_dataset=examples(24))
     trainer.train()
@@ -334,6 +340,9 @@ def test_losses_of_the_user_and_by_hand_are_refused(tmp_path: Any) -> None:
         changing = InitialStateConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=1, optim=optim, **QUIET)
         with pytest.raises(ValueError, match="changes the weights in each backward pass"):
             ZeroStateTrainer(tiny_model(), changing, train_dataset=examples(3))
+    virtual = get_peft_model(tiny_model(), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="virtual tokens before what the model is given"):
+        ZeroStateTrainer(virtual, args, train_dataset=examples(3))
     learned = LearnedStateConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=2, **QUIET)
     with pytest.raises(ValueError, match="learn from the first window"):
         LearnedStateTrainer(tiny_model(), learned, train_dataset=examples(3))
@@ -343,6 +352,3 @@ def test_losses_of_the_user_and_by_hand_are_refused(tmp_path: Any) -> None:
     unlabelled = [{"input_ids": torch.full((5,), 3)} for _ in range(8)]
     with pytest.raises(ValueError, match="need labels"):
         ZeroStateTrainer(tiny_model(), args, train_dataset=unlabelled).train()
-    virtual = get_peft_model(tiny_model(), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(ValueError, match="virtual tokens before what the model is given"):
-        ZeroStateTrainer(virtual, args, train_dataset=examples(3))
