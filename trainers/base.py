@@ -37,7 +37,7 @@ from hf_recurrent_lengthgen.trainers.checks import (
 from hf_recurrent_lengthgen.trainers.chunked_backprop import evaluation_chunk, forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, BatchPlace, InitialStateSource, MicroBatch
-from hf_recurrent_lengthgen.trainers.row_layout import lay_out, without_padding
+from hf_recurrent_lengthgen.trainers.row_layout import lay_out, rows_of_all_lengths
 from hf_recurrent_lengthgen.trainers.run.arguments import check_config
 from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback, RunCallback
 from hf_recurrent_lengthgen.trainers.run.resumable_runs import ResumableTrainer
@@ -92,7 +92,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             model = load_model(model, needs_states=self.needs_states)
         self._shared = SharedRows.of(args)
         super().__init__(self.prepared(model, args), args, *positional, **keyword)
-        self.data_collator = without_padding(self.data_collator)
+        self.data_collator = rows_of_all_lengths(self.data_collator)
         check_trainer(self)
         self._own_loss = self.compute_loss_func
         self._set_up_alignment()

@@ -3,12 +3,15 @@
 The alignment loss runs two crops of every row. A source of initial states still sees one state per row of the batch.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, default_data_collator
 
+from hf_recurrent_lengthgen.data.collating import PaddingCollator
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.rows import read_rows
@@ -19,10 +22,26 @@ from hf_recurrent_lengthgen.trainers.run.shared_rows import refuse_other_rows
 from hf_recurrent_lengthgen.trainers.windows import ended_together
 
 
-def without_padding(collator: Any) -> Any:
-    """The collator; one for rows of equal length instead of Trainer's default if the tokenizer has no pad token."""
-    lacks = type(collator) is DataCollatorWithPadding and collator.tokenizer.pad_token is None
-    return default_data_collator if lacks else collator
+class UsualRows:
+    """Trainer's default collator; `PaddingCollator` where the labels of tokens differ in length, which the default
+    does not pad."""
+
+    def __init__(self, usual: Callable[[Any], Any]) -> None:
+        self.usual = usual
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        rows = [item for item in items if isinstance(item, Mapping)]
+        shapes = {np.shape(row[name]) for row in rows for name in ("labels", "shift_labels") if name in row}
+        return PaddingCollator()(items) if len(shapes) > 1 else self.usual(items)
+
+
+def rows_of_all_lengths(collator: Any) -> Any:
+    """The collator; in place of Trainer's defaults `UsualRows`, also for a tokenizer without a pad token."""
+    if collator is default_data_collator:
+        return UsualRows(collator)
+    if type(collator) is not DataCollatorWithPadding:
+        return collator
+    return UsualRows(default_data_collator if collator.tokenizer.pad_token is None else collator)
 
 
 def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening
 
-from hf_recurrent_lengthgen.data import PaddingCollator
+from hf_recurrent_lengthgen.data import PaddingCollator, byte_tokenizer
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state
 from hf_recurrent_lengthgen.trainers import (
@@ -205,6 +205,22 @@ def test_batches_without_padding_count_among_idle_tokens(tmp_path: Any) -> None:
     trainer = trained(tmp_path, tiny_model(), rows, collator=PaddingCollator(), **settings)
     assert trainer.state.log_history[0]["idle_tokens"] == pytest.approx(1 - sum(sizes) / 36)
     assert trainer.run_record.given == 4
+
+
+@pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()])
+def test_rows_of_several_lengths_need_no_collator(tmp_path: Any, tokenizer: Any) -> None:
+    rows = examples(6)
+    given = [{name: row[name][: row["attention_mask"].sum()] for name in ("input_ids", "labels")} for row in rows]
+    found = []
+    for collator in (None, PaddingCollator()):
+        model = tiny_model().double()
+        args = TbttConfig(str(tmp_path), bptt_chunk_length=4, max_steps=2, save_strategy="no", **QUIET, **PLAIN)
+        args.per_device_train_batch_size = 3
+        trainer = InOrder(model, args, train_dataset=given, data_collator=collator, processing_class=tokenizer)
+        trainer.train()
+        found.append((weights(model), trainer.evaluate(given)["eval_loss"]))
+    assert_same_weights(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 class LogitsToo(TbttTrainer):
