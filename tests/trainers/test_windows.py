@@ -256,6 +256,17 @@ class WithoutCount(TbttTrainer):
         return super().compute_loss(model, inputs, return_outputs)
 
 
+def test_rows_with_padding_inside_are_evaluated_whole(tmp_path: Any) -> None:
+    """The output for the token after it may be in the chunk before."""
+    ids = sequences(1)[0]["input_ids"]
+    args = TbttConfig(str(tmp_path), bptt_chunk_length=4, **QUIET)
+    trainer = TbttTrainer(tiny_model(), args, train_dataset=examples(3))
+    row = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    padded = {name: torch.cat([value[:4], value.new_zeros(1), value[4:]]) for name, value in row.items()}
+    padded["labels"][4] = -100
+    assert trainer.evaluate([padded])["eval_loss"] == pytest.approx(trainer.evaluate([row])["eval_loss"])
+
+
 def test_a_loss_that_does_not_hand_on_the_number_of_targets_is_refused(tmp_path: Any) -> None:
     """Each window would count as much as the whole step."""
     args = TbttConfig(str(tmp_path), bptt_chunk_length=4, max_steps=1, save_strategy="no", **QUIET)
