@@ -30,14 +30,14 @@ from hf_recurrent_lengthgen.trainers.checks import (
     UPDATE_IN_BACKWARD,
     check_batch,
     check_no_forgetting,
-    check_no_windows,
     check_train_data,
     check_trainer,
+    check_windows,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import evaluation_chunk, forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, BatchPlace, InitialStateSource, MicroBatch
-from hf_recurrent_lengthgen.trainers.row_layout import chosen_collator, lay_out
+from hf_recurrent_lengthgen.trainers.row_layout import lay_out, rows_of_all_lengths
 from hf_recurrent_lengthgen.trainers.run.arguments import check_config
 from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback, RunCallback
 from hf_recurrent_lengthgen.trainers.run.resumable_runs import ResumableTrainer
@@ -92,7 +92,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             model = load_model(model, needs_states=self.needs_states)
         self._shared = SharedRows.of(args)
         super().__init__(self.prepared(model, args), args, *positional, **keyword)
-        self.data_collator = chosen_collator(self)
+        self.data_collator = rows_of_all_lengths(self.data_collator)
         check_trainer(self)
         self._own_loss = self.compute_loss_func
         self._set_up_alignment()
@@ -260,8 +260,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 num_items_in_batch = None  # the mean of this process; `prediction_step` averages over processes
             with self._loss_function(None if self._align else self.compute_loss_func):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+        check_windows(self, inputs, num_items_in_batch)
         if MICRO_BATCH not in inputs:  # called by hand, outside of `train`
-            check_no_windows(self.args)
             inputs = lay_out(self, inputs, 0)
         micro_batch, inputs = self.given(inputs)
         crop_loss = micro_batch.crop_loss

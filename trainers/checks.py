@@ -16,9 +16,10 @@ from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
+from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH
 from hf_recurrent_lengthgen.trainers.run.arguments import check_arguments, keep_states_in_full_precision
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels
-from hf_recurrent_lengthgen.trainers.run.step_checks import recurrent_layers
+from hf_recurrent_lengthgen.trainers.run.step_checks import first_with, recurrent_layers
 
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
@@ -94,6 +95,11 @@ def check_chunks(trainer: Any) -> None:
     args = trainer.args
     if trainer.needs_continued_data and not trainer.continues and args.bptt_window is None:
         args.bptt_window = 1
+    if any(adapter.is_prompt_learning for adapter in getattr(trainer.model, "peft_config", {}).values()):
+        raise ValueError(
+            "The adapter puts virtual tokens before what the model is given, so before each piece of a row: choose "
+            "another adapter, such as LoRA, or leave bptt_chunk_length out."
+        )
     check_chunkable(innermost_model(trainer.model), alone=args.bptt_window == 1)
     if trainer.compute_loss_func is not None:
         raise ValueError(
@@ -102,6 +108,12 @@ def check_chunks(trainer: Any) -> None:
         )
     if args.bptt_window is None:
         return
+    config = getattr(base_of(trainer.model), "config", None)
+    if config is not None and getattr(config.get_text_config(decoder=True), "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True in the config adds a loss of the experts to each window, so the more, the "
+            "longer a row is: set it to False (model.config.output_router_logits), or leave bptt_window out."
+        )
     if trainer.learns_state:
         raise ValueError(
             "bptt_window stops the gradient between windows, so a learned state would learn from the first window of "
@@ -120,12 +132,20 @@ def check_chunks(trainer: Any) -> None:
         )
 
 
-def check_no_windows(args: Any) -> None:
-    """Raise a `ValueError` for a loss computed by hand where windows would have to be trained on one by one."""
-    if args.bptt_window is not None:
+def check_windows(trainer: Any, inputs: Mapping[str, Any], num_items: Tensor | int | None) -> None:
+    """Raise a `ValueError` for a loss computed by hand where windows would have to be trained on one by one, and for
+    the loss of a window without the number of targets of the step, by which the losses of windows add up."""
+    if trainer.args.bptt_window is None:
+        return
+    if MICRO_BATCH not in inputs:
         raise ValueError(
             "With bptt_window each window has a backward pass of its own, in training_step of a run: call train(), or "
             "leave bptt_window out."
+        )
+    if num_items is None:
+        raise ValueError(
+            f"{first_with(type(trainer), 'compute_loss')} does not hand on num_items_in_batch, so each window would "
+            "count as much as the whole step: take it as an argument, and give it to super().compute_loss(...)."
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_compiled_module
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -166,7 +167,8 @@ def check_chunkable(model: nn.Module, alone: bool = False) -> None:
 def evaluation_chunk(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> int | None:
     """C, where chunks have the loss of the rows that a trainer evaluates, and nobody asks for logits; None otherwise.
 
-    A `compute_loss` beside those of `InitialStateTrainer` and Trainer may read logits.
+    A `compute_loss` beside those of `InitialStateTrainer` and Trainer may read logits. With padding inside a row, the
+    output for the first target of a chunk may be in the one before.
     """
     losses = [each for each in type(trainer).__mro__ if "compute_loss" in vars(each)]
     if trainer.args.bptt_chunk_length is None or len(losses) > 2 or not set(inputs) <= set(TAKEN):
@@ -175,6 +177,11 @@ def evaluation_chunk(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) 
         check_chunkable(innermost_model(model))
     except ValueError:  # compiled, or with attention, which would see its own chunk only
         return None
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.ndim == 2:
+        real = pad(mask != 0, (1, 0))
+        if bool(((real[:, 1:] & ~real[:, :-1]).sum(1) > 1).any()):
+            return None
     return int(trainer.args.bptt_chunk_length)
 
 

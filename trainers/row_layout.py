@@ -3,9 +3,11 @@
 The alignment loss runs two crops of every row. A source of initial states still sees one state per row of the batch.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, default_data_collator
 
@@ -20,16 +22,26 @@ from hf_recurrent_lengthgen.trainers.run.shared_rows import refuse_other_rows
 from hf_recurrent_lengthgen.trainers.windows import ended_together
 
 
-def chosen_collator(trainer: Any) -> Any:
-    """The collator of a trainer. Instead of Trainer's default, which pads no labels, it is `PaddingCollator` for rows
-    that say their `item_lengths`, and one for rows of equal length if the tokenizer has no pad token.
-    """
-    collator, rows = trainer.data_collator, trainer.train_dataset
-    rows = trainer.eval_dataset if rows is None else rows
-    pads = type(collator) is DataCollatorWithPadding
-    if (pads or collator is default_data_collator) and hasattr(rows, "item_lengths"):
-        return PaddingCollator()
-    return default_data_collator if pads and collator.tokenizer.pad_token is None else collator
+class UsualRows:
+    """Trainer's default collator; `PaddingCollator` where the labels of tokens differ in length, which the default
+    does not pad."""
+
+    def __init__(self, usual: Callable[[Any], Any]) -> None:
+        self.usual = usual
+
+    def __call__(self, items: Sequence[Any]) -> Any:
+        rows = [item for item in items if isinstance(item, Mapping)]
+        shapes = {np.shape(row[name]) for row in rows for name in ("labels", "shift_labels") if name in row}
+        return PaddingCollator()(items) if len(shapes) > 1 else self.usual(items)
+
+
+def rows_of_all_lengths(collator: Any) -> Any:
+    """The collator; in place of Trainer's defaults `UsualRows`, also for a tokenizer without a pad token."""
+    if collator is default_data_collator:
+        return UsualRows(collator)
+    if type(collator) is not DataCollatorWithPadding:
+        return collator
+    return UsualRows(default_data_collator if collator.tokenizer.pad_token is None else collator)
 
 
 def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:

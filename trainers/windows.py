@@ -11,7 +11,7 @@ Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), section 4.5, with whole examples 
 continue over steps: a step is the mean over all targets of its examples, and nothing is carried between steps.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
+from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data.collating import FILL
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import cut_rows, shifted_targets
-from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.models.rows import BORDERS, LONGEST, read_rows
 from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, MicroBatch
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
+
+logger = logging.get_logger(__name__)
 
 Inputs = dict[str, Any]
 
@@ -55,6 +58,8 @@ def plan_windows(trainer: Any, batches: list[Inputs]) -> None:
             extra = columns - targets[index].shape[1]
             if extra:
                 batch.update(_padded(batch, extra))
+                for name in (*BORDERS, *LONGEST):  # of rows that are one sequence each, without the padding
+                    batch.pop(name, None)
                 targets[index] = pad(targets[index], (extra, 0), value=IGNORED_LABEL)
     scored = torch.cat([_by_window((each != IGNORED_LABEL).any(0), length) for each in targets])
     masks = [
@@ -65,9 +70,15 @@ def plan_windows(trainer: Any, batches: list[Inputs]) -> None:
         scored = trainer.accelerator.gather(scored[None].int().to(trainer.args.device)).amax(0).to(padded)
         if bool(scored.any()):
             scored[-1] = True  # in the last window of a step all processes add up their gradients
-    facts: Iterator[list[bool]] = iter(torch.stack([scored, padded], 1).tolist())
+    facts: list[list[bool]] = torch.stack([scored, padded], 1).tolist()
+    if not any(has_target for has_target, _ in facts) and trainer.is_world_process_zero():
+        logger.warning_once(
+            "A step has no token that is a target, so it changes no weight, and its loss is 0. Examples whose answers "
+            "are cut off teach nothing. Further steps like this are not reported."
+        )
+    given = iter(facts)
     for batch, each in zip(batches, targets, strict=True):
-        batch[MICRO_BATCH].windows = list(islice(facts, -(-each.shape[1] // length)))
+        batch[MICRO_BATCH].windows = list(islice(given, -(-each.shape[1] // length)))
 
 
 def _length(args: Any) -> int:

@@ -42,6 +42,29 @@ def test_an_adapter_with_a_name_of_its_own_is_recorded_as_any_other(tmp_path: Pa
         load_model(str(adapter))
 
 
+@pytest.mark.parametrize("name", ["default", "mine"])
+def test_the_best_weights_of_an_adapter_are_loaded_in_the_end_whatever_its_name(tmp_path: Path, name: str) -> None:
+    config = LoraConfig(r=2, target_modules=["in_proj"], task_type="CAUSAL_LM")
+    model: Any = get_peft_model(toys.tiny_model(), config, adapter_name=name)
+    settings: dict[str, Any] = {
+        "max_steps": 4,
+        "learning_rate": 1.0,
+        "per_device_train_batch_size": 2,
+        "load_best_model_at_end": True,
+    }
+    settings |= {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1}
+    settings |= {"metric_for_best_model": "loss", "greater_is_better": True}
+    args = InitialStateConfig(str(tmp_path), **settings, **toys.QUIET)
+    rows = toys.sequences(8)
+    trainer = ZeroStateTrainer(model, args, train_dataset=rows, eval_dataset=rows)
+    trainer.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    best = max(losses, key=lambda step: losses[step])
+    assert losses[best] != losses[4]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best])
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+
+
 def test_all_weights_of_a_merged_model_can_be_trained_again(tmp_path: Path) -> None:
     """PEFT leaves those frozen that had no adapter: the head alone would train here."""
     toys.tiny_model().save_pretrained(tmp_path / "base")

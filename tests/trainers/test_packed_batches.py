@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from hf_recurrent_lengthgen.trainers import (
     ZeroStateTrainer,
 )
 from hf_recurrent_lengthgen.trainers.row_layout import lay_out
+from hf_recurrent_lengthgen.trainers.run.same_rows import stream_loader
 from tests.hybrids.tiny_models import tiny_model as tiny_hybrid
 from tests.trainers import toys
 from tests.versions import needs_hybrids
@@ -135,6 +137,16 @@ def test_rows_that_continue_are_not_packed(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="several sequences are packed into a row"):
             trainer.train()
         assert trainer.evaluate(toys.sequences(4))["eval_loss"] > 0
+
+
+def test_packed_rows_of_a_stream_are_not_dealt_to_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = toys.resumable_trainer(tmp_path, 4, assume_shuffled=True, max_steps=1)
+    monkeypatch.setattr(InitialStateConfig, "row_processes", 2)
+    monkeypatch.setattr(InitialStateConfig, "world_size", 2)
+    for collator in (DataCollatorWithFlattening(), SimpleNamespace(padding_free=True)):
+        trainer.data_collator = collator
+        with pytest.raises(ValueError, match="makes one row of all examples of a batch"):
+            stream_loader(trainer, toys.Stream(unequal(8)))
 
 
 @pytest.mark.slow

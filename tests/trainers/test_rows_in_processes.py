@@ -33,6 +33,7 @@ TRAINED: list[tuple[Any, ...]] = [
     ("trained", "tbtt on examples", 31, 2),
     *[("trained", *job) for job in product(METHODS, ROWS, ACCUMULATIONS)][::11],
     ("with_windows",),
+    ("one_in_each",),
 ]
 OTHERS: list[tuple[Any, ...]] = [("chosen",), ("counted", False), ("counted", True)]  # what fails is last
 

@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator
 from itertools import islice, pairwise
+from logging import Logger
 from typing import Any
 
 import pytest
 import torch
+from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import DataCollatorWithFlattening
 
-from hf_recurrent_lengthgen.data import LabelledExamples, PaddingCollator, byte_tokenizer
+from hf_recurrent_lengthgen.data import PaddingCollator, byte_tokenizer
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state
 from hf_recurrent_lengthgen.trainers import (
@@ -138,7 +140,10 @@ def test_windows_without_targets_are_read_without_gradient_and_logits(tmp_path: 
     assert calls == [(3, False, 1), *[(5, False, 1)] * 3, (5, True, 5)] * 2
 
 
-def test_a_step_without_targets_changes_no_weight_also_with_momentum_and_decay(tmp_path: Any) -> None:
+def test_a_step_without_targets_is_told_once_and_changes_no_weight_also_with_momentum_and_decay(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
     rows = examples(9)
     for row in rows[3:6]:
         row["labels"] = torch.full_like(row["labels"], -100)
@@ -154,6 +159,8 @@ def test_a_step_without_targets_changes_no_weight_also_with_momentum_and_decay(t
     args.per_device_train_batch_size = 3
     model = tiny_model()
     Watched(model, args, train_dataset=rows).train()
+    assert [message for message in caplog.messages if "has no token that is a target" in message] == caplog.messages
+    assert len(caplog.messages) == 1
     assert_same_weights(seen[2], seen[1])
     with pytest.raises(AssertionError):
         assert_same_weights(seen[1], seen[0])
@@ -200,6 +207,22 @@ def test_batches_without_padding_count_among_idle_tokens(tmp_path: Any) -> None:
     assert trainer.run_record.given == 4
 
 
+@pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()])
+def test_rows_of_several_lengths_need_no_collator(tmp_path: Any, tokenizer: Any) -> None:
+    rows = examples(6)
+    given = [{name: row[name][: row["attention_mask"].sum()] for name in ("input_ids", "labels")} for row in rows]
+    found = []
+    for collator in (None, PaddingCollator()):
+        model = tiny_model().double()
+        args = TbttConfig(str(tmp_path), bptt_chunk_length=4, max_steps=2, save_strategy="no", **QUIET, **PLAIN)
+        args.per_device_train_batch_size = 3
+        trainer = InOrder(model, args, train_dataset=given, data_collator=collator, processing_class=tokenizer)
+        trainer.train()
+        found.append((weights(model), trainer.evaluate(given)["eval_loss"]))
+    assert_same_weights(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+
+
 class LogitsToo(TbttTrainer):
     def compute_loss(self, *args: Any, **keyword: Any) -> Any:
         result = super().compute_loss(*args, **keyword)
@@ -228,6 +251,29 @@ def test_evaluation_reads_no_more_at_once_than_training_where_the_loss_is_all_th
     assert measured == pytest.approx(float(expected), rel=1e-6)
 
 
+class WithoutCount(TbttTrainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+def test_rows_with_padding_inside_are_evaluated_whole(tmp_path: Any) -> None:
+    """The output for the token after it may be in the chunk before."""
+    ids = sequences(1)[0]["input_ids"]
+    args = TbttConfig(str(tmp_path), bptt_chunk_length=4, **QUIET)
+    trainer = TbttTrainer(tiny_model(), args, train_dataset=examples(3))
+    row = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    padded = {name: torch.cat([value[:4], value.new_zeros(1), value[4:]]) for name, value in row.items()}
+    padded["labels"][4] = -100
+    assert trainer.evaluate([padded])["eval_loss"] == pytest.approx(trainer.evaluate([row])["eval_loss"])
+
+
+def test_a_loss_that_does_not_hand_on_the_number_of_targets_is_refused(tmp_path: Any) -> None:
+    """Each window would count as much as the whole step."""
+    args = TbttConfig(str(tmp_path), bptt_chunk_length=4, max_steps=1, save_strategy="no", **QUIET)
+    with pytest.raises(ValueError, match=r"WithoutCount.compute_loss.* hand on num_items_in_batch"):
+        WithoutCount(tiny_model(), args, train_dataset=examples(8)).train()
+
+
 def test_predictions_are_in_the_order_of_the_data_where_training_groups_rows_by_length(tmp_path: Any) -> None:
     sizes = [5, 9, 3, 12, 7, 4]
     rows = [{"input_ids": torch.full((size,), 3), "labels": torch.full((size,), size)} for size in sizes]
@@ -237,17 +283,6 @@ def test_predictions_are_in_the_order_of_the_data_where_training_groups_rows_by_
     labels: Any = trainer.predict(rows).label_ids
     assert labels[:, 1].tolist() == sizes
     assert trainer.args.train_sampling_strategy == "group_by_length"
-
-
-@pytest.mark.parametrize("tokenizer", [None, byte_tokenizer()], ids=["alone", "with tokenizer"])
-def test_own_examples_of_several_lengths_need_no_collator(tmp_path: Any, tokenizer: Any) -> None:
-    pairs = [{"prompt": "a" * size, "completion": "b"} for size in (5, 9, 3, 12)]
-    rows = LabelledExamples(pairs, byte_tokenizer())
-    args = TbttConfig(str(tmp_path), bptt_chunk_length=4, per_device_train_batch_size=4, **QUIET)
-    trainer = TbttTrainer(tiny_model(), args, train_dataset=rows, processing_class=tokenizer)
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert batch["input_ids"].shape == (4, 14)
-    assert (batch["labels"] != -100).sum(1).tolist() == [2] * 4
 
 
 def test_sequences_that_begin_inside_rows_begin_from_zero_in_windows(tmp_path: Any) -> None:
@@ -291,6 +326,14 @@ def test_attention_of_a_hybrid_sees_its_piece(tmp_path: Any) -> None:
         torch.testing.assert_close(found.get_parameter(name), moved, rtol=0, atol=1e-6)
 
 
+@needs_hybrids
+def test_a_loss_of_experts_is_refused(tmp_path: Any) -> None:
+    """Each window would add it, and a window in which a row has not begun has none."""
+    model = stateful(stock_model("granitemoehybrid", output_router_logits=True))
+    with pytest.raises(ValueError, match="adds a loss of the experts to each window"):
+        TbttTrainer(model, TbttConfig(str(tmp_path), bptt_chunk_length=4, **QUIET), train_dataset=examples(3))
+
+
 def test_a_mixture_on_examples_may_pass_states_and_truncate(tmp_path: Any) -> None:
     mixture = {"zero": 0.3, "tbtt": 0.3, "state_passing": 0.4}
     with pytest.raises(ValueError, match="or set bptt_chunk_length"):
@@ -324,6 +367,9 @@ def test_losses_of_the_user_and_by_hand_are_refused(tmp_path: Any) -> None:
         changing = InitialStateConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=1, optim=optim, **QUIET)
         with pytest.raises(ValueError, match="changes the weights in each backward pass"):
             ZeroStateTrainer(tiny_model(), changing, train_dataset=examples(3))
+    virtual = get_peft_model(tiny_model(), PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="virtual tokens before what the model is given"):
+        ZeroStateTrainer(virtual, args, train_dataset=examples(3))
     learned = LearnedStateConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=2, **QUIET)
     with pytest.raises(ValueError, match="learn from the first window"):
         LearnedStateTrainer(tiny_model(), learned, train_dataset=examples(3))

@@ -244,8 +244,15 @@ class ResumableTrainer(SameRowsTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if not self._load_converted(str(self.state.best_model_checkpoint)):
+        best = str(self.state.best_model_checkpoint)
+        if self._load_converted(best):
+            return
+        adapter = adapter_folder(best, self.model)  # Trainer looks for one without a name of its own
+        self.state.best_model_checkpoint = os.fspath(adapter) if holds_adapter(adapter) else best
+        try:
             super()._load_best_model()
+        finally:
+            self.state.best_model_checkpoint = best
 
     def _load_converted(self, checkpoint: str) -> bool:
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled

@@ -13,6 +13,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import DataCollatorWithFlattening
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
@@ -240,6 +241,13 @@ def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
     processes = trainer.args.row_processes
     if processes < trainer.args.world_size:
         refuse_stream(stream)
+    packs = isinstance(trainer.data_collator, DataCollatorWithFlattening)
+    if processes > 1 and (packs or getattr(trainer.data_collator, "padding_free", False)):  # of TRL
+        raise ValueError(
+            f"{type(trainer.data_collator).__name__} makes one row of all examples of a batch, but the rows of a "
+            f"stream are dealt to {processes} processes: give data with a length, or a collator that pads (TRL's does "
+            "with padding_free=False and packing=False)."
+        )
     collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="Training")
     loader = DataLoader(
         stream,
