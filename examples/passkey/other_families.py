@@ -32,7 +32,7 @@ from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 
 HERE = Path(__file__).resolve().parent
-ARMS = ("base", "plain", "tbtt_16", "tbtt_64")
+ARMS = ("base", "plain", "state_passing", "tbtt_16", "tbtt_64")
 SHARED: dict[str, Any] = {"hidden_size": SETTINGS.hidden_size, "num_hidden_layers": 2, "tie_word_embeddings": True}
 SHARED |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 WINDOW = 4
