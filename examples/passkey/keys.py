@@ -3,13 +3,14 @@
 The code of a name stands between sentences and lines of the sources of Python (`--task keys`), among those of other
 names (keys) or after earlier codes of the same name (values). The models and trainings are those of `run.py`, with a
 tokenizer of the 400 most frequent words; of several codes a DeltaNet, which tells names apart. Arms that have a result
-in --results are not run again. At the end, the table of README.md is written anew, from all arms that are there.
+in --results are not run again. At the end, the tables of README.md are written anew, from all arms that are there, and
+from the checkpoints of seed 0 if they are in --output.
 """
 
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,17 @@ from hf_recurrent_lengthgen.data.tasks.needle import WORDS
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from other_families import model_of
-from run import LABELS, SETTINGS, PasskeyStudy, accuracy_row
+from run import LABELS, SETTINGS, PasskeyStudy, accuracy_row, by_head, retention
 from small_setting import options_of, parsed
 from study_pages import fill, markdown
 
 HERE = Path(__file__).resolve().parent
 KINDS = {"one": (1, 1), "last": (1, 2), "two": (2, 1)}
 """Names in a prompt, and codes of each, of which the last counts."""
-NAMES = {"one": "one name", "last": "one name with two codes, of which the last counts", "two": "two names"}
+NAMES = {"one": "one name", "two": "one of two names", "last": "last of two codes"}
 SEVERAL = ("last", "two")
 """Kinds with more than one code, which a DeltaNet learns: a Mamba-2 of this size confuses names."""
-ARMS = ("base", "plain", "tbtt_16")
+ARMS = ("base", "plain", "fitted_noise", "state_passing", "tbtt_16")
 PIECES = r"[A-Za-z]+|[0-9]{1,2}|\n|[^\sA-Za-z0-9]"
 
 
@@ -76,9 +77,6 @@ class KeysStudy(PasskeyStudy):
             return model_of("delta_net", len(self.tokenizer), length, seed)
         return super().new_model(name, length, seed)
 
-    def base_steps(self, name: str) -> int:
-        return super().base_steps(name) // (2 if self.kind in SEVERAL else 1)
-
     def made_of(self, name: str) -> dict[str, Any]:
         return {"model": "delta_net"} if self.kind in SEVERAL else {}
 
@@ -98,6 +96,11 @@ class KeysStudy(PasskeyStudy):
         page = self.results.parents[1] / "README.md"
         if page.is_file():
             fill(page, {part: table})
+
+
+def drift(study: KeysStudy, folders: Mapping[str, Path]) -> str:
+    """Distance of the states of heads from those of training, in standard deviations, where 1 is passed."""
+    return by_head(study, folders, lambda head: head.distance, 8192, ".1f")
 
 
 def main() -> None:
@@ -121,6 +124,11 @@ def main() -> None:
             rows.append([label, LABELS[name.rpartition("/")[2]], ", ".join(map(str, results)), *shares])
     table = markdown(["keys", "fine-tuned with", "seeds", *(f"{n:,}" for n in study.settings.lengths)], rows)
     study.publish("keys", table)
+    for part, kind, of_heads in (("keys retention", "one", retention), ("keys drift", "two", drift)):
+        study.kind = kind
+        folders = {LABELS[arm]: study.folder(f"{kind}/{arm}", 0) for arm in ARMS if arm != "plain"}
+        if not options.tiny and all(folder.is_dir() for folder in folders.values()):
+            study.publish(part, of_heads(study, folders))
 
 
 if __name__ == "__main__":

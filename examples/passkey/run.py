@@ -10,7 +10,7 @@ there.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp
 from pathlib import Path
@@ -29,6 +29,7 @@ from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics import diagnose_states
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
+from hf_recurrent_lengthgen.metrics.states.result import HeadStates
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
@@ -255,27 +256,37 @@ def report(study: PasskeyStudy, seeds: Sequence[int]) -> None:
     rows = [[f"{words:,}", *accuracy_row(shares)] for words, shares in ways.items()]
     tables["tokens"] = markdown(["words read", *heads], rows)
     if not study.tiny:
-        tables["retention"] = retention(study)
+        tables["retention"] = retention(study, {LABELS[name]: CARDS / folder for name, folder in SHIPPED.items()})
     print("\n".join(tables.values()))
     figure(study, arms, ways)
     picture = "![Share of keys found against length, by method and by words read](results/passkey.png)\n"
     study.show(HERE / "README.md", {"figure": picture, **tables})
 
 
-def retention(study: PasskeyStudy) -> str:
-    """Percent of the first word that the heads of the shipped pair hold, by words read, where it is 1 % at 1,024."""
-    read = study.settings.lengths[1:8]
+def retention(study: PasskeyStudy, folders: Mapping[str, Path]) -> str:
+    """Percent of the first word that the heads of checkpoints hold, by words read, where it is 1 % at 1,024."""
+    return by_head(study, folders, lambda head: [100 * exp(log) for log in head.log_retention or ()], 1024, ".0f")
+
+
+def by_head(
+    study: PasskeyStudy,
+    folders: Mapping[str, Path],
+    values: Callable[[HeadStates], Sequence[float]],
+    last: int,
+    form: str,
+) -> str:
+    """A number of each head of checkpoints, by words read, where it is at least 1 when `last` words are."""
+    read = SETTINGS.lengths[1:8]
     prompts = study.prompts(read[-1], 4, EVALUATION_SEED)
     texts = torch.stack([torch.as_tensor(prompts[row]["input_ids"][: read[-1]]) for row in range(len(prompts))])
     rows = []
-    for name, folder in SHIPPED.items():
-        model = load_model(str(CARDS / folder))
-        states = diagnose_states(model, texts, study.settings.length, QUIET, patched_heads=0)
+    for label, folder in folders.items():
+        states = diagnose_states(load_model(str(folder)), texts, study.settings.length, QUIET, patched_heads=0)
+        places = [min(range(len(states.positions)), key=lambda n: abs(states.positions[n] - words)) for words in read]
         for head in states.heads:
-            held = {n: exp(log) for n, log in zip(states.positions, head.log_retention or (), strict=True)}
-            if held[1024] >= 0.01:
-                shown = (f"{100 * held[min(held, key=lambda n: abs(n - words))]:.0f}" for words in read)
-                rows.append([LABELS[name], head.name, *shown])
+            shown = [values(head)[place] for place in places]
+            if shown[read.index(last)] >= 1:
+                rows.append([label, head.name, *(format(value, form) for value in shown)])
     return markdown(["", "head", *(f"{words:,}" for words in read)], rows)
 
 
