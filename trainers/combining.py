@@ -19,10 +19,13 @@ import torch
 import transformers
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
 
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_states import MicroBatch
+
+logger = logging.get_logger(__name__)
 
 
 def combine(
@@ -131,6 +134,13 @@ class _OnTexts(InitialStateTrainer):
         super().__init__(model, args, *positional, **keyword)
         _name_experts(base_of(self.model).config)
         given: Any = self.args
+        usual = next(field.default for field in fields(given) if field.name == "max_length")
+        if given.bptt_chunk_length is not None and not given.packing and given.max_length == usual is not None:
+            logger.warning(
+                f"SFTTrainer cuts texts to its usual max_length, {usual} tokens, and leaves out those whose answer is "
+                "behind that. Rows read in pieces may be as long as they are: set max_length=None, or the limit that "
+                "you want."
+            )
         packs = getattr(self, "padding_free", False) and not self.initial_states.always_zero
         if packs and given.pad_to_multiple_of:
             raise ValueError(

@@ -298,10 +298,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_long_chats_are_read_in_pieces_as_by_tbtt_alone(tmp_path: Path) -> None:
+def test_long_chats_are_read_in_pieces_as_by_tbtt_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fields = {"assistant_only_loss": True, "logging_steps": 3}
     pieces, calls = trained(tmp_path / "pieces", TbttTrainer, chats(), bptt_chunk_length=4, **fields)
+    assert "set max_length=None" in caplog.text
+    caplog.clear()
+    fields["max_length"] = None
     whole, _ = trained(tmp_path / "whole", TbttTrainer, chats(), bptt_chunk_length=64, **fields)
+    assert "max_length" not in caplog.text
     assert len(calls.initial) > 3 * 3  # steps of at least three pieces
     examples, longest = [], 0
     for row in pieces.train_dataset:
