@@ -100,8 +100,7 @@ class InitialStateTrainer(ResumableTrainer, ABC):
             self._check_train_data()
         self._make_source()
         self._evaluation_batches = 0
-        self._calls = ModelCalls()
-        self._logs = StepLogs()
+        self._calls, self._logs = ModelCalls(), StepLogs()
         self._checks = StepChecks(self.resume_hint)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AttachedCallback):
@@ -260,7 +259,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 num_items_in_batch = None  # the mean of this process; `prediction_step` averages over processes
             with self._loss_function(None if self._align else self.compute_loss_func):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        check_windows(self, inputs, num_items_in_batch)
+        if self.args.bptt_window is not None:
+            check_windows(self, inputs, num_items_in_batch)
         if MICRO_BATCH not in inputs:  # called by hand, outside of `train`
             inputs = lay_out(self, inputs, 0)
         micro_batch, inputs = self.given(inputs)

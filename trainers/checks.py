@@ -135,8 +135,6 @@ def check_chunks(trainer: Any) -> None:
 def check_windows(trainer: Any, inputs: Mapping[str, Any], num_items: Tensor | int | None) -> None:
     """Raise a `ValueError` for a loss computed by hand where windows would have to be trained on one by one, and for
     the loss of a window without the number of targets of the step, by which the losses of windows add up."""
-    if trainer.args.bptt_window is None:
-        return
     if MICRO_BATCH not in inputs:
         raise ValueError(
             "With bptt_window each window has a backward pass of its own, in training_step of a run: call train(), or "
