@@ -121,10 +121,12 @@ def test_keys_stand_where_the_study_of_windows_says(example: Any) -> None:
 def test_keys_in_text_are_studied(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
     example("passkey/keys.py", "--tiny", "--seeds", 3, "--kinds", "last", *places)
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| one name with two codes")]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| last of two codes")]
     assert [row.split(" | ")[1:3] for row in rows] == [
         ["base, not fine-tuned", "3"],
         ["plain fine-tuning", "3"],
+        ["fitted noise", "3"],
+        ["state passing", "3"],
         ["TBTT, prompts of 1 to 16 pieces", "3"],
     ]
 
@@ -157,12 +159,19 @@ def test_the_base_of_a_new_task_reads_text_and_codes_and_no_passkey(example: Any
     assert 0 not in passkeys  # each of its words has a token
 
 
-def test_the_page_holds_the_keys_found_in_text() -> None:
-    page = (FOLDER / "README.md").read_text().partition("<!-- keys -->")[2].partition("<!-- end -->")[0]
-    results = [json.loads(line) for line in (FOLDER / "results/keys/arms.jsonl").read_text().splitlines()]
-    assert page.count("| one name ") == len({result["arm"] for result in results})
-    for result in results:
-        assert f"| {result['seed']} | {shares_of(result)} |" in page
+@pytest.mark.parametrize(
+    ("page", "part", "results"), [("README.md", "keys", "keys"), ("FAMILIES.md", "families", "families")]
+)
+def test_the_page_holds_the_keys_found(page: str, part: str, results: str) -> None:
+    table = (FOLDER / page).read_text().partition(f"<!-- {part} -->")[2].partition("<!-- end -->")[0]
+    found: dict[str, list[Any]] = {}
+    for result in map(json.loads, (FOLDER / "results" / results / "arms.jsonl").read_text().splitlines()):
+        found.setdefault(result["arm"], []).append(result["measured"]["accuracy"])
+    rows = [[cell.split(" (")[0] for cell in row.strip(" |").split(" | ")[-8:]] for row in table.splitlines()[3:]]
+    means = [
+        [f"{sum(100 * share[length] for share in arm) / len(arm):.0f}" for length in arm[0]] for arm in found.values()
+    ]
+    assert sorted(means) == sorted(rows)
 
 
 def test_the_page_holds_the_keys_found_of_a_task_that_is_new() -> None:
@@ -171,20 +180,6 @@ def test_the_page_holds_the_keys_found_of_a_task_that_is_new() -> None:
     assert page.count(" |\n") == 2 + len(results)
     for result in results:
         assert f"| {100 * result['measured']['recalled']:.0f} | {shares_of(result)} |" in page
-
-
-def test_the_page_holds_the_passkeys_found_in_families() -> None:
-    page = (FOLDER / "FAMILIES.md").read_text().partition("<!-- families -->")[2].partition("<!-- end -->")[0]
-    lines = (FOLDER / "results/families/arms.jsonl").read_text().splitlines()
-    results: dict[str, list[Any]] = {}
-    for result in map(json.loads, lines):
-        results.setdefault(result["arm"], []).append(result["measured"]["accuracy"])
-    rows = [[cell.split(" (")[0] for cell in row.strip(" |").split(" | ")[-8:]] for row in page.splitlines()[3:]]
-    means = [
-        [f"{sum(100 * share[length] for share in arm) / len(arm):.0f}" for length in arm[0]]
-        for arm in results.values()
-    ]
-    assert sorted(means) == sorted(rows)
 
 
 def test_the_page_holds_the_keys_found_by_window() -> None:
