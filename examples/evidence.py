@@ -107,7 +107,7 @@ STUDIES = {
             *("passkey/keys.py", "passkey/new_task.py"),
         ],
         "passkey/run.py --report",
-        5.3,
+        7.8,
     ),
     "mimetic": Study(
         "Does a mimetic start help to copy and recall, and which part of it?",

@@ -135,7 +135,8 @@ class _OnTexts(InitialStateTrainer):
         _name_experts(base_of(self.model).config)
         given: Any = self.args
         usual = next(field.default for field in fields(given) if field.name == "max_length")
-        if given.bptt_chunk_length is not None and not given.packing and given.max_length == usual is not None:
+        is_usual = usual is not None and given.max_length == usual
+        if given.bptt_chunk_length is not None and is_usual and not given.packing and self.is_world_process_zero():
             logger.warning(
                 f"SFTTrainer cuts texts to its usual max_length, {usual} tokens, and leaves out those whose answer is "
                 "behind that. Rows read in pieces may be as long as they are: set max_length=None, or the limit that "

@@ -28,6 +28,7 @@ class UsualRows:
 
     def __init__(self, usual: Callable[[Any], Any]) -> None:
         self.usual = usual
+        self.tokenizer = getattr(usual, "tokenizer", None)  # which Trainer saves
 
     def __call__(self, items: Sequence[Any]) -> Any:
         rows = [item for item in items if isinstance(item, Mapping)]

@@ -284,7 +284,8 @@ def by_head(
         states = diagnose_states(load_model(str(folder)), texts, study.settings.length, QUIET, patched_heads=0)
         places = [min(range(len(states.positions)), key=lambda n: abs(states.positions[n] - words)) for words in read]
         for head in states.heads:
-            shown = [values(head)[place] for place in places]
+            of_head = values(head)
+            shown = [of_head[place] for place in places]
             if shown[read.index(last)] >= 1:
                 rows.append([label, head.name, *(format(value, form) for value in shown)])
     return markdown(["", "head", *(f"{words:,}" for words in read)], rows)

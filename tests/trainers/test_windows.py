@@ -10,7 +10,7 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import DataCollatorWithFlattening
+from transformers import DataCollatorWithFlattening, DataCollatorWithPadding
 
 from hf_recurrent_lengthgen.data import PaddingCollator, byte_tokenizer
 from hf_recurrent_lengthgen.hybrids import stateful
@@ -221,6 +221,12 @@ def test_rows_of_several_lengths_need_no_collator(tmp_path: Any, tokenizer: Any)
         found.append((weights(model), trainer.evaluate(given)["eval_loss"]))
     assert_same_weights(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
+
+
+def test_the_tokenizer_of_a_collator_is_saved_with_the_model(tmp_path: Any) -> None:
+    collator = DataCollatorWithPadding(byte_tokenizer())
+    TbttTrainer(tiny_model(), TbttConfig(str(tmp_path), bptt_chunk_length=4, **QUIET), collator).save_model()
+    assert (tmp_path / "tokenizer_config.json").is_file()
 
 
 class LogitsToo(TbttTrainer):
