@@ -9,11 +9,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MambaF
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, map_state
-from tests.versions import needs_hybrids
 
 from .tiny_models import tiny_model
-
-pytestmark = needs_hybrids
 
 GENERATION = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
 TYPES = ("granitemoehybrid", "lfm2", "qwen3_next", "xlstm")  # with attention, convolutions, delta rule, other parts

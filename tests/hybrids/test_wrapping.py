@@ -20,9 +20,8 @@ from hf_recurrent_lengthgen.models.state_value import LayerState, map_state
 from tests.hybrids.measures import parts, random_state, random_tokens, relative_error, with_checkpointing
 from tests.hybrids.tiny_models import tiny_model
 from tests.llamas import tiny_llama
-from tests.versions import HAS_HYBRIDS
 
-STOCK = tiny_model("falcon_h1") if HAS_HYBRIDS else None
+STOCK = tiny_model("falcon_h1")
 TOKENS = random_tokens(2, 9, seed=7)
 
 
