@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.versions import needs_hybrids
-
-pytestmark = needs_hybrids  # benchmarks are run with the pinned versions, and compare with their scans
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 

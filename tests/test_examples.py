@@ -15,7 +15,6 @@ from hf_recurrent_lengthgen.checkpoints.records import read_lineage, read_verifi
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from tests.versions import needs_hybrids
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -167,7 +166,6 @@ def test_a_document_is_read_once_and_asked_from_the_file(
 
 
 @pytest.mark.slow
-@needs_hybrids
 def test_a_hybrid_trains_and_continues(tmp_path: Path, example: Any, capsys: pytest.CaptureFixture[str]) -> None:
     example("stateful_hybrid.py", "--output", tmp_path / "out", "--steps", 2)
     assert "Read 660 tokens, then: 'def " in capsys.readouterr().out

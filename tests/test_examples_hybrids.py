@@ -8,9 +8,6 @@ import torch
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.hybrids.measures import pair, random_tokens, relative_error
-from tests.versions import needs_hybrids
-
-pytestmark = needs_hybrids
 
 
 @pytest.fixture

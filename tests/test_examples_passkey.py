@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from hf_recurrent_lengthgen.checkpoints.cards.card import own_words
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, passkey_prompt
-from tests.versions import needs_hybrids
 
 FOLDER = Path(__file__).parents[1] / "examples/passkey"
 ARMS = ("base", "fitted_noise")
@@ -59,7 +58,6 @@ def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(example: Any) -
 
 
 @pytest.mark.slow
-@needs_hybrids
 def test_families_are_studied(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
     chosen = ["--families", "gla", "bamba", "--arms", "base", "tbtt_16"]
@@ -73,7 +71,6 @@ def test_families_are_studied(example: Any, tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "results/families.png").read_bytes().startswith(b"\x89PNG")
 
 
-@needs_hybrids
 def test_the_second_mention_of_a_key_has_labels_too(example: Any) -> None:
     names = example("passkey/other_families.py")
     study = names["FamiliesStudy"](Namespace(tiny=True, output="o", results="r", report=False))
@@ -90,7 +87,6 @@ def test_the_second_mention_of_a_key_has_labels_too(example: Any) -> None:
 
 
 @pytest.mark.slow
-@needs_hybrids
 def test_windows_are_studied(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
     example("passkey/windows.py", "--tiny", "--seeds", 3, "--arms", "base", "tbtt_16_drawn", *places)
@@ -104,7 +100,6 @@ def test_windows_are_studied(example: Any, tmp_path: Path, capsys: pytest.Captur
     assert (tmp_path / "results/windows.png").read_bytes().startswith(b"\x89PNG")
 
 
-@needs_hybrids
 def test_keys_stand_where_the_study_of_windows_says(example: Any) -> None:
     names = example("passkey/windows.py")
     study = names["WindowsStudy"](Namespace(tiny=False, output="o", results="r", report=False))

@@ -14,10 +14,9 @@ from hf_recurrent_lengthgen.metrics.diagnosis.measure import diagnose_model
 from hf_recurrent_lengthgen.metrics.diagnosis.page import verdicts
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
-from tests.versions import needs_hybrids
 
 T, LENGTH = 32, 512
-pytestmark = [needs_hybrids, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.versions import needs_hybrids
-
 STUDY = Path(__file__).parents[1] / "examples" / "state_expansion"
 Run = Callable[..., dict[str, Any]]
 
@@ -41,7 +39,7 @@ def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     [
         ("mamba2", ["vanilla", "reinit_mimetic", "large"], 7 * 16 * 2),
         ("gla", ["vanilla", "reinit", "large"], 24),
-        pytest.param("bamba", ["vanilla", "inherit_all", "large"], 7 * 16 * 2, marks=needs_hybrids),
+        ("bamba", ["vanilla", "inherit_all", "large"], 7 * 16 * 2),
     ],
 )
 def test_arms_are_compared(base: str, arms: list[str], larger: int, study: Run, tmp_path: Path) -> None:

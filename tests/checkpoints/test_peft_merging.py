@@ -17,7 +17,6 @@ from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.families import FAMILIES, MAMBA2, build
-from tests.versions import HAS_HYBRIDS, needs_hybrids
 
 TOKENS = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -51,7 +50,6 @@ QUICK = {("mamba2", "plain"), ("mamba2", "tokens"), ("mamba2 tied", "head"), ("z
 CASES = [
     pytest.param(name, option, marks=[] if (name, option) in QUICK else [pytest.mark.slow])
     for name in MODELS
-    if HAS_HYBRIDS or name not in {"bamba", "zamba"}
     for option in OPTIONS
     if name == "mamba2" or option in ("plain", "embeddings", "head")
 ]
@@ -130,7 +128,7 @@ def test_other_methods_are_refused_by_name(config: Callable[[], Any], kind: str,
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [pytest.param("zamba", marks=needs_hybrids), "mamba2 tied"])
+@pytest.mark.parametrize("name", ["zamba", "mamba2 tied"])
 def test_adapters_on_shared_weights_are_measured_as_the_peft_model(name: str, tmp_path: Path) -> None:
     base, adapter = saved(name, tmp_path), tmp_path / "adapter"
     config = LoraConfig(r=2, target_modules=TARGETS.get(name, ["lm_head"]), init_lora_weights=False, **COMMON)
@@ -142,7 +140,6 @@ def test_adapters_on_shared_weights_are_measured_as_the_peft_model(name: str, tm
         assert main(["maps", str(adapter), "--token-ids", "3", "4", "5", "--output", str(tmp_path / "maps")]) == 0
 
 
-@needs_hybrids
 def test_layers_that_share_weights_are_no_targets_by_themselves() -> None:
     model = stateful(tiny_model("zamba2"))
     lora = LoraConfig(r=2, target_modules=list(model.lora_target_modules), init_lora_weights=False, **COMMON)
@@ -190,7 +187,7 @@ def random_state(model: Any) -> Any:
     "make",
     [
         lambda tie: build(MAMBA2, tie_word_embeddings=tie),
-        pytest.param(lambda tie: tiny_model("zamba"), marks=needs_hybrids),
+        lambda tie: tiny_model("zamba"),
     ],
 )
 def test_a_head_that_the_config_ties_and_the_file_does_not_is_refused(make: Any, tmp_path: Path) -> None:

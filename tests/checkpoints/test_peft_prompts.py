@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 from tests.models.families import FAMILIES, MAMBA2, RWKV7, build
-from tests.versions import HAS_HYBRIDS
 
 COMMON = {"task_type": "CAUSAL_LM", "num_attention_heads": 1}
 METHODS: dict[str, Callable[[], Any]] = {
@@ -20,7 +19,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 }
 MODELS: dict[str, Callable[[], Any]] = {
     **{family.name: lambda family=family: build(family) for family in FAMILIES},
-    **{f"stock {name}": lambda name=name: stateful(tiny_model(name)) for name in SUPPORTED_TYPES if HAS_HYBRIDS},
+    **{f"stock {name}": lambda name=name: stateful(tiny_model(name)) for name in SUPPORTED_TYPES},
 }
 QUICK = ("mamba2", "stock falcon_h1", "stock minimax")
 every_model = pytest.mark.parametrize(

@@ -23,9 +23,6 @@ from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from tests.cli.conftest import Evaluate
 from tests.cli.training import Train, trained_config
 from tests.hybrids.tiny_models import tiny_composite, tiny_model
-from tests.versions import needs_hybrids
-
-pytestmark = needs_hybrids
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
 from tests.hybrids.tiny_models import tiny_model
-from tests.versions import needs_hybrids
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -76,7 +75,6 @@ def test_a_stock_checkpoint_without_tokenizer_becomes_ours(
     assert load_model(str(tmp_path / "out")).config.layer_state_sizes == [6, 4]
 
 
-@needs_hybrids
 def test_a_hybrid_needs_all_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_model("bamba").save_pretrained(tmp_path / "bamba")
     assert expand(tmp_path / "bamba", "--output", tmp_path / "out") == 1

@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.recipes import RECIPES
 from tests.hybrids.tiny_models import tiny_model
-from tests.versions import needs_hybrids
 from tests.without_package import clean_process
 
 TOKENS = torch.arange(3, 63)[None]
@@ -97,7 +96,6 @@ def test_a_report_names_how_a_model_forgets(
     assert names[1] in (tmp_path / "report" / "index.html").read_text()
 
 
-@needs_hybrids
 def test_a_hybrid_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_model("bamba")
     model.save_pretrained(tmp_path / "bamba")

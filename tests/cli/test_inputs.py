@@ -37,7 +37,6 @@ from hf_recurrent_lengthgen.cli.inputs import (
 )
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM, StatefulMambaForCausalLM
-from tests.versions import needs_hybrids
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,6 @@ def test_stock_mamba_checkpoints_give_the_same_logits(config: Any, stock: Any, t
         torch.testing.assert_close(model(ids).logits, theirs(ids).logits, rtol=0, atol=1e-5)
 
 
-@needs_hybrids
 def test_a_hybrid_is_wrapped_and_other_models_are_refused_with_the_reason(tmp_path: Path) -> None:
     sizes = {"vocab_size": 19, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}

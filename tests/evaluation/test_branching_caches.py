@@ -11,12 +11,10 @@ from hf_recurrent_lengthgen.evaluation import attention_caches, shared_prefixes
 from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import prefix_tree, read_tree, rows_with_room, tokens_to_read
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
-from tests.versions import HAS_HYBRIDS, needs_hybrids
 
 VOCABULARY = 29
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-HYBRIDS = SUPPORTED_TYPES if HAS_HYBRIDS else []
 
 
 def llama() -> Any:
@@ -31,7 +29,7 @@ def gemma3() -> Any:
 
 
 def made(name: str) -> Reader:
-    if name in HYBRIDS:
+    if name in SUPPORTED_TYPES:
         return reader_of(stateful(tiny_model(name)))
     torch.manual_seed(0)
     model = {"llama": llama, "gemma3": gemma3}[name]()
@@ -60,7 +58,7 @@ STARTS = [70, 1, 120, 64, 1, 69, 71, 100, 71, 103]
 
 @pytest.mark.thinned(7)
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gemma3", *HYBRIDS])
+@pytest.mark.parametrize("name", ["llama", "gemma3", *SUPPORTED_TYPES])
 def test_branches_are_what_their_texts_are(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = made(name)
     assert reader.branches
@@ -139,7 +137,6 @@ def test_keys_of_a_parent_are_given_up_before_the_next_is_read(monkeypatch: pyte
     assert order == [0, 81, 81, 0, 82, 82]
 
 
-@pytest.mark.skipif(not HAS_HYBRIDS, reason="hybrids need Transformers 5.21 or newer")
 def test_a_stock_hybrid_does_not_branch() -> None:
     reader = reader_of(tiny_model("falcon_h1"))
     assert isinstance(reader, CacheReader)
@@ -148,7 +145,6 @@ def test_a_stock_hybrid_does_not_branch() -> None:
         reader.join_rows([])
 
 
-@needs_hybrids
 def test_rows_that_read_unequally_many_tokens_are_taken_and_joined_with_their_positions() -> None:
     model = stateful(tiny_model("bamba"), attention_window=8).eval()
     text = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [4, 3, 2, 9, 0, 0, 0], [9, 9, 4, 1, 5, 0, 0]])

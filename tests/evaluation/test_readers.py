@@ -36,7 +36,6 @@ from hf_recurrent_lengthgen.models.configuration_stateful import CACHE_NAME
 from tests.evaluation.test_stateful_models import plain_nll
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import MAMBA2, build
-from tests.versions import needs_hybrids
 
 SIZES = {"vocab_size": 29, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -112,7 +111,6 @@ def test_attention_models_stream_by_their_cache(name: str, chunk_length: int | N
     assert found.final_state == ()
 
 
-@needs_hybrids
 @pytest.mark.parametrize("model_type", ["bamba", "lfm3"])
 def test_a_fork_of_a_hybrids_cache_leaves_it_as_it_is(model_type: str, tokens: np.ndarray) -> None:
     """Without a copy of the keys; LFM3 has a sliding window, too."""
@@ -137,7 +135,6 @@ def test_a_fork_of_a_hybrids_cache_leaves_it_as_it_is(model_type: str, tokens: n
     torch.testing.assert_close(again, expected)
 
 
-@needs_hybrids
 def test_rows_of_a_hybrid_are_as_many_as_can_carry_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = reader_of(stateful(tiny_model("bamba")))
     assert reader.elements_per_token == 2 * 2 * 8  # keys and values of 2 heads in one layer

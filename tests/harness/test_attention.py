@@ -14,7 +14,6 @@ from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.harness import StateLM
 from tests.harness import support
 from tests.harness.test_lm import CHOICES, CONTEXTS, HEADER, MULTIPLE_CHOICE, QUIET, assert_same, requests
-from tests.versions import HAS_HYBRIDS
 
 SIZES: dict[str, Any] = {
     "vocab_size": 384,
@@ -34,7 +33,7 @@ ATTENTION: dict[str, Callable[[], Any]] = {
 }
 # one hybrid of each kind of cache and mixer: Mamba-2 beside attention, delta rule, short convolutions, Mamba-2 with
 # shared attention, Mamba-1, and one without attention
-HYBRIDS = ["falcon_h1", "qwen3_next", "lfm2", "zamba2", "jamba", "falcon_mamba", "mamba2"] if HAS_HYBRIDS else []
+HYBRIDS = ["falcon_h1", "qwen3_next", "lfm2", "zamba2", "jamba", "falcon_mamba", "mamba2"]
 NAMES = [*ATTENTION, *HYBRIDS]
 
 
@@ -101,7 +100,6 @@ def test_beams_continue_shared_prefixes(name: str) -> None:
     assert ours(name).generate_until(asked, **QUIET) == theirs(name).generate_until(asked, **QUIET)
 
 
-@pytest.mark.skipif(not HAS_HYBRIDS, reason="hybrids need Transformers 5.21 or newer")
 def test_a_stock_hybrid_is_told_to_be_wrapped() -> None:
     with pytest.raises(ValueError, match=r"does not allow: its cache holds more than.*Wrap a hybrid with stateful"):
         StateLM(made("falcon_h1"), tokenizer=byte_tokenizer())

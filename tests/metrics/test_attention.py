@@ -15,9 +15,7 @@ from hf_recurrent_lengthgen.metrics import EvaluationSettings, attention_apart, 
 from hf_recurrent_lengthgen.metrics.states.attention import attention_harm
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.families import MAMBA2, build, random_tokens
-from tests.versions import needs_hybrids
 
-pytestmark = needs_hybrids
 T, BORDERS = 8, (3, 8, 23)
 
 

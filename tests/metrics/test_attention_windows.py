@@ -17,13 +17,11 @@ from tests.hybrids.tiny_models import tiny_model
 from tests.metrics.diagnoses import hybrid
 from tests.metrics.test_attention import text
 from tests.models.families import MAMBA2, build, random_tokens
-from tests.versions import needs_hybrids
 
 T = 8
 QUIET = EvaluationSettings(progress=False, batch_size=2, chunk_length=5)
 
 
-@needs_hybrids
 @pytest.mark.parametrize(("model_type", "own"), [("bamba", None), ("qwen3_next", 3)])
 def test_harm_is_that_of_plain_calls_with_the_window(model_type: str, own: int | None) -> None:
     model, tokens = stateful(tiny_model(model_type), attention_window=own), text(29)
@@ -50,7 +48,6 @@ def test_harm_is_that_of_plain_calls_with_the_window(model_type: str, own: int |
         assert inside.mean == pytest.approx((read - whole)[:, :T].mean(), abs=1e-5)
 
 
-@needs_hybrids
 def test_the_own_window_is_there_again_after_an_error() -> None:
     model = stateful(tiny_model("bamba"), attention_window=3)
     with torch.no_grad():

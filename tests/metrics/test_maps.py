@@ -31,7 +31,6 @@ from hf_recurrent_lengthgen.models import (
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from tests.hybrids.tiny_models import tiny_model
 from tests.models import families
-from tests.versions import needs_hybrids
 
 ALL, SOFTMAX = slice(None), "softmax attention"
 SIZES: dict[str, Any] = {"vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2}
@@ -253,7 +252,6 @@ def test_attention_of_transformers_has_its_weights_as_maps(make: Any) -> None:
     assert np.abs(maps.layers[1].average - maps.layers[0].average).max() > 0.01
 
 
-@needs_hybrids
 @pytest.mark.parametrize(
     ("model_type", "layers"),
     [("bamba", [(0, "Mamba-2"), (1, SOFTMAX), (2, "Mamba-2")]), ("falcon_h1", [(1, "Mamba-2"), (1, SOFTMAX)])],

@@ -14,7 +14,6 @@ from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.misalignment import context_pairs, long_short_misalignment, symmetric_cross_entropy
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from tests.llamas import tiny_llama
-from tests.versions import needs_hybrids
 
 VOCABULARY = 7
 
@@ -98,7 +97,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "ours", pytest.param("wrapped", marks=needs_hybrids)])
+@pytest.mark.parametrize("name", ["llama", "ours", "wrapped"])
 def test_metric_of_real_models_is_that_of_plain_forward_passes(name: str, random_tokens: np.ndarray) -> None:
     torch.manual_seed(0)
     model: Any = MODELS[name]().eval()

@@ -36,7 +36,6 @@ from hf_recurrent_lengthgen.models import (
 )
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from tests.hybrids.tiny_models import tiny_model
-from tests.versions import needs_hybrids
 
 VOCABULARY = 11
 SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -113,7 +112,6 @@ def test_pieces_do_not_change_the_values(batch_size: int | None, chunk_length: i
         np.testing.assert_allclose(values, by_definition(model, tokens, 17, starts)[:, :1], rtol=1e-6, atol=1e-7)
 
 
-@needs_hybrids
 def test_a_hybrid_keeps_the_keys_and_values_of_each_start_point() -> None:
     model, tokens, starts = stateful(tiny_model("bamba")).eval(), token_ids(33), [0, 1, 16, 32]
     values = remembrance_values(model, tokens, 33, starts, chunk_length=5, progress=False)

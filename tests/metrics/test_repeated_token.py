@@ -26,7 +26,6 @@ from tests.llamas import tiny_llama
 from tests.metrics.test_states import one_head_keeps_all
 from tests.metrics.test_states_trajectory import states_by_token, units_of
 from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, RWKV7, Family, build, variant_id
-from tests.versions import needs_hybrids
 
 VOCABULARY = 7
 
@@ -113,7 +112,6 @@ def test_states_are_those_of_a_loop_over_the_token(family: Family) -> None:
     assert {part.layer for part in found.states.conv} == {n for n, layer in enumerate(states[1]) if layer.conv.numel()}
 
 
-@needs_hybrids
 def test_layers_of_a_hybrid_without_a_recurrent_part_are_left_out() -> None:
     model = stateful(tiny_model("bamba")).double()
     found = constant_prompt(model, 3, 8, 40, progress=False)

@@ -29,7 +29,6 @@ from tests.models.families import (
     random_tokens,
     variant_id,
 )
-from tests.versions import needs_hybrids
 
 QUIET = EvaluationSettings(progress=False)
 T, LENGTH, SEQUENCES = 16, 512, 4
@@ -47,7 +46,6 @@ def one_head_keeps_all() -> Any:
     return model
 
 
-@needs_hybrids
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
 def test_a_head_of_a_hybrid_that_keeps_everything_is_named_and_patched(model_type: str) -> None:
     """Random weights; `tests/test_examples_planted_fault.py` has trained models, of other mixers, too."""
@@ -73,7 +71,6 @@ def test_a_head_of_a_hybrid_that_keeps_everything_is_named_and_patched(model_typ
     assert not diagnosed(stateful(sound), patched_heads=0).drifting
 
 
-@needs_hybrids
 def test_attention_that_cannot_be_set_apart_is_said_and_the_rest_kept() -> None:
     found = diagnose_states(stateful(tiny_model("bamba")), random_tokens(4, T + 9), T, QUIET, patched_heads=1)
     assert found.attention is None

@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, Family, build, random_state, random_tokens, variant_id
-from tests.versions import needs_hybrids
 
 T, VOCABULARY = 16, 7
 
@@ -87,7 +86,6 @@ def test_each_exchange_equals_plain_forward_passes(family: Family) -> None:
     assert np.abs(found.restored).max() > 1e-4
 
 
-@needs_hybrids
 @pytest.mark.parametrize("model_type", ["bamba", "olmo_hybrid", "zamba"])
 def test_each_exchange_in_a_hybrid_equals_plain_forward_passes(model_type: str) -> None:
     """Heads, keys and both, with batches of rows that carry their keys."""
@@ -126,7 +124,6 @@ def test_each_exchange_in_a_hybrid_equals_plain_forward_passes(model_type: str) 
     assert np.abs(found.restored).max(1).min() > 2e-6
 
 
-@needs_hybrids
 def test_only_models_with_attention_exchange_it() -> None:
     with pytest.raises(ValueError, match=r'"attention" in models with attention layers; got .attention. for Stateful'):
         patch_heads(build(MAMBA2), random_tokens(2, 41), 16, [["attention"]])

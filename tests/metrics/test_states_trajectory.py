@@ -38,7 +38,6 @@ from tests.models.families import (
     random_tokens,
     variant_id,
 )
-from tests.versions import needs_hybrids
 
 SEQUENCES, LENGTH = 3, 20
 POSITIONS = (1, 2, 3, 9, 16, 17, 20)
@@ -265,7 +264,6 @@ STOCK: dict[str, Any] = {
 }
 
 
-@needs_hybrids
 @pytest.mark.parametrize("model_type", STOCK)
 def test_wrapped_models_of_transformers_have_the_inputs_of_our_classes(model_type: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -290,7 +288,6 @@ def test_wrapped_models_of_transformers_have_the_inputs_of_our_classes(model_typ
         np.testing.assert_allclose(map_.average, our_map.average, atol=1e-6)
 
 
-@needs_hybrids
 @pytest.mark.parametrize(
     ("model_type", "known", "unknown"), [("zamba", [], [0, 1, 2]), ("qwen3_next", [], [0, 2]), ("jamba", [0, 2], [])]
 )

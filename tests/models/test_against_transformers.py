@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.models.configuration_stateful_mamba import StatefulM
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import StatefulMamba2Config
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaForCausalLM
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM
-from tests.versions import HAS_HYBRIDS, SINCE_5_23
+from tests.versions import SINCE_5_23
 
 from .families import perturb, random_tokens
 from .family import TINY
@@ -159,7 +159,6 @@ def first(value: Any) -> Tensor:
 
 @every_kind
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 20])
-@pytest.mark.skipif(not HAS_HYBRIDS, reason="an earlier cache")
 def test_the_final_state_is_that_of_the_cache(kind: str, changes: dict[str, Any], length: int) -> None:
     """Mamba-1 drops it when it reads several tokens; ours goes on from it as a full pass does."""
     ours, theirs = pair(kind, **changes)

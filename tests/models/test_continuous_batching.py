@@ -8,7 +8,6 @@ from transformers.generation import GenerationMixin
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from tests.hybrids.tiny_models import tiny_model
-from tests.versions import needs_hybrids
 
 from .families import MAMBA2, RWKV6, Family, build
 
@@ -26,14 +25,12 @@ def test_models_of_this_package_refuse_it(family: Family) -> None:
     assert_refused(build(family).eval())
 
 
-@needs_hybrids
 @pytest.mark.parametrize("model_type", ["falcon_h1", "xlstm"])
 def test_wrapped_models_refuse_it(model_type: str) -> None:
     assert_refused(stateful(tiny_model(model_type)).eval())
 
 
 @pytest.mark.slow
-@needs_hybrids
 def test_a_stock_model_without_layer_types_answers_wrongly() -> None:
     """Why a refusal is needed: the stock xLSTM starts every token from a zero state."""
     model = tiny_model("xlstm").eval()

@@ -7,7 +7,6 @@ import pytest
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel, StatefulModel
 from tests.hybrids.tiny_models import tiny_model
-from tests.versions import needs_hybrids
 
 from .families import FAMILIES, Family, build, random_tokens, variant_id
 
@@ -26,6 +25,5 @@ def test_our_models_are_stateful_models(family: Family) -> None:
     check(build(family), StatefulModel)
 
 
-@needs_hybrids
 def test_wrapped_models_are_hybrid_models() -> None:
     check(stateful(tiny_model("falcon_h1")), HybridModel)

@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.state_files.origin import prefix_hash, weights_finge
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import GLA, MAMBA2, build, random_tokens
 from tests.state_files.test_text_state import assert_same, hybrid, text
-from tests.versions import needs_hybrids
 
 Tensors = dict[str, Tensor]
 Fields = dict[str, str]
@@ -211,14 +210,12 @@ KEYS: dict[str, tuple[Callable[[Tensors, Fields], object], str]] = {
 }
 
 
-@needs_hybrids
 @pytest.mark.parametrize(("change", "complaint"), KEYS.values(), ids=KEYS)
 def test_damaged_keys_are_refused(change: Callable[[Tensors, Fields], object], complaint: str, tmp_path: Path) -> None:
     model = hybrid("jamba")
     refused(model, read_text(model, text(9)), tmp_path / "file", change, complaint)
 
 
-@needs_hybrids
 def test_a_text_state_without_keys_does_not_fit_a_hybrid(tmp_path: Path) -> None:
     model, path = hybrid("jamba"), tmp_path / "file"
     save_text_state(path, replace(read_text(model, text(9)), keys={}))

@@ -25,7 +25,6 @@ from hf_recurrent_lengthgen.state_files import (
 from hf_recurrent_lengthgen.state_files.origin import prefix_hash
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.families import FAMILIES, GLA, MAMBA2, Family, build, random_tokens
-from tests.versions import needs_hybrids
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
 HYBRIDS = ("falcon_h1", "qwen3_next", "jamba", "lfm2")
@@ -40,7 +39,6 @@ MODELS = {
     "gla": lambda: build(GLA).eval(),
     **{name: lambda name=name: hybrid(name) for name in HYBRIDS},
 }
-CASES = [pytest.param(name, marks=[needs_hybrids] if name in HYBRIDS else []) for name in MODELS]
 
 
 def text(length: int, seed: int = 3) -> Tensor:
@@ -55,7 +53,7 @@ def assert_same(one: TextState, other: TextState, tolerance: float = 1e-5) -> No
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_pieces_folders_and_whole_texts_give_the_same_state_and_answers(name: str, tmp_path: Path) -> None:
     model, tokens, question = MODELS[name](), text(37), text(5, seed=4)
     whole = read_text(model, tokens)
@@ -86,7 +84,7 @@ def test_every_family_reads_on_from_a_file(family: Family, tmp_path: Path) -> No
         torch.testing.assert_close(logits, model(tokens).logits[:, last.position :], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["mamba2", pytest.param("falcon_h1", marks=needs_hybrids)])
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])
 def test_reading_goes_on_after_the_last_file(name: str, tmp_path: Path) -> None:
     model, tokens = MODELS[name](), text(50)
     steps = read_into(tmp_path / "a", model, tokens, 10)
@@ -104,7 +102,7 @@ def test_reading_goes_on_after_the_last_file(name: str, tmp_path: Path) -> None:
         list(read_into(tmp_path / "a", model, tokens, 0))
 
 
-@pytest.mark.parametrize("name", ["mamba2", pytest.param("falcon_h1", marks=needs_hybrids)])
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])
 def test_models_in_half_precision_keep_states_in_float32(name: str, tmp_path: Path) -> None:
     model, tokens = MODELS[name]().to(torch.bfloat16), text(20)
     *_, last = read_into(tmp_path, model, tokens, 8)
@@ -115,7 +113,6 @@ def test_models_in_half_precision_keep_states_in_float32(name: str, tmp_path: Pa
     assert torch.equal(ask(model, loaded, text(4, seed=4), **GREEDY), ask(model, last, text(4, seed=4), **GREEDY))
 
 
-@needs_hybrids
 def test_a_sliding_window_is_kept_whole(tmp_path: Path) -> None:
     model, tokens = hybrid("lfm3"), text(23)
     for last in read_into(tmp_path, model, tokens, 3):
@@ -143,13 +140,12 @@ def test_what_cannot_be_read_is_refused() -> None:
         read_text(model, random_tokens(2, 3), broken)
 
 
-@needs_hybrids
 def test_models_without_states_are_refused() -> None:
     with pytest.raises(ValueError, match=r"does not carry a recurrent state.*stateful\(model\)"):
         read_text(tiny_model("falcon_h1"), text(3))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_text_is_read_from_the_active_learned_state(name: str) -> None:
     model, tokens = MODELS[name](), text(3)
     zero = read_text(model, tokens)

@@ -19,7 +19,6 @@ from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 from tests.models.families import GLA, MAMBA2, RWKV6, Family, build, random_tokens
 from tests.surgery.expansions import RECIPES, every_expansion, every_family, grown
-from tests.versions import needs_hybrids
 
 
 def recipe(name: str) -> dict[str, Any]:
@@ -112,7 +111,6 @@ HYBRIDS = ["bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "m
 
 
 @pytest.mark.thinned(3)
-@needs_hybrids
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_hybrids_are_expanded_in_all_layers_and_load_in_plain_transformers(model_type: str, tmp_path: Path) -> None:
@@ -142,7 +140,6 @@ def test_hybrids_are_expanded_in_all_layers_and_load_in_plain_transformers(model
 
 
 @pytest.mark.thinned(3)
-@needs_hybrids
 @pytest.mark.parametrize("model_type", ["bamba", "granitemoehybrid", "nemotron_h", "zamba2"])
 def test_one_layer_of_a_hybrid_is_expanded_alone(model_type: str, tmp_path: Path) -> None:
     """Its outputs stay, its states can be carried, and its config holds the size, which stock classes refuse."""
@@ -169,7 +166,6 @@ def test_one_layer_of_a_hybrid_is_expanded_alone(model_type: str, tmp_path: Path
     assert [layer.size_after for layer in expansion_report(twice.config, "all", factor=2).layers][:2] == [28, 48]
 
 
-@needs_hybrids
 def test_every_recurrent_type_of_transformers_is_expanded_or_refused_with_the_reason() -> None:
     assert all(bool(stock.state_field) is not bool(stock.no_expansion) for stock in SUPPORTED.values())
     for model_type in (name for name in SUPPORTED_TYPES if SUPPORTED[name].no_expansion):

@@ -23,7 +23,6 @@ from hf_recurrent_lengthgen.models import (
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import randomized
-from tests.versions import needs_hybrids
 
 SWITCHES = ("a", "delta", "bc", "conv")
 # inner size 8 in 2 heads of 4; B and C have 2 groups of 3 rows each: z 0-7, x 8-15, B 16-21, C 22-27, dt 28-29
@@ -346,7 +345,6 @@ def test_a_switch_that_a_mixer_does_not_have_is_refused_and_nothing_changed(swit
     assert "model.layers.0.attn.q_proj.weight" in changed_names(before, model)
 
 
-@needs_hybrids
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba2"])
 def test_layers_of_hybrids_are_those_of_the_model(model_type: str) -> None:
     model = randomized(tiny_model(model_type))

@@ -26,9 +26,6 @@ from tests.hybrids.test_attention_window import flash_by_hand, masked
 from tests.hybrids.tiny_models import tiny_model
 from tests.llamas import tiny_llama
 from tests.trainers import toys
-from tests.versions import needs_hybrids
-
-pytestmark = needs_hybrids
 
 WINDOWS = [1, 2, 4, 8]
 

@@ -25,7 +25,6 @@ from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrai
 from hf_recurrent_lengthgen.trainers.axolotl_plugin import InitialStateArgs, InitialStatePlugin
 from tests.hybrids.tiny_models import tiny_model
 from tests.trainers import toys
-from tests.versions import needs_hybrids
 
 PAGE = Path(__file__).parents[2] / "docs" / "with_trl.md"
 
@@ -152,7 +151,6 @@ def test_every_method_has_its_trainer_and_settings(changes: dict[str, Any], trai
     assert plugin.get_training_args(cfg) == given | {"average_tokens_across_devices": True}
 
 
-@needs_hybrids
 def test_models_of_transformers_are_wrapped() -> None:
     plugin, model = InitialStatePlugin(), tiny_model("bamba")
     plugin.register(file_of_page())

@@ -18,7 +18,6 @@ from tests.hybrids.measures import parts
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import FAMILIES, MAMBA2, VOCABULARY, Family, build, random_state, random_tokens, variant_id
 from tests.trainers.chunks_in_processes import checkpoint_layers, gradients, loop
-from tests.versions import needs_hybrids
 
 LENGTH, CHUNK_LENGTH = 23, 5
 TOLERANCE: dict[torch.dtype, dict[str, float]] = {
@@ -208,7 +207,6 @@ def test_layers_may_be_compiled_but_not_the_model() -> None:
         forward_in_chunks(model, CHUNK_LENGTH).__enter__()
 
 
-@needs_hybrids
 @pytest.mark.parametrize("padding", [0, 7], ids=["whole rows", "padding"])
 def test_wrapped_stock_models_go_in_chunks_unless_they_attend(padding: int) -> None:
     model, ids = stateful(tiny_model("mamba2")).train(), random_tokens(2, LENGTH)

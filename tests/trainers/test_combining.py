@@ -32,7 +32,7 @@ from hf_recurrent_lengthgen.trainers import (
     combine,
 )
 from tests.hybrids.tiny_models import tiny_model as tiny_hybrid
-from tests.versions import SINCE_5_23, needs_hybrids
+from tests.versions import SINCE_5_23
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings(
@@ -202,7 +202,7 @@ LAYOUTS = {
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=needs_hybrids)], ids=["family", "hybrid"])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["family", "hybrid"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", [None, ZeroStateTrainer, StatePassingTrainer], ids=["SFT", "zero", "passing"])
 def test_padded_and_packed_texts_give_the_loss_of_each_alone(
@@ -343,7 +343,6 @@ def test_a_learned_state_and_adapters_of_trl_are_refused(tmp_path: Path) -> None
         trained(tmp_path, LearnedStateTrainer, peft_config=LoraConfig(target_modules=["in_proj"]))
 
 
-@needs_hybrids
 def test_granite_4_trains_with_the_loss_of_its_experts(tmp_path: Path) -> None:
     given: Any = stateful(tiny_hybrid("granitemoehybrid", vocab_size=384))
     trainer_class, config_class = combine(StatePassingTrainer, trl.SFTTrainer)

@@ -26,9 +26,6 @@ from hf_recurrent_lengthgen.trainers import (
 )
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 from tests.trainers import toys
-from tests.versions import needs_hybrids
-
-pytestmark = needs_hybrids
 
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3")
 EXPANDABLE = tuple(name for name in SUPPORTED_TYPES if SUPPORTED[name].state_field)

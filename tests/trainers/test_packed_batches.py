@@ -28,7 +28,6 @@ from hf_recurrent_lengthgen.trainers.row_layout import lay_out
 from hf_recurrent_lengthgen.trainers.run.same_rows import stream_loader
 from tests.hybrids.tiny_models import tiny_model as tiny_hybrid
 from tests.trainers import toys
-from tests.versions import needs_hybrids
 
 UNEQUAL = ["random noise", "fitted noise", "state passing", "learned state and model", "mixture", "zero state"]
 IN_CHUNKS, OF_ONE_LENGTH = ["state passing in chunks"], ["state passing, alignment", "alignment"]
@@ -98,7 +97,7 @@ def test_every_form_of_packed_rows_is_unpacked(tmp_path: Path, form: str) -> Non
     assert logged == shares == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=needs_hybrids)], ids=["family", "hybrid"])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["family", "hybrid"])
 def test_the_log_counts_sequences(tmp_path: Path, hybrid: bool) -> None:
     """A first batch of one sequence leaves one state, from which one of the next 8 sequences starts."""
     model = stateful(tiny_hybrid("falcon_h1")) if hybrid else toys.tiny_model()
@@ -175,7 +174,7 @@ def test_from_zero_rows_stay_packed(tmp_path: Path) -> None:
     ("column", "make"),
     [
         ("seq_idx", toys.tiny_model),
-        pytest.param("position_ids", lambda: stateful(tiny_hybrid("mamba")), marks=needs_hybrids),
+        ("position_ids", lambda: stateful(tiny_hybrid("mamba"))),
     ],
     ids=["ours", "stock mamba"],
 )

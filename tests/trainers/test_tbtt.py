@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.models.state_value import clone_state, detach_state
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, TbttConfig, TbttTrainer, ZeroStateTrainer
 from tests.hybrids.tiny_models import tiny_model
 from tests.trainers import toys
-from tests.versions import needs_hybrids
 
 SEPARATOR = 2
 
@@ -127,9 +126,7 @@ def test_chunks_train_as_one_long_pass_with_the_gradient_stopped_at_the_borders(
     assert logged == pytest.approx(losses, abs=2e-4)
 
 
-@pytest.mark.parametrize(
-    "hybrid", [None, *(pytest.param(name, marks=needs_hybrids) for name in ("falcon_h1", "kimi_linear"))]
-)
+@pytest.mark.parametrize("hybrid", [None, "falcon_h1", "kimi_linear"])
 def test_reset_at_document_trains_on_every_document_alone(
     tbtt: Callable[..., TbttTrainer], hybrid: str | None
 ) -> None:

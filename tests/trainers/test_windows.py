@@ -29,7 +29,6 @@ from hf_recurrent_lengthgen.trainers import (
 )
 from tests.hybrids.tiny_models import tiny_model as stock_model
 from tests.trainers.toys import QUIET, assert_same_weights, chunks, examples, sequences, tiny_model, weights
-from tests.versions import needs_hybrids
 
 RATE = 0.3
 PLAIN: dict[str, Any] = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": RATE, "max_grad_norm": 0.0}
@@ -312,7 +311,6 @@ def test_sequences_that_begin_inside_rows_begin_from_zero_in_windows(tmp_path: A
     assert_same_weights(*found, atol=1e-6)
 
 
-@needs_hybrids
 def test_attention_of_a_hybrid_sees_its_piece(tmp_path: Any) -> None:
     rows = [{name: value for name, value in row.items() if name != "attention_mask"} for row in sequences(3, 12)]
     found, expected = stateful(stock_model("bamba")).train(), stateful(stock_model("bamba")).train()
@@ -332,7 +330,6 @@ def test_attention_of_a_hybrid_sees_its_piece(tmp_path: Any) -> None:
         torch.testing.assert_close(found.get_parameter(name), moved, rtol=0, atol=1e-6)
 
 
-@needs_hybrids
 def test_a_loss_of_experts_is_refused(tmp_path: Any) -> None:
     """Each window would add it, and a window in which a row has not begun has none."""
     model = stateful(stock_model("granitemoehybrid", output_router_logits=True))

@@ -21,7 +21,6 @@ from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
 from tests.checkpoints.cards.conftest import Work
 from tests.checkpoints.cards.reading import blocks, changed, evaluations, metadata_of, retrieval, written
 from tests.hybrids.tiny_models import tiny_model
-from tests.versions import needs_hybrids
 from tests.without_package import clean_process
 
 
@@ -130,7 +129,6 @@ def run_python(text: str) -> dict[str, Any]:
     return names
 
 
-@needs_hybrids
 def test_a_hybrid_goes_on_from_its_state_and_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,19 +15,11 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.checkpoints.records import carded, read_verification
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
-from tests.versions import needs_hybrids
 
 MODEL_CARDS = Path(__file__).parents[3] / "model_cards"
 NAMES = sorted(path.name for path in MODEL_CARDS.iterdir() if path.is_dir())
 FAMILIES = [name.removesuffix("-cured") for name in NAMES if name.endswith("-cured")]
 FAR = "passkey-far"
-LOADABLE = [
-    pytest.param(
-        name, marks=() if (MODEL_CARDS / name / "config.json").read_text().count("Stateful") else needs_hybrids
-    )
-    for name in NAMES
-]
-"""For tests that load the checkpoint: hybrids have classes of Transformers, and need a newer one."""
 
 
 def recorded(name: str) -> Checkpoint:
@@ -58,7 +50,7 @@ def test_checkpoints_are_small() -> None:
     assert sum(file.stat().st_size for file in MODEL_CARDS.rglob("*.*")) < 40e6
 
 
-@pytest.mark.parametrize("name", LOADABLE)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_card_is_what_its_records_give(name: str) -> None:
     checkpoint, folder = recorded(name), MODEL_CARDS / name
     evidence = read_evidence(checkpoint, sorted((folder / "results").iterdir()))

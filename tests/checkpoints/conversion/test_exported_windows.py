@@ -18,9 +18,6 @@ from hf_recurrent_lengthgen.hybrids import stateful
 from tests.hybrids.measures import random_tokens, relative_error
 from tests.hybrids.test_attention_window import HYBRIDS, by_masks, masked
 from tests.hybrids.tiny_models import tiny_composite, tiny_model
-from tests.versions import needs_hybrids
-
-pytestmark = needs_hybrids
 
 ROPES = {"rope_type": "default", "rope_theta": 100.0}, {"rope_type": "default", "rope_theta": 1e5}
 LFM3 = {"rope_parameters": {"full_attention": ROPES[0], "sliding_attention": ROPES[1]}}

@@ -21,7 +21,6 @@ from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models import FAMILIES
 from tests.hybrids.tiny_models import tiny_model
-from tests.versions import needs_hybrids
 
 MAMBA = (
     "backbone.embeddings.weight backbone.norm_f.weight backbone.layers.{0,1}.norm.weight "
@@ -148,7 +147,6 @@ def test_what_is_written_for_servers_is_not_taken_over_from_them(tmp_path: Path)
     assert not of_servers & json.loads((tmp_path / "again" / "config.json").read_text()).keys()
 
 
-@needs_hybrids
 def test_a_hybrid_that_was_loaded_and_saved_holds_what_the_loaders_read(tmp_path: Path) -> None:
     stateful(tiny_model("falcon_h1", head_dim=8)).save_pretrained(tmp_path)
     assert check_folder(tmp_path, FALCON_H1, HYBRID)["architectures"] == ["FalconH1ForCausalLM"]

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
@@ -13,10 +12,7 @@ from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from tests.hybrids.tiny_models import tiny_model
-from tests.versions import HAS_HYBRIDS
 
-# before, the server's files cannot be imported without its extra
-pytestmark = pytest.mark.skipif(not HAS_HYBRIDS, reason=f"needs the server of a newer one: {transformers.__version__}")
 SIZES = {"vocab_size": 384, "hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1}
 SPECIAL = {"pad_token_id": 0, "eos_token_id": 1}
 GREEDY = {"max_new_tokens": 6, "do_sample": False}

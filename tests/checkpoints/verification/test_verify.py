@@ -21,7 +21,6 @@ from hf_recurrent_lengthgen.checkpoints.verification.verify import difference
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.models import StatefulMambaConfig, StatefulMambaForCausalLM
 from tests.hybrids.tiny_models import tiny_model
-from tests.versions import needs_hybrids
 
 from .conftest import SIZES, add_to_code, change_config, change_weight
 
@@ -129,8 +128,8 @@ def test_weights_of_any_dtype_are_computed_with_in_full_precision(tmp_path: Path
     "make",
     [
         lambda: MambaForCausalLM(MambaConfig(**SIZES)),
-        pytest.param(lambda: tiny_model("falcon_h1"), marks=needs_hybrids),
-        pytest.param(lambda: tiny_model("qwen3_next"), marks=needs_hybrids),
+        lambda: tiny_model("falcon_h1"),
+        lambda: tiny_model("qwen3_next"),
     ],
     ids=["mamba", "falcon_h1", "qwen3_next"],
 )
@@ -142,7 +141,6 @@ def test_a_model_of_transformers_is_loaded_by_its_own_class(make: Any, tmp_path:
     assert [check.what for check in verification.checks] == ["logits", "gradients"]
 
 
-@needs_hybrids
 @pytest.mark.parametrize("window", [1, 3, 16])
 def test_a_model_with_a_window_is_compared_inside_it(window: int, tmp_path: Path) -> None:
     """Transformers alone attends to all keys."""
