@@ -22,7 +22,7 @@ import transformers
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import logging
 
-OLDEST, NEWEST = (5, 10), (5, 24)
+OLDEST, NEWEST = (5, 21), (5, 24)
 
 _installed = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 TESTED = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
