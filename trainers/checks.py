@@ -314,7 +314,7 @@ def check_continued_data(trainer: Any, dataset: Any, alignment: "AlignmentSettin
             "labels, set bptt_chunk_length: each is read in pieces of that many tokens."
         )
     strategy = args.train_sampling_strategy
-    if str(getattr(strategy, "value", strategy)) != "random":
+    if strategy != "random":
         raise ValueError(
             f"train_sampling_strategy {strategy!r} would separate rows that continue one another: leave it out."
         )

@@ -57,7 +57,7 @@ def hub_kernel(name: str) -> tuple[Any, str]:
     try:
         from transformers.integrations import hub_kernels
 
-        if not getattr(hub_kernels, "_kernels_enabled", True):
+        if not hub_kernels._kernels_enabled:
             raise ValueError("USE_HUB_KERNELS is off")
         function = attrgetter(path)(hub_kernels.get_kernel(repository, version=version))
     except Exception as error:  # of the Hub, of a dependency, of the code that it loads

@@ -96,6 +96,8 @@ PLAIN = {
     "label_smoothing_factor": 0.0,
     "accelerator_config": None,
     "train_sampling_strategy": "random",
+    "dataloader_in_order": True,
+    "average_tokens_across_devices": True,
 }
 
 

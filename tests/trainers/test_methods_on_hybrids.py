@@ -151,7 +151,7 @@ def test_adapters_on_a_model_with_other_names_in_its_file_resume(tmp_path: Path)
 
 
 def test_the_types_are_those_that_are_supported() -> None:
-    assert {*CONVOLUTIONS, *EXPANDABLE, *QUICK} <= set(SUPPORTED_TYPES)
+    assert {*EXPANDABLE, *QUICK} <= set(SUPPORTED_TYPES)
     assert SUPPORTED.keys() & CONFIG_MAPPING.keys() == set(SUPPORTED_TYPES)  # each known type has a tiny model
     assert {name for name, family in SUPPORTED.items() if "convolution only" in family.state} == set(CONVOLUTIONS)
 

@@ -48,7 +48,7 @@ def check_arguments(args: TrainingArguments) -> None:
             )
     if getattr(args.accelerator_config, "split_batches", False):
         raise ValueError("split_batches in accelerator_config would make batches smaller than said: leave it out.")
-    if not getattr(args, "dataloader_in_order", True) and args.dataloader_num_workers > 1:
+    if not args.dataloader_in_order and args.dataloader_num_workers > 1:
         raise ValueError("dataloader_in_order=False gives batches in an order that no run repeats: leave it out.")
     started = int(os.environ.get("WORLD_SIZE", 1))
     if started > args.world_size:
@@ -62,7 +62,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 def _check_same_on_processes(args: TrainingArguments) -> None:
     """Raise a `ValueError` for arguments with which several processes would not train the weights that one would."""
-    if not getattr(args, "average_tokens_across_devices", True):
+    if not args.average_tokens_across_devices:
         raise ValueError(
             "average_tokens_across_devices=False would make the weight of a token depend on the other tokens of its "
             "process: leave it out."
@@ -74,7 +74,7 @@ def _check_same_on_processes(args: TrainingArguments) -> None:
                 "out."
             )
     strategy = args.train_sampling_strategy
-    if str(getattr(strategy, "value", strategy)) not in ("random", "sequential"):
+    if strategy not in ("random", "sequential"):
         raise ValueError(
             f"train_sampling_strategy {strategy!r} orders rows by the batches of one process, so {args.world_size} "
             "processes would see other batches than a single process: leave it out, or train with one process."

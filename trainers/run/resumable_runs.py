@@ -259,9 +259,8 @@ class ResumableTrainer(SameRowsTrainer):
         return not sharded and load_converted_weights(self.model, checkpoint)  # type: ignore[arg-type]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        assert checkpoint is not None  # Trainer calls it to resume
         self.run_record.note_settings(self)
-        if checkpoint is None:  # not in every version of Trainer
-            return
         rates = initial_rates(self.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)
         apply_rates(self.optimizer, self.lr_scheduler, rates, "learning_rate" in self.run_record.changes)

@@ -34,13 +34,8 @@ logger = logging.get_logger(__name__)
 EXTRA_COLUMNS = ("shift_labels", "state_resets")
 PACKING_COLUMNS = ("position_ids", "seq_idx")
 
-_SETTINGS = {
-    name: f"dataloader_{name}"
-    for name in (
-        *("num_workers", "pin_memory", "prefetch_factor"),  # workers that persist would not hear of a new epoch
-        *("multiprocessing_context", "in_order"),  # not in every version of Trainer
-    )
-}
+# workers that persist would not hear of a new epoch
+_SETTINGS = ("num_workers", "pin_memory", "prefetch_factor", "multiprocessing_context", "in_order")
 
 
 class _OnlyLengths(Dataset[dict[str, range]]):
@@ -150,7 +145,7 @@ class SameRowsTrainer(PushingTrainer):
         return [], None
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | int | None:
-        """Trainer's, counting `shift_labels` where present; Transformers before 5.23 would count `labels` instead."""
+        """Trainer's, also counting `shift_labels` that come without `labels`."""
         counted = [{**b, "labels": b["shift_labels"]} if "shift_labels" in b else b for b in batch_samples]
         return super()._get_num_items_in_batch(counted, device)
 
@@ -254,7 +249,7 @@ def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
         batch_size=trainer._train_batch_size * processes,
         collate_fn=trainer._place.marked(collate) if trainer.is_in_train else collate,
         drop_last=True,
-        **{name: vars(trainer.args)[key] for name, key in _SETTINGS.items() if key in vars(trainer.args)},
+        **{name: getattr(trainer.args, f"dataloader_{name}") for name in _SETTINGS},
     )
     if has_length(stream):
         check_batches(trainer, len(loader))

@@ -119,7 +119,6 @@ def read_settings(source: Source) -> Settings | None:
     if not (source.folder / "config.json").is_file():
         return None
     settings: Settings = PreTrainedConfig.get_config_dict(source.folder)[0]
-    settings.pop("_commit_hash", None)  # older releases of Transformers add it
     if not isinstance(settings.get("model_type", ""), str | None):
         raise ValueError(f"config.json of {source.folder} has the model_type {settings['model_type']!r}, not a name.")
     if settings.get("quantization_config"):
