@@ -22,6 +22,8 @@ def holds_keys_only(cache: Any) -> bool:
 
 def cached_tokens(cache: Any) -> int:
     """Number of tokens that a cache has read; 0 for None."""
+    if hasattr(cache, "position"):  # a HybridCache
+        return int(cache.get_seq_length())
     return max((int(layer.get_seq_length()) for layer in _filled(cache)), default=0)
 
 
@@ -47,8 +49,6 @@ def cache_rows(cache: Any, rows: Tensor | slice) -> Any:
     chosen = forked(cache)
     for layer in _filled(chosen):
         layer.keys, layer.values = _rows(layer.keys, rows), _rows(layer.values, rows)
-    if isinstance(padding := getattr(cache, "padding", None), Tensor):  # of rows that read unequally many tokens
-        chosen.padding = _rows(padding, rows)
     return chosen
 
 
@@ -67,10 +67,6 @@ def joined_caches(caches: Sequence[Any]) -> Any:
             if getattr(layer, "keys", None) is not None:
                 layer.keys = torch.cat([cache.layers[index].keys for cache in caches])
                 layer.values = torch.cat([cache.layers[index].values for cache in caches])
-        paddings = [getattr(cache, "padding", None) for cache in caches]
-        if any(isinstance(padding, Tensor) for padding in paddings):
-            none = (_filled(cache)[0].keys.new_zeros(cached_rows(cache), dtype=torch.int64) for cache in caches)
-            joined.padding = torch.cat([zeros if p is None else p for p, zeros in zip(paddings, none, strict=True)])
     return joined
 
 

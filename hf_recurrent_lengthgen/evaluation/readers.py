@@ -8,6 +8,7 @@ A short text tests once whether a model uses its cache correctly. Transformers' 
 cache and drop the recurrent state in it.
 """
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -181,15 +182,15 @@ class StateReader(Reader):
 
     def fork(self, cache: Any) -> Any:
         state, keys = cache
-        return state, None if keys is None else attention_caches.forked(keys)
+        return state, copy.copy(keys)
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
         state, attention_cache = cache
-        return take_rows(state, rows), attention_caches.cache_rows(attention_cache, rows) if self._attends else None
+        return take_rows(state, rows), attention_cache.taken(rows) if self._attends else None
 
     def join_rows(self, caches: Sequence[Any]) -> Any:
         state = concatenate_rows([state for state, _ in caches])
-        return state, attention_caches.joined_caches([keys for _, keys in caches]) if self._attends else None
+        return state, type(caches[0][1]).joined([keys for _, keys in caches]) if self._attends else None
 
     def keys_of(self, cache: Any) -> Any:
         return cache[1]

@@ -28,15 +28,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 @contextmanager
 def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]]) -> Iterator[None]:
-    """Call `readers[name](layer, *arguments)` before a layer runs its scan of that name.
-
-    Wrapped models of Transformers know their own scans.
-    """
-    wrapped: Any = model
-    if hasattr(model, "watched_scans"):
-        with wrapped.watched_scans(readers):
-            yield
-        return
+    """Call `readers[name](layer, *arguments)` before a layer runs its scan of that name."""
     before: list[tuple[Any, Any]] = []  # mixers, and the scans that enclosing blocks have put in place
 
     def recording(layer: int, function: Any, read: Any) -> Any:
@@ -48,9 +40,8 @@ def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]])
         return scan
 
     try:
-        for layer, block in enumerate(layers_of(model)):
-            mixer = getattr(block, "scan_mixer", None)
-            if mixer is not None and mixer.scan.__name__ in readers:
+        for layer, mixer in _mixers_of(model):
+            if mixer.scan.__name__ in readers:
                 before.append((mixer, vars(mixer).get("scan")))
                 mixer.scan = recording(layer, mixer.scan, readers[mixer.scan.__name__])
         yield
@@ -60,6 +51,17 @@ def recorded_scans(model: nn.Module, readers: Mapping[str, Callable[..., None]])
                 del mixer.scan
             else:
                 mixer.scan = scan
+
+
+def _mixers_of(model: nn.Module) -> Iterator[tuple[int, Any]]:
+    """The mixers with one scan, and their layers; those of Zamba scan each head by itself."""
+    if hasattr(model, "new_attention_cache"):  # wrapped models of Transformers
+        mixers: list[Any] = [module for module in model.modules() if hasattr(module, "one_scan")]
+        yield from ((mixer.layer_idx, mixer) for mixer in mixers if mixer.one_scan)
+        return
+    for layer, block in enumerate(layers_of(model)):
+        if (mixer := getattr(block, "scan_mixer", None)) is not None:
+            yield layer, mixer
 
 
 @contextmanager

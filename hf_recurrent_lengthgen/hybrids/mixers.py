@@ -1,205 +1,451 @@
-"""Corrections for mixers of Transformers that treat a given state wrongly, active while a `StateCache` is in use.
+"""Recurrent mixers of Transformers with a state as argument and result, as those of this package have it.
 
-- The Mamba-2 mixers limit the step size in the scan of several tokens, but not in the step for one (NemotronH and
-  Zamba2 have a lower limit by default). A text read token by token would give other states than at once.
-- The Mamba-1 mixers (Mamba, FalconMamba, Jamba, Zamba) drop the recurrent state when they read several tokens, because
-  their scan takes none. They run with our scan instead.
+A mixer of a wrapped model gets a subclass of its class. In a call with a `CallCache` it reads from the state in there
+with the scan of this package: any number of tokens, padding at the ends of rows, rows that processes share, gradients
+to the state. All other calls are those of the stock class. Only the attributes of the mixers that hold weights and
+sizes are used. A mixer that has no entry in `MIXERS` reads its state through the public methods of the cache.
 
-Functions of the stock modules are replaced during one forward pass and in its thread. Calls without our states go to
-the stock functions.
+Shapes: B rows, T tokens, D hidden size, I inner channels, H heads, P value dim, N state (key) dim, K taps, G groups.
 """
 
-import math
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu, softplus
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.utils import is_kernels_available
 
-from hf_recurrent_lengthgen.hybrids.state_cache import Overwritten, StateCache
-from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
-from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
-from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
-from hf_recurrent_lengthgen.models.scan_pieces import piece_selective
+from hf_recurrent_lengthgen.hybrids.caches import CallCache
+from hf_recurrent_lengthgen.models.layers_conv import CausalConv1d, causal_conv1d_fn
+from hf_recurrent_lengthgen.models.layers_delta import l2_norm
+from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StepProjection
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import NO_LIMIT
+from hf_recurrent_lengthgen.models.rows import Rows
+from hf_recurrent_lengthgen.models.rows_moved import last_inputs, zero_past_end
+from hf_recurrent_lengthgen.models.rows_shared import scan_piece
+from hf_recurrent_lengthgen.models.scan_backends import ScanBackend, resolve_backend
+from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, kernel_limit_of, scan_delta
+from hf_recurrent_lengthgen.models.scan_gla import chunk_gla, scan_gla
+from hf_recurrent_lengthgen.models.scan_pieces import PIECES
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
-from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined
-from hf_recurrent_lengthgen.models.state_value import state_dtype
-
-STEP, CHUNKS, SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan", "mamba_selective_scan"
+from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, scan_ssd
+from hf_recurrent_lengthgen.models.state_value import LayerShape, LayerState, layer_state, state_dtype
 
 
-class _Exchanged:
-    """A function of a stock module that some thread has replaced; in other threads it is the stock one."""
-
-    lock = threading.Lock()
-
-    def __init__(self, stock: Any) -> None:
-        self.stock, self.users, self.of_thread = stock, 0, threading.local()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.of_thread, "function", self.stock)(*args, **kwargs)
+def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> CallCache | None:
+    """The `CallCache` among the arguments of a module."""
+    return next((x for x in (*args, *kwargs.values()) if isinstance(x, CallCache)), None)
 
 
-def files_of(model: StatefulModel) -> set[ModuleType]:
-    """The modules of Python that have the classes of a model."""
-    return {sys.modules[type(module).__module__] for module in model.modules()}
+class StateMixer(ScanMixer):
+    """Base of the subclasses of stock mixers. A subclass gives `state_shape` and `read`.
 
-
-@contextmanager
-def exchanged(files: Iterable[ModuleType], name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Put `replacement(stock function)` into every module that has a function of this name, for this thread."""
-    exchanged = []
-    try:
-        for file in (file for file in files if hasattr(file, name)):
-            with _Exchanged.lock:
-                switch = getattr(file, name)
-                if not isinstance(switch, _Exchanged):
-                    switch = _Exchanged(switch)
-                    setattr(file, name, switch)
-                switch.users += 1
-            before = getattr(switch.of_thread, "function", switch.stock)
-            switch.of_thread.function = replacement(before)
-            exchanged.append((file, switch, before))
-        yield
-    finally:
-        for file, switch, before in reversed(exchanged):
-            switch.of_thread.function = before
-            with _Exchanged.lock:
-                switch.users -= 1
-                if not switch.users:
-                    setattr(file, name, switch.stock)
-
-
-def as_chunk_scan(
-    run: Callable[[tuple[Tensor, ...], Tensor, dict[str, Any]], tuple[Tensor, Tensor]],
-) -> Callable[..., Any]:
-    """`run` with the signature of `mamba2_chunk_scan` of Transformers.
-
-    It takes the inputs of `scan_ssd`, the state before them and its options, and gives outputs and a state.
+    Attributes:
+        kernels: The functions that must be installed for the kernel path.
+        one_scan: Whether a layer has one scan.
+        layer_idx: The layer.
     """
 
-    def scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int = 64,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        initial_states: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        return_final_states: bool = False,
-        **_: Any,
-    ) -> Any:
-        A = A.float()
-        dt = dt.to(A.dtype) if dt_bias is None else dt.to(A.dtype) + dt_bias.to(A.dtype)
-        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-        D = A.new_zeros(A.shape) if D is None else D.to(A.dtype)
-        if initial_states is None:
-            initial_states = A.new_zeros(len(x), *x.shape[2:], B.shape[3])
-        inputs = x.to(A.dtype), dt, A, B.to(A.dtype), C.to(A.dtype), D
-        backend = resolve_backend("auto", x.device.type, mamba_chunk_scan_combined is not None)
-        options = {"backend": backend, "chunk_size": chunk_size if backend == "kernel" else 64}
-        y, state = run(inputs, initial_states.as_subclass(Tensor).to(A.dtype), options)
-        return (y, state) if return_final_states else y
+    kernels: ClassVar[tuple[Any, ...]] = ()
+    one_scan: ClassVar[bool] = True
+    layer_idx: int
+    conv1d: Any
+    activation: str
 
-    return scan
+    def read(self, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
+        """Outputs (B, T, D), and the state after the last real token of each row; rows as layers get them."""
+        raise NotImplementedError
 
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = call_of(args, kwargs)
+        if call is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        y, call.after[self.layer_idx] = self.read(hidden_states, self.state_before(call, hidden_states), call.rows)
+        return y
 
-@contextmanager
-def limited_steps(model: StatefulModel) -> Iterator[None]:
-    """Limit the step size in single-token steps, too, if the state comes from a `StateCache`."""
-    modules: Iterator[Any] = model.modules()
-    given = {each.layer_idx: tuple(each.time_step_limit) for each in modules if getattr(each, "time_step_limit", None)}
-    limits = {layer: limit for layer, limit in given.items() if limit != (0.0, math.inf)}
-    with exchanged(files_of(model) if limits else (), STEP, lambda step: _limited(step, limits)):
-        yield
+    def state_before(self, call: CallCache | None, x: Tensor) -> LayerState:
+        """The state in the call, or zero."""
+        state = None if call is None else call.before_layer(self.layer_idx)
+        if state is not None:
+            return state
+        return layer_state(x.new_zeros(len(x), *shape, dtype=state_dtype(x.dtype)) for shape in self.state_shape)
 
+    def take_over(self) -> None:
+        """Prepare a stock module: children that are called with more than the stock class does."""
+        self.kernel_available = all(kernel is not None for kernel in self.kernels)
+        if type(getattr(self, "conv1d", None)) is nn.Conv1d:
+            self.conv1d.__class__ = CausalConv1d
+            self.conv1d.activation = self.activation in ("silu", "swish")
 
-def _limited(step: Any, limits: dict[int, tuple[float, float]]) -> Any:
-    """The stock step, with the limited step size for our states, unchanged for others."""
-
-    def limited(
-        state: Tensor, x: Tensor, dt: Tensor, *args: Any, dt_bias: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
-        if not isinstance(state, Overwritten):
-            return step(state, x, dt, *args, dt_bias=dt_bias, **kwargs)
-        if dt_bias is not None:
-            dt = dt + dt_bias.to(dt.dtype)
-        if kwargs.get("dt_softplus"):
-            dt = F.softplus(dt)
-        dt = dt.clamp(*limits[state.layer_idx])
-        return step(state, x, dt, *args, **kwargs | {"dt_softplus": False})
-
-    return limited
-
-
-class Mamba1StateCache(StateCache):
-    """Hides the recurrent state from Mamba-1 mixers, which use it for single tokens only, and gives it to our scan."""
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        state = self._asked(layer_idx)
-        # The mixer asks right before it scans. Zamba scans the heads of (B, H, P, N) one by one.
-        heads = () if state is None else state.unbind(1) if state.ndim == 4 else (state,)
-        self.to_scan = iter(heads)
-
-
-@contextmanager
-def scans_from_state(model: StatefulModel, state_cache: Mamba1StateCache) -> Iterator[None]:
-    """Let Mamba-1 mixers scan from the states of the state cache.
-
-    Raises:
-        ValueError: for an adapter on `dt_proj`, which the stock mixers bypass.
-    """
-    for name, module in model.named_modules():
-        if name.endswith("dt_proj") and hasattr(module, "base_layer"):
+    def backend_for(self, x: Tensor) -> ScanBackend:
+        if "base_layer" in getattr(self, "conv1d", self)._modules:
             raise ValueError(
-                f"The adapter on {name} has no effect, since {type(model).__name__} reads the weight directly: take "
-                "dt_proj out of the adapter's targets, or load a Mamba or FalconMamba with load_model."
+                f"An adapter on conv1d has no effect, since {type(self).__name__} reads the weight directly: leave "
+                "conv1d out of its target_modules, or train the whole module (modules_to_save)."
             )
-    with exchanged(files_of(model), SCAN, lambda stock: _scan_of(state_cache, stock)):
-        yield
+        return resolve_backend("auto", x.device.type, self.kernel_available, self.kernel_limit(x.dtype))
 
+    def convolve(self, x: Tensor, state: Tensor, rows: Rows | None, backend: ScanBackend) -> tuple[Tensor, Tensor]:
+        """The short convolution and its activation: (B, T, C), and the K-1 columns after it."""
+        y, after = self.conv1d(x, state, rows, backend)
+        return (y if self.activation in ("silu", "swish") else ACT2FN[self.activation](y)), after
 
-def _scan_of(state_cache: Mamba1StateCache, stock: Any) -> Any:
-    """`mamba_selective_scan` of Transformers (time is the last dimension) from the states of the state cache."""
-
-    def scan(
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor,
-        z: Tensor,
-        delta_bias: Tensor | None = None,
-        delta_softplus: bool = True,
-        return_last_state: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if not return_last_state:  # a call without a cache has none of our states
-            return stock(x, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state, **kwargs)
-        dtype = state_dtype(x.dtype)
-        state = next(state_cache.to_scan, None)
-        if state is None:
-            state = torch.zeros(x.shape[0], *A.shape, device=x.device, dtype=dtype)
-        dt = F.softplus(dt.to(dtype) + (0 if delta_bias is None else delta_bias.to(dtype)[:, None]))
-        if state_cache.rows is not None:
-            state_cache.stopped.add(state_cache.asking)
-            dt = zero_past_end(dt.mT, state_cache.rows).mT
-        backend = resolve_backend("auto", x.device.type, selective_scan_fn is not None)
-        inputs = (x.mT, dt.mT, A, B.mT, C.mT, D)
-        if (shared := state_cache.shared) is not None:
-            y, final = shared.scan(scan_selective, piece_selective, inputs, state, {"backend": backend})
+    def advance(
+        self, *inputs: Tensor, state: LayerState, rows: Rows | None, **options: Any
+    ) -> tuple[Tensor, LayerState]:
+        if rows is not None and rows.group is not None:
+            piece = PIECES[self.scan.__name__]
+            y, recurrent = scan_piece(rows, self.scan, piece, inputs, state.recurrent, options)
         else:
-            y, final = scan_selective(*inputs, state, backend=backend)
-        return (y.mT * F.silu(z)).to(x.dtype), final
+            y, recurrent = self.scan(*inputs, state.recurrent, **options)
+        return y, state._replace(recurrent=recurrent)
 
-    return scan
+
+class Mamba2Mixer(StateMixer):
+    """Mamba-2: `in_proj` rows are [z, x, B, C, dt]."""
+
+    scan = staticmethod(scan_ssd)
+    kernels = (mamba_chunk_scan_combined, causal_conv1d_fn)
+
+    @property
+    def state_shape(self: Any) -> LayerShape:
+        """(H, P, N) and (I + 2 G N, K-1)."""
+        return LayerShape(
+            (self.num_heads, self.head_dim, self.ssm_state_size), (self.conv_dim, self.conv_kernel_size - 1)
+        )
+
+    def read(self: Any, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
+        backend, wide = self.backend_for(x), state.recurrent.dtype
+        gate, conv_input, dt = self.project(x).split([self.intermediate_size, self.conv_dim, self.num_heads], -1)
+        conv_output, conv = self.convolve(conv_input, state.conv, rows, backend)
+        h, B, C = conv_output.split([self.intermediate_size, *[self.n_groups * self.ssm_state_size] * 2], -1)
+        dt = softplus(dt.to(wide) + self.dt_bias.to(wide))
+        if (limit := tuple(self.time_step_limit)) != NO_LIMIT:
+            dt = dt.clamp(*limit)
+        dt = zero_past_end(dt, rows)
+        B, C = (part.unflatten(-1, (self.n_groups, -1)) for part in (B, C))
+        options: dict[str, Any] = {"chunk_size": self.chunk_size} if backend == "kernel" else {}
+        inputs = h.unflatten(-1, (self.num_heads, -1)), dt, -self.A_log.to(wide).exp(), B, C, self.D.to(wide)
+        y, state = self.advance(*inputs, state=state, rows=rows, backend=backend, **options)
+        return self.out_proj(self.gated(y.flatten(2), gate).to(x.dtype)), state._replace(conv=conv)
+
+    def project(self: Any, x: Tensor) -> Tensor:
+        return self.in_proj(x)
+
+    def gated(self: Any, y: Tensor, gate: Tensor) -> Tensor:
+        return self.norm(y, gate)
+
+
+class FalconH1Mixer(Mamba2Mixer):
+    """Mamba-2 with multipliers, whose norm may be missing."""
+
+    def project(self: Any, x: Tensor) -> Tensor:
+        return self.in_proj(x * self.ssm_in_multiplier) * self.mup_vector
+
+    def gated(self: Any, y: Tensor, gate: Tensor) -> Tensor:
+        return self.norm(y, gate) if self.mamba_rms_norm else y * silu(gate)
+
+
+class MambaMixer(StateMixer):
+    """Mamba-1, FalconMamba and Jamba: the last two norm dt, B and C."""
+
+    scan = staticmethod(scan_selective)
+    kernels = (selective_scan_fn, causal_conv1d_fn)
+
+    @property
+    def state_shape(self: Any) -> LayerShape:
+        """(I, N) and (I, K-1)."""
+        inner = self.intermediate_size
+        return LayerShape((inner, self.ssm_state_size), (inner, self.conv_kernel_size - 1))
+
+    def take_over(self: Any) -> None:
+        super().take_over()
+        if type(self.dt_proj) is nn.Linear:
+            self.dt_proj.__class__ = StepProjection
+
+    def read(self: Any, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
+        if "base_layer" in self.dt_proj._modules:
+            raise ValueError(
+                f"The adapter on dt_proj of layer {self.layer_idx} has no effect, since {type(self).__name__} of "
+                "Transformers reads the weight directly: take dt_proj out of the adapter's targets, or load a Mamba "
+                "or FalconMamba with load_model."
+            )
+        backend, wide = self.backend_for(x), state.recurrent.dtype
+        conv_input, gate = self.in_proj(x).chunk(2, -1)
+        h, conv = self.convolve(conv_input, state.conv, rows, backend)
+        dt, B, C = self.x_proj(h).split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
+        if hasattr(self, "dt_layernorm"):
+            dt, B, C = self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
+        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)), rows)
+        inputs = h, dt, -self.A_log.to(wide).exp(), B, C, self.D.to(wide)
+        y, state = self.advance(*inputs, state=state, rows=rows, backend=backend)
+        return self.out_proj((y * silu(gate)).to(x.dtype)), state._replace(conv=conv)
+
+
+class ZambaMixer(StateMixer):
+    """Zamba: Mamba-1 whose heads have projections to dt, B and C of their own, and one convolution."""
+
+    scan = staticmethod(scan_selective)
+    kernels = MambaMixer.kernels
+    one_scan = False  # but one for each head
+
+    @property
+    def state_shape(self: Any) -> LayerShape:
+        """(H, P, N) and (I, K-1)."""
+        heads = self.n_mamba_heads, self.mamba_head_dim, self.ssm_state_size
+        return LayerShape(heads, (self.intermediate_size, self.conv_kernel_size - 1))
+
+    def read(self: Any, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
+        backend, wide = self.backend_for(x), state.recurrent.dtype
+        conv_input, gate = self.in_proj(x).unflatten(-1, (-1, 2)).unbind(-1)
+        h, conv = self.convolve(conv_input, state.conv, rows, backend)
+        sizes, outputs, states = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size], [], []
+        for head, part in enumerate(h.unflatten(-1, (self.n_mamba_heads, -1)).unbind(2)):
+            dt, B, C = linear(part, self.x_proj_weight[head]).split(sizes, -1)
+            bias = None if self.dt_proj_bias is None else self.dt_proj_bias[head].to(wide)
+            dt = zero_past_end(softplus(linear(dt.to(wide), self.dt_proj_weight[head].to(wide), bias)), rows)
+            inputs = part, dt, -self.A_log[head].to(wide).exp(), B, C, self.D[head].to(wide)
+            own = state._replace(recurrent=state.recurrent[:, head])
+            y, own = self.advance(*inputs, state=own, rows=rows, backend=backend)
+            outputs.append(y)
+            states.append(own.recurrent)
+        y = torch.cat(outputs, -1) * silu(gate)
+        return self.out_proj(y.to(x.dtype)), LayerState(torch.stack(states, 1), conv)
+
+
+class DeltaMixer(StateMixer):
+    """The delta rule. Its state is (H, N, P) in Transformers. A subclass gives `parts` and names norm and output."""
+
+    scan = staticmethod(scan_delta)
+    kernels = (chunk_gated_delta_rule, causal_conv1d_fn)
+    norm_name, output_name = "norm", "out_proj"
+    head_k_dim: int
+    head_v_dim: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def state_shape(self: Any) -> LayerShape:
+        """(H, N, P) and (2 G N + H P, K-1)."""
+        heads = self.value_dim // self.head_v_dim, self.head_k_dim, self.head_v_dim
+        return LayerShape(heads, (self.conv_dim, self.conv_kernel_size - 1))
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[q, k, v] before the convolution, log decays (B, T, H) or (B, T, H, N), rates (B, T, H), and the gate."""
+        raise NotImplementedError
+
+    def kernel_limit(self, dtype: torch.dtype) -> str:
+        return super().kernel_limit(dtype) or kernel_limit_of(self.head_k_dim)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Also without a cache where the stock class has no kernel: its functions keep all that they compute."""
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Cache, Tensor))]
+        kernels = hidden_states.device.type != "cpu" and (self.kernel_available or is_kernels_available())
+        if given or kernels or hidden_states.is_meta:
+            return super().forward(hidden_states, *args, **kwargs)
+        return self.read(hidden_states, self.state_before(None, hidden_states), None)[0]
+
+    def read(self, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
+        backend, wide = self.backend_for(x), state.recurrent.dtype
+        qkv, g, beta, gate = self.parts(x)
+        qkv, conv = self.convolve(qkv, state.conv, rows, backend)
+        q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], -1)
+        q, k = (l2_norm(part.unflatten(-1, (-1, self.head_k_dim)).to(wide)) for part in (q, k))
+        g, beta = (zero_past_end(part.to(wide), rows) for part in (g if g.ndim == 4 else g[..., None], beta))
+        inputs = q * self.head_k_dim**-0.5, k, v.unflatten(-1, (-1, self.head_v_dim)), g, beta
+        start = LayerState(state.recurrent.mT, conv)
+        y, after = self.advance(*inputs, state=start, rows=rows, backend=backend)
+        norm, output = getattr(self, self.norm_name), getattr(self, self.output_name)
+        y = norm(y.to(x.dtype).flatten(0, 2), gate.reshape(-1, self.head_v_dim)).view(*x.shape[:2], -1)
+        return output(y), after._replace(recurrent=after.recurrent.mT.contiguous())
+
+    def decays(self: Any, a: Tensor) -> Tensor:
+        """Log decays of Gated DeltaNet, (B, T, H)."""
+        wide = state_dtype(a.dtype)
+        return -self.A_log.to(wide).exp() * softplus(a.to(wide) + self.dt_bias.to(wide))
+
+
+class QwenMixer(DeltaMixer):
+    """Gated DeltaNet of Qwen3.5 and LaraMini."""
+
+    def parts(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.in_proj_qkv(x), self.decays(self.in_proj_a(x)), self.in_proj_b(x).sigmoid(), self.in_proj_z(x)
+
+
+class QwenNextMixer(DeltaMixer):
+    """Gated DeltaNet of Qwen3-Next, whose projections are interleaved by key head."""
+
+    def parts(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, z, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
+        return torch.cat([part.flatten(2) for part in (q, k, v)], -1), self.decays(a), b.sigmoid(), z
+
+
+class OlmoMixer(DeltaMixer):
+    """Gated DeltaNet of OLMo Hybrid, whose rates may go up to 2."""
+
+    norm_name, output_name = "o_norm", "o_proj"
+
+    def parts(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        beta = self.b_proj(x).sigmoid() * (2 if self.allow_neg_eigval else 1)
+        return _qkv(self, x), self.decays(self.a_proj(x)), beta, self.g_proj(x)
+
+
+class KimiMixer(DeltaMixer):
+    """Kimi Delta Attention, with a decay for each channel."""
+
+    norm_name, output_name = "o_norm", "o_proj"
+
+    def take_over(self: Any) -> None:
+        super().take_over()
+        self.key_dim = self.value_dim = self.qkv_dim
+        self.head_k_dim = self.head_v_dim = self.head_dim
+
+    def parts(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return _qkv(self, x), self.forget_gate(x), self.b_proj(x).sigmoid(), self.g_b_proj(self.g_a_proj(x))
+
+
+class BailingMixer(KimiMixer):
+    """The same with one projection to the gate."""
+
+    def parts(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return _qkv(self, x), self.forget_gate(x), self.b_proj(x).sigmoid(), self.g_proj(x)
+
+
+def _qkv(mixer: Any, x: Tensor) -> Tensor:
+    return torch.cat([mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)], -1)
+
+
+class LightningMixer(StateMixer):
+    """Lightning attention of MiniMax: linear attention with a fixed decay for each head. Its state is (H, N, P)."""
+
+    scan = staticmethod(scan_gla)
+    kernels = (chunk_gla,)
+
+    @property
+    def state_shape(self: Any) -> LayerShape:
+        return LayerShape((self.num_attention_heads, self.head_dim, self.head_dim), (0,))
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(hidden_states, *args, **kwargs)
+        return found if isinstance(found, tuple) else (found, None)
+
+    def read(self: Any, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
+        qkv = self.act_fn(self.qkv_proj(x)).unflatten(-1, (self.num_attention_heads, -1))
+        q, k, v = qkv.split(self.head_dim, dim=-1)
+        g = -self.slope_rate.view(-1, 1).to(state.recurrent.dtype).expand(*q.shape)
+        g, k = zero_past_end(g, rows), zero_past_end(k, rows)
+        start = state._replace(recurrent=state.recurrent.mT)
+        y, after = self.advance(q, k, v, g, state=start, rows=rows, backend=self.backend_for(x))
+        y = self.norm(y.flatten(2)) * self.output_gate(x).sigmoid()
+        return self.out_proj(y), after._replace(recurrent=after.recurrent.mT.contiguous())
+
+
+class ConvolutionValues:
+    """Zaya's projection to queries, keys and values, whose state is its last inputs, at the last real token."""
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = call_of(args, kwargs)
+        found = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        if call is None or (lengths := call.lengths) is None:
+            return found
+        inputs = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], -1)
+        values, before = self.v_proj_delayed(hidden_states), self.state_before(call, inputs)
+        recurrent = last_inputs(values, before.recurrent[..., None], lengths)[..., 0]
+        call.after[self.layer_idx] = LayerState(recurrent, last_inputs(inputs, before.conv, lengths))
+        call.unstopped.discard(self.layer_idx)
+        return found
+
+    def state_before(self: Any, call: CallCache, inputs: Tensor) -> LayerState:
+        state = call.before_layer(self.layer_idx)
+        assert state is not None  # rows with padding always start from one
+        return state
+
+
+class XlstmBackend:
+    """The recurrence of xLSTM. One tensor (B, H, N P + N + 1) holds memory, normalizer and stabilizer.
+
+    The layer hands on what stands in place of the memory, (call, layer), without looking at it.
+    """
+
+    def forward(self: Any, *args: Any, c_initial: Any = None, **given: Any) -> Any:
+        if not isinstance(c_initial, tuple):
+            return super().forward(*args, c_initial=c_initial, **given)  # type: ignore[misc]
+        (call, layer), N = c_initial, given["query"].shape[3]
+        # in evaluation, Transformers reads long rows in chunks, and hands on nothing between them
+        state = (None if self.training else call.after.get(layer)) or call.before_layer(layer)
+        c_initial = None
+        if state is not None:
+            memory, n, m = state.recurrent.split([state.recurrent.shape[-1] - N - 1, N, 1], -1)
+            c_initial, given["n_initial"], given["m_initial"] = memory.unflatten(-1, (N, -1)), n, m
+        if call.rows is not None:  # forget gates that keep everything, input gates that write nothing
+            begin = 0 if self.training else call.columns.get(layer, 0)
+            call.columns[layer] = end = begin + given["query"].shape[2]
+            past_end = ~call.rows.real[:, None, begin:end]
+            given["fgate"] = given["fgate"].masked_fill(past_end, 1e6)
+            given["igate"] = given["igate"].masked_fill(past_end, -1e30)
+        h, (memory, n, m) = super().forward(*args, c_initial=c_initial, **given)  # type: ignore[misc]
+        recurrent = torch.cat([memory.flatten(2), n, m], -1)
+        call.after[layer] = LayerState(recurrent, recurrent.new_empty(len(recurrent), 0))
+        return h, (memory, n, m)
+
+
+MIXERS: dict[str, Any] = {
+    "BailingHybridDeltaAttention": BailingMixer,
+    "BambaMixer": Mamba2Mixer,
+    "FalconH1Mixer": FalconH1Mixer,
+    "FalconMambaMixer": MambaMixer,
+    "GraniteMoeHybridMambaLayer": Mamba2Mixer,
+    "JambaMambaMixer": MambaMixer,
+    "KimiLinearDeltaAttention": KimiMixer,
+    "LaraMiniGatedDeltaNet": QwenMixer,
+    "Mamba2Mixer": Mamba2Mixer,
+    "MambaMixer": MambaMixer,
+    "MiniMaxLightningAttention": LightningMixer,
+    "NemotronHMamba2Mixer": Mamba2Mixer,
+    "OlmoHybridGatedDeltaNet": OlmoMixer,
+    "Qwen3NextGatedDeltaNet": QwenNextMixer,
+    "Qwen3_5GatedDeltaNet": QwenMixer,
+    "Qwen3_5MoeGatedDeltaNet": QwenMixer,
+    "Zamba2MambaMixer": Mamba2Mixer,
+    "ZambaMambaMixer": ZambaMixer,
+    "ZayaCCAProjection": ConvolutionValues,
+    "xLSTMBackend": XlstmBackend,
+}
+"""What is mixed into a class of Transformers, by its name."""
+
+
+def take_mixers_over(model: nn.Module) -> None:
+    """Give the mixers of a model the subclasses of their classes that read from a `CallCache`."""
+    for module in model.modules():
+        stock: Any = type(module)
+        if stock.__name__ in MIXERS and not issubclass(stock, MIXERS[stock.__name__]):
+            module.__class__ = _taken_over(stock)
+            if isinstance(module, StateMixer):
+                module.take_over()
+
+
+@functools.cache
+def _taken_over(stock: Any) -> Any:
+    mixin = MIXERS[stock.__name__]
+    return under_its_name(stock, _taken_over, (mixin,), {})
+
+
+def under_its_name(stock: Any, make: Any, mixins: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+    """A subclass of a stock class under its name, by which pickle would find that one: it is told `make(stock)`."""
+
+    def reduced(self: Any, protocol: Any) -> Any:
+        _, _, *contents = stock.__reduce_ex__(self, protocol)
+        return _empty, (make, stock), *contents
+
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(stock.__name__, (*mixins, stock), names | namespace | {"__reduce_ex__": reduced})
+
+
+def _empty(make: Any, stock: Any) -> Any:
+    made = make(stock)
+    return made.__new__(made)

@@ -8,28 +8,21 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_recurrent_lengthgen.hybrids.cache_adapters import (
-    CacheAdapter,
-    Mamba1CacheAdapter,
-    MiniMaxCacheAdapter,
-    RoundingCacheAdapter,
-    XlstmCacheAdapter,
-)
-from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel, StatefulModel
+from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 
 
 class StockType(NamedTuple):
     """What is special about a model type."""
 
     state: str  # layout of the recurrent part in the model, without B
-    adapter: type[CacheAdapter] = CacheAdapter
     # Ends of names of linear layers that take no adapter: PEFT refuses them by the model type, or the mixers
     # bypass the adapter.
     no_adapters: tuple[str, ...] = ()
     no_noise: str | None = None  # why noise cannot take the place of its recurrent part
     state_field: str = ""  # the field of its configuration with N of all recurrent layers, if N can grow (StateX)
     no_expansion: str = ""  # if not, why
-    counts_tokens: bool = True  # whether its cache and its positions count the tokens of keys
+    shares: bool = True  # whether processes can share its rows
+    drops_state: bool = False  # whether stock mixers drop the state of a stock cache before several tokens
 
 
 SSD = "(H, P, N)"
@@ -46,15 +39,15 @@ _NO_STATE = "it has short convolutions only, no state that could grow"
 
 SUPPORTED = {
     "bailing_hybrid": StockType(DELTA, no_expansion=_UNIT_KEYS),
-    "bamba": StockType(SSD, state_field=_MAMBA_N, counts_tokens=False),
+    "bamba": StockType(SSD, state_field=_MAMBA_N),
     "falcon_h1": StockType(SSD, no_adapters=("out_proj",), state_field=_MAMBA_N),
     "falcon_mamba": StockType(
-        SELECTIVE, Mamba1CacheAdapter, no_adapters=("out_proj", "dt_proj"), state_field="state_size"
+        SELECTIVE, drops_state=True, no_adapters=("out_proj", "dt_proj"), state_field="state_size"
     ),
     "granitemoehybrid": StockType(SSD, state_field=_MAMBA_N),
     "jamba": StockType(
         SELECTIVE,
-        Mamba1CacheAdapter,
+        drops_state=True,
         no_adapters=("dt_proj",),
         no_expansion="learned norms of B and C over N would have to grow, too, in a way no one has studied",
     ),
@@ -63,13 +56,11 @@ SUPPORTED = {
     "lfm2": StockType(NONE, no_expansion=_NO_STATE),
     "lfm2_moe": StockType(NONE, no_expansion=_NO_STATE),
     "lfm3": StockType(NONE, no_expansion=_NO_STATE),
-    "mamba": StockType(SELECTIVE, Mamba1CacheAdapter, no_adapters=("out_proj", "dt_proj"), state_field="state_size"),
+    "mamba": StockType(SELECTIVE, drops_state=True, no_adapters=("out_proj", "dt_proj"), state_field="state_size"),
     "mamba2": StockType(SSD, no_adapters=("out_proj",), state_field="state_size"),
     "minimax": StockType(
         DELTA,
-        MiniMaxCacheAdapter,
         no_expansion="its decays are fixed numbers of each head, which merged heads cannot share",
-        counts_tokens=False,
     ),
     "nemotron_h": StockType(SSD, no_adapters=("out_proj",), state_field="ssm_state_size"),
     "olmo_hybrid": StockType(DELTA, no_expansion=_UNIT_KEYS),
@@ -78,15 +69,15 @@ SUPPORTED = {
     "qwen3_next": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "xlstm": StockType(
         "(H, N P + N + 1): memory, normalizer, stabilizer",
-        XlstmCacheAdapter,
+        shares=False,
         no_noise="memory, normalizer and stabilizer are of different kinds, which no one Gaussian describes",
         no_expansion="its normalizer and stabilizer belong to heads and their gates, which merged heads cannot share",
     ),
-    "zamba": StockType(SSD, Mamba1CacheAdapter, no_expansion="its Mamba-1 mixers have heads of their own layout"),
+    "zamba": StockType(SSD, drops_state=True, no_expansion="its Mamba-1 mixers have heads of their own layout"),
     "zamba2": StockType(SSD, state_field=_MAMBA_N),
     "zaya": StockType(
         "(D,): delayed value of the last token",
-        RoundingCacheAdapter,
+        shares=False,
         no_expansion="its state is one delayed value, nothing that could grow",
     ),
 }
@@ -107,11 +98,6 @@ SUPERSEDED = {"rwkv"}  # not evaluated without states either
 def stock_type_of(model: StatefulModel) -> StockType:
     """What is special about the type of a model."""
     return SUPPORTED[model.config.get_text_config(decoder=True).model_type]
-
-
-def cache_adapter_of(model: HybridModel) -> CacheAdapter:
-    """The adapter of a model."""
-    return stock_type_of(model).adapter(model)
 
 
 def adapter_targets(model: Any) -> tuple[str, ...]:

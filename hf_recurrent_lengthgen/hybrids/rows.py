@@ -2,7 +2,7 @@
 
 No token of a causal model sees what comes after it. So the tokens of each sequence move to the front of a row of
 their own, the stock model reads these rows without a mask, at positions from 0, and what it gives moves back. Only a
-state after the tokens would see the padding at the end of the shorter rows; `stopping.py` keeps it from that.
+state after the tokens would see the padding at the end of the shorter rows; the mixers keep it from that.
 
 Shapes: B rows and T tokens as given; N sequences, L tokens of the longest one.
 """
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from hf_recurrent_lengthgen.hybrids.caches import HybridCache
 from hf_recurrent_lengthgen.models.modeling_heads import IGNORED_LABEL, scored_labels
 from hf_recurrent_lengthgen.models.rows import LAYOUT, Rows, mask_of_new_tokens, read_rows, real_tokens, token_shape
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, layer_state
+from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
 TOKENS, TARGETS = ("input_ids", "inputs_embeds"), ("labels", "shift_labels")
 UNREAD = ("document_ids", "segment_ids", "sequence_ids", "seq_lengths")
@@ -69,18 +70,19 @@ class StockRows:
         news = (None,) * len(state) if new is None else new
         return tuple(self.moved.starting_states(*layers)[0] for layers in zip(state, news, strict=True))
 
-    def final(self, before: RecurrentState, after: RecurrentState) -> RecurrentState:
-        """The states after the last sequence of each row, from those before and after the N sequences."""
-        if self.length == 1 and self.padded is not None:  # the step for one token does not know of empty rows
-            real: Any = self.padded.real
-            after = tuple(
-                layer_state(
-                    torch.where(real.view(-1, *[1] * (old.ndim - 1)), new, old)
-                    for old, new in zip(*layers, strict=True)
-                )
-                for layers in zip(before, after, strict=True)
-            )
+    def final(self, after: RecurrentState) -> RecurrentState:
+        """The states after the last sequence of each row, from those after the N sequences."""
         return tuple(self.moved.final_states((layer,)) for layer in after)
+
+    def keys(self, cache: HybridCache | None) -> HybridCache | None:
+        """Keys and values before the N sequences: those of its row for the first one of a row, none for others."""
+        if cache is None:
+            return None
+        (owners,), rows = self.moved.owners, len(self.moved.last)
+        lengths = torch.full_like(self.moved.last, cache.position) if cache.lengths is None else cache.lengths
+        read = cache.taken(owners.clamp(max=rows - 1))
+        read.lengths = torch.cat([lengths, lengths.new_zeros(1)])[owners]
+        return read
 
     def arguments(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
         """The arguments for the N rows; targets stay as they are, since `loss` gets the logits that moved back.
@@ -243,9 +245,9 @@ def real_of(mask: Tensor | None, shape: tuple[int, int], seen: int = 0) -> Tenso
 
 
 def _without_seen(mask: Any, shape: tuple[int, int], seen: int) -> Any:
-    """A mask without `seen` columns of ones before those of the tokens; other masks are wrong, or unchanged."""
+    """A mask without the columns of `seen` tokens before those of the call, which a cache knows."""
     wide = isinstance(mask, Tensor) and mask.shape == (shape[0], seen + shape[1])
-    return mask[:, seen:] if wide and bool((mask[:, :seen] == 1).all()) else mask
+    return mask[:, seen:] if wide else mask
 
 
 def refuse_unread(arguments: dict[str, Any]) -> None:
@@ -255,21 +257,18 @@ def refuse_unread(arguments: dict[str, Any]) -> None:
         raise ValueError(f"{wrong} are not read: say where sequences begin by {', '.join(LAYOUT[:4])}.")
 
 
-def stock_call(model: Any, cache_argument: str, arguments: dict[str, Any]) -> tuple[StockRows | None, dict[str, Any]]:
+def stock_call(model: Any, arguments: dict[str, Any]) -> tuple[StockRows | None, dict[str, Any]]:
     """How the rows of a call without states are moved, and its arguments; no rows for what the stock model reads.
 
-    That are rows of whole sequences, of which only 2-D masks and positions are left, calls with a cache, and other
-    heads than that of a language model, whose backbones read the rows.
+    That are rows of whole sequences, of which only 2-D masks and positions are left, and other heads than that of a
+    language model, whose backbones read the rows.
 
     Raises:
-        ValueError: as in `read_rows`, and for several sequences in a row where one state or one output stands for it.
+        ValueError: as in `read_rows`, and for several sequences in a row where one output stands for it.
     """
     given = [name for name in LAYOUT if arguments.get(name) is not None]
     if not given or (arguments.get("input_ids") is None) == (arguments.get("inputs_embeds") is None):
         return None, arguments
-    if arguments.get("use_cache") or arguments.get(cache_argument) is not None:
-        check_cached(arguments)
-        return None, {name: x for name, x in arguments.items() if name not in LAYOUT[2:]}
     rows = rows_of(arguments)
     if not reads_tokens(model):
         if "SequenceClassification" in type(model).__name__ and rows is not None and rows.given.starts is not None:
@@ -294,23 +293,6 @@ def of_whole_rows(arguments: dict[str, Any], kept: tuple[str, ...]) -> dict[str,
         if isinstance(value, Tensor) and value.ndim == 2:
             left[name] = value
     return left
-
-
-@torch.compiler.disable
-def check_cached(arguments: dict[str, Any]) -> None:
-    """Refuse several sequences in a row beside a stock cache, which holds one state and the keys of one text."""
-    length = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))[1]
-    mask = arguments.get("attention_mask")
-    if length == 1 or isinstance(mask, dict):  # as generate makes it for a static cache
-        return
-    table = isinstance(mask, Tensor) and mask.ndim == 2
-    positions = text_positions(arguments.get("position_ids"))
-    mask = mask[:, -length:] if table else mask  # type: ignore[index]
-    if read_rows(arguments | {"attention_mask": mask, "position_ids": positions}).starts is not None:
-        raise ValueError(
-            "Several sequences in a row cannot be read with a cache (use_cache, generate): give one sequence per row, "
-            "or leave the cache out."
-        )
 
 
 def reads_tokens(model: Any) -> bool:

@@ -1,8 +1,7 @@
 """Rows of a wrapped model that several processes share, each with a piece of them (`models/rows_shared.py`).
 
-Recurrent layers run their scan from the state folded from the maps of all pieces, with the functions that they call
-replaced during one forward pass (Mamba, Mamba-2), or with our scan of the delta rule in their place. Attention layers
-attend to their own keys and values and to those gathered from the pieces before, of which a window needs the last.
+Recurrent layers run their scan from the state folded from the maps of all pieces. Attention layers attend to their own
+keys and values and to those gathered from the pieces before, of which a window needs the last.
 """
 
 from typing import Any
@@ -12,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_recurrent_lengthgen.models.rows import Rows
-from hf_recurrent_lengthgen.models.rows_shared import gathered, scan_piece
+from hf_recurrent_lengthgen.models.rows_shared import gathered
 
 
 class Shared:
-    """What a state cache knows of the other pieces.
+    """What the cache of a call knows of the other pieces.
 
     Attributes:
         rows: Of this piece, for scans and convolutions.
         lengths: Tokens of all pieces.
         sent: The last tokens of each piece, whose keys the next pieces may need.
-        scanned: Scans that started from a folded state.
+        before: Tokens before this piece whose keys it attends to.
     """
 
     def __init__(self, group: Any, shape: tuple[int, int], device: torch.device, window: int | None = None) -> None:
@@ -32,12 +31,6 @@ class Shared:
         self.lengths = [int(one) for one in lengths]
         self.sent = [length if window is None else min(length, window - 1) for length in self.lengths]
         self.before = min(self.start, self.start if window is None else window - 1)
-        self.scanned = 0
-        if min(self.lengths) < 2:
-            raise ValueError(
-                f"The pieces have {self.lengths} tokens, but a wrapped model reads a single token in another way: "
-                "give each process at least two."
-            )
 
     @property
     def start(self) -> int:
@@ -57,16 +50,3 @@ class Shared:
             :, :, sum(self.sent[: self.rank]) - self.before :
         ]
         return torch.cat([earlier, first, pieces[self.rank]], dim=2)  # its own, too: all go back through the gather
-
-    def scan(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """`scan_piece`."""
-        self.scanned += 1
-        return scan_piece(self.rows, *arguments)
-
-    def check(self, asked: int, name: str) -> None:
-        """Raise a `ValueError` if some layer of those that asked for a state scanned as if its piece were the row."""
-        if self.scanned < asked:
-            raise ValueError(
-                f"{asked} layers of {name} have recurrent states, but only {self.scanned} scans can be "
-                "shared by processes: leave sequence_group out."
-            )

@@ -1,8 +1,8 @@
 """A window for the attention of hybrids: a token attends to the last W tokens, itself included.
 
 W is `attention_window` in the config. The functions of Transformers that make masks, and those of flash attention, are
-registered anew, under their names, to obey it: so every call does, also one of the stock class and of `generate`. The
-layers of a cache then keep W - 1 keys, as those of sliding attention in Transformers do.
+registered anew, under their names, to obey it: so every call does, also one of the stock class and of `generate`. A
+`HybridCache` then keeps W - 1 keys.
 """
 
 import functools
@@ -11,62 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer
-from transformers.masking_utils import AttentionMaskInterface, and_masks, sliding_window_overlay
-from transformers.modeling_utils import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sliding_window_overlay
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
-
-try:
-    from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer
-except ImportError:  # a Transformers older than those whose hybrids are wrapped
-    LinearAttentionAndSlidingWindowAttentionLayer = LinearAttentionAndFullAttentionLayer  # type: ignore[assignment,misc]
-
-
-class WindowLayer(DynamicSlidingWindowLayer):
-    """The last keys and values of an attention layer, in memory of their own.
-
-    As in the layer that it takes the place of, `is_sliding` tells which mask of the stock model it goes with. `behind`
-    (B,) is the padding at the end of the rows of a call, None for none: what is kept ends at the last real token.
-    """
-
-    behind: Tensor | None = None
-
-    def update(self, *given: Any, **named: Any) -> Any:
-        found = super().update(*given, **named)
-        if not self.record_past:
-            self.keys, self.values = found
-            self.shorten()
-        return found
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        self.shorten()
-
-    def shorten(self) -> None:
-        """Forget what lies before the window; Transformers would keep all for W = 1, and views of all for others."""
-        parts: tuple[Any, ...] = (self.keys, self.values)
-        total = parts[0].shape[2]
-        first = total - min(self.sliding_window - 1, total)
-        if self.behind is None:
-            self.keys, self.values = (part[:, :, first:].clone() for part in parts)
-        else:
-            places = (torch.arange(first, total, device=self.behind.device) - self.behind[:, None]).clamp(min=0)
-            self.keys, self.values = (part.take_along_dim(places[:, None, :, None], 2) for part in parts)
-
-
-class HybridWindowLayer(WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc,override]
-    """The same, beside a recurrent state."""
-
-
-_KINDS: dict[type, type] = {
-    DynamicLayer: WindowLayer,
-    DynamicSlidingWindowLayer: WindowLayer,
-    LinearAttentionAndFullAttentionLayer: HybridWindowLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer: HybridWindowLayer,
-}
 
 
 def window_of(config: Any) -> int | None:
@@ -134,12 +82,13 @@ def obey_window(config: Any) -> int | None:
         return None
     _check_number(window)
     name = config.get_text_config(decoder=True)._attn_implementation
-    if name not in AttentionMaskInterface._global_mapping:
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ValueError(
             f'attention_window works with "sdpa", "eager", "flex_attention" and flash, not with {name!r}.'
         )
-    for interface, wrap in ((AttentionMaskInterface, _masking), (AttentionInterface, _attending)):
-        stock = interface._global_mapping.get(name)
+    functions = (ALL_MASK_ATTENTION_FUNCTIONS, _masking), (ALL_ATTENTION_FUNCTIONS, _attending)
+    for interface, wrap in functions:
+        stock = interface.get(name)
         if stock is not None and not hasattr(stock, "obeys"):
             wrapped = wrap(stock)
             wrapped.obeys = True
@@ -173,26 +122,18 @@ def _attending(stock: Any) -> Any:
     return attend
 
 
-def shorten_keys(cache: Any, window: int | None) -> Any:
-    """The cache, whose attention layers keep the last keys if it is a dynamic one: W - 1, or fewer where one has less.
+def limits_of(model: Any) -> list[int | None]:
+    """How many keys each layer of a model must keep for the tokens that follow; None for all."""
+    window = window_of(model.config)
+    return [min(found) - 1 if (found := {window, own} - {None}) else None for own in model._layout.windows]
 
-    Raises:
-        ValueError: for a cache that has kept those of another window.
-    """
-    layers = getattr(cache, "layers", ())
-    recording = any(getattr(layer, "record_past", False) for layer in layers)  # as assisted generation asks for
-    for layer in layers:
-        if getattr(layer, "attention_window", window) != window:
-            raise ValueError(
-                f"The cache keeps the keys of a window of {layer.attention_window} tokens, but attention_window of "
-                f"the model is {window}: read the text again with a new cache."
-            )
-        if window is not None and type(layer) in _KINDS:
-            own, sliding, seen = getattr(layer, "sliding_window", window), layer.is_sliding, layer.get_seq_length()
-            layer.__class__ = _KINDS[type(layer)]
-            layer.attention_window, layer.sliding_window = window, min(own, window)
-            layer.is_sliding, layer.cumulative_length, layer.record_past = sliding, seen, recording
-            layer._sliding_window_tensor = torch.tensor(layer.sliding_window)
-            if seen:
-                layer.shorten()
-    return cache
+
+def check_same_window(model: Any, cache: Any) -> None:
+    """Raise a `ValueError` for a cache whose keys were shortened to another window; note that of the model in it."""
+    window = window_of(model.config)
+    if cache.position and cache.window not in (None, window):
+        raise ValueError(
+            f"The cache keeps the keys of a window of {cache.window} tokens, but attention_window of the model is "
+            f"{window}: read the text again with a new cache."
+        )
+    cache.window = window

@@ -14,48 +14,47 @@ import inspect
 from typing import Any, cast
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 from transformers.utils import ModelOutput
 
-from hf_recurrent_lengthgen.hybrids.cache_adapters import copy_keys, keys_of_sequences
+from hf_recurrent_lengthgen.hybrids.caches import CallCache, HybridCache, Layout
 from hf_recurrent_lengthgen.hybrids.calls import (
-    check_arguments,
+    cache_argument,
     check_attention_cache,
     check_call,
+    check_one_sequence,
     check_remembers,
     check_rows,
     check_stock,
     check_stock_cache,
-    check_stopped,
-    check_stops,
-    checkpointing,
-    going_on,
-    in_place_of_cache,
-    set_positions,
-    starts_learned,
+    further_arguments,
+    let_checkpointing_recompute,
     targets_of_piece,
     with_one_cache,
     without_checkpointing,
 )
-from hf_recurrent_lengthgen.hybrids.delta_scans import under_its_name, use_our_scan
-from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, read_prompt
-from hf_recurrent_lengthgen.hybrids.layouts import Layout, layout_of
-from hf_recurrent_lengthgen.hybrids.measuring import watched_scans
-from hf_recurrent_lengthgen.hybrids.registry import adapter_targets, cache_adapter_of, stock_type_of
+from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, hybrid_cache_of
+from hf_recurrent_lengthgen.hybrids.mixers import take_mixers_over, under_its_name
+from hf_recurrent_lengthgen.hybrids.registry import adapter_targets, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import (
     StockRows,
     loss_of,
     of_whole_rows,
+    reads_tokens,
     refuse_unread,
+    rows_of,
     stock_call,
     with_share_of_experts,
 )
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
-from hf_recurrent_lengthgen.hybrids.windows import obey_window, set_window, shorten_keys, window_of
-from hf_recurrent_lengthgen.models.modeling_generation import refuse_continuous_batching
+from hf_recurrent_lengthgen.hybrids.windows import check_same_window, limits_of, obey_window, set_window, window_of
+from hf_recurrent_lengthgen.models.modeling_generation import RecurrentGenerationMixin, refuse_continuous_batching
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
+from hf_recurrent_lengthgen.models.rows import LAYOUT, token_shape
+from hf_recurrent_lengthgen.models.scan_hub_kernels import use_hub_kernels
+from hf_recurrent_lengthgen.models.state_learned import recorded
 from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
     LearnedStatesMixin,
@@ -63,7 +62,6 @@ from hf_recurrent_lengthgen.models.state_value import (
     check_given_state,
     check_state,
     learned_row,
-    map_state,
     state_batch_size,
     state_dtype,
     zero_state,
@@ -74,7 +72,6 @@ class StatefulMixin(LearnedStatesMixin):
     """The methods that `stateful` adds to a stock class."""
 
     _layout: Layout
-    watched_scans = watched_scans
     lora_target_modules = property(adapter_targets)
 
     @property
@@ -108,10 +105,10 @@ class StatefulMixin(LearnedStatesMixin):
 
     def check_shares_rows(self: Any) -> None:
         """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""
-        if not cache_adapter_of(self).shares:
+        if not stock_type_of(self).shares:
             raise ValueError(
-                f"Processes cannot share rows of this {type(self).__name__}, because its states do not go through the "
-                "cache of Transformers by value: leave sequence_group (context_parallel_size) out."
+                f"Processes cannot share rows of this {type(self).__name__}, because what several tokens do to its "
+                "states is no affine map: leave sequence_group (context_parallel_size) out."
             )
         if getattr(self.config.get_text_config(decoder=True), "output_router_logits", False):
             raise ValueError(
@@ -123,24 +120,29 @@ class StatefulMixin(LearnedStatesMixin):
         """The state before any token, on the device of the model."""
         return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
 
-    def new_attention_cache(self: Any) -> Cache | None:
+    def set_use_kernels(self: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_use_kernels(use_kernels, *args, **kwargs)  # type: ignore[misc]
+        if use_kernels:
+            use_hub_kernels(self)
+
+    def new_attention_cache(self: Any) -> HybridCache | None:
         """An empty cache for the keys and values of one text; None for a model without attention layers."""
-        return shorten_keys(DynamicCache(config=self.config), window_of(self.config)) if self.attends else None
+        return HybridCache(len(self._layout.shapes)) if self.attends else None
 
-    def cache_from_state(self: Any, state: RecurrentState, attention_cache: Cache | None = None) -> Any:
-        """A stock cache, for the argument `cache` of the stock model, that starts from the state.
+    def cache_from_state(self: Any, state: RecurrentState, attention_cache: HybridCache | None = None) -> HybridCache:
+        """A cache, for the argument `cache` of the model and of `generate`, that starts from the state.
 
-        Without the attention cache of the same text, new tokens start at position 0 and attend to themselves only.
-        One of a model without a window is shortened to that of the model; one of another window is a `ValueError`.
+        Args:
+            state: The state after a text; not modified.
+            attention_cache: The keys and values of that text; not modified either. Without it, new tokens start at
+                position 0 and attend to themselves only.
         """
-        self._check_state(state, state_batch_size(state))
-        cache = cache_adapter_of(self).to_cache(map_state(lambda part: part.detach().clone(), state))
-        for one in (cache, attention_cache):
-            shorten_keys(one, window_of(self.config))
+        cache = HybridCache(len(self._layout.shapes), self._check_state(state, state_batch_size(state)))
         if attention_cache is not None:
-            copy_keys(attention_cache, cache)
-            if (padding := getattr(attention_cache, "padding", None)) is not None:
-                cache.padding = padding
+            cache.layers = list(attention_cache.__copy__().layers)
+            cache.position, cache.lengths = attention_cache.position, attention_cache.lengths
+            cache.window = attention_cache.window
+            check_same_window(self, cache)
         return cache
 
     def _check_state(self: Any, state: RecurrentState, batch_size: int) -> RecurrentState:
@@ -152,117 +154,169 @@ class StatefulMixin(LearnedStatesMixin):
         self: Any,
         initial_state: RecurrentState | None,
         output_final_state: bool | None,
-        attention_cache: Cache | None,
+        attention_cache: HybridCache | None,
         group: Any,
         arguments: dict[str, Any],
     ) -> Any:
+        cache = arguments.get(name := cache_argument(self))
+        if isinstance(cache, CallCache):  # the backbone of a model that has read the arguments
+            return super().forward(**arguments)  # type: ignore[misc]
         refuse_unread(arguments)
-        adapter = cache_adapter_of(self)
-        check_call(self, arguments)
-        window = obey_window(self.config)
-        for cache in (attention_cache, arguments.get(adapter.argument)):
-            shorten_keys(cache, window)
-        if (unread := getattr(arguments.get(adapter.argument), "unread_state", None)) is not None:
-            return read_prompt(self, unread, arguments)
+        check_call(self)
+        obey_window(self.config)
         if group is not None:
             self.check_shares_rows()
             arguments = targets_of_piece(arguments, attention_cache)
             output_final_state = True if output_final_state is None else output_final_state
-        elif initial_state is None and not output_final_state and attention_cache is None:
-            cache = arguments.get(adapter.argument)
-            if hasattr(cache, "final_state"):  # the backbone of a model that carries a state
-                return super().forward(**arguments)  # type: ignore[misc]
+        if group is not None or initial_state is not None or output_final_state or attention_cache is not None:
+            if arguments.get("use_cache") or cache is not None:
+                raise ValueError(
+                    f"use_cache and {name} cannot be used with states: give attention_cache to let attention layers "
+                    "see what came before, and call generate(initial_state=...) to generate."
+                )
+            keeps = output_final_state is not False
+            return self._from_state(initial_state, keeps, attention_cache, group, arguments)
+        if cache is not None and not isinstance(cache, HybridCache):
             check_stock_cache(self, cache, arguments)
-            arguments = going_on(self, cache, arguments)
-            if not starts_learned(self, cache):
-                rows, arguments = stock_call(self, adapter.argument, arguments)
-                if rows is None:
-                    return super().forward(**arguments)  # type: ignore[misc]
-                called = arguments | {"use_cache": False, "return_dict": True}
-                output = rows.read(super().forward, called, self.config)  # type: ignore[misc]
-                output = type(output)(**rows.output(output) | in_place_of_cache(self, arguments))
-                return output if self._wants_dict(arguments) else output.to_tuple()
-            output_final_state = False
-        return self._from_state(initial_state, output_final_state is not False, attention_cache, group, arguments)
+            return super().forward(**arguments)  # type: ignore[misc]
+        if cache is not None or (self._returns_cache(arguments) and reads_tokens(self)):
+            return self._from_cache(cache, name, arguments)
+        if recorded(self.config)["active"] is not None:
+            return self._from_state(None, False, None, None, arguments)
+        rows, arguments = stock_call(self, arguments)
+        if rows is None:
+            return super().forward(**arguments)  # type: ignore[misc]
+        called = arguments | {"use_cache": False, "return_dict": True}
+        output = rows.read(super().forward, called, self.config)  # type: ignore[misc]
+        return self._result(type(output)(**rows.output(output)), arguments)
+
+    def _returns_cache(self: Any, arguments: dict[str, Any]) -> bool:
+        """Whether a call without a cache returns one, as in Transformers."""
+        if (asked := arguments.get("use_cache")) is not None:
+            return bool(asked)
+        default = getattr(self.config.get_text_config(decoder=True), "use_cache", False)
+        if self.training or torch.compiler.is_compiling() or not default:
+            return False
+        packed = any(arguments.get(name) is not None for name in LAYOUT[1:])
+        return not packed or (rows := rows_of(arguments)) is None or rows.given.starts is None
 
     @torch.compiler.disable(reason="wrapped models run uncompiled from a state")
     def _from_state(
         self: Any, initial_state: Any, output_final_state: bool, attention_cache: Any, group: Any, arguments: Any
     ) -> Any:
-        adapter = cache_adapter_of(self)
-        seen = attention_cache.get_seq_length() if isinstance(attention_cache, Cache) else 0
-        batch_size, length, rows = check_arguments(adapter.argument, arguments, seen)
-        if rows is not None:
-            check_rows(self, attention_cache, group)
+        """A call with states."""
+        seen = attention_cache.get_seq_length() if isinstance(attention_cache, HybridCache) else 0
+        batch_size, length = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
+        if (rows := rows_of(arguments, seen)) is not None:
+            check_rows(self, group)
         if attention_cache is not None:
             check_attention_cache(self, attention_cache, initial_state)
         if initial_state is None:
             initial_state = self.first_state(batch_size)
         else:
             initial_state = self._check_state(initial_state, batch_size)
-        stock_output, final = self._read(
-            initial_state, (batch_size, length), rows, arguments, attention_cache, group, output_final_state
-        )
-        output = _output_class(cast(Any, type(stock_output)))(**{**stock_output, adapter.argument: None})
+        output, final = self._read(initial_state, attention_cache, rows, arguments, group, output_final_state)
+        if attention_cache is not None:
+            attention_cache.tokens_seen += length
+        stock_output = {**output, cache_argument(self): None}
+        output = _output_class(cast(Any, type(output)))(**stock_output)
         output.final_state = final
-        return output if self._wants_dict(arguments) else output.to_tuple()
+        return self._result(output, arguments)
+
+    @torch.compiler.disable(reason="wrapped models run uncompiled from a state")
+    def _from_cache(self: Any, cache: HybridCache | None, name: str, arguments: dict[str, Any]) -> Any:
+        """A call from a cache, or one that makes a cache."""
+        batch_size, length = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
+        cache = HybridCache(len(self._layout.shapes)) if cache is None else cache
+        cache.repeated(batch_size)
+        rows = rows_of(arguments, cache.get_seq_length())
+        check_one_sequence(rows)
+        state = cache.state_for(batch_size)
+        state = self.first_state(batch_size) if state is None else self._check_state(state, batch_size)
+        output, final = self._read(state, cache, rows, arguments)
+        cache.advance(final, length)
+        output[name] = cache
+        return self._result(output, arguments)
 
     def _read(
         self: Any,
         state: RecurrentState,
-        size: tuple[int, int],
+        cache: HybridCache | None,
         rows: StockRows | None,
         arguments: dict[str, Any],
-        attention_cache: Cache | None = None,
         group: Any = None,
         final: bool = True,
-        keys: dict[int, tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[ModelOutput, RecurrentState | None]:
-        """The stock output for (B, T) tokens after a state, and the final state; puts their keys into `keys`."""
-        adapter, before, padded = cache_adapter_of(self), state, None
+        """The stock output for (B, T) tokens after a state, and the final state; keys and values go to the cache."""
+        size = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
+        before, keys, padded = state, cache, None
+        if cache is not None:
+            check_same_window(self, cache)
         if rows is not None:
-            before, size = rows.starting(state, learned_row(self)), (rows.rows, rows.length)
-            padded = rows.padded if rows.length > 1 else None
-        if padded is not None:
-            check_stops(self)
+            before, keys = rows.starting(state, learned_row(self)), rows.keys(cache)
+            size, padded = (rows.rows, rows.length), rows.padded
         shared = None if group is None else Shared(group, size, self.device, window_of(self.config))
-        with keys_of_sequences(attention_cache, rows) as attention:
-            state_cache: Any = adapter.state_cache(before, size[1] == 1, attention, padded, shared)
-            state_cache.keys = keys
-            further = set_positions(self, state_cache, arguments, rows, size[1])
-            output = self._carry(state_cache, arguments, rows, further)
-        if group is not None:
-            state_cache.shared.check(len(state_cache.asked), type(self).__name__)
-        if padded is not None:
-            check_stopped(self, state_cache)
-        after: Any = state_cache.final_state(size[0], self.device, state_dtype(self.dtype)) if final else None
+        call = CallCache(self._layout, before, keys, padded, shared, self.dtype)
+        position = 0 if cache is None else cache.position
+        given = arguments.get("position_ids")
+        further = further_arguments(self, call, position, given, rows, size[1])
+        output = self._carry(call, {n: x for n, x in arguments.items() if n != "position_ids"}, rows, further)
+        if call.unstopped:
+            raise ValueError(
+                f"The mixers of layers {sorted(call.unstopped)} of {type(self).__name__} would read the padding, and "
+                "pieces as whole rows: give rows of equal length without padding, and no sequence_group."
+            )
+        if cache is not None:
+            cache.advance_keys(call, size[1], limits_of(self), rows)
+        after = call.final_state(size[0], self.device, state_dtype(self.dtype)) if final else None
         if rows is not None:
             output = type(output)(**rows.output(output))
-            after = rows.final(before, after) if final else None
+            after = None if after is None else rows.final(after)
         return output, after
+
+    def _result(self: Any, output: ModelOutput, arguments: dict[str, Any]) -> Any:
+        return output if self._wants_dict(arguments) else output.to_tuple()
 
     def _wants_dict(self: Any, arguments: dict[str, Any]) -> bool:
         return_dict = arguments.get("return_dict")
         return bool(self.config.return_dict if return_dict is None else return_dict)
 
-    def _carry(
-        self: Any, state_cache: Any, arguments: Any, rows: StockRows | None = None, further: Any = None
-    ) -> ModelOutput:
-        """The stock forward pass with a state cache in place of the cache; `further` arguments are of moved rows."""
-        adapter = cache_adapter_of(self)
-        arguments = {**arguments, adapter.argument: state_cache, "use_cache": False, "return_dict": True}
-        mixers = functools.partial(adapter.mixers, state_cache)
-        with mixers(), checkpointing(self, mixers, getattr(state_cache, "attention", None)):
-            if rows is not None:
-                return rows.read(super().forward, arguments, self.config, further)  # type: ignore[misc]
-            return super().forward(**of_whole_rows(arguments, ()) | (further or {}))  # type: ignore[misc]
+    def _carry(self: Any, call: CallCache, arguments: Any, rows: StockRows | None = None, further: Any = None) -> Any:
+        """The stock forward pass with a `CallCache`; `further` arguments are of moved rows."""
+        arguments = {**arguments, cache_argument(self): call, "use_cache": False, "return_dict": True}
+        let_checkpointing_recompute(self)
+        if rows is not None:
+            return rows.read(super().forward, arguments, self.config, further)  # type: ignore[misc]
+        return super().forward(**of_whole_rows(arguments, ()) | (further or {}))  # type: ignore[misc]
+
+    def prepare_inputs_for_generation(
+        self: Any,
+        input_ids: Tensor,
+        inputs_embeds: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What a step of generation reads: with a `HybridCache`, all tokens that this has not read."""
+        kwargs["attention_mask"] = attention_mask
+        if (cache := hybrid_cache_of(kwargs)) is None:
+            prepared: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
+                input_ids, inputs_embeds=inputs_embeds, **kwargs
+            )
+            return prepared
+        kwargs = {name: x for name, x in kwargs.items() if x is not cache and name != "position_ids"}
+        prepared = RecurrentGenerationMixin.prepare_inputs_for_generation(
+            self, input_ids, cache=cache, inputs_embeds=inputs_embeds, **kwargs
+        )
+        if not prepared["logits_to_keep"]:
+            del prepared["logits_to_keep"]
+        return prepared
 
     def generate(
         self: Any,
         inputs: Tensor | None = None,
         *args: Any,
         initial_state: RecurrentState | None = None,
-        attention_cache: Cache | None = None,
+        attention_cache: HybridCache | None = None,
         **kwargs: Any,
     ) -> Any:
         """`generate` of Transformers that can continue from a state.
@@ -276,23 +330,13 @@ class StatefulMixin(LearnedStatesMixin):
 
         Raises:
             ValueError: if the state does not fit the prompt or holds NaN, with a cache, without `use_cache`, and with
-                padding that is not on the left, or beside an attention cache. Without a state, for padding that is not
-                on the left, or that the stock `generate` cannot go on from.
+                padding that is not on the left.
         """
         obey_window(self.config)  # with a static cache, masks are made before the first call
-        kwargs = with_one_cache(kwargs, cache_adapter_of(self).argument == "cache")
+        kwargs = with_one_cache(kwargs, cache_argument(self) == "cache")
         kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
         with without_checkpointing(self):
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-
-    def _reorder_cache(self: Any, cache: Any, rows: Tensor) -> Any:
-        """Give the beams of a search the rows of a cache; Transformers leaves out the recurrent states of MiniMax."""
-        if not hasattr(cache, "reorder_cache"):
-            raise ValueError(f"{type(self).__name__} cannot search with beams from a cache: set use_cache=False.")
-        cache.reorder_cache(rows)
-        if (states := getattr(cache, "linear_cache", None)) is not None:
-            cache.linear_cache = [state[rows] if isinstance(state, Tensor) else state for state in states]
-        return cache
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse continuous batching."""
@@ -313,7 +357,7 @@ def _stateful_class(stock: Any) -> Any:
         *args: Any,
         initial_state: RecurrentState | None = None,
         output_final_state: bool | None = None,
-        attention_cache: Cache | None = None,
+        attention_cache: HybridCache | None = None,
         sequence_group: Any = None,
         **kwargs: Any,
     ) -> Any:
@@ -328,7 +372,7 @@ def _stateful_class(stock: Any) -> Any:
         parameters=[p for p in parameters if p not in catch_all] + added + catch_all
     )
     forward.__doc__ = stock.forward.__doc__
-    return under_its_name(stock, _stateful_class, (StatefulMixin,), forward)
+    return under_its_name(stock, _stateful_class, (StatefulMixin,), {"forward": forward})
 
 
 @functools.cache
@@ -355,21 +399,16 @@ def stateful(model: PreTrainedModel, attention_window: int | str | None = None) 
 
     Raises:
         ValueError: with the reason, if the model's states cannot be carried, or its attention cannot have the window.
-        ImportError: for Transformers before 5.21.
     """
-    if not hasattr(Cache, "get_recurrent_state"):
-        raise ImportError(
-            "stateful needs Transformers 5.21 or newer, whose caches hold recurrent states; "
-            f"{transformers.__version__} is installed."
-        )
     stock, wrapped = cast(Any, type(model)), cast(Any, model)
     if isinstance(model, PreTrainedModel) and "initial_state" in inspect.signature(model.forward).parameters:
         set_window(model, attention_window)
         return model
     check_stock(model)
     wrapped.__class__ = _stateful_class(stock)
+    take_mixers_over(wrapped)
     try:
-        wrapped._layout = layout_of(wrapped)
+        wrapped._layout = _layout_of(wrapped)
         set_window(wrapped, attention_window)
     except Exception:
         wrapped.__class__ = stock
@@ -379,7 +418,40 @@ def stateful(model: PreTrainedModel, attention_window: int | str | None = None) 
         # Some training scripts call the backbone without the head; a stock backbone would ignore a state silently.
         backbone.__class__ = _stateful_class(cast(Any, type(backbone)))
         backbone._layout = wrapped._layout
-    use_our_scan(wrapped)
     check_remembers(wrapped)
     learned_row(wrapped)  # the stock class does not load learned states
     return wrapped
+
+
+def _layout_of(model: Any) -> Layout:
+    """The layout of a model's states, from a forward pass of one token.
+
+    Raises:
+        ValueError: if there are no states, or if the state before the first token is not zero.
+    """
+    token, dtype = torch.zeros(1, 1, dtype=torch.long, device=model.device), state_dtype(model.dtype)
+    config = model.config.get_text_config(decoder=True)
+    windows: list[Any] = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+    windows = (windows + [None] * config.num_hidden_layers)[: config.num_hidden_layers]
+    layout = Layout((), {}, tuple(windows))
+    with torch.no_grad(), evaluation_mode(model):
+        call = CallCache(layout, None, dtype=model.dtype)
+        from_nothing = model._carry(call, {"input_ids": token})
+        state = call.final_state(1, model.device, dtype)
+        shapes = tuple(LayerShape(*(tuple(part.shape[1:]) for part in layer)) for layer in state)
+        if all(size == (0,) for shape in shapes for size in shape):
+            raise ValueError(f"{type(model).__name__} has no recurrent layers: there is no state to carry.")
+        zero = zero_state(shapes, 1, model.device, dtype)
+        from_zero = model._carry(CallCache(layout, zero, dtype=model.dtype), {"input_ids": token})
+    attending = {
+        index: [(part.shape[1], part.shape[3]) for part in keys] for index, keys in sorted(call.new_keys.items())
+    }
+    if model.device.type != "meta" and not _close(from_zero[0], from_nothing[0], model.dtype):
+        raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
+    return Layout(shapes, attending, tuple(windows))
+
+
+def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the largest error, relative to the largest expected entry, is within the rounding of this dtype."""
+    tolerance = 0.05 if dtype.itemsize < 4 else 1e-3  # not by the outputs' dtype: some models widen their logits
+    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())

@@ -81,11 +81,8 @@ def start_of(model: Any, text_state: TextState) -> dict[str, Any]:
             f"The text state was read by a model with another config ({', '.join(fields)}): give the model that read "
             "it, or read the text again."
         )
-    cache = base_of(model).new_attention_cache()
-    for index, layer in text_state.keys.items():
-        cache.layers[index].update(layer.keys, layer.values)
-        if hasattr(cache.layers[index], "cumulative_length"):
-            cache.layers[index].cumulative_length = text_state.position
+    cache = base_of(model).new_attention_cache().replaced(text_state.keys, text_state.position)
+    cache.window = getattr(base_of(model).config.get_text_config(decoder=True), "attention_window", None)
     return {"initial_state": text_state.state, "attention_cache": cache}
 
 
@@ -191,11 +188,7 @@ def text_states(
 def keys_of(cache: Any) -> dict[int, LayerKeys]:
     """The keys and values in an attention cache, which replaces them when it grows, so that nothing is copied."""
     layers: list[Any] = [] if cache is None else cache.layers
-    return {
-        index: LayerKeys(layer.keys, layer.values)
-        for index, layer in enumerate(layers)
-        if getattr(layer, "keys", None) is not None and layer.keys.ndim == 4
-    }
+    return {index: LayerKeys(layer.keys, layer.values) for index, layer in enumerate(layers) if layer.keys is not None}
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Shared prefixes with models that keep keys and values: each branch is what its text alone is."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.evaluation import attention_caches, shared_prefixes
 from hf_recurrent_lengthgen.evaluation.readers import CacheReader, Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import prefix_tree, read_tree, rows_with_room, tokens_to_read
+from hf_recurrent_lengthgen.hybrids.caches import HybridCache
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 
 VOCABULARY = 29
@@ -156,11 +158,11 @@ def test_rows_that_read_unequally_many_tokens_are_taken_and_joined_with_their_po
     )
     with torch.no_grad():
         state = model(text, attention_mask=mask, attention_cache=cache, output_final_state=True).final_state
-        whole = attention_caches.forked(cache)
+        whole = copy.copy(cache)
         expected = model(further, initial_state=state, attention_cache=whole).logits[order]
-        taken = attention_caches.cache_rows(cache, order)
+        taken = cache.taken(order)
         state = tuple(type(layer)(*(part[order] for part in layer)) for layer in state)
-        parts = [attention_caches.cache_rows(taken, rows) for rows in (slice(0, 1), slice(1, 3))]
-        for given in (attention_caches.forked(taken), attention_caches.joined_caches(parts)):
+        parts = [taken.taken(rows) for rows in (slice(0, 1), slice(1, 3))]
+        for given in (copy.copy(taken), HybridCache.joined(parts)):
             found = model(further[order], initial_state=state, attention_cache=given).logits
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

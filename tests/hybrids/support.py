@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
-from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.calls import cache_argument
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED
 from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.models.state_value import map_state
 from tests.hybrids.measures import (
@@ -95,7 +96,7 @@ def measure_errors(model_type: str, pieces: tuple[int, ...] = PIECES, **changes:
     stock, model = pair(model_type, **changes)
     tokens = random_tokens(2, sum(pieces))
     with torch.no_grad():
-        cache = getattr(stock(input_ids=tokens, use_cache=True), cache_adapter_of(model).argument)
+        cache = getattr(stock(input_ids=tokens, use_cache=True), cache_argument(model))
     expected_state = state_of_stock_cache(model, cache)
 
     def run(read: Callable[[Tensor], tuple[Tensor, list[Tensor]]], owner: Any, leaves: list[Tensor]) -> list[Tensor]:
@@ -162,7 +163,7 @@ def measure(model_type: str) -> Row:
         return Row(model_type, "", None, None, False, False, REFUSED[model_type])
     layout = SUPPORTED[model_type].state
     errors = measure_errors(model_type)
-    rows = None if SUPPORTED[model_type].adapter.why_not_stop else measure_rows(model_type)
+    rows = measure_rows(model_type)
     return Row(model_type, layout, errors, rows, generates(model_type), saves_stock(model_type), "")
 
 
@@ -180,7 +181,7 @@ def table(rows: list[Row]) -> str:
             works = "yes" if row.supported else "**no**"
             padded = ["no", "no"] if row.rows is None else [f"{error:.0e}" for error in row.rows]
             numbers = " | ".join([*(f"{error:.0e}" for error in row.errors), *padded])
-            shares = "yes" if SUPPORTED[row.model_type].adapter.shares else "no"
+            shares = "yes" if SUPPORTED[row.model_type].shares else "no"
             lines.append(f"| `{row.model_type}` | {works} | {row.layout} | {numbers} | {shares} |")
     return "\n".join(lines)
 

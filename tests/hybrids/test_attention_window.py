@@ -15,7 +15,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.calls import cache_argument
 from hf_recurrent_lengthgen.state_files import ask, load_text_state, read_text, save_text_state, start_of
 from tests.hybrids.measures import (
     WINDOW,
@@ -46,7 +46,7 @@ def check_reads(model_type: str, window: int, length: int, lengths: list[list[in
     stock, model = windowed(model_type, window)
     tokens = random_tokens(2, length)
     expected = masked(stock, tokens, window, use_cache=True)
-    state = state_of_stock_cache(model, getattr(expected, cache_adapter_of(model).argument))
+    state = state_of_stock_cache(model, getattr(expected, cache_argument(model)))
     assert relative_error([model(tokens).logits], [expected.logits]) < TOLERANCE
     for pieces in ([length], *lengths):
         logits, final = read_in_pieces(model, tokens, pieces)
@@ -101,8 +101,7 @@ def test_padded_and_packed_rows_are_those_alone(model_type: str) -> None:
     tokens = random_tokens(1, 17)
     alone = [masked(stock, tokens[:, start:stop]).logits for start, stop in pairwise([0, 8, 17])]
     positions = torch.cat([torch.arange(8), torch.arange(9)])[None]
-    stops = not SUPPORTED[model_type].adapter.why_not_stop
-    for states in {False, stops}:
+    for states in (False, True):
         packed = model(tokens, position_ids=positions, output_final_state=states).logits
         assert relative_error([packed], [torch.cat(alone, dim=1)]) < TOLERANCE_OF_ROWS
         for mask in ([0] * 8 + [1] * 9, [0, 1] * 8 + [1]):
@@ -136,7 +135,7 @@ def test_generate_attends_to_the_window(model_type: str) -> None:
     beams = [model.generate(prompt, num_beams=3, use_cache=cache, **options) for cache in (True, False)]
     assert torch.equal(*beams)
     ways: list[dict[str, Any]] = [{"cache_implementation": "static"}]
-    ways += [{"prefill_chunk_size": 3}] * cache_adapter_of(model).reads_prompts
+    ways += [{"prefill_chunk_size": 3}]
     ways += [{"prompt_lookup_num_tokens": 3}] * model_type.startswith("lfm")  # for others, Transformers refuses it
     for way in ways:
         assert torch.equal(model.generate(prompt[:1], **way, **options)[:, 8:], expected[:1]), way
@@ -311,13 +310,10 @@ def test_what_cannot_have_a_window_is_refused() -> None:
         model(tokens)
 
 
-STOPPED = [one for one in TYPES if not SUPPORTED[str(one.values[0])].adapter.why_not_stop]
-
-
 @torch.no_grad()
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("window", [1, WINDOW])
-@pytest.mark.parametrize("model_type", STOPPED)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_rows_of_unequal_length_are_gone_on_with_as_alone(model_type: str, window: int) -> None:
     model = windowed(model_type, window)[1]
     tokens, generator = random_tokens(3, 24), torch.Generator().manual_seed(2)
@@ -337,8 +333,8 @@ def test_rows_of_unequal_length_are_gone_on_with_as_alone(model_type: str, windo
             whole = torch.cat([tokens[row][real[row]], prompt[row]])[None]
             expected = model.generate(whole, **options, num_beams=beams)[0, -8:]
             assert torch.equal(generated[row], expected), (row, beams)
-    with pytest.raises(ValueError, match="give the attention_mask"):
-        model(prompt, cache=model.cache_from_state(state, cache))
+    by_cache = model(prompt, **{cache_argument(model): model.cache_from_state(state, cache)}).logits
+    assert relative_error([by_cache], [model(prompt, **start).logits]) < 1e-6
 
 
 @torch.no_grad()

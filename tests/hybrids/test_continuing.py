@@ -20,11 +20,6 @@ READ, NEW = 19, 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
 
 
-def read_before_asking(model_type: str) -> int:
-    """Tokens to read by calls: with the prompt but for one token, where generate can only read one."""
-    return READ if SUPPORTED[model_type].adapter.reads_prompts else READ + 3
-
-
 def text() -> Tensor:
     return random_tokens(2, READ + 4, seed=3)
 
@@ -34,16 +29,10 @@ def text() -> Tensor:
 def test_generation_from_a_file_is_generation_from_the_text(model_type: str, tmp_path: Path) -> None:
     stock, model = pair(model_type)
     tokens = text()
-    length = read_before_asking(model_type)
+    length = READ
     save_text_state(tmp_path / "read.safetensors", read_text(model, tokens[:, :length], chunk_length=12))
     text_state = load_text_state(tmp_path / "read.safetensors", model, tokens=tokens)
     everything = start_of(model, text_state)
-    if model_type == "minimax":
-        with pytest.raises(ValueError, match="MiniMaxCache"):
-            model.generate(tokens[:, length:], **everything, **GREEDY)
-        output = model(tokens[:, length:], **everything)
-        assert relative_error([output.logits], [stock(tokens).logits[:, length:]]) < 1e-4
-        return
     expected = stock.generate(tokens, **GREEDY)
     masks = [None, torch.ones_like(tokens[:, length:])]
     if "attention_cache" in everything:  # a mask may be that of the whole text

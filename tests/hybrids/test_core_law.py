@@ -1,5 +1,6 @@
 """In any pieces as at once: every supported model type against the stock model of the same weights."""
 
+import copy
 import inspect
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.calls import cache_argument
 from tests.hybrids.measures import (
     pair,
     parts,
@@ -39,7 +40,7 @@ def test_outputs_and_states_of_any_length_are_the_stock_models(model_type: str) 
         expected = stock(input_ids=tokens, use_cache=True)
         output = model(input_ids=tokens, output_final_state=True)
         assert relative_error([output.logits], [expected.logits]) < TOLERANCE, length
-        expected_state = state_of_stock_cache(model, getattr(expected, cache_adapter_of(model).argument))
+        expected_state = state_of_stock_cache(model, getattr(expected, cache_argument(model)))
         assert relative_error(parts(output.final_state), expected_state) < TOLERANCE, length
 
 
@@ -123,16 +124,20 @@ def test_single_tokens_have_the_lower_limit_of_the_step_size(model_type: str) ->
     "model_type", ["falcon_h1", "jamba", "kimi_linear", "lfm2", "minimax", "qwen3_next", "xlstm", "zaya"]
 )
 def test_in_bfloat16_states_stay_float32_and_carry(model_type: str) -> None:
-    stock, model = (tiny_model(model_type).bfloat16() for _ in range(2))
-    stateful(model)
-    tokens = random_tokens(2, 12)
-    whole = stock(input_ids=tokens).logits.float()
-    logits, state = read_in_pieces(model, tokens, (5, 1, 6))
-    assert {part.dtype for part in parts(state)} == {torch.float32}
-    assert relative_error([logits.float()], [whole]) < 0.05
-    restarted = model(input_ids=tokens[:, 6:]).logits.float()
-    error_without_state = (restarted - whole[:, 6:]).square().mean()
-    assert (logits[:, 6:].float() - whole[:, 6:]).square().mean() < 0.02 * error_without_state
+    """As near to the float32 model of the same weights as the stock model is; rounding may move a router's choice."""
+    found = []
+    for seed in range(4):
+        stock = tiny_model(model_type, seed=seed).bfloat16()
+        model, tokens = stateful(copy.deepcopy(stock)), random_tokens(2, 12, seed=seed)
+        exact = copy.deepcopy(stock).float()(input_ids=tokens).logits
+        logits, state = read_in_pieces(model, tokens, (5, 1, 6))
+        assert {part.dtype for part in parts(state)} == {torch.float32}
+        others = logits, stock(input_ids=tokens).logits, model(input_ids=tokens[:, 6:]).logits
+        own, stocks, restarted = ((x.float()[:, -6:] - exact[:, -6:]).square().mean(-1).median() for x in others)
+        found.append(torch.stack([own, stocks, restarted]))
+    own, stocks, restarted = torch.stack(found).median(0).values
+    assert own < 2 * stocks
+    assert own < 0.02 * restarted
 
 
 def test_under_autocast_states_stay_float32() -> None:

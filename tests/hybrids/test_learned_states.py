@@ -61,9 +61,9 @@ def test_what_would_start_from_zero_is_refused(tmp_path: Path) -> None:
     model.add_learned_state("one", state_of(model))
     with pytest.raises(ValueError, match="A new cache starts from zero, not from the active learned state"):
         model(tokens, past_key_values=DynamicCache(config=model.config))
-    with pytest.raises(ValueError, match=r"use_cache and (cache|past_key_values) cannot be used with states"):
-        model(tokens, use_cache=True)
-    with pytest.raises(ValueError, match="keeps the initial state in the cache: leave use_cache on"):
+    for cached in (True, False):
+        torch.testing.assert_close(model(tokens, use_cache=cached).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="makes the cache itself: leave use_cache on"):
         model.generate(tokens, use_cache=False, **GENERATION)
     cache = model.cache_from_state(model.first_state(2))
     torch.testing.assert_close(model(tokens, past_key_values=cache).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)

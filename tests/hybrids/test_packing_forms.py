@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.calls import cache_argument
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from tests.hybrids.measures import (
     WINDOW,
     gradients,
@@ -31,10 +32,9 @@ from tests.packing_forms import PADDED, WHOLE, forms_of, places_of, wrong_forms
 
 QUICK = {"falcon_h1", "qwen3_5_text", "qwen3_next"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
-STOPPED = [one for one in TYPES if not SUPPORTED[str(one.values[0])].adapter.why_not_stop]
 
 
-@pytest.mark.parametrize("model_type", STOPPED)
+@pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("words", [WHOLE, PADDED], ids=["whole", "padded"])
 def test_sequences_give_what_they_give_alone(model_type: str, words: list[str]) -> None:
     """Logits, final states, and gradients with respect to embeddings, initial states and parameters, in one form; all
@@ -143,7 +143,7 @@ def by_texts(stock: Any, model: Any, embeds: Tensor, words: list[str], window: i
     for row, places in places_of(words):
         output = masked(stock, embeds[row : row + 1, places], window, use_cache=True)
         logits = logits.index_put((torch.tensor(row), places), output.logits[0])
-        states[row] = state_of_stock_cache(model, getattr(output, cache_adapter_of(model).argument))
+        states[row] = state_of_stock_cache(model, getattr(output, cache_argument(model)))
     return [logits, *map(torch.cat, zip(*(states[row] for row in range(len(words))), strict=True))]
 
 
@@ -163,8 +163,8 @@ def by_pieces(model: Any, cache: Any, embeds: Tensor, words: list[str], lengths:
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in AT_ONCE else [pytest.mark.slow]) for x in HYBRIDS])
 def test_pieces_of_packed_rows_go_on_with_the_keys_of_their_own_text(name: str, window: int) -> None:
     """The last text of each row goes on in the next piece, beside texts that begin there."""
-    stops, exact = not SUPPORTED[name].adapter.why_not_stop, name in ("lfm2", "lfm3")  # others have float32 inside
-    words, lengths = (TEXTS, [6, 7, 1, 2, 5, 3]) if stops else (EVEN, [6] * 4)
+    exact = name in ("lfm2", "lfm3")  # others have float32 inside
+    words, lengths = TEXTS, [6, 7, 1, 2, 5, 3]
     stock, model = (one.to(torch.float64 if exact else torch.float32) for one in windowed(name, window))
     cache, found = model.new_attention_cache(), []
     for owner in (stock, model):
@@ -189,6 +189,3 @@ def test_packed_rows_that_are_refused_leave_the_cache_as_it_was() -> None:
     with pytest.raises(ValueError, match="must count the real tokens of each sequence from 0 or 9"):
         model(tokens, position_ids=places % 4, **given)  # the first sequence begins at position 9
     assert all(map(torch.equal, kept(given["attention_cache"]), before))
-    whole = stateful(tiny_model("bamba"))
-    with pytest.raises(ValueError, match=r"keeps equally many keys of every row: .* an attention_window"):
-        whole(tokens, seq_idx=places // 4, attention_cache=whole.new_attention_cache())

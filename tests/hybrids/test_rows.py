@@ -9,9 +9,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED, cache_adapter_of
+from hf_recurrent_lengthgen.hybrids.calls import cache_argument
+from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models.state_value import map_state
-from tests.hybrids.measures import parts, random_state, relative_error, with_checkpointing
+from tests.hybrids.measures import parts, random_state, relative_error, with_checkpointing, with_stock_mixers
 from tests.hybrids.padded_rows import (
     PACKED,
     PADDED,
@@ -27,19 +28,9 @@ from tests.hybrids.support import TOLERANCE_OF_ROWS as EXACT
 from tests.hybrids.tiny_models import tiny_model
 
 QUICK = {"falcon_h1", "jamba", "lfm2", "minimax", "qwen3_next", "xlstm", "zaya"}
-NOT_STOPPED = ["minimax", "zaya"]
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
-STOPPED = [one for one in TYPES if one.values[0] not in NOT_STOPPED]
 TOKENS = torch.arange(3, 12)[None].repeat(2, 1)
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0, 0, 0]])
-
-
-@pytest.mark.parametrize("model_type", NOT_STOPPED)
-def test_states_that_cannot_stop_before_padding_are_refused(model_type: str) -> None:
-    model = stateful(tiny_model(model_type))
-    with pytest.raises(ValueError, match=r"cannot stop its states before padding, since its .*: give rows of one len"):
-        model(TOKENS, attention_mask=MASK, output_final_state=True)
-    model(TOKENS, attention_mask=MASK)
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", pytest.param("lfm3", marks=pytest.mark.slow)])
@@ -50,7 +41,7 @@ def test_in_float64_they_are_equal(model_type: str, words: list[str]) -> None:
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("model_type", STOPPED)
+@pytest.mark.parametrize("model_type", TYPES)
 def test_checkpointed_layers_stop_at_padding_again(model_type: str) -> None:
     assert max(errors(with_checkpointing(stateful(tiny_model(model_type))), PACKED)) < EXACT
 
@@ -124,22 +115,11 @@ def test_generate_without_a_state_stays_the_stock_one() -> None:
 @torch.no_grad()
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_loop_by_hand_goes_on_from_padding_on_the_left_or_is_told_that_it_cannot(model_type: str) -> None:
-    """Also where the model would fill a cache by default: what stands in its place is refused."""
+def test_a_loop_by_hand_goes_on_from_padding(model_type: str) -> None:
     model = stateful(tiny_model(model_type))
-    cache, mask = cache_adapter_of(model).argument, MASK.clone()
+    cache, mask = cache_argument(model), MASK.clone()
     mask[1] = 1
     padded = {"input_ids": TOKENS, "attention_mask": mask}
-    held = model(**padded)[cache]
-    with pytest.raises(ValueError, match="fills no cache where it has read padding"):
-        model(input_ids=TOKENS[:, :1], **{cache: held})
-    with pytest.raises(ValueError, match=r"before the prompts only|generates wrongly with \w+ after padding"):
-        model(input_ids=TOKENS, attention_mask=MASK, use_cache=True)
-    adapter = cache_adapter_of(model)
-    if not (adapter.skips_padding and adapter.reads_padding):
-        with pytest.raises(ValueError, match=r"reads padding|after padding"):
-            model(**padded, use_cache=True)
-        return
     first = model(**padded, use_cache=True)
     whole = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     second = model(input_ids=TOKENS[:, :1], attention_mask=whole, **{cache: first[cache]}).logits[0, 0]
@@ -151,15 +131,11 @@ def test_a_loop_by_hand_goes_on_from_padding_on_the_left_or_is_told_that_it_cann
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_a_loop_by_hand_is_the_whole_text_or_refused(model_type: str, step: int) -> None:
+def test_a_loop_by_hand_is_the_whole_text(model_type: str, step: int) -> None:
     model = stateful(tiny_model(model_type))
-    cache, pieces = cache_adapter_of(model).argument, [TOKENS[:, :5], *TOKENS[:, 5:].split(step, dim=1)]
+    cache, pieces = cache_argument(model), [TOKENS[:, :5], *TOKENS[:, 5:].split(step, dim=1)]
     output = model(pieces[0], use_cache=True)
     logits = [output.logits]
-    if step > 1 and model_type in ("falcon_mamba", "jamba", "mamba", "minimax", "zamba"):
-        with pytest.raises(ValueError, match="misreads a cache with more than one new token"):
-            model(pieces[1], use_cache=True, **{cache: output[cache]})
-        return
     for piece in pieces[1:]:
         output = model(piece, use_cache=True, **{cache: output[cache]})
         logits.append(output.logits)
@@ -204,14 +180,7 @@ def test_what_cannot_be_moved_is_refused(change: dict[str, Any], message: str) -
         model(**{"input_ids": TOKENS, "attention_mask": MASK, "output_final_state": True} | change)
 
 
-def test_padding_beside_an_attention_cache_is_refused() -> None:
-    model = stateful(tiny_model("falcon_h1"))
-    with pytest.raises(ValueError, match="attention_cache keeps equally many keys of every row"):
-        model(input_ids=TOKENS, attention_mask=MASK, attention_cache=model.new_attention_cache())
-
-
-def test_a_layer_that_reads_on_over_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = stateful(tiny_model("kimi_linear"))
-    monkeypatch.setattr("hf_recurrent_lengthgen.hybrids.stopping.reading_now", lambda: None)
-    with pytest.raises(ValueError, match=r"states of layers \[0, 2\] of .* would not stop before the padding"):
+def test_a_layer_that_reads_on_over_padding_is_found() -> None:
+    model = with_stock_mixers(stateful(tiny_model("kimi_linear")))
+    with pytest.raises(ValueError, match=r"mixers of layers \[0, 2\] of KimiLinear.* would read the padding"):
         model(input_ids=TOKENS, attention_mask=MASK, output_final_state=True)

@@ -9,11 +9,12 @@ import torch
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from tests.hybrids.measures import with_stock_mixers
 from tests.hybrids.pieces_in_processes import run_job
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.test_sequence_pieces import Results, errors, results_of
 
-SHARING = [name for name, kind in sorted(SUPPORTED.items()) if kind.adapter.shares]
+SHARING = [name for name, kind in sorted(SUPPORTED.items()) if kind.shares]
 OTHERS = sorted(set(SUPPORTED) - set(SHARING))
 # One for each kind of mixer, with and without attention.
 CHECKPOINTED = ("bamba", "jamba", "kimi_linear", "qwen3_next")
@@ -54,9 +55,8 @@ def test_types_whose_states_do_not_go_through_the_cache_are_refused(model_type: 
         ({"labels": torch.ones(1, 4).long()}, "leave .'labels'. out: give shift_labels"),
         ({"output_router_logits": True}, "leave .'output_router_logits'. out"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "attention_mask has zeros"),
-        ({"input_ids": torch.ones(1, 1).long()}, "give each process at least two"),
     ],
-    ids=["labels", "router logits", "padding", "one token"],
+    ids=["labels", "router logits", "padding"],
 )
 def test_what_a_piece_cannot_have_is_refused(group: Any, change: dict[str, Any], message: str) -> None:
     model = stateful(tiny_model("qwen3_next"))
@@ -72,9 +72,7 @@ def test_a_loss_of_experts_is_refused(group: Any) -> None:
 
 
 def test_a_layer_that_does_not_share_is_found(group: Any) -> None:
-    """Without our scan, a delta rule would read its piece as if it were the whole row."""
-    model = stateful(tiny_model("qwen3_next"))
-    for mixer in (layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn")):
-        mixer.__class__ = type(mixer).__mro__[1]
-    with pytest.raises(ValueError, match="only 0 scans can be shared"):
+    """A stock mixer would read its piece as if it were the whole row."""
+    model = with_stock_mixers(stateful(tiny_model("qwen3_next")))
+    with pytest.raises(ValueError, match=r"mixers of layers \[0, 2\] of .* would read .* pieces as whole rows"):
         model(input_ids=torch.ones(1, 4).long(), sequence_group=group)

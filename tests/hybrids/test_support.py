@@ -8,7 +8,6 @@ import torch
 import transformers
 
 from hf_recurrent_lengthgen.hybrids import wrapping
-from hf_recurrent_lengthgen.hybrids.cache_adapters import Mamba1CacheAdapter
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, StockType
 from tests.hybrids import support
 from tests.hybrids.measures import random_tokens, read_in_pieces
@@ -57,7 +56,7 @@ def test_one_entry_is_all_that_a_type_needs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(type(model.config), "model_type", "toy")
     with pytest.raises(ValueError, match=r"MambaForCausalLM is of type 'toy', .*: stateful takes bailing_hybrid, "):
         wrapping.stateful(model)
-    monkeypatch.setitem(SUPPORTED, "toy", StockType("(D, N)", Mamba1CacheAdapter, ("dt_proj",), "it is a toy"))
+    monkeypatch.setitem(SUPPORTED, "toy", StockType("(D, N)", ("dt_proj",), "it is a toy"))
     wrapped = wrapping.stateful(model)
     tokens = random_tokens(2, 9)
     logits, _ = read_in_pieces(wrapped, tokens, (3, 1, 5))

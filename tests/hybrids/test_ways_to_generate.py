@@ -10,7 +10,6 @@ from accelerate import cpu_offload, disk_offload
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from hf_recurrent_lengthgen.models.state_value import map_state, take_rows
 from tests.hybrids.measures import by_calls, random_state, with_checkpointing
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
@@ -102,12 +101,7 @@ def test_every_way_to_generate_is_right_or_refused(kind: str, name: str) -> None
     if kind == "family":
         assert not found
         return
-    expected = {"right"} | ({"beams"} if name == "xlstm" else set())
-    if SUPPORTED[name].adapter.why_not_stop:
-        expected |= {"state"}
-    if name == "minimax":
-        expected |= {way for way in (*ways, "beams", "sampling", "training, left") if way != "no cache"}
-    assert found == expected
+    assert found == {"right"}
 
 
 @pytest.mark.parametrize(
@@ -119,8 +113,7 @@ def test_an_attention_cache_with_gradients_is_one_without(name: str) -> None:
         return
     text = IDS[1:2].repeat(2, 1)
     expected = rows_by_calls(model, None)[1]
-    one_token = not SUPPORTED[name].adapter.reads_prompts
-    cut = 8 if one_token else 5
+    cut = 5
     cache = model.new_attention_cache()
     read = model(text[:, :cut], attention_cache=cache, output_final_state=True)
     assert any(getattr(layer, "keys", None) is not None and layer.keys.requires_grad for layer in cache.layers)
@@ -131,7 +124,7 @@ def test_an_attention_cache_with_gradients_is_one_without(name: str) -> None:
             lambda more=more: model.generate(text[:, cut:], **start, **GREEDY | more)[:, -NEW:][:1],  # type: ignore[misc]
             expected[None] if not more else alone(model, **GREEDY | {"num_beams": 2})[1:2],
         )
-        assert found == (name == "minimax")
+        assert not found
     after = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
     assert all(map(torch.equal, before, after))
 
@@ -229,13 +222,11 @@ def test_prompts_may_be_embeddings() -> None:
 
 def test_prompts_that_cannot_be_read_or_continued_are_refused() -> None:
     model, tokens = new_model("hybrid", "jamba"), IDS.clamp(min=3)
-    state, cache = model.zero_state(3), model.new_attention_cache()
+    state = model.zero_state(3)
     for given, message in (
         ({"attention_mask": MASK.flip(1)}, "padding before the prompts only: set padding_side='left'"),
         ({"attention_mask": MASK * torch.tensor([[1], [1], [0]])}, "give each row a token"),
-        ({"attention_mask": MASK, "attention_cache": cache}, "takes no padding with an attention_cache"),
-        ({"attention_cache": cache}, "drops the state when it reads more than one token with an attention_cache"),
-        ({"attention_mask": MASK, "prefill_chunk_size": 4}, "leave prefill_chunk_size out"),
+        ({"prefill_chunk_size": 0}, "prefill_chunk_size must be a number of tokens above 0"),
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(tokens, initial_state=state, **given, **GREEDY)
