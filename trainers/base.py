@@ -299,6 +299,8 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 if state is None and self.args.torch_compile and not self.initial_states.always_zero:
                     state = base_of(self.model).zero_state(place.rows)  # or a second graph is compiled for None
             inputs |= {"initial_state": micro_batch.layout.scatter(state), "output_final_state": True}
+        if micro_batch.keys is not None:
+            inputs["attention_cache"] = micro_batch.keys
         if self._shared.group is not None:
             inputs["sequence_group"] = self._shared.group
         if micro_batch.crop_loss is not None:

@@ -100,7 +100,7 @@ def check_chunks(trainer: Any) -> None:
             "The adapter puts virtual tokens before what the model is given, so before each piece of a row: choose "
             "another adapter, such as LoRA, or leave bptt_chunk_length out."
         )
-    check_chunkable(innermost_model(trainer.model), alone=args.bptt_window == 1)
+    check_chunkable(innermost_model(trainer.model))
     if trainer.compute_loss_func is not None:
         raise ValueError(
             "compute_loss_func gets the logits and labels of whole rows, which chunks do not have: leave it or "
@@ -108,12 +108,6 @@ def check_chunks(trainer: Any) -> None:
         )
     if args.bptt_window is None:
         return
-    config = getattr(base_of(trainer.model), "config", None)
-    if config is not None and getattr(config.get_text_config(decoder=True), "output_router_logits", False):
-        raise ValueError(
-            "output_router_logits=True in the config adds a loss of the experts to each window, so the more, the "
-            "longer a row is: set it to False (model.config.output_router_logits), or leave bptt_window out."
-        )
     if trainer.learns_state:
         raise ValueError(
             "bptt_window stops the gradient between windows, so a learned state would learn from the first window of "

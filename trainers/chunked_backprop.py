@@ -1,13 +1,15 @@
 """Training on a sequence longer than memory allows: in chunks, with exact gradients through the state.
 
-The sequence is cut into chunks of C tokens and the state is carried from each chunk to the next. Only the states
-between chunks are kept; the activations of a chunk are recomputed in the backward pass (Chen et al., 2016,
-arXiv:1604.06174, with a whole chunk as the segment). Loss, final state and gradients are those of one forward pass
-over all S tokens. The cost is the memory of about one chunk and the time of one more forward pass.
+The sequence is cut into chunks of about C tokens and the state is carried from each chunk to the next, in a hybrid
+also the keys and values. Only what is carried is kept; the activations of a chunk are recomputed in the backward pass
+(Chen et al., 2016, arXiv:1604.06174, with a whole chunk as the segment). Loss, final state and gradients are those of
+one forward pass over all S tokens. The cost is the memory of about one chunk and the time of one more forward pass.
+Keys and values grow with S, unless the model has an `attention_window`.
 
 Shape legend: B batch, S tokens of the sequence, C tokens of a chunk.
 """
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,16 +23,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.data.pieces import Piece, cut_rows
+from hf_recurrent_lengthgen.data.pieces import Piece, cut_rows, piece_borders
 from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, keep_rows
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, keep_rows, layer_state, learned_row
 
 ROWS = ("input_ids", "attention_mask", "seq_idx", "labels", "shift_labels")
-TAKEN = (*ROWS, "initial_state", "output_final_state", "num_items_in_batch", "return_dict")
+TAKEN = (*ROWS, "initial_state", "attention_cache", "output_final_state", "num_items_in_batch", "return_dict")
 
 
 def chunked_forward(
-    forward: Callable[..., Any], inputs: Mapping[str, Any], chunk_length: int
+    forward: Callable[..., Any], inputs: Mapping[str, Any], chunk_length: int, model: Any = None
 ) -> StatefulCausalLMOutput:
     """The loss and final state of one long sequence, with the memory of about one chunk.
 
@@ -40,8 +42,10 @@ def chunked_forward(
         inputs: `input_ids` (B, S), `labels` or `shift_labels` (B, S), and optionally `attention_mask` (B, S),
             `initial_state`, `num_items_in_batch` and `output_final_state`, with the meaning that they have for the
             model. Padding may be on the left or right and may fill whole chunks. `seq_idx` (B, S) says where
-            sequences begin inside rows, from the zero state.
-        chunk_length: C. The last chunk may be shorter.
+            sequences begin inside rows, from the active learned state, or zero. A hybrid takes an `attention_cache`
+            with what comes before, which then holds all keys and values.
+        chunk_length: C, at most; chunks differ by one token.
+        model: Whose forward method it is; None for the owner of a bound method.
 
     Returns:
         `loss` and `final_state`. There are no logits, because (B, S, V) would not fit into memory.
@@ -51,13 +55,16 @@ def chunked_forward(
     """
     _check_inputs(inputs)
     length = inputs["input_ids"].shape[1]
-    pieces = cut_rows({name: inputs.get(name) for name in ROWS}, [*range(0, length, chunk_length), length])
+    pieces = cut_rows({name: inputs.get(name) for name in ROWS}, piece_borders(length, -(-length // chunk_length)))
+    model = getattr(forward, "__self__", None) if model is None else model
     counted = inputs.get("num_items_in_batch")
     scored = torch.stack([(piece.inputs["shift_labels"] != IGNORED_LABEL).sum() for piece in pieces])
     num_items = scored.sum() if counted is None else counted
 
-    def run(piece: Piece, state: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
+    def run(piece: Piece, state: RecurrentState | None, keys: Any) -> tuple[Tensor, RecurrentState, Any]:
+        keys = copy.copy(keys)  # what is read when the backward pass runs this again stays as it is
         output = forward(
+            **({} if keys is None else {"attention_cache": keys}),
             **piece.inputs,
             labels=piece.inputs["shift_labels"],  # stock models compute no loss without labels
             initial_state=state,
@@ -68,19 +75,38 @@ def chunked_forward(
         # Autocast keeps its low-precision copies of the weights until its outermost context ends. A copy shared by
         # all chunks would sum their gradients in that precision.
         torch.clear_autocast_cache()
-        return output["loss"], output["final_state"]
+        return output["loss"], output["final_state"], keys
 
     losses = []
     state: Any = inputs.get("initial_state")
+    given: Any = inputs.get("attention_cache")
+    keys = model.new_attention_cache() if given is None and getattr(model, "attends", False) else given
     for index, piece in enumerate(pieces):
         if index and piece.begins is not None:
-            state = keep_rows(state, ~piece.begins)
+            state, keys = restarted(model, state, keys, piece.begins)
         # The backward pass begins with the last chunk, so checkpointing it would save no memory.
         is_last = piece is pieces[-1]
-        loss, state = run(piece, state) if is_last else checkpoint(run, piece, state, use_reentrant=False)
+        carried = state, keys
+        loss, state, keys = run(piece, *carried) if is_last else checkpoint(run, piece, *carried, use_reentrant=False)
         losses.append(loss)
+    if given is not None:
+        given.become(keys)
     final_state = None if inputs.get("output_final_state") is False else state
     return StatefulCausalLMOutput(loss=torch.stack(losses).sum(), final_state=final_state)
+
+
+def restarted(model: Any, state: RecurrentState, keys: Any, begins: Tensor) -> tuple[RecurrentState, Any]:
+    """What is carried, with the rows where a sequence `begins` (B,) at their first state, and without keys."""
+    first = learned_row(model) if hasattr(model, "first_state") else None
+    kept = keep_rows(state, ~begins)
+    if first is not None:
+        kept = tuple(
+            layer_state(
+                torch.where(begins.view(-1, *[1] * (old.ndim - 1)), new, old) for old, new in zip(*layers, strict=True)
+            )
+            for layers in zip(kept, first, strict=True)
+        )
+    return kept, None if keys is None else keys.kept(~begins)
 
 
 @contextmanager
@@ -96,8 +122,8 @@ def forward_in_chunks(model: nn.Module, chunk_length: int) -> Iterator[None]:
         chunk_length: Tokens per chunk.
 
     Raises:
-        ValueError: for a model without the state contract or in another wrapper, a model with attention layers, and
-            one that is compiled as a whole (its layers may be compiled).
+        ValueError: for a model without the state contract or in another wrapper, a hybrid that is not exact in chunks,
+            and one that is compiled as a whole (its layers may be compiled).
     """
     inner: Any = innermost_model(model)
     check_chunkable(inner)
@@ -105,7 +131,7 @@ def forward_in_chunks(model: nn.Module, chunk_length: int) -> Iterator[None]:
     on_object = "forward" in vars(inner)
 
     def in_chunks(input_ids: Tensor | None = None, **inputs: Any) -> StatefulCausalLMOutput:
-        return chunked_forward(forward, {"input_ids": input_ids, **inputs}, chunk_length)
+        return chunked_forward(forward, {"input_ids": input_ids, **inputs}, chunk_length, inner)
 
     inner.forward = in_chunks
     try:
@@ -139,12 +165,8 @@ def innermost_model(model: nn.Module) -> nn.Module:
             return outer
 
 
-def check_chunkable(model: nn.Module, alone: bool = False) -> None:
-    """Raise a `ValueError` with the reason if a model, without wrappers, cannot read a sequence in chunks exactly.
-
-    Args:
-        alone: Whether the gradient stops at each chunk. Then attention may see its own chunk only, as in TBTT.
-    """
+def check_chunkable(model: Any) -> None:
+    """Raise a `ValueError` with the reason if a model, without wrappers, cannot read a sequence in chunks exactly."""
     parameters = inspect.signature(model.forward).parameters
     missing = {"input_ids", "initial_state", "output_final_state"} - set(parameters)
     takes_others = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -156,12 +178,8 @@ def check_chunkable(model: nn.Module, alone: bool = False) -> None:
             "causal language model of this package or stateful(model), alone or in PEFT, DistributedDataParallel or "
             "FSDP2 (fully_shard); other wrappers are not supported."
         )
-    if getattr(model, "attends", False) and not alone:
-        raise ValueError(
-            f"{type(model).__name__} has attention layers, which would see only their own chunk, so the loss would "
-            "not be that of the whole sequence. Train on sequences that fit into memory, or with bptt_window=1, which "
-            "is TBTT: states are carried, and attention sees its chunk."
-        )
+    if hasattr(model, "check_reads_chunks"):
+        model.check_reads_chunks()
 
 
 def evaluation_chunk(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> int | None:
@@ -175,7 +193,7 @@ def evaluation_chunk(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) 
         return None
     try:
         check_chunkable(innermost_model(model))
-    except ValueError:  # compiled, or with attention, which would see its own chunk only
+    except ValueError:  # compiled, or not exact in chunks
         return None
     mask = inputs.get("attention_mask")
     if mask is not None and mask.ndim == 2:

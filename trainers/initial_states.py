@@ -103,6 +103,7 @@ class MicroBatch:
         windows: For rows that are read in windows, of each whether it has a target in any process, and whether it has
             padding; else None.
         carried: Of a window, the state that the one before ended with; None where the source gives one.
+        keys: Of a window, the cache with the keys and values of those before; None without attention layers.
         ends: Of a window, whether its final states are those of the rows.
     """
 
@@ -114,6 +115,7 @@ class MicroBatch:
     sequences: int | Tensor | None = None
     windows: list[list[bool]] | None = None
     carried: RecurrentState | None = None
+    keys: Any = None
     ends: bool = True
 
     @property

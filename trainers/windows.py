@@ -7,6 +7,8 @@ window without a target has no gradient: it is read without a backward pass and 
 
     h_{-1} of window k  =  h_T of window k - 1, without gradient;      loss  =  the sum over windows
 
+In a hybrid, keys and values go on as the state does: attention sees the whole row, or its `attention_window`.
+
 Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), section 4.5, with whole examples in a step in place of rows that
 continue over steps: a step is the mean over all targets of its examples, and nothing is carried between steps.
 """
@@ -25,6 +27,7 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.data.collating import FILL
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import cut_rows, shifted_targets
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import BORDERS, LONGEST, read_rows
 from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, MicroBatch
@@ -110,15 +113,16 @@ def train_in_windows(trainer: Any, model: Any, inputs: Inputs, train: Callable[[
     borders = [0, *range(columns - (len(windows) - 1) * length, columns + 1, length)]
     pieces = cut_rows(inputs, borders)
     synchronized = max((index for index, (scored, _) in enumerate(windows) if scored), default=None)
-    loss, carried = torch.zeros((), device=trainer.args.device), None
+    loss, carried, base = torch.zeros((), device=trainer.args.device), None, base_of(trainer.model)
+    keys = base.new_attention_cache() if getattr(base, "attends", False) else None
     for index, ((piece, begins), (scored, padded)) in enumerate(zip(pieces, windows, strict=True)):
         if index and trainer.needs_continued_data:
             begun = mask[:, : borders[index]].any(1).sum()  # rows with a piece that TBTT continues
             trainer.run_record.given = trainer.run_record.given + begun
         if carried is not None and begins is not None:
-            carried = keep_rows(carried, ~begins)
+            carried, keys = keep_rows(carried, ~begins), None if keys is None else keys.kept(~begins)
         ends = index == len(windows) - 1
-        window = replace(micro_batch, carried=carried, ends=ends, is_last=micro_batch.is_last and ends)
+        window = replace(micro_batch, carried=carried, keys=keys, ends=ends, is_last=micro_batch.is_last and ends)
         given = {**piece, "labels": piece["shift_labels"], MICRO_BATCH: window}  # stock models need both
         if not padded:
             given.pop("attention_mask", None)  # to read it is to wait for the device
@@ -130,7 +134,7 @@ def train_in_windows(trainer: Any, model: Any, inputs: Inputs, train: Callable[[
                 loss += train(given)
         else:
             loss += train(given)
-        carried = window.carried
+        carried, keys = window.carried, None if keys is None else keys.detached()
     return loss
 
 

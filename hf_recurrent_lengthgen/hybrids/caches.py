@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import inputs_around
-from hf_recurrent_lengthgen.models.state_value import LayerShape, LayerState, RecurrentState, take_rows
+from hf_recurrent_lengthgen.models.state_value import LayerShape, LayerState, RecurrentState, detach_state, take_rows
 
 
 class Layout(NamedTuple):
@@ -133,6 +133,25 @@ class HybridCache(RecurrentCache):
         chosen.state = None if self.state is None else take_rows(self.state, rows)
         return chosen
 
+    def detached(self) -> "HybridCache":
+        """The same values without gradient history."""
+        copied = copy.copy(self)
+        parts = ([tuple(x.detach() for x in part) for part in layer.parts] for layer in self.layers)
+        copied.layers = [KeyLayer(each) for each in parts]
+        copied.state = None if self.state is None else detach_state(self.state)
+        return copied
+
+    def kept(self, keep: Tensor) -> "HybridCache":
+        """A cache in which only the rows where `keep` (B,) is true have read anything."""
+        kept = copy.copy(self)
+        lengths = torch.full_like(keep, self.position, dtype=torch.long) if self.lengths is None else self.lengths
+        kept._set_lengths(torch.where(keep, lengths, 0))
+        return kept
+
+    def become(self, other: "HybridCache") -> None:
+        """Hold what another cache holds."""
+        self.__dict__ |= copy.copy(other).__dict__
+
     @classmethod
     def joined(cls, caches: Sequence["HybridCache"]) -> "HybridCache":
         """One cache with the rows of several that have read the same number of tokens, without their states."""
@@ -161,7 +180,7 @@ class HybridCache(RecurrentCache):
             self.batch_repeat_interleave(rows // own)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.__dict__ |= self.taken(beam_idx).__dict__
+        self.become(self.taken(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
@@ -191,7 +210,7 @@ class HybridCache(RecurrentCache):
             behind, lengths = tokens - real, (real + before)[last]
         elif self.lengths is not None:
             lengths = self.lengths + tokens
-        for index, layer in enumerate(self.layers):
+        for index in range(len(self.layers)):
             if (new := call.new_keys.get(index)) is None:
                 continue
             parts: Any = (*call.keys[index].parts, new)
@@ -200,16 +219,17 @@ class HybridCache(RecurrentCache):
                 places = torch.arange(sum(k.shape[2] for k, _ in parts), device=behind.device)
                 places = (places - behind[:, None]).clamp(min=0)[:, None, :, None]
                 parts = (tuple(x.take_along_dim(places, 2)[last] for x in whole),)
-            layer.parts = _shortened(parts, limits[index])
+            self.layers[index] = KeyLayer(_shortened(parts, limits[index]))
         if lengths is None:
             self.position += tokens
         else:
-            self.position = int(lengths.max())
-            shortest = self.position - self.columns  # columns that are padding in all rows
-            if shortest < 0:
-                for layer in self.layers:
-                    layer.parts = _shortened(layer.parts, max(0, layer.columns + shortest))
-            self.lengths = None if bool((lengths == self.position).all()) else lengths
+            self._set_lengths(lengths)
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        """Take these tokens of each row for what it has read, and drop columns that are padding in all rows."""
+        self.position = int(lengths.max())
+        self.layers = [KeyLayer(_shortened(layer.parts, self.position)) for layer in self.layers]
+        self.lengths = None if bool((lengths == self.position).all()) else lengths
 
 
 def _shortened(parts: Any, limit: int | None) -> Any:
@@ -218,7 +238,7 @@ def _shortened(parts: Any, limit: int | None) -> Any:
     if limit is not None and total > limit:
         joined = (torch.cat([part[which] for part in parts], 2) for which in (0, 1))
         return (tuple(x[:, :, total - limit :].clone() for x in joined),)
-    if len(parts) == 1 or any(keys.requires_grad for keys, _ in parts):
+    if len(parts) < 2 or any(keys.requires_grad for keys, _ in parts):
         return tuple(parts)
     return (tuple(torch.cat([part[which] for part in parts], 2) for which in (0, 1)),)
 
@@ -352,7 +372,9 @@ class CallCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Number of keys, and column of the first key."""
-        before = self.keys[layer_idx].columns if self.shared is None else self.shared.before
+        attends = layer_idx in self.layout.attending  # else it stands for those that do, before Transformers 5.23
+        before = self.keys[layer_idx].columns if attends else self.offset
+        before = before if self.shared is None else self.shared.before
         return before + query_length, self.get_seq_length() - before
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

@@ -152,8 +152,8 @@ def further_arguments(
     return further | {"position_ids": positions} if takes else further
 
 
-def with_one_cache(arguments: dict[str, Any], takes_cache: bool) -> dict[str, Any]:
-    """Arguments in which a cache under an older name is named `cache`, if the stock `forward` takes that.
+def with_one_cache(arguments: dict[str, Any], name: str) -> dict[str, Any]:
+    """Arguments in which a cache has the name that the stock `forward` takes.
 
     Raises:
         ValueError: for a cache under two names.
@@ -161,11 +161,8 @@ def with_one_cache(arguments: dict[str, Any], takes_cache: bool) -> dict[str, An
     given = [name for name in CACHE_NAMES if arguments.get(name) is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are names of one argument: give {given[0]}.")
-    older = [name for name in OLD_CACHE_NAMES if name in arguments]
-    if not takes_cache or not older:
-        return arguments
-    others = {name: value for name, value in arguments.items() if name not in ("cache", *older)}
-    return others | {"cache": arguments[given[0]] if given else None}
+    others = {each: value for each, value in arguments.items() if each not in CACHE_NAMES}
+    return others | ({name: arguments[given[0]]} if given else {})
 
 
 def check_stock_cache(model: HybridModel, cache: Any, arguments: dict[str, Any]) -> None:

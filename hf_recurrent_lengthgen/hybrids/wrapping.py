@@ -49,7 +49,14 @@ from hf_recurrent_lengthgen.hybrids.rows import (
     with_share_of_experts,
 )
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
-from hf_recurrent_lengthgen.hybrids.windows import check_same_window, limits_of, obey_window, set_window, window_of
+from hf_recurrent_lengthgen.hybrids.windows import (
+    check_same_window,
+    limits_of,
+    obey_window,
+    scales_with_length,
+    set_window,
+    window_of,
+)
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentGenerationMixin, refuse_continuous_batching
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.rows import LAYOUT, token_shape
@@ -115,6 +122,22 @@ class StatefulMixin(LearnedStatesMixin):
                 "output_router_logits=True in the config adds a loss of the experts that all tokens choose, "
                 "which pieces of rows do not add up to: set it to False where processes share rows."
             )
+
+    def check_reads_chunks(self: Any) -> None:
+        """Raise a `ValueError` if a row in chunks, with states, keys and values carried, is not the row at once."""
+        config = self.config.get_text_config(decoder=True)
+        if self.attends and scales_with_length(config):
+            raise ValueError(
+                f"The rotary embeddings of {type(self).__name__} ({config.rope_parameters}) change with the length of "
+                "the text, which chunks do not show: set another rope_type in the config, or read rows at once."
+            )
+        if getattr(config, "output_router_logits", False):
+            raise ValueError(
+                "output_router_logits=True in the config adds a loss of the experts, which is one of all tokens, to "
+                "each chunk: set it to False (model.config.output_router_logits), or read rows at once."
+            )
+        if not reads_tokens(self):
+            raise ValueError(f"{type(self).__name__} is not a language model, whose rows can be read in chunks.")
 
     def zero_state(self: Any, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
@@ -333,7 +356,7 @@ class StatefulMixin(LearnedStatesMixin):
                 padding that is not on the left.
         """
         obey_window(self.config)  # with a static cache, masks are made before the first call
-        kwargs = with_one_cache(kwargs, cache_argument(self) == "cache")
+        kwargs = with_one_cache(kwargs, cache_argument(self))
         kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
         with without_checkpointing(self):
             return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
@@ -364,7 +387,7 @@ def _stateful_class(stock: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
         bound.pop("self")
-        arguments = with_one_cache({**bound, **extra}, "cache" in signature.parameters)
+        arguments = with_one_cache({**bound, **extra}, cache_argument(self))
         call = functools.partial(self._forward, initial_state, output_final_state, attention_cache, sequence_group)
         return with_share_of_experts(self, call, arguments)
 
