@@ -80,7 +80,8 @@ def chunked_forward(
     losses = []
     state: Any = inputs.get("initial_state")
     given: Any = inputs.get("attention_cache")
-    keys = model.new_attention_cache() if given is None and getattr(model, "attends", False) else given
+    # a copy, as `given` will hold what comes after the chunks, which are computed again from what came before
+    keys = model.new_attention_cache() if given is None and getattr(model, "attends", False) else copy.copy(given)
     for index, piece in enumerate(pieces):
         if index and piece.begins is not None:
             state, keys = restarted(model, state, keys, piece.begins)
