@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,9 +54,10 @@ def loop(model: Any, inputs: dict[str, Any], chunk_length: int) -> tuple[Tensor,
     """Loss and final state of chunks by plain calls of the model."""
     ids, labels, state = inputs["input_ids"], inputs["labels"], inputs["initial_state"]
     loss: Any = 0
-    for start in range(0, ids.shape[1], chunk_length):
-        output = model(input_ids=ids[:, start : start + chunk_length], initial_state=state)
-        targets = labels[:, start + 1 : start + chunk_length + 1]  # one less in the last chunk
+    count = -(-ids.shape[1] // chunk_length)
+    for start, end in pairwise(ids.shape[1] * index // count for index in range(count + 1)):
+        output = model(input_ids=ids[:, start:end], initial_state=state)
+        targets = labels[:, start + 1 : end + 1]  # one less in the last chunk
         logits = output.logits[:, : targets.shape[1]].float()  # as in the loss of Transformers
         loss = loss + cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         state = output.final_state

@@ -20,6 +20,10 @@ from tests.models.families import FAMILIES, MAMBA2, VOCABULARY, Family, build, r
 from tests.trainers.chunks_in_processes import checkpoint_layers, gradients, loop
 
 LENGTH, CHUNK_LENGTH = 23, 5
+ROTARY_BY_LENGTH: dict[str, dict[str, Any]] = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {"factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+}
 TOLERANCE: dict[torch.dtype, dict[str, float]] = {
     torch.float64: {"rtol": 1e-9, "atol": 1e-9},
     torch.float32: {"rtol": 1e-3, "atol": 1e-4},
@@ -108,9 +112,9 @@ def test_padding_in_a_row_is_refused_only_where_it_is_scored_at_the_beginning_of
     model, inputs = build(MAMBA2).train(), text(0)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     inputs["attention_mask"][1, 3:7] = 0
-    with pytest.raises(ValueError, match=r"Row 1 has padding inside, at position 5, .* pad rows at their ends"):
+    with pytest.raises(ValueError, match=r"Row 1 has padding inside, at position 4, .* pad rows at their ends"):
         chunked_forward(model.forward, inputs, 5)
-    whole, chunks = model(**inputs), chunked_forward(model.forward, inputs, 7)
+    whole, chunks = model(**inputs), chunked_forward(model.forward, inputs, 8)
     torch.testing.assert_close(chunks.loss, whole.loss)
 
 
@@ -208,7 +212,7 @@ def test_layers_may_be_compiled_but_not_the_model() -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 7], ids=["whole rows", "padding"])
-def test_wrapped_stock_models_go_in_chunks_unless_they_attend(padding: int) -> None:
+def test_wrapped_stock_models_go_in_chunks(padding: int) -> None:
     model, ids = stateful(tiny_model("mamba2")).train(), random_tokens(2, LENGTH)
     state = leaves(random_state(model, 2, scale=0.1))
     mask = torch.ones_like(ids)
@@ -219,10 +223,21 @@ def test_wrapped_stock_models_go_in_chunks_unless_they_attend(padding: int) -> N
         chunks = model(**given, initial_state=state)
     torch.testing.assert_close(chunks.loss, whole.loss)
     close(backward(model, chunks, state), backward(model, whole, state), torch.float32)
-    with pytest.raises(
-        ValueError, match="FalconH1ForCausalLM has attention layers, which would see only their own chunk"
-    ):
-        forward_in_chunks(stateful(tiny_model("falcon_h1")), CHUNK_LENGTH).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": kind, "rope_theta": 1e4} | fields}, "change with the length of the text")
+        for kind, fields in ROTARY_BY_LENGTH.items()
+    ]
+    + [({"output_router_logits": True}, r"adds a loss of the experts, .* set it to False")],
+    ids=lambda value: ", ".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_hybrids_whose_chunks_are_not_the_row_are_refused(changes: dict[str, Any], message: str) -> None:
+    model = stateful(tiny_model("granitemoehybrid", position_embedding_type="rope", **changes))
+    with pytest.raises(ValueError, match=message):
+        forward_in_chunks(model, CHUNK_LENGTH).__enter__()
 
 
 @pytest.mark.parametrize(
