@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
@@ -108,10 +109,13 @@ class HybridCache(RecurrentCache):
         """Tokens of the text that were read."""
         return max(self.position, self.tokens_seen)
 
-    @property
-    def padding(self) -> Tensor | None:
-        """Columns before the first token of each row, (B,); None if there are none."""
-        return None if self.lengths is None else (self.columns - self.lengths).clamp(min=0)
+    def row_lengths(self, device: Any = None, rows: int | None = None) -> Tensor:
+        """`lengths`, also where they are equal."""
+        if self.lengths is not None:
+            return self.lengths
+        held = next((keys for layer in self.layers for keys, _ in layer.parts), None)
+        rows, device = (rows, device) if held is None else (len(held), held.device)
+        return torch.full((rows or 0,), self.position, device=device)
 
     def replaced(self, keys: dict[int, tuple[Tensor, Tensor]], position: int, lengths: Tensor | None = None) -> Any:
         """The cache itself, with these keys and values in place of its own."""
@@ -144,8 +148,7 @@ class HybridCache(RecurrentCache):
     def kept(self, keep: Tensor) -> "HybridCache":
         """A cache in which only the rows where `keep` (B,) is true have read anything."""
         kept = copy.copy(self)
-        lengths = torch.full_like(keep, self.position, dtype=torch.long) if self.lengths is None else self.lengths
-        kept._set_lengths(torch.where(keep, lengths, 0))
+        kept._set_lengths(torch.where(keep, self.row_lengths(keep.device, len(keep)), 0))
         return kept
 
     def become(self, other: "HybridCache") -> None:
@@ -154,23 +157,11 @@ class HybridCache(RecurrentCache):
 
     @classmethod
     def joined(cls, caches: Sequence["HybridCache"]) -> "HybridCache":
-        """One cache with the rows of several that have read the same number of tokens, without their states."""
+        """One cache with the rows of several, without their states."""
         whole = copy.copy(caches[0])
         if len(caches) > 1:
-            layers = zip(*(cache.layers for cache in caches), strict=True)
-            keys = {
-                index: (torch.cat([layer.keys for layer in same]), torch.cat([layer.values for layer in same]))
-                for index, same in enumerate(layers)
-                if same[0].parts
-            }
-            each = [cache.lengths for cache in caches]
-            if any(lengths is not None for lengths in each):
-                like = next(lengths for lengths in each if lengths is not None)
-                filled = (
-                    like.new_full((c.rows or 0,), c.position) if c.lengths is None else c.lengths for c in caches
-                )
-                whole.lengths = torch.cat(list(filled))
-            whole.replaced(keys, caches[0].position, whole.lengths)
+            whole.layers = [_stacked(same) for same in zip(*(cache.layers for cache in caches), strict=True)]
+            whole._set_lengths(torch.cat([cache.row_lengths() for cache in caches]))
         return whole
 
     def repeated(self, rows: int) -> None:
@@ -230,6 +221,16 @@ class HybridCache(RecurrentCache):
         self.position = int(lengths.max())
         self.layers = [KeyLayer(_shortened(layer.parts, self.position)) for layer in self.layers]
         self.lengths = None if bool((lengths == self.position).all()) else lengths
+
+
+def _stacked(layers: Sequence[KeyLayer]) -> KeyLayer:
+    """The rows of several layers, with columns before the shorter ones."""
+    if not layers[0].parts:
+        return layers[0]
+    columns = max(layer.columns for layer in layers)
+    parts: Any = ([getattr(layer, name) for layer in layers] for name in ("keys", "values"))
+    padded = (torch.cat([pad(x, (0, 0, columns - x.shape[2], 0)) for x in part]) for part in parts)
+    return KeyLayer([(next(padded), next(padded))])
 
 
 def _shortened(parts: Any, limit: int | None) -> Any:

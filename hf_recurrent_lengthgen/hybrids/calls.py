@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids.caches import CallCache, HybridCache
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, stock_type_of
-from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions, reads_tokens
+from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions, reads_tokens, rows_of
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.modeling_generation import NO_KEYS
 from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
@@ -79,6 +79,18 @@ def check_rows(model: HybridModel, group: Any) -> None:
         )
     if not reads_tokens(model):
         raise ValueError(f"{what}, but {type(model).__name__} is not a language model: give rows of equal length.")
+
+
+def check_classified(model: HybridModel, arguments: dict[str, Any]) -> None:
+    """Refuse several sequences in a row of which one output stands for the row."""
+    if (
+        "SequenceClassification" in type(model).__name__
+        and (rows := rows_of(arguments))
+        and rows.given.starts is not None
+    ):
+        raise ValueError(
+            "Sequence classification takes one sequence per row, and positions or a mask begin several: unpack rows."
+        )
 
 
 def check_one_sequence(rows: StockRows | None) -> None:

@@ -12,7 +12,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_attention_cache,
     check_one_sequence,
 )
-from hf_recurrent_lengthgen.hybrids.rows import real_of, rows_of, text_positions
+from hf_recurrent_lengthgen.hybrids.rows import rows_of, text_positions
 from hf_recurrent_lengthgen.models.modeling_generation import virtual_tokens
 from hf_recurrent_lengthgen.models.rows import check_prompts
 from hf_recurrent_lengthgen.models.state_learned import recorded
@@ -71,18 +71,12 @@ def generation_arguments(
             raise ValueError(f"generate from an initial state makes the cache itself: {instead}.")
         return {}
     cache = _starting_cache(model, cache, initial_state, attention_cache, len(prompt))
+    further: dict[str, Any] = {name: cache}
     mask = given.get("attention_mask")
-    mask = _inferred_mask(prompt, setting("pad_token_id"), setting("eos_token_id")) if mask is None else mask
-    # a mask may be that of the whole text, which was read before the prompt
-    real = real_of(mask, (prompt.shape[0], prompt.shape[1]), cache.get_seq_length() if not cache.tokens_seen else 0)
-    if real is not None and not bool((real[:, 1:] >= real[:, :-1]).all() & real[:, -1].all()):
-        raise ValueError(
-            "generate takes padding before the prompts only: set padding_side='left' in the tokenizer, and give "
-            "each row a token."
-        )
-    further = {name: cache} | ({} if mask is None else {"attention_mask": mask})
+    if mask is None and (mask := _inferred_mask(prompt, setting("pad_token_id"), setting("eos_token_id"))) is not None:
+        further["attention_mask"] = mask  # for models without that argument, too
     if (size := setting("prefill_chunk_size")) is not None:
-        _read_in_chunks(model, prompt, real, cache, size)
+        _read_in_chunks(model, prompt, mask, cache, size)
         further["prefill_chunk_size"] = None
     return further
 
@@ -106,22 +100,21 @@ def _starting_cache(
 
 def _inferred_mask(prompt: Tensor, pad: Any, ends: Any) -> Tensor | None:
     """The mask (B, T) of a prompt with padding tokens, as Transformers infers it; None if there is none."""
-    ends = ends if isinstance(ends, list) else [ends]
-    if pad is None or pad in ends or prompt.is_floating_point():
+    if pad is None or pad in (ends if isinstance(ends, list) else [ends]) or prompt.is_floating_point():
         return None
     mask = prompt != pad
     return None if bool(mask.all()) else mask.long()
 
 
 @torch.no_grad()
-def _read_in_chunks(model: Any, prompt: Tensor, real: Tensor | None, cache: HybridCache, size: int) -> None:
+def _read_in_chunks(model: Any, prompt: Tensor, mask: Tensor | None, cache: HybridCache, size: int) -> None:
     """Read all chunks of a prompt but the last, from the tokens that the cache has not read."""
     if size < 1:
         raise ValueError(f"prefill_chunk_size must be a number of tokens above 0, got {size}.")
     for start in range(cache.tokens_seen, (prompt.shape[1] - 1) // size * size, size):
         piece = _tokens(prompt[:, start : start + size].to(model.device)) | {cache_argument(model): cache}
-        if real is not None:
-            piece["attention_mask"] = real[:, start : start + size].long()
+        if mask is not None:
+            piece["attention_mask"] = mask[:, mask.shape[1] - prompt.shape[1] :][:, start : start + size]
         model(**piece, use_cache=True)
 
 

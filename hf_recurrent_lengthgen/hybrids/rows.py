@@ -7,9 +7,7 @@ state after the tokens would see the padding at the end of the shorter rows; the
 Shapes: B rows and T tokens as given; N sequences, L tokens of the longest one.
 """
 
-import functools
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,15 +16,13 @@ from transformers.utils import ModelOutput
 
 from hf_recurrent_lengthgen.hybrids.caches import HybridCache
 from hf_recurrent_lengthgen.models.modeling_heads import IGNORED_LABEL, scored_labels
-from hf_recurrent_lengthgen.models.rows import LAYOUT, Rows, mask_of_new_tokens, read_rows, real_tokens, token_shape
+from hf_recurrent_lengthgen.models.rows import LAYOUT, Rows, read_rows, token_shape
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
 TOKENS, TARGETS = ("input_ids", "inputs_embeds"), ("labels", "shift_labels")
 UNREAD = ("document_ids", "segment_ids", "sequence_ids", "seq_lengths")
 PER_TOKEN, PER_CALL = ("logits", "last_hidden_state"), ("loss", "aux_loss")
-
-_reading: ContextVar[Any] = ContextVar("reading", default=None)
 
 
 class StockRows:
@@ -49,7 +45,6 @@ class StockRows:
         self.rows, self.length = self.moved.orders[0].shape
         self._source = self.moved.source
         self._kept: Tensor | None = None
-        self._latest: tuple[Any, Any] = (None, None)
 
     def to_front(self, x: Tensor) -> Tensor:
         """(B, T, ...) to (N, L, ...), with zeros behind shorter sequences."""
@@ -58,9 +53,7 @@ class StockRows:
 
     def back(self, x: Tensor) -> Tensor:
         """(N, L, ...) to (B, T, ...); a padding position repeats the last real token before it."""
-        if self._latest[0] is not x:  # logits are moved for the loss, then for the output
-            self._latest = x, x.flatten(0, 1)[self._source]
-        return self._latest[1]
+        return x.flatten(0, 1)[self._source]
 
     def starting(self, state: RecurrentState, new: RecurrentState | None) -> RecurrentState:
         """The states of the N sequences: that of its row for the first one of a row, `new` for others.
@@ -79,35 +72,28 @@ class StockRows:
         if cache is None:
             return None
         (owners,), rows = self.moved.owners, len(self.moved.last)
-        lengths = torch.full_like(self.moved.last, cache.position) if cache.lengths is None else cache.lengths
+        lengths = cache.row_lengths(owners.device, rows)
         read = cache.taken(owners.clamp(max=rows - 1))
         read.lengths = torch.cat([lengths, lengths.new_zeros(1)])[owners]
         return read
 
     def arguments(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
-        """The arguments for the N rows; targets stay as they are, since `loss` gets the logits that moved back.
+        """The arguments for the N rows, without targets, since `loss` gets the logits that moved back.
 
         Raises:
             ValueError: for what cannot be moved.
         """
-        moved = {name: value for name, value in given.items() if name not in LAYOUT}
-        for name in TOKENS:
-            if moved.get(name) is not None:
-                moved[name] = self.to_front(moved[name])
-        for name in TARGETS:
-            if moved.get(name) is not None and moved[name].shape != self.given.shape:
-                raise ValueError(f"{name} must have shape {self.given.shape}, got {tuple(moved[name].shape)}.")
-        if moved.get("shift_labels") is not None:
-            moved["labels"] = moved["shift_labels"]  # without them, stock models compute no loss
-        self._keep(moved)
-        routers = given.get("output_router_logits")
-        if getattr(config, "output_router_logits", False) if routers is None else routers:
+        left_out = {*LAYOUT, *TARGETS, "num_items_in_batch"}
+        moved = {name: value for name, value in given.items() if name not in left_out and value is not None}
+        moved |= {name: self.to_front(moved[name]) for name in TOKENS if name in moved}
+        self._keep(moved, any(given.get(name) is not None for name in TARGETS))
+        if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
             # the loss of experts counts the tokens of this mask
             real: Any = torch.ones_like(self.moved.orders[0]) if self.padded is None else self.padded.real
             if not bool(real[:, 0].all()):
                 raise ValueError("A row has no real token, which output_router_logits does not take: leave it out.")
             moved["attention_mask"] = real.long()
-        known = {*TOKENS, *TARGETS, "logits_to_keep", "attention_mask"}
+        known = {*TOKENS, "logits_to_keep", "attention_mask"}
         other = [name for name, x in moved.items() if name not in known and isinstance(x, Tensor) and x.ndim > 1]
         if other:
             raise ValueError(
@@ -116,12 +102,12 @@ class StockRows:
             )
         return moved
 
-    def _keep(self, moved: dict[str, Any]) -> None:
+    def _keep(self, moved: dict[str, Any], has_targets: bool) -> None:
         """Let `logits_to_keep` ask for the places, in the N rows, of the tokens that it names in the B rows."""
         keep = moved.get("logits_to_keep", 0)
         if isinstance(keep, int) and keep == 0:
             return
-        if any(moved.get(name) is not None for name in TARGETS):
+        if has_targets:
             raise ValueError("labels need all logits: drop logits_to_keep.")
         self._kept = self._source[:, -keep:] if isinstance(keep, int) else self._source[:, keep]
         moved["logits_to_keep"] = (self._kept % self.length).unique()
@@ -150,32 +136,39 @@ class StockRows:
                 )
         return moved
 
-    def read(
-        self, forward: Callable[..., ModelOutput], arguments: Any, config: Any, further: dict[str, Any] | None = None
-    ) -> ModelOutput:
-        """The output of a stock model for the N rows, with `further` arguments, and with the loss of the B rows."""
-        token = _reading.set(self)
-        try:
-            moved = self.arguments(arguments, config)
-            if further and "attention_mask" in moved:
-                raise ValueError("output_router_logits does not take a cache of rows of unequal length: leave it out.")
-            return forward(**moved | (further or {}))
-        finally:
-            _reading.reset(token)
+    def read(self, model: Any, forward: Any, arguments: dict[str, Any], further: dict[str, Any]) -> ModelOutput:
+        """The output of a stock model, which has this `forward`, for the B rows; `further` arguments are of N rows."""
+        moved = self.arguments(arguments, model.config)
+        if "attention_mask" in moved and further:
+            raise ValueError("output_router_logits does not take a cache of rows of unequal length: leave it out.")
+        output = forward(**moved | further)
+        entries = self.output(output)
+        if any(arguments.get(name) is not None for name in TARGETS):
+            entries = {"loss": self._loss(model, entries, arguments)} | entries
+        return type(output)(**entries)
 
-    def loss(self, stock: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **options: Any) -> Tensor:
-        """The loss of a stock model from the logits of the N rows and the targets of the B rows."""
-        if (shifted := options.get("shift_labels")) is not None:
-            options["shift_labels"] = scored_labels(shifted, self.given, shifted=True).contiguous()
+    def _loss(self, model: Any, output: dict[str, Any], arguments: dict[str, Any]) -> Tensor:
+        """The loss as the stock model computes it, from logits and targets of the B rows."""
+        given = {name: arguments[name] for name in (*TARGETS, "num_items_in_batch") if arguments.get(name) is not None}
+        for name in given.keys() & {*TARGETS}:
+            if given[name].shape != self.given.shape:
+                raise ValueError(f"{name} must have shape {self.given.shape}, got {tuple(given[name].shape)}.")
+        if "shift_labels" in given:
+            shifted = scored_labels(given["shift_labels"], self.given, shifted=True).contiguous()
+            given |= {"labels": shifted, "shift_labels": shifted}
         else:
-            labels = scored_labels(labels, self.given)
-        return stock(self.back(logits), labels, *args, **options)
+            given["labels"] = scored_labels(given["labels"], self.given)
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        loss: Tensor = model.loss_function(logits=output["logits"], vocab_size=vocabulary, **given)
+        if (of_experts := output.get("aux_loss")) is not None:
+            loss = loss + (_coefficient(model) * of_experts).to(loss.device)
+        return loss
 
 
-def loss_of(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The loss function of a model while it reads: the stock one, with logits moved back if rows were moved."""
-    rows = _reading.get()
-    return stock if rows is None else functools.partial(rows.loss, stock)
+def _coefficient(model: Any) -> float:
+    """Of the loss of experts, where the stock model has it: those of images and text read that of their config."""
+    owner = model if hasattr(model, "router_aux_loss_coef") else model.config.get_text_config(decoder=True)
+    return float(owner.router_aux_loss_coef)
 
 
 def with_share_of_experts(model: Any, call: Callable[[Any], Any], arguments: dict[str, Any]) -> Any:
@@ -189,10 +182,8 @@ def with_share_of_experts(model: Any, call: Callable[[Any], Any], arguments: dic
     output = call(arguments | {"return_dict": True})
     loss, of_experts = (output.get(name) for name in PER_CALL)
     if loss is not None and of_experts is not None:
-        # where the stock model has it: those of images and text read that of their config
-        owner = model if hasattr(model, "router_aux_loss_coef") else model.config.get_text_config(decoder=True)
         rest = 1 - _targets(arguments) / items
-        output["loss"] = loss - (rest * owner.router_aux_loss_coef * of_experts).to(loss.device)
+        output["loss"] = loss - (rest * _coefficient(model) * of_experts).to(loss.device)
     return output if model._wants_dict(arguments) else output.to_tuple()
 
 
@@ -205,7 +196,6 @@ def _targets(arguments: dict[str, Any]) -> Tensor:
     return (labels[:, 0 if shifted else 1 :] != IGNORED_LABEL).sum()
 
 
-@torch.compiler.disable
 def rows_of(arguments: dict[str, Any], seen: int = 0) -> StockRows | None:
     """How the rows of a call are moved; None if each is one sequence of real tokens.
 
@@ -216,6 +206,13 @@ def rows_of(arguments: dict[str, Any], seen: int = 0) -> StockRows | None:
     Raises:
         ValueError: as in `read_rows`.
     """
+    if all(arguments.get(name) is None for name in LAYOUT):
+        return None
+    return _rows_of(arguments, seen)
+
+
+@torch.compiler.disable
+def _rows_of(arguments: dict[str, Any], seen: int) -> StockRows | None:
     shape = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
     mask = _without_seen(arguments.get("attention_mask"), shape, seen)
     positions = text_positions(arguments.get("position_ids"))
@@ -239,11 +236,6 @@ def text_positions(positions: Any) -> Any:
     return positions[0]
 
 
-def real_of(mask: Tensor | None, shape: tuple[int, int], seen: int = 0) -> Tensor | None:
-    """(B, T), true at real tokens; None if all are. Raises a `ValueError` for a wrong mask."""
-    return real_tokens(mask_of_new_tokens(_without_seen(mask, shape, seen), 0, shape))
-
-
 def _without_seen(mask: Any, shape: tuple[int, int], seen: int) -> Any:
     """A mask without the columns of `seen` tokens before those of the call, which a cache knows."""
     wide = isinstance(mask, Tensor) and mask.shape == (shape[0], seen + shape[1])
@@ -255,33 +247,6 @@ def refuse_unread(arguments: dict[str, Any]) -> None:
     names = [name for name, x in arguments.items() if x is not None and name not in LAYOUT]
     if wrong := [name for name in names if "cu_seq" in name or name.endswith(UNREAD)]:
         raise ValueError(f"{wrong} are not read: say where sequences begin by {', '.join(LAYOUT[:4])}.")
-
-
-def stock_call(model: Any, arguments: dict[str, Any]) -> tuple[StockRows | None, dict[str, Any]]:
-    """How the rows of a call without states are moved, and its arguments; no rows for what the stock model reads.
-
-    That are rows of whole sequences, of which only 2-D masks and positions are left, and other heads than that of a
-    language model, whose backbones read the rows.
-
-    Raises:
-        ValueError: as in `read_rows`, and for several sequences in a row where one output stands for it.
-    """
-    given = [name for name in LAYOUT if arguments.get(name) is not None]
-    if not given or (arguments.get("input_ids") is None) == (arguments.get("inputs_embeds") is None):
-        return None, arguments
-    rows = rows_of(arguments)
-    if not reads_tokens(model):
-        if "SequenceClassification" in type(model).__name__ and rows is not None and rows.given.starts is not None:
-            raise ValueError(
-                "Sequence classification takes one sequence per row, and positions or a mask begin several: unpack "
-                "rows."
-            )
-        return None, arguments
-    if rows is not None:
-        if model.attends:
-            check_positions(arguments.get("position_ids"), rows, torch.arange(rows.length, device=model.device)[None])
-        return rows, arguments
-    return None, of_whole_rows(arguments, ("attention_mask", "position_ids"))
 
 
 def of_whole_rows(arguments: dict[str, Any], kept: tuple[str, ...]) -> dict[str, Any]:

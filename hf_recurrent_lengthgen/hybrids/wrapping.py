@@ -24,6 +24,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     cache_argument,
     check_attention_cache,
     check_call,
+    check_classified,
     check_one_sequence,
     check_remembers,
     check_rows,
@@ -40,12 +41,10 @@ from hf_recurrent_lengthgen.hybrids.mixers import take_mixers_over, under_its_na
 from hf_recurrent_lengthgen.hybrids.registry import adapter_targets, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import (
     StockRows,
-    loss_of,
     of_whole_rows,
     reads_tokens,
     refuse_unread,
     rows_of,
-    stock_call,
     with_share_of_experts,
 )
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
@@ -96,15 +95,6 @@ class StatefulMixin(LearnedStatesMixin):
         """Whether the loss is divided by `num_items_in_batch`; that of other heads is a mean, as in Transformers."""
         own = getattr(super(), "accepts_loss_kwargs", True)
         return bool(own and self.get_output_embeddings() is not None)
-
-    @property
-    def loss_function(self: Any) -> Any:
-        """The stock loss function; while rows are moved for the stock model, it gets what moved back."""
-        return loss_of(super().loss_function)  # type: ignore[misc]
-
-    @loss_function.setter
-    def loss_function(self: Any, value: Any) -> None:
-        self._loss_function = value
 
     def state_shapes(self: Any) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
@@ -202,16 +192,14 @@ class StatefulMixin(LearnedStatesMixin):
         if cache is not None and not isinstance(cache, HybridCache):
             check_stock_cache(self, cache, arguments)
             return super().forward(**arguments)  # type: ignore[misc]
-        if cache is not None or (self._returns_cache(arguments) and reads_tokens(self)):
-            return self._from_cache(cache, name, arguments)
-        if recorded(self.config)["active"] is not None:
-            return self._from_state(None, False, None, None, arguments)
-        rows, arguments = stock_call(self, arguments)
-        if rows is None:
+        if recorded(self.config)["active"] is None and not reads_tokens(self):
+            check_classified(self, arguments)
             return super().forward(**arguments)  # type: ignore[misc]
-        called = arguments | {"use_cache": False, "return_dict": True}
-        output = rows.read(super().forward, called, self.config)  # type: ignore[misc]
-        return self._result(type(output)(**rows.output(output)), arguments)
+        if cache is not None or self._returns_cache(arguments):
+            return self._from_cache(cache, name, arguments)
+        if recorded(self.config)["active"] is not None or rows_of(arguments) is not None:
+            return self._from_state(None, False, None, None, arguments)
+        return super().forward(**of_whole_rows(arguments, ("attention_mask", "position_ids")))  # type: ignore[misc]
 
     def _returns_cache(self: Any, arguments: dict[str, Any]) -> bool:
         """Whether a call without a cache returns one, as in Transformers."""
@@ -293,7 +281,6 @@ class StatefulMixin(LearnedStatesMixin):
             cache.advance_keys(call, size[1], limits_of(self), rows)
         after = call.final_state(size[0], self.device, state_dtype(self.dtype)) if final else None
         if rows is not None:
-            output = type(output)(**rows.output(output))
             after = None if after is None else rows.final(after)
         return output, after
 
@@ -309,7 +296,7 @@ class StatefulMixin(LearnedStatesMixin):
         arguments = {**arguments, cache_argument(self): call, "use_cache": False, "return_dict": True}
         let_checkpointing_recompute(self)
         if rows is not None:
-            return rows.read(super().forward, arguments, self.config, further)  # type: ignore[misc]
+            return rows.read(self, super().forward, arguments, further or {})  # type: ignore[misc]
         return super().forward(**of_whole_rows(arguments, ()) | (further or {}))  # type: ignore[misc]
 
     def prepare_inputs_for_generation(
@@ -320,6 +307,8 @@ class StatefulMixin(LearnedStatesMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """What a step of generation reads: with a `HybridCache`, all tokens that this has not read."""
+        if attention_mask is not None and not bool(attention_mask.any(1).all()):
+            raise ValueError("A prompt has no token, where attention_mask is 0 all over: give each row a token.")
         kwargs["attention_mask"] = attention_mask
         if (cache := hybrid_cache_of(kwargs)) is None:
             prepared: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
@@ -352,8 +341,7 @@ class StatefulMixin(LearnedStatesMixin):
                 only the prompt and the generated tokens, at positions from 0.
 
         Raises:
-            ValueError: if the state does not fit the prompt or holds NaN, with a cache, without `use_cache`, and with
-                padding that is not on the left.
+            ValueError: if the state does not fit the prompt or holds NaN, with a cache, and without `use_cache`.
         """
         obey_window(self.config)  # with a static cache, masks are made before the first call
         kwargs = with_one_cache(kwargs, cache_argument(self))
