@@ -69,8 +69,8 @@ def check_remembers(model: HybridModel) -> None:
         )
 
 
-def check_rows(model: HybridModel, group: Any) -> None:
-    """Refuse padding and several sequences in a row where they would not be exact."""
+def check_rows(model: HybridModel, rows: StockRows, group: Any, fills: bool) -> None:
+    """Refuse padding and several sequences in a row where they would not be exact, or one value stands for a row."""
     what = "attention_mask has zeros, or several sequences are in a row"
     if group is not None:
         raise ValueError(
@@ -79,6 +79,8 @@ def check_rows(model: HybridModel, group: Any) -> None:
         )
     if not reads_tokens(model):
         raise ValueError(f"{what}, but {type(model).__name__} is not a language model: give rows of equal length.")
+    if fills:
+        check_one_sequence(rows)
 
 
 def check_classified(model: HybridModel, arguments: dict[str, Any]) -> None:

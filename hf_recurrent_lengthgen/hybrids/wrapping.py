@@ -8,6 +8,7 @@ The model stays the same object; only its class changes, to a subclass with the 
 Called without states, it behaves as the stock model. docs/hybrids.md explains states, keys and values.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
-from transformers.utils import ModelOutput
 
 from hf_recurrent_lengthgen.hybrids.caches import CallCache, HybridCache, Layout
 from hf_recurrent_lengthgen.hybrids.calls import (
@@ -25,7 +25,6 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_attention_cache,
     check_call,
     check_classified,
-    check_one_sequence,
     check_remembers,
     check_rows,
     check_stock,
@@ -58,7 +57,7 @@ from hf_recurrent_lengthgen.hybrids.windows import (
 )
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentGenerationMixin, refuse_continuous_batching
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
-from hf_recurrent_lengthgen.models.rows import LAYOUT, token_shape
+from hf_recurrent_lengthgen.models.rows import token_shape
 from hf_recurrent_lengthgen.models.scan_hub_kernels import use_hub_kernels
 from hf_recurrent_lengthgen.models.state_learned import recorded
 from hf_recurrent_lengthgen.models.state_value import (
@@ -152,9 +151,7 @@ class StatefulMixin(LearnedStatesMixin):
         """
         cache = HybridCache(len(self._layout.shapes), self._check_state(state, state_batch_size(state)))
         if attention_cache is not None:
-            cache.layers = list(attention_cache.__copy__().layers)
-            cache.position, cache.lengths = attention_cache.position, attention_cache.lengths
-            cache.window = attention_cache.window
+            cache.__dict__ |= copy.copy(attention_cache).__dict__ | {"state": cache.state, "tokens_seen": 0}
             check_same_window(self, cache)
         return cache
 
@@ -187,18 +184,21 @@ class StatefulMixin(LearnedStatesMixin):
                     f"use_cache and {name} cannot be used with states: give attention_cache to let attention layers "
                     "see what came before, and call generate(initial_state=...) to generate."
                 )
-            keeps = output_final_state is not False
-            return self._from_state(initial_state, keeps, attention_cache, group, arguments)
+            if attention_cache is not None:
+                check_attention_cache(self, attention_cache, initial_state)
+            return self._read(initial_state, attention_cache, arguments, group, output_final_state is not False)
         if cache is not None and not isinstance(cache, HybridCache):
             check_stock_cache(self, cache, arguments)
             return super().forward(**arguments)  # type: ignore[misc]
-        if recorded(self.config)["active"] is None and not reads_tokens(self):
+        learned = recorded(self.config)["active"] is not None
+        if not learned and not reads_tokens(self):
             check_classified(self, arguments)
             return super().forward(**arguments)  # type: ignore[misc]
         if cache is not None or self._returns_cache(arguments):
-            return self._from_cache(cache, name, arguments)
-        if recorded(self.config)["active"] is not None or rows_of(arguments) is not None:
-            return self._from_state(None, False, None, None, arguments)
+            cache = HybridCache(len(self._layout.shapes)) if cache is None else cache
+            return self._read(None, cache, arguments, fills=name)
+        if learned or rows_of(arguments) is not None:
+            return self._read(None, None, arguments, keeps=False)
         return super().forward(**of_whole_rows(arguments, ("attention_mask", "position_ids")))  # type: ignore[misc]
 
     def _returns_cache(self: Any, arguments: dict[str, Any]) -> bool:
@@ -208,83 +208,61 @@ class StatefulMixin(LearnedStatesMixin):
         default = getattr(self.config.get_text_config(decoder=True), "use_cache", False)
         if self.training or torch.compiler.is_compiling() or not default:
             return False
-        packed = any(arguments.get(name) is not None for name in LAYOUT[1:])
-        return not packed or (rows := rows_of(arguments)) is None or rows.given.starts is None
+        return (rows := rows_of(arguments)) is None or rows.given.starts is None
 
     @torch.compiler.disable(reason="wrapped models run uncompiled from a state")
-    def _from_state(
-        self: Any, initial_state: Any, output_final_state: bool, attention_cache: Any, group: Any, arguments: Any
-    ) -> Any:
-        """A call with states."""
-        seen = attention_cache.get_seq_length() if isinstance(attention_cache, HybridCache) else 0
-        batch_size, length = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
-        if (rows := rows_of(arguments, seen)) is not None:
-            check_rows(self, group)
-        if attention_cache is not None:
-            check_attention_cache(self, attention_cache, initial_state)
-        if initial_state is None:
-            initial_state = self.first_state(batch_size)
-        else:
-            initial_state = self._check_state(initial_state, batch_size)
-        output, final = self._read(initial_state, attention_cache, rows, arguments, group, output_final_state)
-        if attention_cache is not None:
-            attention_cache.tokens_seen += length
-        stock_output = {**output, cache_argument(self): None}
-        output = _output_class(cast(Any, type(output)))(**stock_output)
-        output.final_state = final
-        return self._result(output, arguments)
-
-    @torch.compiler.disable(reason="wrapped models run uncompiled from a state")
-    def _from_cache(self: Any, cache: HybridCache | None, name: str, arguments: dict[str, Any]) -> Any:
-        """A call from a cache, or one that makes a cache."""
-        batch_size, length = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
-        cache = HybridCache(len(self._layout.shapes)) if cache is None else cache
-        cache.repeated(batch_size)
-        rows = rows_of(arguments, cache.get_seq_length())
-        check_one_sequence(rows)
-        state = cache.state_for(batch_size)
-        state = self.first_state(batch_size) if state is None else self._check_state(state, batch_size)
-        output, final = self._read(state, cache, rows, arguments)
-        cache.advance(final, length)
-        output[name] = cache
-        return self._result(output, arguments)
-
     def _read(
         self: Any,
-        state: RecurrentState,
+        state: RecurrentState | None,
         cache: HybridCache | None,
-        rows: StockRows | None,
         arguments: dict[str, Any],
         group: Any = None,
-        final: bool = True,
-    ) -> tuple[ModelOutput, RecurrentState | None]:
-        """The stock output for (B, T) tokens after a state, and the final state; keys and values go to the cache."""
-        size = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
-        before, keys, padded = state, cache, None
+        keeps: bool = True,
+        fills: str | None = None,
+    ) -> Any:
+        """The output of a call.
+
+        Args:
+            state: The state before the tokens; None for that in the cache that the call `fills`, or the first one.
+            cache: Keys and values before the tokens, to which those of the tokens go; None for no others.
+            arguments: Of the stock model, for the rows as they are given.
+            group: Of processes that share the rows.
+            keeps: Whether the output has the final state.
+            fills: The name under which the output has the cache, which then gets the final state, too.
+        """
+        rows_given, length = size = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
+        if fills is not None and cache is not None:
+            cache.repeated(rows_given)
+            state = cache.state_for(rows_given)
+        if (rows := rows_of(arguments, 0 if cache is None else cache.get_seq_length())) is not None:
+            check_rows(self, rows, group, fills is not None)
+        state = self.first_state(rows_given) if state is None else self._check_state(state, rows_given)
+        keys, padded = cache, None
         if cache is not None:
             check_same_window(self, cache)
         if rows is not None:
-            before, keys = rows.starting(state, learned_row(self)), rows.keys(cache)
+            state, keys = rows.starting(state, learned_row(self)), rows.keys(cache)
             size, padded = (rows.rows, rows.length), rows.padded
         shared = None if group is None else Shared(group, size, self.device, window_of(self.config))
-        call = CallCache(self._layout, before, keys, padded, shared, self.dtype)
-        position = 0 if cache is None else cache.position
-        given = arguments.get("position_ids")
-        further = further_arguments(self, call, position, given, rows, size[1])
+        call = CallCache(self._layout, state, keys, padded, shared, self.dtype)
+        start, given = 0 if cache is None else cache.position, arguments.get("position_ids")
+        further = further_arguments(self, call, start, given, rows, size[1])
         output = self._carry(call, {n: x for n, x in arguments.items() if n != "position_ids"}, rows, further)
         if call.unstopped:
             raise ValueError(
                 f"The mixers of layers {sorted(call.unstopped)} of {type(self).__name__} would read the padding, and "
                 "pieces as whole rows: give rows of equal length without padding, and no sequence_group."
             )
+        after: Any = call.final_state(size[0], self.device, state_dtype(self.dtype)) if keeps else None
+        after = after if rows is None or not keeps else rows.final(after)
         if cache is not None:
             cache.advance_keys(call, size[1], limits_of(self), rows)
-        after = call.final_state(size[0], self.device, state_dtype(self.dtype)) if final else None
-        if rows is not None:
-            after = None if after is None else rows.final(after)
-        return output, after
-
-    def _result(self: Any, output: ModelOutput, arguments: dict[str, Any]) -> Any:
+            cache.advance(after if fills else (), length)
+        if fills is not None:
+            output[fills] = cache
+        else:
+            output = _output_class(cast(Any, type(output)))(**{**output, cache_argument(self): None})
+            output.final_state = after
         return output if self._wants_dict(arguments) else output.to_tuple()
 
     def _wants_dict(self: Any, arguments: dict[str, Any]) -> bool:
