@@ -14,7 +14,7 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from hf_recurrent_lengthgen import stateful
-from hf_recurrent_lengthgen.hybrids.delta_scans import stock_delta_rule
+from hf_recurrent_lengthgen.models.scan_delta import scan_delta
 from hf_recurrent_lengthgen.models.scan_delta_chunked import DeltaRule
 from tests.models.scan_definitions import scan_delta_reference
 
@@ -45,7 +45,8 @@ def delta_losses() -> tuple[dict[str, Callable[[], Tensor]], list[Tensor]]:
     inputs = [x.clone().requires_grad_() for x in (normalize(q, dim=-1), normalize(k, dim=-1), v, g, beta, state)]
 
     def ours() -> Tensor:
-        y, final = stock_delta_rule(*inputs, False)
+        q, k, v, g, beta, state = inputs
+        y, final = scan_delta(q * 128**-0.5, k, v, g[..., None], beta, state.mT)
         return y.sum() + final.sum()
 
     def theirs() -> Tensor:
