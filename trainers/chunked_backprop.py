@@ -10,6 +10,7 @@ Shape legend: B batch, S tokens of the sequence, C tokens of a chunk.
 """
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -131,6 +132,7 @@ def forward_in_chunks(model: nn.Module, chunk_length: int) -> Iterator[None]:
     forward = inner.forward  # the method of the class, or one set on the object, such as accelerate's autocast
     on_object = "forward" in vars(inner)
 
+    @functools.wraps(forward)  # hybrids ask the signature of their forward method, which runs in it
     def in_chunks(input_ids: Tensor | None = None, **inputs: Any) -> StatefulCausalLMOutput:
         return chunked_forward(forward, {"input_ids": input_ids, **inputs}, chunk_length, inner)
 

@@ -162,7 +162,7 @@ def further_arguments(
         columns = torch.arange(call.offset + length, device=model.device)
         further["attention_mask"] = (columns >= call.offset - begins).long()
     # given, because Bamba does not ask the cache, and windows keep fewer columns than there were tokens
-    takes = (start or before is not None) and "position_ids" in inspect.signature(model.forward).parameters
+    takes = (start or before is not None) and "position_ids" in inspect.signature(type(model).forward).parameters
     return further | {"position_ids": positions} if takes else further
 
 
