@@ -183,6 +183,12 @@ def check_chunkable(model: Any) -> None:
         )
     if hasattr(model, "check_reads_chunks"):
         model.check_reads_chunks()
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config.get_text_config(decoder=True), "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True in the config adds a loss of the experts, which is one of all tokens, to each "
+            "chunk: set it to False (model.config.output_router_logits), or leave bptt_chunk_length out."
+        )
 
 
 def evaluation_chunk(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> int | None:

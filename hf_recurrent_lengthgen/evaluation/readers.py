@@ -258,7 +258,8 @@ def reader_of(model: Any) -> Reader:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder: give a causal language model.")
     if "initial_state" in parameters:
         try:
-            getattr(model, "check_has_states", lambda: None)()
+            for check in ("check_has_states", "check_reads_chunks"):
+                getattr(model, check, lambda: None)()
         except ValueError as error:
             return Reader(model, str(error))
         return StateReader(model)

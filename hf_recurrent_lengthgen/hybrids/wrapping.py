@@ -120,13 +120,6 @@ class StatefulMixin(LearnedStatesMixin):
                 f"The rotary embeddings of {type(self).__name__} ({config.rope_parameters}) change with the length of "
                 "the text, which chunks do not show: set another rope_type in the config, or read rows at once."
             )
-        if getattr(config, "output_router_logits", False):
-            raise ValueError(
-                "output_router_logits=True in the config adds a loss of the experts, which is one of all tokens, to "
-                "each chunk: set it to False (model.config.output_router_logits), or read rows at once."
-            )
-        if not reads_tokens(self):
-            raise ValueError(f"{type(self).__name__} is not a language model, whose rows can be read in chunks.")
 
     def zero_state(self: Any, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
