@@ -49,10 +49,10 @@ def random_tokens(rows: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def with_checkpointing(model: Any, reentrant: bool = False) -> Any:
+def with_checkpointing(model: Any, reentrant: bool = False, **given: Any) -> Any:
     """The model in training with activation checkpointing, which Transformers 5.23 renamed."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
+    enable({"use_reentrant": reentrant} | given)
     return model.train()
 
 

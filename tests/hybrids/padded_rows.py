@@ -1,14 +1,12 @@
-"""Rows with padding and packed rows against each of their sequences alone, for the support table and the tests."""
+"""Rows with padding and packed rows, as words, and what each of their sequences gives alone."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.hybrids.wrapping import stateful
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, map_state, take_rows
-from tests.hybrids.measures import gradients, parts, random_state, random_tokens, relative_error, weighted_sum
-from tests.hybrids.tiny_models import tiny_model
+from tests.hybrids.measures import random_tokens
 
 # Each letter is a sequence, a dot is padding. Lengths up to one more than a chunk of the tiny models.
 PADDED = [
@@ -66,41 +64,3 @@ def alone(
             carried = output.final_state
         final.append(carried)
     return logits, concatenate_rows(final)
-
-
-def together(
-    model: Any, embeds: Tensor, state: RecurrentState, words: list[str], **options: Any
-) -> tuple[Tensor, RecurrentState]:
-    """As `alone`, by one call of the model."""
-    positions, mask = positions_and_mask(words)
-    if any("b" in word for word in words):
-        options["position_ids"] = positions
-    output = model(inputs_embeds=embeds, attention_mask=mask, initial_state=state, output_final_state=True, **options)
-    return output.logits.to(embeds.dtype) * mask[..., None], output.final_state
-
-
-def leaves_of(model: Any, words: list[str]) -> tuple[Tensor, RecurrentState]:
-    """Embeddings and initial states that take gradients."""
-    embeds = model.get_input_embeddings()(tokens_of(words)).detach().requires_grad_()
-    return embeds, random_state(model, len(words))
-
-
-def errors(model: Any, words: list[str]) -> tuple[float, float, float]:
-    """Largest relative errors of logits, final states, and gradients of all inputs, states and parameters."""
-    embeds, state = leaves_of(model, words)
-    found = []
-    for read in (together, alone):
-        logits, final = read(model, embeds, state, words)
-        results = [logits, *parts(final)]
-        found.append([*results, *gradients(weighted_sum(results), [embeds, *parts(state), *model.parameters()])])
-    actual, expected = found
-    states = 1 + len(parts(state))
-    borders = ((0, 1), (1, states), (states, None))
-    one, two, three = (relative_error(actual[a:b], expected[a:b]) for a, b in borders)
-    return one, two, three
-
-
-def measure_rows(model_type: str) -> tuple[float, float]:
-    """The largest error of rows with padding, and of packed rows, of a tiny model in training mode."""
-    model = stateful(tiny_model(model_type)).train()
-    return max(errors(model, PADDED)), max(errors(model, PACKED))

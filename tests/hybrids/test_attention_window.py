@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from itertools import pairwise, permutations
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -15,100 +15,39 @@ from transformers.modeling_utils import AttentionInterface
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.calls import cache_argument
 from hf_recurrent_lengthgen.state_files import ask, load_text_state, read_text, save_text_state, start_of
 from tests.hybrids.measures import (
     WINDOW,
-    gradients,
     kept,
     masked,
-    parts,
     random_tokens,
     read_in_pieces,
     relative_error,
-    state_of_stock_cache,
-    weighted_sum,
     windowed,
-    with_checkpointing,
 )
-from tests.hybrids.support import TOLERANCE, TOLERANCE_OF_ROWS
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 
 LED_SIZES = {"layers": 1, "attention_heads": 1, "ffn_dim": 8}
 HYBRIDS = sorted({*SUPPORTED_TYPES} - {"falcon_mamba", "mamba", "mamba2", "xlstm"})
 QUICK = {"bamba", "falcon_h1", "jamba", "kimi_linear", "lfm3", "qwen3_next"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in HYBRIDS]
-EXTREMES = [pytest.param(1), pytest.param(2, marks=pytest.mark.slow), 12, pytest.param(40, marks=pytest.mark.slow)]
-
-
-def check_reads(model_type: str, window: int, length: int, lengths: list[list[int]]) -> None:
-    """Whole calls with and without states, and pieces."""
-    stock, model = windowed(model_type, window)
-    tokens = random_tokens(2, length)
-    expected = masked(stock, tokens, window, use_cache=True)
-    state = state_of_stock_cache(model, getattr(expected, cache_argument(model)))
-    assert relative_error([model(tokens).logits], [expected.logits]) < TOLERANCE
-    for pieces in ([length], *lengths):
-        logits, final = read_in_pieces(model, tokens, pieces)
-        assert relative_error([logits], [expected.logits]) < 1e-5, pieces
-        assert relative_error(parts(final), state) < 1e-5, pieces
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", TYPES)
-def test_whole_texts_and_pieces_are_read_with_the_mask(model_type: str) -> None:
-    check_reads(model_type, WINDOW, 14, [[1] * 14, [3, 3, 3, 3, 2], [4, 1, 9], [6, 8]])
-    stock, model = windowed(model_type)  # and without it, the outputs are others
+def test_calls_without_states_have_the_mask(model_type: str) -> None:
+    """test_law.py has those with states."""
+    stock, model = windowed(model_type)
     tokens = random_tokens(2, 14)
-    assert relative_error([model(tokens).logits], [stock(tokens).logits]) > 0.05
-
-
-@torch.no_grad()
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("window", EXTREMES)
-@pytest.mark.parametrize("model_type", TYPES)
-def test_windows_of_one_token_and_of_more_than_the_text(model_type: str, window: int) -> None:
-    for length in (1, 12, 13):
-        pieces = [] if length == 1 else [[1] * length, [length - 3, 1, 2]]
-        check_reads(model_type, window, length, pieces)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("model_type", TYPES)
-def test_gradients_are_those_of_the_mask(model_type: str, checkpointed: bool) -> None:
-    stock, model = windowed(model_type)
-    tokens, found = random_tokens(2, 13), []
-    stock.train(), model.train()
-    if checkpointed:
-        with_checkpointing(model)
-
-    def pieces(x: Tensor) -> Tensor:
-        if checkpointed:
-            return model(inputs_embeds=x, initial_state=model.zero_state(2)).logits
-        return read_in_pieces(model, x, [7, 2, 4])[0]
-
-    for owner, read in ((stock, lambda x: masked(stock, x, use_cache=False).logits), (model, pieces)):
-        embeds = owner.get_input_embeddings()(tokens).detach().requires_grad_()
-        logits = read(embeds)
-        found.append([logits, *gradients(weighted_sum([logits]), [embeds, *owner.parameters()])])
-    assert relative_error(found[1], found[0]) < TOLERANCE
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", TYPES)
-def test_padded_and_packed_rows_are_those_alone(model_type: str) -> None:
-    stock, model = windowed(model_type)
-    tokens = random_tokens(1, 17)
-    alone = [masked(stock, tokens[:, start:stop]).logits for start, stop in pairwise([0, 8, 17])]
-    positions = torch.cat([torch.arange(8), torch.arange(9)])[None]
-    for states in (False, True):
-        packed = model(tokens, position_ids=positions, output_final_state=states).logits
-        assert relative_error([packed], [torch.cat(alone, dim=1)]) < TOLERANCE_OF_ROWS
-        for mask in ([0] * 8 + [1] * 9, [0, 1] * 8 + [1]):
-            real = torch.tensor(mask)[None].bool()
-            padded = model(tokens, attention_mask=real.long(), output_final_state=states).logits
-            expected = masked(stock, tokens[real][None]).logits[0]
-            assert relative_error([padded[real]], [expected]) < TOLERANCE_OF_ROWS
+    expected, without = masked(stock, tokens).logits, stock(tokens).logits
+    mask = torch.tensor([[0] * 8 + [1] * 6, [1] * 14])
+    for use_cache in (True, False):
+        assert relative_error([model(tokens, use_cache=use_cache).logits], [expected]) < 1e-5
+        padded = model(tokens, attention_mask=mask, use_cache=use_cache).logits
+        assert (
+            relative_error([padded[1], padded[0, 8:]], [expected[1], masked(stock, tokens[:1, 8:]).logits[0]]) < 1e-5
+        )
+    assert relative_error([without], [expected]) > 0.05
 
 
 def by_masks(stock: Any, prompt: Tensor, new: int, window: int = WINDOW) -> Tensor:
@@ -308,33 +247,6 @@ def test_what_cannot_have_a_window_is_refused() -> None:
     model.config._attn_implementation = "unknown"
     with pytest.raises(ValueError, match=r"attention_window works with .* not with 'unknown'"):
         model(tokens)
-
-
-@torch.no_grad()
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("window", [1, WINDOW])
-@pytest.mark.parametrize("model_type", TYPES)
-def test_rows_of_unequal_length_are_gone_on_with_as_alone(model_type: str, window: int) -> None:
-    model = windowed(model_type, window)[1]
-    tokens, generator = random_tokens(3, 24), torch.Generator().manual_seed(2)
-    real = torch.rand(3, 24, generator=generator) < torch.tensor([[0.3], [0.8], [1.0]])
-    real[1, 6:13] = False  # pieces without a token
-    real[:, :6] |= torch.tensor(model_type == "bamba")  # the first piece may have rows of equal length
-    state, cache = None, model.new_attention_cache()
-    for piece, mask in zip(tokens.split([6, 7, 1, 2, 5, 3], 1), real.split([6, 7, 1, 2, 5, 3], 1), strict=True):
-        state = model(piece, attention_mask=mask.long(), initial_state=state, attention_cache=cache).final_state
-    assert {keys.shape[2] for keys in kept(cache)} == {window - 1}
-    options: Any = {"max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
-    start = {"initial_state": state, "attention_cache": cache}
-    prompt = tokens[:, -1:]
-    for beams in (1, 2):
-        generated = model.generate(prompt, **start, **options, num_beams=beams)
-        for row in range(3):
-            whole = torch.cat([tokens[row][real[row]], prompt[row]])[None]
-            expected = model.generate(whole, **options, num_beams=beams)[0, -8:]
-            assert torch.equal(generated[row], expected), (row, beams)
-    by_cache = model(prompt, **{cache_argument(model): model.cache_from_state(state, cache)}).logits
-    assert relative_error([by_cache], [model(prompt, **start).logits]) < 1e-6
 
 
 @torch.no_grad()

@@ -171,18 +171,21 @@ def tiny_composite(model_type: str, **changes: Any) -> PreTrainedModel:
         return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
 
 
-def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def tiny_model(model_type: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """A stock language model of a type in `TINY`, with every parameter away from its neutral initial value.
 
     Args:
         model_type: Key of `TINY`.
         seed: Seed of the weights; the global random state is left alone.
+        dtype: Of the weights.
         changes: Fields of the configuration to change.
     """
     config = AutoConfig.for_model(model_type, **COMMON | TINY[model_type] | changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if dtype == torch.float64:
+            model.set_experts_implementation("eager")  # the default takes no float64
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn(parameter.shape))

@@ -1,0 +1,148 @@
+"""What a hybrid keeps of a text is a value: copies, rows taken and joined, beams, a second turn of a conversation."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.caches import HybridCache
+from hf_recurrent_lengthgen.hybrids.calls import cache_argument
+from hf_recurrent_lengthgen.models.state_value import concatenate_rows, map_state, take_rows
+from tests.hybrids.measures import parts, random_tokens, relative_error
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
+
+QUICK = {"bamba", "jamba", "lfm3", "minimax", "qwen3_next", "xlstm", "zaya"}
+TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
+TOKENS = random_tokens(3, 12, seed=7)
+MASK = torch.tensor([[0] * 4 + [1] * 8, [1] * 12, [1, 0, 0] + [0] * 9])
+"""Rows of 8, 12 and 1 tokens."""
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": 5,
+    "do_sample": False,
+    "eos_token_id": None,
+    "suppress_tokens": [0],  # padding, if a text has it and no mask
+}
+TOLERANCE = 1e-5
+
+
+def read(model: Any, mask: Tensor = MASK, tokens: Tensor = TOKENS) -> tuple[Any, HybridCache]:
+    """A state, and the keys and values of the same text; the second may be without any."""
+    cache = model.new_attention_cache()
+    return model(tokens, attention_mask=mask, attention_cache=cache, output_final_state=True).final_state, cache
+
+
+def contents(state: Any, cache: Any) -> list[Tensor]:
+    """Copies of all tensors of a value."""
+    layers = [] if cache is None else cache.layers
+    return [
+        x.detach().clone() for x in (*parts(state), *(y for layer in layers for pair in layer.parts for y in pair))
+    ]
+
+
+def after(model: Any, state: Any, cache: Any, tokens: Tensor) -> Tensor:
+    """Logits of the next tokens; the given value stays as it is."""
+    cache = None if cache is None else copy.copy(cache)
+    return model(tokens, initial_state=state, attention_cache=cache).logits  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_rows_of_values_go_on_as_each_alone(model_type: str, window: int | None) -> None:
+    model: Any = stateful(tiny_model(model_type))
+    if window is not None and not model.attends:
+        pytest.skip("no attention")
+    model = stateful(model, attention_window=window)
+    more = random_tokens(3, 3, seed=8)
+    state, cache = read(model)
+    before = contents(state, cache)
+    expected = [
+        model(torch.cat([TOKENS[row][MASK[row].bool()], more[row]])[None], use_cache=False).logits[0, -3:]
+        for row in range(3)
+    ]
+
+    def check(found: Tensor, *rows: int) -> None:
+        assert relative_error([found], [torch.stack([expected[row] for row in rows])]) < TOLERANCE
+
+    check(after(model, state, cache, more), 0, 1, 2)
+    order = torch.tensor([2, 0, 0, 1])
+    chosen = take_rows(state, order)
+    if cache is None:
+        return check(after(model, chosen, None, more[order]), 2, 0, 0, 1)
+    check(after(model, chosen, cache.taken(order), more[order]), 2, 0, 0, 1)
+    check(after(model, take_rows(state, slice(1, 3)), cache.taken(slice(1, 3)), more[1:]), 1, 2)
+    joined = HybridCache.joined([cache.taken(slice(1, 3)), cache.taken(slice(0, 1))])
+    states = concatenate_rows([take_rows(state, slice(1, 3)), take_rows(state, slice(0, 1))])
+    check(after(model, states, joined, more[[1, 2, 0]]), 1, 2, 0)
+    for change, rows in (
+        (lambda x: x.reorder_cache(order), [2, 0, 0, 1]),
+        (lambda x: x.repeated(6), [0, 0, 1, 1, 2, 2]),
+        (lambda x: x.repeated(3), [0, 1, 2]),
+    ):
+        whole = model.cache_from_state(state, cache)
+        change(whole)
+        check(model(more[rows], **{cache_argument(model): whole}).logits, *rows)
+    start = {"initial_state": state, "attention_cache": cache}
+    for beams in (1, 2):
+        generated = model.generate(more[:, :1], **start, **GREEDY, num_beams=beams)
+        for row in range(3):
+            text = torch.cat([TOKENS[row][MASK[row].bool()], more[row, :1]])[None]
+            assert torch.equal(generated[row], model.generate(text, **GREEDY, num_beams=beams)[0, -6:]), (row, beams)
+    assert all(map(torch.equal, contents(state, cache), before))
+    assert cache.columns <= 12
+    assert cache.get_seq_length() == 12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_copy_is_a_value_of_its_own(model_type: str) -> None:
+    model: Any = stateful(tiny_model(model_type))
+    name, text = cache_argument(model), TOKENS[:2]
+    cache = model(text[:, :7], use_cache=True)[name]
+    branches = [copy.copy(cache), copy.deepcopy(cache), cache]
+    rests = [random_tokens(2, 4, seed=seed) for seed in (1, 2, 3)]
+    for branch, rest in zip(branches, rests, strict=True):
+        for piece in (rest[:, :1], rest[:, 1:]):
+            logits = model(piece, **{name: branch}).logits
+        expected = model(torch.cat([text[:, :7], rest], 1), use_cache=False).logits[:, -3:]
+        assert relative_error([logits], [expected]) < TOLERANCE
+        assert branch.get_seq_length() == 11
+    cache.reset()
+    assert (cache.get_seq_length(), cache.columns) == (0, 0)
+    assert relative_error([model(text, **{name: cache}).logits], [model(text, use_cache=False).logits]) < TOLERANCE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_second_turn_goes_on_from_the_cache_of_the_first(model_type: str, padded: bool) -> None:
+    model: Any = stateful(tiny_model(model_type))
+    name = cache_argument(model)
+    prompt, given = TOKENS[:2], {"attention_mask": MASK[:2]} if padded else {}
+    first = model.generate(prompt, **given, **GREEDY, return_dict_in_generate=True)
+    text = torch.cat([first.sequences, random_tokens(2, 3, seed=9)], dim=1)
+    if padded:
+        given = {"attention_mask": torch.cat([MASK[:2], torch.ones(2, text.shape[1] - 12).long()], dim=1)}
+    found = model.generate(text, **given, **GREEDY, **{name: first[name]})
+    assert torch.equal(found, model.generate(text, **given, **GREEDY))
+    assert torch.equal(found, model.generate(text, **given, **GREEDY, use_cache=False))
+    assert first[name].get_seq_length() == found.shape[1] - 1
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_nothing_that_is_given_changes(model_type: str) -> None:
+    model: Any = stateful(tiny_model(model_type))
+    state, cache = read(model)
+    state = map_state(lambda part: part.detach().requires_grad_(), state)
+    before, ids = contents(state, cache), random_tokens(3, 2, seed=8)
+    start = {"initial_state": state} | ({} if cache is None else {"attention_cache": cache})
+    for tokens in (ids, ids[:, :1]):
+        for how in ({}, {"num_beams": 2}):
+            model.generate(tokens, **start, **GREEDY, **how)
+        model(tokens, initial_state=state)
+        model(tokens, **{cache_argument(model): model.cache_from_state(state, cache)})
+        assert all(map(torch.equal, contents(state, cache), before))
+        assert cache is None or cache.get_seq_length() == 12
