@@ -23,6 +23,7 @@ from decoding import bench_compiled_steps, bench_decode
 from effective_remembrance import bench_remembrance, peak_of_remembrance
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
 from forgetting import bench_window, peak_of_window
+from hybrid_rows import bench_hybrid_rows, steps_on_rows
 from hybrids import bench_compiled_delta, bench_delta, bench_hybrid
 from long_examples import bench_long_examples, peak_of_examples
 from mamba2 import bench_model, bench_scan, peak_of_pass
@@ -81,6 +82,7 @@ BENCHMARKS = {
     "delta": bench_delta,
     "compiled_delta": bench_compiled_delta,
     "hybrid": bench_hybrid,
+    "hybrid_rows": bench_hybrid_rows,
     "trainer": bench_trainer,
     "checkpoints": bench_checkpoints,
     "alignment": bench_alignment,
@@ -101,6 +103,7 @@ CALLS = {
     "peak_of_pass": peak_of_pass,
     "peak_of_remembrance": peak_of_remembrance,
     "peak_of_states": peak_of_states,
+    "steps_on_rows": steps_on_rows,
     "stream_of": stream_of,
     "make_checkpoint": make_checkpoint,
     "peak_of_use": peak_of_use,
