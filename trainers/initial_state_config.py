@@ -61,7 +61,7 @@ class InitialStateConfig(TrainingArguments):
         None,
         "Run each row in chunks of this many tokens and recompute their activations in the backward pass: "
         "rows may be longer than memory allows, and gradients through the state stay exact. Evaluation of the "
-        "loss reads the same chunks, but in hybrids. Default: whole rows.",
+        "loss reads the same chunks. Default: whole rows.",
     )
     bptt_window: int | None = option(
         None,
