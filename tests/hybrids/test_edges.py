@@ -1,7 +1,6 @@
 """Wrapped models in circumstances of their own: copies with hooks, threads, the compiler, files from elsewhere."""
 
 import copy
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -31,8 +30,6 @@ MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 0, 0, 0]])
 CALLS: list[tuple[str, list[dict[str, Any]]]] = [
     ("mamba", [{}, {}]),
     ("nemotron_h", [{"input_ids": TOKENS[:, :1]}] * 2),
-    ("falcon_mamba", [{"attention_mask": MASK}, {"attention_mask": MASK.flip(0)}]),
-    ("falcon_mamba", [{"attention_mask": MASK}, {}]),
     ("qwen3_next", [{"attention_mask": MASK}, {"attention_mask": MASK.flip(0)}]),
     ("qwen3_next", [{"attention_mask": MASK}, {}]),
 ]
@@ -42,8 +39,6 @@ CALLS: list[tuple[str, list[dict[str, Any]]]] = [
 @pytest.mark.parametrize("models", [1, 2])
 def test_threads_do_not_meet_in_exchanged_functions_and_padding(name: str, calls: Any, models: int) -> None:
     wrapped: list[Any] = [stateful(tiny_model(name)).eval() for _ in range(models)]
-    module = sys.modules[type(wrapped[0]).__module__]
-    before = dict(vars(module))
     state = wrapped[0](TOKENS, output_final_state=True).final_state
     barrier = Barrier(2)
 
@@ -63,7 +58,6 @@ def test_threads_do_not_meet_in_exchanged_functions_and_padding(name: str, calls
     with ThreadPoolExecutor(2) as pool:
         actual = list(pool.map(read, *zip(*each, strict=True)))
     torch.testing.assert_close(actual, expected)
-    assert dict(vars(module)) == before
 
 
 def test_an_adapter_that_the_stock_mixer_reads_past_is_refused() -> None:

@@ -101,31 +101,6 @@ def test_every_way_to_generate_is_right_or_refused(kind: str, name: str) -> None
     assert not found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "lfm2" else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
-)
-def test_an_attention_cache_with_gradients_is_one_without(name: str) -> None:
-    model = new_model("hybrid", name)
-    if not model.attends:
-        return
-    text = IDS[1:2].repeat(2, 1)
-    expected = rows_by_calls(model, None)[1]
-    cut = 5
-    cache = model.new_attention_cache()
-    read = model(text[:, :cut], attention_cache=cache, output_final_state=True)
-    assert any(getattr(layer, "keys", None) is not None and layer.keys.requires_grad for layer in cache.layers)
-    start = {"initial_state": map_state(Tensor.detach, read.final_state), "attention_cache": cache}
-    before = [layer.keys.clone() for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    for more in ({}, {"num_beams": 2, "num_return_sequences": 2}):
-        found = refused(
-            lambda more=more: model.generate(text[:, cut:], **start, **GREEDY | more)[:, -NEW:][:1],  # type: ignore[misc]
-            expected[None] if not more else alone(model, **GREEDY | {"num_beams": 2})[1:2],
-        )
-        assert not found
-    after = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    assert all(map(torch.equal, before, after))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "name"), [*OWN, *STOCK])
 def test_offloaded_models_carry_states(kind: str, name: str) -> None:
@@ -185,28 +160,6 @@ def test_only_models_with_learned_states_keep_modules_in_float32_for_them() -> N
         model.save_pretrained(folder)
         loaded = type(model).from_pretrained(folder, dtype=torch.bfloat16)
     assert loaded.learned_states["one"].recurrent[0].dtype == torch.float32
-
-
-@pytest.mark.parametrize("model_type", ["falcon_h1", "lfm2"])
-def test_beams_and_several_answers_are_those_of_each_alone(model_type: str) -> None:
-    model = new_model("hybrid", model_type)
-    state = map_state(Tensor.detach, random_state(model, 3))
-    beams = GREEDY | {"num_beams": 3, "num_return_sequences": 2}
-    generated = model.generate(IDS, attention_mask=MASK, initial_state=state, **beams)
-    for row, length in enumerate(LENGTHS):
-        one = take_rows(state, slice(row, row + 1))
-        expected = model.generate(IDS[row : row + 1, -length:], initial_state=one, **beams)
-        assert torch.equal(generated[2 * row : 2 * row + 2, 9:], expected[:, length:]), row
-
-
-@pytest.mark.parametrize("model_type", ["minimax", "falcon_h1"])
-def test_beams_with_a_cache_are_those_without(model_type: str) -> None:
-    model = new_model("hybrid", model_type)
-    text = torch.randint(3, VOCABULARY, (1, 24), generator=torch.Generator().manual_seed(0))
-    beams = GREEDY | {"num_beams": 3, "max_new_tokens": 14}
-    expected = model.generate(text, use_cache=False, **beams)
-    assert torch.equal(model.generate(text, **beams), expected)
-    assert torch.equal(model.generate(text, initial_state=model.zero_state(1), **beams), expected)
 
 
 def test_prompts_may_be_embeddings() -> None:

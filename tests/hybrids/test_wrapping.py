@@ -154,19 +154,6 @@ def test_the_backbone_of_a_wrapped_model_takes_states_too(model: Any) -> None:
     assert all(map(torch.equal, parts(output.final_state), parts(expected.final_state)))
 
 
-def test_adapters_train_and_merge(model: Any) -> None:
-    adapted = get_peft_model(model, LoraConfig(target_modules=["in_proj", "q_proj"], init_lora_weights=False))
-    state = random_state(model, 2)
-    output = adapted(input_ids=TOKENS, labels=TOKENS, initial_state=state, output_final_state=True)
-    output.loss.backward()
-    trained = [name for name, x in adapted.named_parameters() if x.grad is not None and bool(x.grad.any())]
-    assert len(trained) == sum(x.requires_grad for x in adapted.parameters()) == 2 * 2 * 3
-    merged = adapted.eval().merge_and_unload()
-    assert merged is model
-    merged_logits = merged(input_ids=TOKENS, initial_state=state).logits
-    assert relative_error([merged_logits], [output.logits]) < 1e-4
-
-
 def test_checkpointing_recomputes_every_layer(model: Any) -> None:
     with_checkpointing(model)
     calls: list[int] = []
