@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import toys
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from transformers import DataCollatorWithFlattening
 from transformers.utils import logging
 
@@ -164,6 +166,32 @@ def with_windows() -> dict[str, Tensor]:
         settings |= {"optim": "sgd"}  # Adam makes steps of rounding noise, where a gradient is next to nothing
         trainer = toys.resumable_trainer(folder, BATCH // processes(), hybrid=True, double=True, **settings)
         trainer.train()
+        return toys.weights(trainer.model)
+
+
+def in_chunks(window: int | None) -> dict[str, Tensor]:
+    """The weights of a hybrid that reads rows in chunks or windows; processes add gradients up once a step."""
+    synchronized = []
+
+    def add_up(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        synchronized.append(trainer.state.global_step)
+        return allreduce_hook(state, bucket)
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {
+            "bptt_chunk_length": 4,
+            "bptt_window": window,
+            "save_strategy": "no",
+            "optim": "sgd",
+        }
+        trainer = toys.resumable_trainer(
+            folder, BATCH // processes(), "zero state", hybrid=True, double=True, **settings
+        )
+        trainer.train_dataset = toys.examples(30)
+        if processes() > 1:
+            trainer.add_callback(toys.OnStep(0, lambda: trainer.model_wrapped.register_comm_hook(None, add_up)))
+        trainer.train()
+        assert synchronized == [*range(trainer.state.global_step)] * (processes() > 1)
         return toys.weights(trainer.model)
 
 

@@ -22,7 +22,15 @@ pytestmark = pytest.mark.slow
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, Tensor]]]:
     """For each kind and way to read the sequence, the gradients in two processes."""
     file = tmp_path_factory.mktemp("fsdp") / "gradients"
-    kinds = ("ddp", "fsdp", "fsdp_checkpointed", "fsdp_bfloat16")
+    kinds = (
+        "ddp",
+        "fsdp",
+        "fsdp_checkpointed",
+        "fsdp_bfloat16",
+        "ddp_hybrid",
+        "fsdp_hybrid",
+        "fsdp_checkpointed_hybrid",
+    )
     command = [sys.executable, str(chunks_in_processes.__file__), str(file), *kinds]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -30,15 +38,31 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dic
     return gradients
 
 
-@pytest.fixture(scope="module")
-def unsharded() -> dict[str, dict[str, Tensor]]:
+def in_one_process(hybrid: bool = False) -> dict[str, dict[str, Tensor]]:
     """The same gradients in one process, with plain calls of the model."""
-    model, inputs = chunks_in_processes.model_and_inputs()
+    model, inputs = chunks_in_processes.model_and_inputs(hybrid=hybrid)
     initial_state = map_state(lambda part: part.detach().clone().requires_grad_(), inputs["initial_state"])
     inputs["initial_state"] = initial_state
     loss, state = chunks_in_processes.loop(model, inputs, chunks_in_processes.CHUNK_LENGTH)
     whole = chunks_in_processes.gradients(model, loss, state, initial_state)
     return {"whole": whole, "chunks": whole, "windows": chunks_in_processes.in_windows(model, inputs)}
+
+
+@pytest.fixture(scope="module")
+def unsharded() -> dict[str, dict[str, Tensor]]:
+    return in_one_process()
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("ddp_hybrid", "chunks"), *product(["fsdp_hybrid", "fsdp_checkpointed_hybrid"], ["whole", "chunks", "windows"])],
+)
+def test_a_wrapped_hybrid_has_the_gradients_of_one_process(
+    sharded: dict[str, dict[str, dict[str, Tensor]]], kind: str, way: str
+) -> None:
+    expected = in_one_process(hybrid=True)[way]
+    assert {name for name in expected if "k_proj" in name}
+    torch.testing.assert_close(sharded[kind][way], expected, rtol=1e-5, atol=1e-7)  # norms and loss are in float32
 
 
 @pytest.mark.parametrize(
