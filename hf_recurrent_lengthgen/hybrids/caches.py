@@ -283,6 +283,7 @@ class CallCache(Cache):
         self.new_keys: dict[int, tuple[Tensor, Tensor]] = {}
         self.columns: dict[int, int] = {}
         self.unstopped: set[int] = set()
+        self.is_closed = False
 
     def __len__(self) -> int:
         return len(self.layout.windows)
@@ -290,6 +291,16 @@ class CallCache(Cache):
     def before_layer(self, layer_idx: int) -> LayerState | None:
         """The state before the tokens; None at the start."""
         return None if self.before is None else self.before[layer_idx]
+
+    def keep(self, layer_idx: int, state: LayerState) -> None:
+        """Note the state after the tokens."""
+        if not self.is_closed:
+            self.after[layer_idx] = state
+
+    def close(self) -> None:
+        """End the call: what activation checkpointing computes again from here on is not kept."""
+        self.is_closed = True
+        self.after, self.new_keys = {}, {}
 
     def final_state(self, rows: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
         """The state after the tokens; a part that a layer lacks is (B, 0)."""
@@ -310,7 +321,7 @@ class CallCache(Cache):
     def _put(self, layer_idx: int, **parts: Tensor) -> None:
         some = next(iter(parts.values()))
         state = self.after.get(layer_idx) or LayerState(*[some.new_empty(len(some), 0)] * 2)
-        self.after[layer_idx] = state._replace(**parts)
+        self.keep(layer_idx, state._replace(**parts))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The columns before the first token, (B, C, K-1)."""
@@ -361,7 +372,9 @@ class CallCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """The keys and values to attend to."""
-        self.new_keys[layer_idx] = new = (key_states, value_states)
+        new = key_states, value_states
+        if not self.is_closed:
+            self.new_keys[layer_idx] = new
         if self.shared is not None:
             return tuple(map(self.shared.up_to_here, new))
         parts = (*self.keys[layer_idx].parts, new)

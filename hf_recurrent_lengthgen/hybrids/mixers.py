@@ -65,7 +65,8 @@ class StateMixer(ScanMixer):
         call = call_of(args, kwargs)
         if call is None:
             return super().forward(hidden_states, *args, **kwargs)
-        y, call.after[self.layer_idx] = self.read(hidden_states, self.state_before(call, hidden_states), call.rows)
+        y, state = self.read(hidden_states, self.state_before(call, hidden_states), call.rows)
+        call.keep(self.layer_idx, state)
         return y
 
     def state_before(self, call: CallCache | None, x: Tensor) -> LayerState:
@@ -356,7 +357,7 @@ class ConvolutionValues:
         inputs = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], -1)
         values, before = self.v_proj_delayed(hidden_states), self.state_before(call, inputs)
         recurrent = last_inputs(values, before.recurrent[..., None], lengths)[..., 0]
-        call.after[self.layer_idx] = LayerState(recurrent, last_inputs(inputs, before.conv, lengths))
+        call.keep(self.layer_idx, LayerState(recurrent, last_inputs(inputs, before.conv, lengths)))
         call.unstopped.discard(self.layer_idx)
         return found
 
@@ -390,7 +391,7 @@ class XlstmBackend:
             given["igate"] = given["igate"].masked_fill(past_end, -1e30)
         h, (memory, n, m) = super().forward(*args, c_initial=c_initial, **given)  # type: ignore[misc]
         recurrent = torch.cat([memory.flatten(2), n, m], -1)
-        call.after[layer] = LayerState(recurrent, recurrent.new_empty(len(recurrent), 0))
+        call.keep(layer, LayerState(recurrent, recurrent.new_empty(len(recurrent), 0)))
         return h, (memory, n, m)
 
 

@@ -251,6 +251,7 @@ class StatefulMixin(LearnedStatesMixin):
         if cache is not None:
             cache.advance_keys(call, size[1], limits_of(self), rows)
             cache.advance(after if fills else (), length)
+        call.close()
         if fills is not None:
             output[fills] = cache
         else:

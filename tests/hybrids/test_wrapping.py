@@ -156,15 +156,16 @@ def test_the_backbone_of_a_wrapped_model_takes_states_too(model: Any) -> None:
 
 def test_checkpointing_recomputes_every_layer(model: Any) -> None:
     with_checkpointing(model)
-    calls: list[int] = []
+    calls: list[Any] = []
     for layer in model.model.layers:
-        layer.mamba.register_forward_hook(lambda *_: calls.append(1))
+        layer.mamba.register_forward_hook(lambda *given: calls.append(given[2]["cache"]), with_kwargs=True)
     state = random_state(model, 2)
     calls.clear()
     output = model(TOKENS, initial_state=state, output_final_state=True)
     assert len(calls) == 3
     sum(part.sum() for part in parts(output.final_state)).backward()
     assert len(calls) == 6
+    assert not any(call.after or call.new_keys for call in calls)  # what is computed again is let go
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     assert all(layer.gradient_checkpointing for layer in layers)
     assert all(bool(part.grad.any()) for part in parts(state))
