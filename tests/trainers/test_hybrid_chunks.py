@@ -1,16 +1,14 @@
 """Chunks of a hybrid's rows have the loss and the gradients of whole rows; windows those of their definition.
 
 The truth of chunks is the stock model, which reads each sequence alone and at once; from a learned state, or from a
-state, keys and values, the wrapped model does. That of a trainer is the same trainer without chunks. All is computed
-in float64, also where code names float32, so that nothing differs but what is wrong.
+state, keys and values, the wrapped model does. All is computed in float64, also where code names float32, so that
+nothing differs but what is wrong. Trainers: test_hybrid_chunks_trained.py.
 """
 
 import copy
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,8 +32,6 @@ from tests.hybrids.measures import (
 from tests.hybrids.padded_rows import places_of
 from tests.hybrids.test_law import InFloat64
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
-from tests.trainers import toys
-from tests.trainers.test_windows import PLAIN
 
 TOLERANCE = 1e-11
 TYPES = ["falcon_h1", "qwen3_next", "lfm3", "zamba2"]
@@ -144,7 +140,7 @@ CASES: list[tuple[str, str, int | None]] = [
 ]
 
 
-@pytest.mark.thinned(11)
+@pytest.mark.thinned(17)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(("form", "asked", "window"), CASES)
 @pytest.mark.parametrize("model_type", TYPES)
@@ -165,7 +161,7 @@ def test_chunks_of_every_type_are_the_rows_of_the_stock_model(model_type: str, f
     assert relative_error(found, truth(model_type, form, "all", None)) < TOLERANCE
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("form", WORDS)
 @pytest.mark.parametrize("model_type", TYPES)
@@ -208,7 +204,7 @@ def leaves(tensors: Any) -> Any:
     return tuple(x.detach().clone().requires_grad_() for x in tensors)
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("chunk", [1, 7, T])
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("form", WORDS)
@@ -307,9 +303,8 @@ def test_layers_that_are_checkpointed_too_give_the_same(model_type: str, form: s
         model = in_float64(stateful(tiny_model(model_type, dtype=torch.float64), attention_window=window))
     with_checkpointing(model, context_fn=lambda: (nullcontext(), InFloat64()))
     found = slopes(in_chunks(model, batch(form), 7).loss, model)
-    assert (
-        relative_error(found, truth(model_type, form, "all", window)) < 1e-7
-    )  # layers that are computed again inside of chunks that are name float32
+    # layers that are computed again inside of chunks that are name float32
+    assert relative_error(found, truth(model_type, form, "all", window)) < 1e-7
 
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_5_text"])
@@ -340,78 +335,3 @@ def test_rows_of_one_token_and_one_row_alone(model_type: str) -> None:
     assert all(not slope.any() for slope in slopes(output.loss, model))
     whole = model(token["input_ids"], output_final_state=True).final_state
     assert relative_error(parts(output.final_state), parts(whole)) < TOLERANCE
-
-
-def hybrid(model_type: str, window: int | None = None) -> Any:
-    """A model to train, in float64."""
-    with InFloat64():
-        return in_float64(stateful(tiny_model(model_type, dtype=torch.float64), attention_window=window))
-
-
-def run(folder: Path, model: Any, method: str = "zero state", data: Any = None, **settings: Any) -> Any:
-    """A trainer after two steps of gradient descent, of two micro-batches of three rows each unless said otherwise."""
-    chosen = toys.METHODS[method]
-    usual = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "save_strategy": "no", "max_steps": 2}
-    given = toys.QUIET | PLAIN | usual | {"learning_rate": 0.05, "logging_steps": 1} | chosen.settings | settings
-    rows = toys.examples(14) if data is None else data
-    scored = given.pop("eval_dataset", None)
-    trainer = chosen.trainer(model, chosen.config(str(folder), **given), train_dataset=rows, eval_dataset=scored)
-    trainer.train()
-    return trainer
-
-
-def same_run(folder: Path, make: Callable[[], Any], *args: Any, tolerance: float = 1e-9, **chunked: Any) -> Any:
-    """Train with and without what is chunked; the weights and the log must be the same, which is returned."""
-    settings = {name: chunked.pop(name) for name in [*chunked] if not name.startswith("bptt_")}
-    whole, chunks = (
-        run(folder / str(number), make(), *args, **settings, **given) for number, given in enumerate(({}, chunked))
-    )
-    found, expected, before = (toys.weights(each) for each in (chunks.model, whole.model, make()))
-    assert relative_error([*found.values()], [*expected.values()]) < tolerance
-    moved = [name for name, weight in expected.items() if (weight - before[name]).abs().max() > 1e-6]
-    assert moved
-    timed = ("_runtime", "_per_second")
-    logs = [
-        [{k: v for k, v in line.items() if not k.endswith(timed)} for line in each.state.log_history]
-        for each in (chunks, whole)
-    ]
-    for one, other in zip(*logs, strict=True):
-        one.pop("idle_tokens", None)
-        assert one == pytest.approx(other, rel=1e-5)
-    return chunks
-
-
-METHODS = [
-    "zero state",
-    "random noise",
-    "fitted noise",
-    "state passing",
-    "learned state",
-    "learned state and model",
-    "mixture",
-]
-
-
-@pytest.mark.thinned(3)
-@pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_5_text"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("chunk", "window"), [(4, None), (64, None), (4, 6)])
-def test_methods_train_on_chunks_as_on_rows(
-    tmp_path: Path, model_type: str, method: str, chunk: int, window: int | None
-) -> None:
-    """Rows of 1 to 23 tokens; all windows together are the row."""
-    if window is None or "learned" not in method:  # which takes no windows
-        same_run(tmp_path, lambda: hybrid(model_type), method, bptt_chunk_length=chunk, bptt_window=window)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"attention_windows": [1, 3, 8], "max_steps": 4},
-        {"per_device_train_batch_size": 1, "num_train_epochs": 1, "max_steps": -1},
-        {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": toys.examples(5)},
-    ],
-    ids=lambda given: next(iter(given)),
-)
-def test_settings_of_training_go_with_chunks(tmp_path: Path, settings: dict[str, Any]) -> None:
-    same_run(tmp_path, lambda: hybrid("lfm3"), bptt_chunk_length=4, **settings)

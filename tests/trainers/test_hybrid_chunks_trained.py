@@ -70,7 +70,7 @@ def comparable(line: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if not name.endswith(("_runtime", "_second", "idle_tokens"))}
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_5_text"])
 @pytest.mark.parametrize("method", [*METHODS, "mixture"])
 @pytest.mark.parametrize(("chunk", "window"), [(4, None), (64, None), (4, 6)])
@@ -87,7 +87,7 @@ def test_methods_train_on_chunks_as_on_rows(
     "settings",
     [
         {"attention_windows": [1, 3, 8], "max_steps": 4},
-        {"per_device_train_batch_size": 1, "max_steps": -1, "num_train_epochs": 1},
+        {"per_device_train_batch_size": 1, "max_steps": 3},
         {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": toys.examples(5)},
     ],
     ids=["windows of attention", "rows alone", "evaluation"],
