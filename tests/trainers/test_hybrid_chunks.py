@@ -252,6 +252,7 @@ def adapted(model_type: str, window: int | None = None, dropout: float = 0.0, **
     return found[0], found[1]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("model_type", ["bamba", "qwen3_5_text"])
 @pytest.mark.parametrize("form", WORDS)
 def test_adapters_on_all_linear_layers_get_their_gradients(model_type: str, form: str) -> None:
@@ -280,6 +281,7 @@ def by_hand(model: Any, given: dict[str, Tensor], borders: list[int]) -> Tensor:
     return torch.stack(losses).sum() / ITEMS
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("model_type", ["bamba", "qwen3_5_text"])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 def test_dropout_is_the_same_when_chunks_are_computed_again(model_type: str, checkpointed: bool) -> None:
@@ -307,6 +309,7 @@ def test_layers_that_are_checkpointed_too_give_the_same(model_type: str, form: s
     assert relative_error(found, truth(model_type, form, "all", window)) < 1e-7
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_5_text"])
 @pytest.mark.parametrize("form", WORDS)
 def test_autocast_to_bfloat16_is_as_exact_in_chunks_as_in_whole_rows(model_type: str, form: str) -> None:
@@ -324,6 +327,7 @@ def test_autocast_to_bfloat16_is_as_exact_in_chunks_as_in_whole_rows(model_type:
     assert chunks < 1.5 * whole
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_rows_of_one_token_and_one_row_alone(model_type: str) -> None:
     model, given = both(model_type)[0], batch("whole")

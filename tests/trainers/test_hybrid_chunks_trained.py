@@ -192,7 +192,7 @@ def adapters(**changes: Any) -> Any:
         return get_peft_model(hybrid("qwen3_5_text"), LoraConfig(task_type="CAUSAL_LM", **lora))
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 6])
 def test_adapters_train_on_chunks_as_on_rows(tmp_path: Path, window: int | None) -> None:
     chunks = same_run(tmp_path, adapters, "state passing", bptt_chunk_length=4, bptt_window=window)
     before = dict(adapters().named_parameters())
@@ -201,7 +201,7 @@ def test_adapters_train_on_chunks_as_on_rows(tmp_path: Path, window: int | None)
         assert any(part in name for name in moved), part
 
 
-@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 2])
 def test_activation_checkpointing_and_a_cache_in_the_config_change_nothing(tmp_path: Path, window: int | None) -> None:
     name = "activation_checkpointing" if SINCE_5_23 else "gradient_checkpointing"
     found = []
