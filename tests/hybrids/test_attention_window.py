@@ -155,7 +155,7 @@ def flash_by_hand(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["bamba", "lfm3"])
+@pytest.mark.parametrize("model_type", sorted({"bamba", "lfm3"} & {*SUPPORTED_TYPES}))
 def test_eager_and_flash_attention_have_the_window(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", flash_by_hand)
     stock, model = windowed(model_type)

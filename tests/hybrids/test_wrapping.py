@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.mixers import call_of
 from hf_recurrent_lengthgen.hybrids.mixers import DeltaMixer
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, map_state
@@ -158,7 +159,7 @@ def test_checkpointing_recomputes_every_layer(model: Any) -> None:
     with_checkpointing(model)
     calls: list[Any] = []
     for layer in model.model.layers:
-        layer.mamba.register_forward_hook(lambda *given: calls.append(given[2]["cache"]), with_kwargs=True)
+        layer.mamba.register_forward_hook(lambda *given: calls.append(call_of((), given[2])), with_kwargs=True)
     state = random_state(model, 2)
     calls.clear()
     output = model(TOKENS, initial_state=state, output_final_state=True)
