@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_recurrent_lengthgen import stateful
-from hf_recurrent_lengthgen.hybrids.delta_scans import use_our_scan
+from hf_recurrent_lengthgen.hybrids.mixers import take_mixers_over
 from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.state_value import states_checked_by_caller
@@ -69,5 +69,5 @@ def test_a_wrapped_model_stays_on_its_device(name: str) -> None:
             model: Any = tiny_model(name)
             model.__class__, model._layout = type(real), real._layout
             model.base_model.__class__, model.base_model._layout = type(real.base_model), real._layout
-            use_our_scan(model)
+            take_mixers_over(model)
             reads(model, what)
