@@ -56,6 +56,12 @@ def with_checkpointing(model: Any, reentrant: bool = False, **given: Any) -> Any
     return model.train()
 
 
+def without_checkpointing(model: Any) -> Any:
+    """The model in evaluation without activation checkpointing."""
+    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
+    return model.eval()
+
+
 @torch.no_grad()
 def by_calls(model: Any, prompt: Tensor, new: int, **given: Any) -> Tensor:
     """Greedy tokens after a prompt (1, T), each from a call with the whole text."""

@@ -33,6 +33,7 @@ from tests.hybrids.measures import (
     state_of_stock_cache,
     weighted_sum,
     with_checkpointing,
+    without_checkpointing,
 )
 from tests.hybrids.padded_rows import PADDED, places_of, positions_and_mask
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
@@ -219,7 +220,7 @@ def largest_error(model: Any, stock: Any, form: str, split: str, kind: str) -> f
     named = {"at once": [], "T-1": [T - 1], "every": every.get(form) or list(range(1, T))}
     cuts = named[split] if split in named else [int(split)]
     lengths, errors = [stop - begin for begin, stop in pairwise([0, *cuts, T])], []
-    model.eval().activation_checkpointing_disable()
+    without_checkpointing(model)
     start, expected = truth(model, stock, form, kind)
     for checkpointed in (False, True):
         if checkpointed:  # backward leaves the mode

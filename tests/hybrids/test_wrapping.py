@@ -14,8 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.mixers import call_of
-from hf_recurrent_lengthgen.hybrids.mixers import DeltaMixer
+from hf_recurrent_lengthgen.hybrids.mixers import DeltaMixer, call_of
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, map_state
 from tests.hybrids.measures import parts, random_state, random_tokens, relative_error, with_checkpointing
