@@ -127,13 +127,14 @@ def test_a_second_turn_goes_on_from_the_cache_of_the_first(model_type: str, padd
     name = cache_argument(model)
     prompt, given = TOKENS[:2], {"attention_mask": MASK[:2]} if padded else {}
     first = model.generate(prompt, **given, **GREEDY, return_dict_in_generate=True)
+    cache = next(x for x in first.values() if isinstance(x, HybridCache))  # releases name it otherwise
     text = torch.cat([first.sequences, random_tokens(2, 3, seed=9)], dim=1)
     if padded:
         given = {"attention_mask": torch.cat([MASK[:2], torch.ones(2, text.shape[1] - 12).long()], dim=1)}
-    found = model.generate(text, **given, **GREEDY, **{name: first[name]})
+    found = model.generate(text, **given, **GREEDY, **{name: cache})
     assert torch.equal(found, model.generate(text, **given, **GREEDY))
     assert torch.equal(found, model.generate(text, **given, **GREEDY, use_cache=False))
-    assert first[name].get_seq_length() == found.shape[1] - 1
+    assert cache.get_seq_length() == found.shape[1] - 1
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -77,7 +77,7 @@ def test_models_of_recurrent_layers_only_need_no_attention_cache() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["bamba", "lfm3", "qwen3_next", "zaya"])
+@pytest.mark.parametrize("model_type", ["bamba", "lfm2", "qwen3_next", "zaya"])
 def test_without_keys_each_call_is_a_text_of_its_own_to_attention(model_type: str) -> None:
     stock = tiny_model(model_type)
     model: Any = stateful(copy.deepcopy(stock))
