@@ -236,7 +236,7 @@ def cases() -> list[Any]:
     for name in SUPPORTED_TYPES:
         each: list[tuple[bool, str, Any]] = [(False, form, None) for form in WORDS]
         each += [(True, "padded", None)] * (name in CHANGED)
-        windows = [("whole", 5), ("padded", 40), ("padded", 5), ("packed", 1), ("packed", 5)]
+        windows = [("padded", 5), ("packed", 1)]
         each += [(False, *one) for one in windows] * (name not in WITHOUT_ATTENTION)
         for changed, form, window in each:
             label = "-".join([name, "changed"][: 1 + changed] + [form] + [f"window {window}"] * (window is not None))
