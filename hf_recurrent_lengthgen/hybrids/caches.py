@@ -93,6 +93,9 @@ class HybridCache(RecurrentCache):
     def __len__(self) -> int:
         return len(self.layers)
 
+    def __repr__(self) -> str:
+        return f"HybridCache(layers={len(self)}, tokens_seen={self.tokens_seen}, position={self.position})"
+
     @property
     def columns(self) -> int:
         """Columns of the layer that keeps the most."""
@@ -164,12 +167,6 @@ class HybridCache(RecurrentCache):
             whole._set_lengths(torch.cat([cache.row_lengths() for cache in caches]))
         return whole
 
-    def repeated(self, rows: int) -> None:
-        """Repeat every row for the beams or answers of a batch of so many rows."""
-        own = self.rows
-        if own is not None and own != rows and rows % own == 0:
-            self.batch_repeat_interleave(rows // own)
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.become(self.taken(beam_idx))
 
@@ -177,7 +174,7 @@ class HybridCache(RecurrentCache):
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.rows is not None:
+        if self.rows is not None and repeats > 1:
             self.reorder_cache(torch.arange(self.rows).repeat_interleave(repeats))
 
     def reset(self) -> None:

@@ -129,7 +129,9 @@ def check_attention_cache(model: HybridModel, cache: Any, state: RecurrentState 
     """Refuse an attention cache that cannot belong to the model or the state."""
     attending = model._layout.attending
     fits = model.attends and isinstance(cache, HybridCache) and len(cache) == len(model.state_shapes())
-    if not fits or {index for index, layer in enumerate(cache.layers) if layer.parts} - attending.keys():
+    layers = enumerate(cache.layers if fits else [])
+    held = {index: [(x.shape[1], x.shape[3]) for x in layer.parts[0]] for index, layer in layers if layer.parts}
+    if not fits or any(attending.get(index) != sizes for index, sizes in held.items()):
         raise ValueError("attention_cache must be made by new_attention_cache() of this model.")
     if cache.position and state is None:
         raise ValueError(
@@ -194,6 +196,7 @@ def check_stock_cache(model: HybridModel, cache: Any, arguments: dict[str, Any])
             "Activation checkpointing leaves a stock cache unread in training: call model.eval(), or give "
             "use_cache=True in place of a cache."
         )
+    check_stock_rows(arguments)
     flags = ("is_recurrent_states_initialized", "is_conv_states_initialized")
     has_read = any(any(getattr(layer, flag, {}).values()) for layer in layers for flag in flags)
     if recorded(model.config)["active"] is not None and not has_read:
@@ -207,6 +210,26 @@ def check_stock_cache(model: HybridModel, cache: Any, arguments: dict[str, Any])
         raise ValueError(
             f"{name} misreads a {type(cache).__name__} with more than one new token: give one at a time, or the cache "
             "that a call with use_cache=True returned."
+        )
+
+
+def check_stock_rows(arguments: dict[str, Any]) -> None:
+    """Refuse rows that the stock model misreads with a stock cache: of several sequences, or with padding that is not
+    before their tokens."""
+    ids = arguments.get("input_ids")
+    ids = arguments.get("inputs_embeds") if ids is None else ids
+    mask = arguments.get("attention_mask")
+    if ids is None or ids.shape[1] < 2 or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+        return  # other masks are those that generate makes from one that was checked
+    last = None if mask is None else mask[:, mask.shape[1] - ids.shape[1] :]
+    if (rows := rows_of(arguments | {"attention_mask": last})) is None:
+        return
+    check_one_sequence(rows)
+    real: Any = rows.given.real
+    if not bool((real[:, 1:] >= real[:, :-1]).all() & real[:, -1].all()):
+        raise ValueError(
+            "A stock cache takes padding before the tokens only: set padding_side='left' in the tokenizer and give "
+            "each row a token, or leave the cache (cache_implementation) to the model."
         )
 
 

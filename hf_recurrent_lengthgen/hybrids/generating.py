@@ -11,6 +11,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     cache_argument,
     check_attention_cache,
     check_one_sequence,
+    check_stock_rows,
 )
 from hf_recurrent_lengthgen.hybrids.rows import rows_of, text_positions
 from hf_recurrent_lengthgen.models.modeling_generation import virtual_tokens
@@ -63,6 +64,8 @@ def generation_arguments(
         raise ValueError(f"Give initial_state or {name}, not both: each is a state to start from.")
     own = [each for each in OWN_CACHE if setting(each) not in (None, "dynamic")]
     stock_cache = cache is not None and not isinstance(cache, HybridCache)
+    if own and prompt is not None:
+        check_stock_rows(_tokens(prompt) | {"attention_mask": given.get("attention_mask")})
     if setting("use_cache", True) is False or own or stock_cache or prompt is None:
         if starts and not stock_cache:
             if prompt is None:
@@ -71,13 +74,16 @@ def generation_arguments(
             raise ValueError(f"generate from an initial state makes the cache itself: {instead}.")
         return {}
     cache = _starting_cache(model, cache, initial_state, attention_cache, len(prompt))
-    further: dict[str, Any] = {name: cache}
+    further: dict[str, Any] = {name: cache, "cache_implementation": None}
+    if cache.rows not in (None, len(prompt)):
+        raise ValueError(f"The cache has {cache.rows} rows, the prompts {len(prompt)}: give the same rows to both.")
     mask = given.get("attention_mask")
     if mask is None and (mask := _inferred_mask(prompt, setting("pad_token_id"), setting("eos_token_id"))) is not None:
         further["attention_mask"] = mask  # for models without that argument, too
     if (size := setting("prefill_chunk_size")) is not None:
         _read_in_chunks(model, prompt, mask, cache, size)
         further["prefill_chunk_size"] = None
+    cache.batch_repeat_interleave(max(setting("num_beams", 1), setting("num_return_sequences", 1)))
     return further
 
 
@@ -111,6 +117,8 @@ def _read_in_chunks(model: Any, prompt: Tensor, mask: Tensor | None, cache: Hybr
     """Read all chunks of a prompt but the last, from the tokens that the cache has not read."""
     if size < 1:
         raise ValueError(f"prefill_chunk_size must be a number of tokens above 0, got {size}.")
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise ValueError("prefill_chunk_size needs prompts padded on the left: set padding_side='left'.")
     for start in range(cache.tokens_seen, (prompt.shape[1] - 1) // size * size, size):
         piece = _tokens(prompt[:, start : start + size].to(model.device)) | {cache_argument(model): cache}
         if mask is not None:

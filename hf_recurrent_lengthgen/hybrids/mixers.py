@@ -387,8 +387,9 @@ class XlstmBackend:
             begin = 0 if self.training else call.columns.get(layer, 0)
             call.columns[layer] = end = begin + given["query"].shape[2]
             past_end = ~call.rows.real[:, None, begin:end]
-            given["fgate"] = given["fgate"].masked_fill(past_end, 1e6)
-            given["igate"] = given["igate"].masked_fill(past_end, -1e30)
+            largest = torch.finfo(given["fgate"].dtype).max
+            given["fgate"] = given["fgate"].masked_fill(past_end, min(1e6, largest))
+            given["igate"] = given["igate"].masked_fill(past_end, -min(1e30, largest))
         h, (memory, n, m) = super().forward(*args, c_initial=c_initial, **given)  # type: ignore[misc]
         recurrent = torch.cat([memory.flatten(2), n, m], -1)
         call.keep(layer, LayerState(recurrent, recurrent.new_empty(len(recurrent), 0)))

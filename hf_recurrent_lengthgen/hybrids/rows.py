@@ -87,7 +87,7 @@ class StockRows:
         moved = {name: value for name, value in given.items() if name not in left_out and value is not None}
         moved |= {name: self.to_front(moved[name]) for name in TOKENS if name in moved}
         self._keep(moved, any(given.get(name) is not None for name in TARGETS))
-        if given.get("output_router_logits", getattr(config, "output_router_logits", False)):
+        if experts_counted(given, config):
             # the loss of experts counts the tokens of this mask
             real: Any = torch.ones_like(self.moved.orders[0]) if self.padded is None else self.padded.real
             if not bool(real[:, 0].all()):
@@ -139,8 +139,6 @@ class StockRows:
     def read(self, model: Any, forward: Any, arguments: dict[str, Any], further: dict[str, Any]) -> ModelOutput:
         """The output of a stock model, which has this `forward`, for the B rows; `further` arguments are of N rows."""
         moved = self.arguments(arguments, model.config)
-        if "attention_mask" in moved and further:
-            raise ValueError("output_router_logits does not take a cache of rows of unequal length: leave it out.")
         output = forward(**moved | further)
         entries = self.output(output)
         if any(arguments.get(name) is not None for name in TARGETS):
@@ -163,6 +161,12 @@ class StockRows:
         if (of_experts := output.get("aux_loss")) is not None:
             loss = loss + (_coefficient(model) * of_experts).to(loss.device)
         return loss
+
+
+def experts_counted(arguments: dict[str, Any], config: Any) -> bool:
+    """Whether a call computes the loss of experts."""
+    asked = arguments.get("output_router_logits")
+    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
 
 
 def _coefficient(model: Any) -> float:

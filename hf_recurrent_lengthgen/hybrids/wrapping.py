@@ -40,6 +40,7 @@ from hf_recurrent_lengthgen.hybrids.mixers import take_mixers_over, under_its_na
 from hf_recurrent_lengthgen.hybrids.registry import adapter_targets, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import (
     StockRows,
+    experts_counted,
     of_whole_rows,
     reads_tokens,
     refuse_unread,
@@ -76,8 +77,19 @@ from hf_recurrent_lengthgen.models.state_value import (
 class StatefulMixin(LearnedStatesMixin):
     """The methods that `stateful` adds to a stock class."""
 
-    _layout: Layout
     lora_target_modules = property(adapter_targets)
+
+    @property
+    def _layout(self) -> Layout:
+        """What `stateful` has found; a model that its class has made or loaded is prepared when this is asked for."""
+        if "_found" not in self.__dict__:
+            _prepare(self)
+        found: Layout = self.__dict__["_found"]
+        return found
+
+    @_layout.setter
+    def _layout(self, found: Layout) -> None:
+        self.__dict__["_found"] = found
 
     @property
     def attends(self) -> bool:
@@ -144,6 +156,9 @@ class StatefulMixin(LearnedStatesMixin):
         """
         cache = HybridCache(len(self._layout.shapes), self._check_state(state, state_batch_size(state)))
         if attention_cache is not None:
+            check_attention_cache(self, attention_cache, state)
+            if attention_cache.rows not in (None, cache.rows):
+                raise ValueError(f"attention_cache has {attention_cache.rows} rows, the state {cache.rows}.")
             cache.__dict__ |= copy.copy(attention_cache).__dict__ | {"state": cache.state, "tokens_seen": 0}
             check_same_window(self, cache)
         return cache
@@ -224,9 +239,14 @@ class StatefulMixin(LearnedStatesMixin):
             fills: The name under which the output has the cache, which then gets the final state, too.
         """
         rows_given, length = size = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
+        if cache is not None and cache.rows not in (None, rows_given):
+            raise ValueError(f"The cache has {cache.rows} rows, the call {rows_given}: give the same rows to both.")
         if fills is not None and cache is not None:
-            cache.repeated(rows_given)
-            state = cache.state_for(rows_given)
+            if cache.state is None and cache.position:
+                raise ValueError(
+                    "The cache holds keys and values without a state: give it as attention_cache, with initial_state."
+                )
+            state = cache.state
         if (rows := rows_of(arguments, 0 if cache is None else cache.get_seq_length())) is not None:
             check_rows(self, rows, group, fills is not None)
         state = self.first_state(rows_given) if state is None else self._check_state(state, rows_given)
@@ -240,23 +260,29 @@ class StatefulMixin(LearnedStatesMixin):
         call = CallCache(self._layout, state, keys, padded, shared, self.dtype)
         start, given = 0 if cache is None else cache.position, arguments.get("position_ids")
         further = further_arguments(self, call, start, given, rows, size[1])
+        if "attention_mask" in further and experts_counted(arguments, self.config):
+            raise ValueError("output_router_logits does not take a cache of rows of unequal length: leave it out.")
         output = self._carry(call, {n: x for n, x in arguments.items() if n != "position_ids"}, rows, further)
         if call.unstopped:
             raise ValueError(
                 f"The mixers of layers {sorted(call.unstopped)} of {type(self).__name__} would read the padding, and "
                 "pieces as whole rows: give rows of equal length without padding, and no sequence_group."
             )
-        after: Any = call.final_state(size[0], self.device, state_dtype(self.dtype)) if keeps else None
-        after = after if rows is None or not keeps else rows.final(after)
+        after: Any = None
+        if keeps or (cache is not None and cache.state is not None):
+            after = call.final_state(size[0], self.device, state_dtype(self.dtype))
+            after = after if rows is None else rows.final(after)
         if cache is not None:
             cache.advance_keys(call, size[1], limits_of(self), rows)
-            cache.advance(after if fills else (), length)
+            cache.tokens_seen += length
+            cache.state = after if fills is not None or cache.state is not None else None
         call.close()
         if fills is not None:
             output[fills] = cache
         else:
-            output = _output_class(cast(Any, type(output)))(**{**output, cache_argument(self): None})
-            output.final_state = after
+            entries = {name: x for name, x in output.items() if name != cache_argument(self)}
+            output = _output_class(cast(Any, type(output)))(**entries)
+            output.final_state = after if keeps else None
         return output if self._wants_dict(arguments) else output.to_tuple()
 
     def _wants_dict(self: Any, arguments: dict[str, Any]) -> bool:
@@ -279,8 +305,6 @@ class StatefulMixin(LearnedStatesMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """What a step of generation reads: with a `HybridCache`, all tokens that this has not read."""
-        if attention_mask is not None and not bool(attention_mask.any(1).all()):
-            raise ValueError("A prompt has no token, where attention_mask is 0 all over: give each row a token.")
         kwargs["attention_mask"] = attention_mask
         if (cache := hybrid_cache_of(kwargs)) is None:
             prepared: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
@@ -291,6 +315,9 @@ class StatefulMixin(LearnedStatesMixin):
         prepared = RecurrentGenerationMixin.prepare_inputs_for_generation(
             self, input_ids, cache=cache, inputs_embeds=inputs_embeds, **kwargs
         )
+        unread = prepared["attention_mask"]
+        if unread is not None and not bool(unread.any(1).all()):
+            raise ValueError("A row has no new token, where attention_mask is 0 all over: give each row a token.")
         if not prepared["logits_to_keep"]:
             del prepared["logits_to_keep"]
         return prepared
@@ -389,21 +416,27 @@ def stateful(model: PreTrainedModel, attention_window: int | str | None = None) 
         return model
     check_stock(model)
     wrapped.__class__ = _stateful_class(stock)
-    take_mixers_over(wrapped)
     try:
-        wrapped._layout = _layout_of(wrapped)
+        _prepare(wrapped)
         set_window(wrapped, attention_window)
     except Exception:
         wrapped.__class__ = stock
         raise
-    backbone = wrapped.base_model
-    if backbone is not wrapped and isinstance(backbone, PreTrainedModel):
-        # Some training scripts call the backbone without the head; a stock backbone would ignore a state silently.
-        backbone.__class__ = _stateful_class(cast(Any, type(backbone)))
-        backbone._layout = wrapped._layout
     check_remembers(wrapped)
     learned_row(wrapped)  # the stock class does not load learned states
     return wrapped
+
+
+def _prepare(model: Any) -> None:
+    """Let the mixers of a model of a stateful class, and its backbone, take states, and find their layout."""
+    take_mixers_over(model)
+    model._layout = _layout_of(model)
+    backbone = model.base_model
+    if backbone is not model and isinstance(backbone, PreTrainedModel):
+        # Some training scripts call the backbone without the head; a stock backbone would ignore a state silently.
+        if not isinstance(backbone, StatefulMixin):
+            backbone.__class__ = _stateful_class(cast(Any, type(backbone)))
+        backbone._layout = model._layout
 
 
 def _layout_of(model: Any) -> Layout:
