@@ -75,8 +75,8 @@ def in_float64(model: Any) -> Any:
 @functools.cache
 def both(model_type: str, window: int | None = None) -> tuple[Any, Any]:
     """A wrapped model and a stock one of the same weights."""
-    stock: Any = tiny_model(model_type, dtype=torch.float64).train()
-    with InFloat64():
+    with InFloat64():  # in which no parameter is float32
+        stock: Any = tiny_model(model_type, dtype=torch.float64).train()
         return in_float64(stateful(copy.deepcopy(stock), attention_window=window)), stock
 
 
