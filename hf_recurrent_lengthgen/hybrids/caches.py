@@ -77,12 +77,13 @@ class HybridCache(RecurrentCache):
         position: Tokens of the text, of the longest row, whose keys were read, also if they have left a window.
         lengths: The same of every row, (B,), where rows differ; else None.
         window: The window to which keys were shortened.
+        before: Tokens that were read before those of this cache, as `position` counts.
     """
 
     def __init__(self, layers: int, state: RecurrentState | None = None) -> None:
         super().__init__(state)
         self.layers: list[Any] = [KeyLayer() for _ in range(layers)]
-        self.position, self.window = 0, None
+        self.position, self.before, self.window = 0, 0, None
         self.lengths: Tensor | None = None
 
     def __copy__(self) -> "HybridCache":

@@ -95,6 +95,22 @@ def check_classified(model: HybridModel, arguments: dict[str, Any]) -> None:
         )
 
 
+def check_prompt_mask(cache: HybridCache, mask: Any, unread: Any) -> None:
+    """Refuse a mask (B, seen + T) that counts other tokens than the cache has read, or none that it has not."""
+    if unread is not None and not bool(unread.any(1).all()):
+        raise ValueError("A row has no new token, where attention_mask is 0 all over: give each row a token.")
+    seen = cache.tokens_seen
+    if mask is None or not seen or mask.shape[1] != seen + unread.shape[1]:
+        return
+    counted, read = mask[:, :seen].sum(1), cache.row_lengths() - cache.before
+    if cache.rows == len(mask) and len(read) == len(mask) and bool((counted != read.to(counted)).any()):
+        raise ValueError(
+            f"attention_mask counts {counted.tolist()} tokens before the new ones, but the cache has read "
+            f"{read.tolist()}: append to what generate returned (sequences), with 0 at padding in it, and do not pad "
+            "a conversation again; or leave the cache out."
+        )
+
+
 def check_one_sequence(rows: StockRows | None) -> None:
     """Refuse several sequences in a row beside a cache, which holds one state and the keys of one text."""
     if rows is not None and rows.given.starts is not None:

@@ -41,7 +41,9 @@ def generation_arguments(
     config = positional[0] if positional else given.get("generation_config")
 
     def setting(name: str, default: Any = None) -> Any:
-        for source in (given, vars(config) if config is not None else {}, vars(model.generation_config)):
+        if name in given:
+            return default if given[name] is None else given[name]
+        for source in (vars(config) if config is not None else {}, vars(model.generation_config)):
             if source.get(name) is not None:
                 return source[name]
         return default
@@ -75,6 +77,7 @@ def generation_arguments(
         return {}
     cache = _starting_cache(model, cache, initial_state, attention_cache, len(prompt))
     further: dict[str, Any] = {name: cache, "cache_implementation": None}
+    cache.set_in_generate(False, setting("eos_token_id"))
     if cache.rows not in (None, len(prompt)):
         raise ValueError(f"The cache has {cache.rows} rows, the prompts {len(prompt)}: give the same rows to both.")
     mask = given.get("attention_mask")

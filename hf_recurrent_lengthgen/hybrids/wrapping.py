@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     check_attention_cache,
     check_call,
     check_classified,
+    check_prompt_mask,
     check_remembers,
     check_rows,
     check_stock,
@@ -160,6 +161,7 @@ class StatefulMixin(LearnedStatesMixin):
             if attention_cache.rows not in (None, cache.rows):
                 raise ValueError(f"attention_cache has {attention_cache.rows} rows, the state {cache.rows}.")
             cache.__dict__ |= copy.copy(attention_cache).__dict__ | {"state": cache.state, "tokens_seen": 0}
+            cache.before = cache.position
             check_same_window(self, cache)
         return cache
 
@@ -190,7 +192,7 @@ class StatefulMixin(LearnedStatesMixin):
             if arguments.get("use_cache") or cache is not None:
                 raise ValueError(
                     f"use_cache and {name} cannot be used with states: give attention_cache to let attention layers "
-                    "see what came before, and call generate(initial_state=...) to generate."
+                    "see what came before, or a cache of both, cache_from_state(initial_state, attention_cache)."
                 )
             if attention_cache is not None:
                 check_attention_cache(self, attention_cache, initial_state)
@@ -315,9 +317,8 @@ class StatefulMixin(LearnedStatesMixin):
         prepared = RecurrentGenerationMixin.prepare_inputs_for_generation(
             self, input_ids, cache=cache, inputs_embeds=inputs_embeds, **kwargs
         )
-        unread = prepared["attention_mask"]
-        if unread is not None and not bool(unread.any(1).all()):
-            raise ValueError("A row has no new token, where attention_mask is 0 all over: give each row a token.")
+        if cache.prompt == input_ids.shape[1]:
+            check_prompt_mask(cache, attention_mask, prepared["attention_mask"])
         if not prepared["logits_to_keep"]:
             del prepared["logits_to_keep"]
         return prepared

@@ -6,7 +6,9 @@ Shapes: B batch, T tokens, D hidden size.
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
@@ -53,6 +55,8 @@ class RecurrentCache(Cache):
     Attributes:
         state: The current state, None before the first forward pass from zero.
         tokens_seen: Tokens read since the cache was made (tokens before the initial state do not count).
+        ends: The tokens that end a row in the `generate` that runs; those after them are not read.
+        prompt: Tokens of its prompt; None before they were read.
     """
 
     is_compileable = False
@@ -62,6 +66,8 @@ class RecurrentCache(Cache):
         self.state = state
         self.tokens_seen = 0
         self._in_generate = self._is_own = False
+        self.ends: Any = None
+        self.prompt: int | None = None
         self.steps: Any = None  # compiled, of the `generate` that runs (modeling_compiled.py)
 
     def state_for(self, batch_size: int) -> RecurrentState | None:
@@ -80,9 +86,24 @@ class RecurrentCache(Cache):
         self.state, self._is_own = state, self._in_generate
         self.tokens_seen += tokens
 
-    def set_in_generate(self, begins: bool) -> None:
+    def set_in_generate(self, begins: bool, ends: Any = None) -> None:
         """Whether a `generate` begins or ends: the states before and after it belong to the caller."""
         self._in_generate, self._is_own, self.steps = begins, False, None
+        self.ends, self.prompt = ends, None
+
+    def still_read(self, input_ids: Tensor, length: int, mask: Tensor | None) -> Tensor | None:
+        """The mask (B, length) of the last tokens of a text, without those after the end of its row."""
+        if self.prompt is None:
+            self.prompt = input_ids.shape[1]
+        new = input_ids[:, self.prompt :]
+        if self.ends is None or new.shape[1] < 2:
+            return mask
+        is_end = torch.isin(new, torch.as_tensor(self.ends, device=new.device)).long()
+        over = (is_end.cumsum(1) > is_end)[:, -length:]
+        if not bool(over.any()):
+            return mask
+        last = torch.ones_like(input_ids[:, -length:]) if mask is None else mask
+        return last.masked_fill(pad(over, (length - over.shape[1], 0)), 0)
 
     @property
     def may_overwrite(self) -> bool:
@@ -219,7 +240,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
             model_kwargs[CACHE_NAME] = RecurrentCache()
         if (cache := model_kwargs.get(CACHE_NAME)) is not None:
-            cache.set_in_generate(True)
+            cache.set_in_generate(True, generation_config.eos_token_id)
         if generation_config.compile_config is not None and not generation_config.disable_compile:
             extra("modeling_compiled").compile_steps(self, generation_config, cache)
 
@@ -291,11 +312,14 @@ class RecurrentGenerationMixin(GenerationMixin):
                 raise ValueError(f"The prompt, {given}, has no tokens: give at least one.")
             raise ValueError(
                 f"The cache has read {seen} tokens and {given} has {width}: give the whole text so far "
-                "with the cache, or only the new tokens with initial_state=cache.state."
+                "with the cache, or only the new tokens with initial_state=cache.state (a hybrid needs "
+                "attention_cache=copy.copy(cache) beside it)."
             )
         for per_token in _PER_TOKEN:
             if inputs.get(per_token) is not None and not (virtual and per_token == "attention_mask"):
                 inputs[per_token] = inputs[per_token][:, -length:]
+        if cache is not None and not virtual and name == "input_ids":
+            inputs["attention_mask"] = cache.still_read(input_ids, length, inputs["attention_mask"])
         return inputs | {name: unread}
 
     def generate(
