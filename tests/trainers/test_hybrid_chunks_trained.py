@@ -25,7 +25,7 @@ from tests.hybrids.measures import relative_error
 from tests.hybrids.test_law import InFloat64
 from tests.hybrids.tiny_models import tiny_composite, tiny_model
 from tests.trainers import toys
-from tests.trainers.test_hybrid_chunks import in_float64
+from tests.trainers.test_hybrid_chunks import LFM, in_float64
 from tests.trainers.test_windows import PLAIN, InOrder, loop, windows_from_the_end
 from tests.versions import SINCE_5_23
 
@@ -93,7 +93,7 @@ def test_methods_train_on_chunks_as_on_rows(
     ids=["windows of attention", "rows alone", "evaluation"],
 )
 def test_settings_of_training_go_with_chunks(tmp_path: Path, settings: dict[str, Any]) -> None:
-    same_run(tmp_path, lambda: hybrid("lfm3"), bptt_chunk_length=4, **settings)
+    same_run(tmp_path, lambda: hybrid(LFM), bptt_chunk_length=4, **settings)
 
 
 def test_weights_are_those_of_a_loop_over_the_stock_model(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_weights_are_those_of_a_loop_over_the_stock_model(tmp_path: Path) -> Non
 
 
 @pytest.mark.thinned(2)
-@pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next", "lfm3"])
+@pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next", LFM])
 @pytest.mark.parametrize("window", [1, 2, 6])
 def test_windows_are_those_of_a_loop_that_detaches_states_and_keys(
     tmp_path: Path, model_type: str, window: int
