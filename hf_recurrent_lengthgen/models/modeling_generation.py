@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
@@ -93,17 +92,15 @@ class RecurrentCache(Cache):
 
     def still_read(self, input_ids: Tensor, length: int, mask: Tensor | None) -> Tensor | None:
         """The mask (B, length) of the last tokens of a text, without those after the end of its row."""
-        if self.prompt is None:
-            self.prompt = input_ids.shape[1]
-        new = input_ids[:, self.prompt :]
-        if self.ends is None or new.shape[1] < 2:
+        self.prompt = input_ids.shape[1] if self.prompt is None else self.prompt
+        if self.ends is None or input_ids.shape[1] < self.prompt + 2:
             return mask
-        is_end = torch.isin(new, torch.as_tensor(self.ends, device=new.device)).long()
+        is_end = torch.isin(input_ids, torch.as_tensor(self.ends, device=input_ids.device)).long()
+        is_end[:, : self.prompt] = 0
         over = (is_end.cumsum(1) > is_end)[:, -length:]
         if not bool(over.any()):
             return mask
-        last = torch.ones_like(input_ids[:, -length:]) if mask is None else mask
-        return last.masked_fill(pad(over, (length - over.shape[1], 0)), 0)
+        return (torch.ones_like(over, dtype=torch.long) if mask is None else mask).masked_fill(over, 0)
 
     @property
     def may_overwrite(self) -> bool:
