@@ -70,7 +70,7 @@ class HybridCache(RecurrentCache):
 
     Args:
         layers: Number of layers.
-        state: The state to start from; None for that before any token. An attention cache holds none.
+        state: The state to start from; None for that before any token. An attention cache needs none.
 
     Attributes:
         layers: A `KeyLayer` for every layer.
@@ -118,13 +118,14 @@ class HybridCache(RecurrentCache):
         if self.lengths is not None:
             return self.lengths
         held = next((keys for layer in self.layers for keys, _ in layer.parts), None)
+        held = self.state[0].conv if held is None and self.state is not None else held
         rows, device = (rows, device) if held is None else (len(held), held.device)
         return torch.full((rows or 0,), self.position, device=device)
 
-    def replaced(self, keys: dict[int, tuple[Tensor, Tensor]], position: int, lengths: Tensor | None = None) -> Any:
+    def replaced(self, keys: dict[int, tuple[Tensor, Tensor]], position: int) -> Any:
         """The cache itself, with these keys and values in place of its own."""
         self.layers = [KeyLayer([keys[index]] if index in keys else ()) for index in range(len(self.layers))]
-        self.position, self.lengths = position, lengths
+        self.position, self.lengths = position, None
         return self
 
     def taken(self, rows: Tensor | slice) -> "HybridCache":
@@ -181,6 +182,7 @@ class HybridCache(RecurrentCache):
     def reset(self) -> None:
         super().reset()
         self.replaced({}, 0)
+        self.before, self.window = 0, None
 
     def advance_keys(self, call: "CallCache", tokens: int, limits: Sequence[int | None], rows: Any = None) -> None:
         """Put the keys and values after a call in place of those before it.
@@ -256,6 +258,7 @@ class CallCache(Cache):
     Attributes:
         after: The states after the tokens, by layer.
         new_keys: Keys and values of the tokens, by layer.
+        columns: Columns of a long row that each layer of xLSTM has read, which Transformers cuts in evaluation.
         unstopped: Layers with states that have read the padding, too.
     """
 

@@ -190,7 +190,7 @@ def with_one_cache(arguments: dict[str, Any], name: str) -> dict[str, Any]:
     Raises:
         ValueError: for a cache under two names.
     """
-    given = [name for name in CACHE_NAMES if arguments.get(name) is not None]
+    given = [each for each in CACHE_NAMES if arguments.get(each) is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} are names of one argument: give {given[0]}.")
     others = {each: value for each, value in arguments.items() if each not in CACHE_NAMES}

@@ -49,9 +49,10 @@ def generation_arguments(
         return default
 
     check_prompts(given)
-    given["position_ids"] = text_positions(given.get("position_ids"))
+    if "position_ids" in given:
+        given["position_ids"] = text_positions(given["position_ids"])
     prompt = next((x for x in (inputs, given.get("input_ids"), given.get("inputs_embeds")) if x is not None), None)
-    if prompt is not None and given["position_ids"] is not None:
+    if prompt is not None and given.get("position_ids") is not None:
         check_one_sequence(rows_of(_tokens(prompt) | {"position_ids": given["position_ids"]}))
     starts = initial_state is not None or recorded(model.config)["active"] is not None
     cache, name = given.get(cache_argument(model)), cache_argument(model)
