@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
+
 KEYS_ONLY = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
@@ -22,8 +24,8 @@ def holds_keys_only(cache: Any) -> bool:
 
 def cached_tokens(cache: Any) -> int:
     """Number of tokens that a cache has read; 0 for None."""
-    if hasattr(cache, "position"):  # a HybridCache
-        return int(cache.get_seq_length())
+    if isinstance(cache, RecurrentCache):
+        return cache.get_seq_length()
     return max((int(layer.get_seq_length()) for layer in _filled(cache)), default=0)
 
 

@@ -48,15 +48,14 @@ class KeyLayer:
 
     @property
     def keys(self) -> Tensor | None:
-        return self._joined(0)
+        return self._part(0)
 
     @property
     def values(self) -> Tensor | None:
-        return self._joined(1)
+        return self._part(1)
 
-    def _joined(self, which: int) -> Tensor | None:
-        parts = [part[which] for part in self.parts]
-        return torch.cat(parts, 2) if len(parts) > 1 else parts[0] if parts else None
+    def _part(self, which: int) -> Tensor | None:
+        return _joined(self.parts)[which] if self.parts else None
 
     @property
     def columns(self) -> int:
@@ -122,10 +121,10 @@ class HybridCache(RecurrentCache):
         rows, device = (rows, device) if held is None else (len(held), held.device)
         return torch.full((rows or 0,), self.position, device=device)
 
-    def replaced(self, keys: dict[int, tuple[Tensor, Tensor]], position: int) -> Any:
+    def replaced(self, keys: dict[int, tuple[Tensor, Tensor]], position: int, lengths: Tensor | None = None) -> Any:
         """The cache itself, with these keys and values in place of its own."""
         self.layers = [KeyLayer([keys[index]] if index in keys else ()) for index in range(len(self.layers))]
-        self.position, self.lengths = position, None
+        self.position, self.lengths = position, lengths
         return self
 
     def taken(self, rows: Tensor | slice) -> "HybridCache":
@@ -206,7 +205,7 @@ class HybridCache(RecurrentCache):
                 continue
             parts: Any = (*call.keys[index].parts, new)
             if behind is not None:
-                whole = (torch.cat([part[which] for part in parts], 2) for which in (0, 1))
+                whole = _joined(parts)
                 places = torch.arange(sum(k.shape[2] for k, _ in parts), device=behind.device)
                 places = (places - behind[:, None]).clamp(min=0)[:, None, :, None]
                 parts = (tuple(x.take_along_dim(places, 2)[last] for x in whole),)
@@ -223,6 +222,14 @@ class HybridCache(RecurrentCache):
         self.lengths = None if bool((lengths == self.position).all()) else lengths
 
 
+def _joined(parts: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values of several parts."""
+    if len(parts) == 1:
+        return tuple(parts[0])
+    keys, values = zip(*parts, strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)
+
+
 def _stacked(layers: Sequence[KeyLayer]) -> KeyLayer:
     """The rows of several layers, with columns before the shorter ones."""
     if not layers[0].parts:
@@ -237,11 +244,10 @@ def _shortened(parts: Any, limit: int | None) -> Any:
     """The last `limit` columns, in memory of their own; in one part, unless a gradient needs the parts."""
     total = sum(keys.shape[2] for keys, _ in parts)
     if limit is not None and total > limit:
-        joined = (torch.cat([part[which] for part in parts], 2) for which in (0, 1))
-        return (tuple(x[:, :, total - limit :].clone() for x in joined),)
+        return (tuple(x[:, :, total - limit :].clone() for x in _joined(parts)),)
     if len(parts) < 2 or any(keys.requires_grad for keys, _ in parts):
         return tuple(parts)
-    return (tuple(torch.cat([part[which] for part in parts], 2) for which in (0, 1)),)
+    return (_joined(parts),)
 
 
 class CallCache(Cache):
@@ -378,8 +384,7 @@ class CallCache(Cache):
             self.new_keys[layer_idx] = new
         if self.shared is not None:
             return tuple(map(self.shared.up_to_here, new))
-        parts = (*self.keys[layer_idx].parts, new)
-        return tuple(torch.cat([part[which] for part in parts], 2) for which in (0, 1)) if len(parts) > 1 else new
+        return _joined((*self.keys[layer_idx].parts, new))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of keys before the first token."""

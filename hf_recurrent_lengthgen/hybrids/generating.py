@@ -1,5 +1,6 @@
 """`generate` of Transformers from a `HybridCache`: the arguments that it gets."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -123,11 +124,12 @@ def _read_in_chunks(model: Any, prompt: Tensor, mask: Tensor | None, cache: Hybr
         raise ValueError(f"prefill_chunk_size must be a number of tokens above 0, got {size}.")
     if mask is not None and not bool(mask[:, -1].all()):
         raise ValueError("prefill_chunk_size needs prompts padded on the left: set padding_side='left'.")
+    few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
     for start in range(cache.tokens_seen, (prompt.shape[1] - 1) // size * size, size):
         piece = _tokens(prompt[:, start : start + size].to(model.device)) | {cache_argument(model): cache}
         if mask is not None:
             piece["attention_mask"] = mask[:, mask.shape[1] - prompt.shape[1] :][:, start : start + size]
-        model(**piece, use_cache=True)
+        model(**piece, **few, use_cache=True)
 
 
 def hybrid_cache_of(model_kwargs: dict[str, Any]) -> HybridCache | None:

@@ -346,7 +346,7 @@ class LightningMixer(StateMixer):
         return self.out_proj(y), after._replace(recurrent=after.recurrent.mT.contiguous())
 
 
-class ConvolutionValues:
+class ZayaProjection:
     """Zaya's projection to queries, keys and values, whose state is its last inputs, at the last real token."""
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -415,7 +415,7 @@ MIXERS: dict[str, Any] = {
     "Qwen3_5MoeGatedDeltaNet": QwenMixer,
     "Zamba2MambaMixer": Mamba2Mixer,
     "ZambaMambaMixer": ZambaMixer,
-    "ZayaCCAProjection": ConvolutionValues,
+    "ZayaCCAProjection": ZayaProjection,
     "xLSTMBackend": XlstmBackend,
 }
 """What is mixed into a class of Transformers, by its name."""

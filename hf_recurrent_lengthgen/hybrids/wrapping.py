@@ -196,7 +196,8 @@ class StatefulMixin(LearnedStatesMixin):
                 )
             if attention_cache is not None:
                 check_attention_cache(self, attention_cache, initial_state)
-            return self._read(initial_state, attention_cache, arguments, group, output_final_state is not False)
+            rows = rows_of(arguments, 0 if attention_cache is None else attention_cache.get_seq_length())
+            return self._read(initial_state, attention_cache, rows, arguments, group, output_final_state is not False)
         if cache is not None and not isinstance(cache, HybridCache):
             check_stock_cache(self, cache, arguments)
             return super().forward(**arguments)  # type: ignore[misc]
@@ -204,27 +205,29 @@ class StatefulMixin(LearnedStatesMixin):
         if not learned and not reads_tokens(self):
             check_classified(self, arguments)
             return super().forward(**arguments)  # type: ignore[misc]
-        if cache is not None or self._returns_cache(arguments):
+        rows = rows_of(arguments, 0 if cache is None else cache.get_seq_length())
+        if cache is not None or self._returns_cache(arguments, rows):
             cache = HybridCache(len(self._layout.shapes)) if cache is None else cache
-            return self._read(None, cache, arguments, fills=name)
-        if learned or rows_of(arguments) is not None:
-            return self._read(None, None, arguments, keeps=False)
+            return self._read(None, cache, rows, arguments, fills=name)
+        if learned or rows is not None:
+            return self._read(None, None, rows, arguments, keeps=False)
         return super().forward(**of_whole_rows(arguments, ("attention_mask", "position_ids")))  # type: ignore[misc]
 
-    def _returns_cache(self: Any, arguments: dict[str, Any]) -> bool:
+    def _returns_cache(self: Any, arguments: dict[str, Any], rows: StockRows | None) -> bool:
         """Whether a call without a cache returns one, as in Transformers."""
         if (asked := arguments.get("use_cache")) is not None:
             return bool(asked)
         default = getattr(self.config.get_text_config(decoder=True), "use_cache", False)
         if self.training or torch.compiler.is_compiling() or not default:
             return False
-        return (rows := rows_of(arguments)) is None or rows.given.starts is None
+        return rows is None or rows.given.starts is None
 
     @torch.compiler.disable(reason="wrapped models run uncompiled from a state")
     def _read(
         self: Any,
         state: RecurrentState | None,
         cache: HybridCache | None,
+        rows: StockRows | None,
         arguments: dict[str, Any],
         group: Any = None,
         keeps: bool = True,
@@ -235,6 +238,7 @@ class StatefulMixin(LearnedStatesMixin):
         Args:
             state: The state before the tokens; None for that in the cache that the call `fills`, or the first one.
             cache: Keys and values before the tokens, to which those of the tokens go; None for no others.
+            rows: How the rows are moved; None if they are not.
             arguments: Of the stock model, for the rows as they are given.
             group: Of processes that share the rows.
             keeps: Whether the output has the final state.
@@ -249,7 +253,7 @@ class StatefulMixin(LearnedStatesMixin):
                     "The cache holds keys and values without a state: give it as attention_cache, with initial_state."
                 )
             state = cache.state
-        if (rows := rows_of(arguments, 0 if cache is None else cache.get_seq_length())) is not None:
+        if rows is not None:
             check_rows(self, rows, group, fills is not None)
         state = self.first_state(rows_given) if state is None else self._check_state(state, rows_given)
         keys, padded = cache, None
