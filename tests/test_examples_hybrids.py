@@ -61,6 +61,16 @@ def test_moved_keys_stand_before_the_window(study: dict[str, Any], model_type: s
         torch.testing.assert_close(found[:, token], alone[:, -1], rtol=1e-4, atol=1e-5)
 
 
+def test_moved_keys_end_with_their_block(study: dict[str, Any]) -> None:
+    """A call within the block lets the attention of its name obey the window, for the whole process."""
+    stock, model = pair("bamba")
+    model, tokens = stateful(model, attention_window=5), random_tokens(1, 20)
+    expected = stock(tokens).logits
+    with study["first_keys_moved"](model):
+        assert relative_error([model(tokens).logits], [expected]) > 1e-4
+    assert relative_error([stock(tokens).logits], [expected]) == 0
+
+
 def test_rotary_embeddings_are_those_of_transformers(study: dict[str, Any], tmp_path: Path) -> None:
     stock, _ = pair("bamba")
     stock.save_pretrained(tmp_path)

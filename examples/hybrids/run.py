@@ -173,11 +173,12 @@ def first_keys_moved(model: Any) -> Iterator[None]:
         weights = (scaling * scores).masked_fill_(~mask, -torch.inf).softmax(-1)
         return (weights @ value).transpose(1, 2), None
 
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", before)
 
 
 def report(ways: Ways, families: list[str], seeds: list[int]) -> None:
