@@ -227,7 +227,7 @@ def add_adapter(model: Any, rank: int, alpha: int, targets: list[str] | None = N
 
 
 def merged(model: Any) -> Any:
-    """The model of a PEFT model with LoRA, with the adapter in its weights, which are trainable again.
+    """The model of a PEFT model, with the adapter in its weights, which are trainable again.
 
     Raises:
         ValueError: if no weights of the model could hold it; the model is then as it was. With the reason of PEFT, if
@@ -249,20 +249,21 @@ class Unmergeable(ValueError):
 
 
 def _why_apart(model: Any) -> str | None:
-    """Why no weights give what a model with LoRA gives; None if they do."""
-    owners = Counter(
-        id(weight) for module in model.modules() for weight in module._parameters.values() if weight is not None
-    )
-    # PEFT shares the rows of trained tokens between embeddings and head itself
-    layers = {
-        name.removeprefix("base_model.model."): layer
-        for name, layer in model.named_modules()
-        if hasattr(layer, "lora_A") and hasattr(layer, "get_base_layer")
-    }
+    """Why no weights give what a model with an adapter gives; None if they do."""
+    from peft.utils import ModulesToSaveWrapper  # takes seconds
+
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    replaced = {module for wrapper in wrappers for module in wrapper.original_module.modules()}
+    read = [module for module in model.modules() if module not in replaced]
+    owners = Counter(id(weight) for module in read for weight in module._parameters.values() if weight is not None)
+    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "get_base_layer")}
+    # PEFT gives tied embeddings and heads the same rows of trained tokens, which is one update
+    updates = {name: id(getattr(layer, "trainable_tokens_delta", layer)) for name, layer in layers.items()}
+    same = Counter((id(weight), updates[name]) for name, layer in layers.items() for weight in layer.parameters())
     for name, layer in layers.items():
-        base = layer.get_base_layer()
-        if any(owners[id(weight)] > 1 for weight in base.parameters(recurse=False)):
-            return f"{name} shares its weight with another layer, which has another update or none"
+        if any(owners[id(weight)] > same[id(weight), updates[name]] for weight in layer.parameters()):
+            shown = name.removeprefix("base_model.model.").removesuffix(".token_adapter")
+            return f"{shown} shares its weight with another layer, which has another update or none"
     return None
 
 

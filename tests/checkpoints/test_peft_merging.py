@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    TrainableTokensConfig,
+    VBLoRAConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from hf_recurrent_lengthgen.checkpoints.adapters import Unmergeable, merged
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
@@ -40,6 +49,8 @@ OPTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
     "bias all": lambda words: {"bias": "all"},
     "saved embeddings": lambda words: {"modules_to_save": [words]},
     "tokens": lambda words: {"trainable_token_indices": [3, 4]},
+    "tokens of the head": lambda words: {"trainable_token_indices": {"lm_head": [3, 4]}},
+    "tokens and head": lambda words: {"trainable_token_indices": [3, 4], "target_modules": ["lm_head"]},
     "patterns": lambda words: {"rank_pattern": {".*proj": 1}, "alpha_pattern": {".*proj": 7}},
     "embeddings": lambda words: {"target_modules": [words]},
     "head": lambda words: {"target_modules": ["lm_head"]},
@@ -47,11 +58,12 @@ OPTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
     "pissa": lambda words: {"init_lora_weights": "pissa"},
 }
 QUICK = {("mamba2", "plain"), ("mamba2", "tokens"), ("mamba2 tied", "head"), ("zamba", "plain")}
+QUICK |= {("mamba2 tied", option) for option in ("tokens of the head", "tokens and head")}
 CASES = [
     pytest.param(name, option, marks=[] if (name, option) in QUICK else [pytest.mark.slow])
     for name in MODELS
     for option in OPTIONS
-    if name == "mamba2" or option in ("plain", "embeddings", "head")
+    if name == "mamba2" or option in ("plain", "embeddings", "head", "tokens of the head", "tokens and head")
 ]
 
 
@@ -93,10 +105,11 @@ def test_lora_is_loaded_and_merged_or_refused(name: str, option: str, tmp_path: 
     adapter, out = str(tmp_path / "adapter"), str(tmp_path / "merged")
     expected = trained(base, lora(name, option, base), Path(adapter))
     torch.testing.assert_close(logits(load_model(adapter)), expected, rtol=0, atol=1e-6)
-    merged = load_model(adapter, merge=True)
-    torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=2e-5)
-    apart = name == "zamba" or (name == "mamba2 tied" and option != "plain")
-    assert isinstance(merged, PeftModel) == apart
+    loaded = load_model(adapter, merge=True)
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-5, atol=2e-5)
+    tied = load_model(str(base)).config.tie_word_embeddings
+    apart = name == "zamba" or (tied and option != "plain")
+    assert isinstance(loaded, PeftModel) == apart
     capsys.readouterr()
     if apart:
         assert main(["merge", adapter, "--output", out]) == 1
@@ -108,6 +121,81 @@ def test_lora_is_loaded_and_merged_or_refused(name: str, option: str, tmp_path: 
 
 
 COMMON = {"task_type": "CAUSAL_LM"}
+
+
+def of_tokens(tokens: Any, targets: tuple[str, ...] = ("in_proj",), **changes: Any) -> LoraConfig:
+    options = {"trainable_token_indices": tokens, "target_modules": list(targets), "init_lora_weights": False}
+    return LoraConfig(r=2, **COMMON | options | changes)
+
+
+TIED: dict[str, tuple[Callable[[str], Any], bool]] = {
+    "tokens": (lambda words: of_tokens([3, 4]), False),
+    "tokens of embeddings": (lambda words: of_tokens({words: [3, 4]}), False),
+    "tokens of the head": (lambda words: of_tokens({"lm_head": [3, 4]}), True),
+    "the same tokens of both": (lambda words: of_tokens({words: [3, 4], "lm_head": [3, 4]}), False),
+    "other tokens of both": (lambda words: of_tokens({words: [3, 4], "lm_head": [4, 5]}), True),
+    "tokens and LoRA of the head": (lambda words: of_tokens([3, 4], ("lm_head", "in_proj")), True),
+    "tokens of embeddings and LoRA of the head": (lambda words: of_tokens({words: [3]}, ("lm_head",)), True),
+    "tokens of the head and LoRA of embeddings": (lambda words: of_tokens({"lm_head": [3]}, (words,)), True),
+    "tokens of the head, other embeddings": (
+        lambda words: of_tokens({"lm_head": [3]}, modules_to_save=[words]),
+        False,
+    ),
+    "LoRA of embeddings, another head": (lambda words: of_tokens(None, (words,), modules_to_save=["lm_head"]), False),
+    "other embeddings": (lambda words: of_tokens(None, modules_to_save=[words]), False),
+    "another head": (lambda words: of_tokens(None, modules_to_save=["lm_head"]), False),
+    "others of both": (lambda words: of_tokens(None, modules_to_save=["lm_head", words]), False),
+    "one other for both": (
+        lambda words: of_tokens(None, modules_to_save=[words], ensure_weight_tying=True),
+        False,
+    ),
+    "DoRA of the head": (lambda words: of_tokens(None, ("lm_head",), use_dora=True), True),
+    "parameters of the head": (lambda words: of_tokens(None, (), target_parameters=["lm_head.weight"]), True),
+    "tokens alone": (lambda words: TrainableTokensConfig(token_indices=[3], target_modules=[words], **COMMON), False),
+    "IA3": (lambda words: IA3Config(target_modules=["lm_head"], feedforward_modules=[], **COMMON), True),
+    "VeRA": (lambda words: VeraConfig(target_modules=["lm_head"], r=4, **COMMON), True),
+    "VeRA elsewhere": (lambda words: VeraConfig(target_modules=["in_proj"], r=4, **COMMON), False),
+    "VBLoRA elsewhere": (
+        lambda words: VBLoRAConfig(target_modules=["in_proj"], vector_length=4, num_vectors=8, **COMMON),
+        False,
+    ),
+}
+
+
+def resized() -> Any:
+    model = build(MAMBA2, tie_word_embeddings=True)
+    model.resize_token_embeddings(VOCABULARY + 3)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("option", TIED)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: build(MAMBA2, tie_word_embeddings=True), id="mamba2"),
+        pytest.param(resized, id="resized"),
+        pytest.param(lambda: stateful(tiny_model("bamba", tie_word_embeddings=True)), id="bamba"),
+        pytest.param(lambda: stateful(tiny_model("lfm2")), id="lfm2"),
+    ],
+)
+def test_a_tied_weight_is_merged_where_all_its_layers_have_the_same_update(make: Any, option: str) -> None:
+    torch.manual_seed(0)
+    model = make().double()
+    config, apart = TIED[option]
+    peft: Any = get_peft_model(model, config(embeddings(model).rpartition(".")[2])).double()
+    with torch.no_grad():
+        for weight in filter(lambda weight: weight.requires_grad, peft.parameters()):
+            weight.add_(0.1 * torch.randn_like(weight))
+    expected = logits(peft.eval())
+    if apart:
+        with pytest.raises(
+            Unmergeable, match="shares its weight with another layer, which has another update or none"
+        ):
+            merged(peft)
+        torch.testing.assert_close(logits(peft), expected, rtol=0, atol=0)
+    else:
+        torch.testing.assert_close(logits(merged(peft)), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore")
