@@ -168,15 +168,12 @@ class HybridCache(RecurrentCache):
             whole._set_lengths(torch.cat([cache.row_lengths() for cache in caches]))
         return whole
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.become(self.taken(beam_idx))
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
+        self.become(self.taken(indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.rows is not None and repeats > 1:
-            self.reorder_cache(torch.arange(self.rows).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.rows).repeat_interleave(repeats))
 
     def reset(self) -> None:
         super().reset()

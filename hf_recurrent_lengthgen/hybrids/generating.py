@@ -120,8 +120,6 @@ def _inferred_mask(prompt: Tensor, pad: Any, ends: Any) -> Tensor | None:
 @torch.no_grad()
 def _read_in_chunks(model: Any, prompt: Tensor, mask: Tensor | None, cache: HybridCache, size: int) -> None:
     """Read all chunks of a prompt but the last, from the tokens that the cache has not read."""
-    if size < 1:
-        raise ValueError(f"prefill_chunk_size must be a number of tokens above 0, got {size}.")
     if mask is not None and not bool(mask[:, -1].all()):
         raise ValueError("prefill_chunk_size needs prompts padded on the left: set padding_side='left'.")
     few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}

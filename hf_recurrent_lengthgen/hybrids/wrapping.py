@@ -351,7 +351,10 @@ class StatefulMixin(LearnedStatesMixin):
         kwargs = with_one_cache(kwargs, cache_argument(self))
         kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
         with without_checkpointing(self):
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+            if (cache := hybrid_cache_of(kwargs)) is not None:
+                cache.end_generate(getattr(result, "sequences", result), self, cache_argument(self))
+        return result
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse continuous batching."""

@@ -31,12 +31,6 @@ NO_KEYS = (
 )
 
 
-GOES_ON = (
-    "PEFT reads only the last token after a cache: leave the cache out and give the whole text, before which its "
-    "virtual tokens are read"
-)
-
-
 # arguments of `generate` that tell which tokens are unread, which the cache knows
 _BOOKKEEPING = ("cache_position", "is_first_iteration", "labels", "next_sequence_length")
 _DROPPED = (*_BOOKKEEPING, "tokenizer", "assistant_tokenizer")
@@ -56,6 +50,7 @@ class RecurrentCache(Cache):
         tokens_seen: Tokens read since the cache was made (tokens before the initial state do not count).
         ends: The tokens that end a row in the `generate` that runs; those after them are not read.
         prompt: Tokens of its prompt; None before they were read.
+        before_beams: What this cache was before its beams first parted; None without beam search.
     """
 
     is_compileable = False
@@ -67,17 +62,14 @@ class RecurrentCache(Cache):
         self._in_generate = self._is_own = False
         self.ends: Any = None
         self.prompt: int | None = None
+        self.before_beams: Any = None
         self.steps: Any = None  # compiled, of the `generate` that runs (modeling_compiled.py)
 
     def state_for(self, batch_size: int) -> RecurrentState | None:
-        """The state with its rows repeated for beams or several returned sequences of each prompt."""
-        if self.state is None:
-            return None
-        rows = state_batch_size(self.state)
+        """The state of so many rows; None before any token."""
+        rows = batch_size if self.state is None else state_batch_size(self.state)
         if rows == batch_size:
             return self.state
-        if self.tokens_seen == 0 and batch_size % rows == 0:
-            return map_state(lambda part: part.repeat_interleave(batch_size // rows, dim=0), self.state)
         raise ValueError(f"The cached state has {rows} rows, the batch has {batch_size}: give the same rows to both.")
 
     def advance(self, state: RecurrentState, tokens: int) -> None:
@@ -88,7 +80,7 @@ class RecurrentCache(Cache):
     def set_in_generate(self, begins: bool, ends: Any = None) -> None:
         """Whether a `generate` begins or ends: the states before and after it belong to the caller."""
         self._in_generate, self._is_own, self.steps = begins, False, None
-        self.ends, self.prompt = ends, None
+        self.ends, self.prompt, self.before_beams = ends, None, None
 
     def still_read(self, input_ids: Tensor, length: int, mask: Tensor | None) -> Tensor | None:
         """The mask (B, length) of the last tokens of a text, without those after the end of its row."""
@@ -108,8 +100,26 @@ class RecurrentCache(Cache):
         return self._is_own
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.state is not None:
-            self.state = take_rows(self.state, beam_idx)
+        if self.prompt is not None and self.before_beams is None:
+            self.before_beams = copy.copy(self)
+        self.batch_select_indices(beam_idx)
+
+    @torch.no_grad()
+    def end_generate(self, sequences: Tensor, model: Any, name: str = "cache") -> None:
+        """Belong to the caller again, and after beam search hold what the answers leave, not the beams that ran on.
+
+        `model` reads the answers in `sequences` (B, T) from this cache, its argument `name`.
+        """
+        before, prompt = self.before_beams, self.prompt
+        if before is not None:
+            vars(self).update(vars(before))
+            rows = torch.arange(len(sequences), device=sequences.device) * state_batch_size(before.state)
+            self.batch_select_indices(rows // len(sequences))
+            ids = sequences[:, prompt:-1]
+            mask = self.still_read(sequences[:, :-1], ids.shape[1], None)
+        self.set_in_generate(False)
+        if before is not None and ids.shape[1]:
+            model(input_ids=ids, attention_mask=mask, use_cache=True, **{name: self})
 
     def reset(self) -> None:
         self.state, self._is_own = None, False
@@ -120,7 +130,8 @@ class RecurrentCache(Cache):
             self.state = map_state(lambda part: part.repeat_interleave(repeats, dim=0), self.state)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
+        if self.state is not None:
+            self.state = take_rows(self.state, indices)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The tokens seen, from which PEFT knows that its virtual tokens were read."""
@@ -238,6 +249,7 @@ class RecurrentGenerationMixin(GenerationMixin):
             model_kwargs[CACHE_NAME] = RecurrentCache()
         if (cache := model_kwargs.get(CACHE_NAME)) is not None:
             cache.set_in_generate(True, generation_config.eos_token_id)
+            cache.batch_repeat_interleave(max(generation_config.num_beams, generation_config.num_return_sequences))
         if generation_config.compile_config is not None and not generation_config.disable_compile:
             extra("modeling_compiled").compile_steps(self, generation_config, cache)
 
@@ -254,8 +266,6 @@ class RecurrentGenerationMixin(GenerationMixin):
             raise ValueError(
                 "The virtual tokens of PEFT are read at once with the prompt: leave prefill_chunk_size out."
             )
-        if size < 1:
-            raise ValueError(f"prefill_chunk_size must be a number of tokens above 0, got {size}.")
         inputs = self.prepare_inputs_for_generation(input_ids, **model_kwargs)
         text = "input_ids" if "input_ids" in inputs else "inputs_embeds"
         shape, mask = inputs[text].shape[:2], inputs.get("attention_mask")
@@ -315,8 +325,9 @@ class RecurrentGenerationMixin(GenerationMixin):
         for per_token in _PER_TOKEN:
             if inputs.get(per_token) is not None and not (virtual and per_token == "attention_mask"):
                 inputs[per_token] = inputs[per_token][:, -length:]
-        if cache is not None and not virtual and name == "input_ids":
-            inputs["attention_mask"] = cache.still_read(input_ids, length, inputs["attention_mask"])
+        if cache is not None and not (virtual and inputs_embeds is not None):
+            width = input_ids.shape[1] if virtual else length  # PEFT puts the columns of its tokens before all others
+            inputs["attention_mask"] = cache.still_read(input_ids, width, inputs["attention_mask"])
         return inputs | {name: unread}
 
     def generate(
@@ -346,7 +357,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         given = given_cache(kwargs.pop("cache", None), kwargs)
         check_prompts(kwargs)
         if virtual_tokens(self) and given is not None:
-            raise ValueError(f"{GOES_ON}.")
+            raise ValueError("PEFT reads only the last token after a cache: leave it out and give the whole text.")
         if initial_state is None:
             return self._generate(given, inputs, *args, **kwargs)
         if given is not None:
@@ -372,14 +383,15 @@ class RecurrentGenerationMixin(GenerationMixin):
 
     def _generate(self, cache: RecurrentCache | None, *args: Any, **kwargs: Any) -> Any:
         """`GenerationMixin.generate`; afterwards, the state in the cache is the caller's."""
-        result: Any = None
         if cache is not None:
             kwargs[CACHE_NAME] = cache
         try:
-            result = super().generate(*args, **kwargs)
-        finally:
+            result: Any = super().generate(*args, **kwargs)
             if (used := getattr(result, CACHE_NAME, cache)) is not None:
-                used.set_in_generate(False)
+                used.end_generate(getattr(result, "sequences", result), self)
+        finally:
+            if cache is not None:
+                cache.set_in_generate(False)
         if hasattr(result, CACHE_NAME):
             result.cache = used  # its name in newer releases
         return result

@@ -175,7 +175,6 @@ def test_prompts_that_cannot_be_read_or_continued_are_refused() -> None:
     state = model.zero_state(3)
     for given, message in (
         ({"attention_mask": MASK * torch.tensor([[1], [1], [0]])}, "give each row a token"),
-        ({"prefill_chunk_size": 0}, "prefill_chunk_size must be a number of tokens above 0"),
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(tokens, initial_state=state, **given, **GREEDY)

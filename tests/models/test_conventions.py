@@ -153,8 +153,6 @@ def test_what_generation_has_no_meaning_for_is_refused(family: Family) -> None:
         with pytest.raises(ValueError, match=f"cache_implementation must be left out, got '{kind}'"):
             model.generate(prompt, cache_implementation=kind, **GREEDY)
     assert model.generate(prompt, cache_implementation="dynamic", **GREEDY).shape == (2, 11)
-    with pytest.raises(ValueError, match="prefill_chunk_size must be a number of tokens above 0, got 0"):
-        model.generate(prompt, prefill_chunk_size=0, **GREEDY)
     with pytest.raises(ValueError, match="without a cache"):
         model.generate(prompt, prefill_chunk_size=2, use_cache=False, **GREEDY)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
