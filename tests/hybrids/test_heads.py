@@ -1,5 +1,6 @@
 """Heads other than that of a language model: gradients of accumulated micro-batches are those of one batch."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +73,22 @@ def test_micro_batches_are_one_batch(model_type: str, head: str, tmp_path: Path)
         trainer.train()
         norms.append([torch.tensor(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry])
     assert max(relative_error(other, norms[0]) for other in norms[1:]) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("model_type", "head"), CASES)
+def test_pieces_are_the_whole(model_type: str, head: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **COMMON | TINY[model_type])
+    stock = HEADS[head][0].from_config(config, dtype=torch.float32).eval()
+    model: Any = stateful(copy.deepcopy(stock))
+    ids = torch.randint(3, VOCABULARY, (2, 13))
+    expected, state, cache, found = stock(ids), None, model.new_attention_cache(), []
+    for piece in ids.split([5, 1, 7], dim=1):
+        output = model(piece, initial_state=state, attention_cache=cache, output_final_state=True)
+        state = output.final_state
+        found.append(output)
+    for name in ("start_logits", "end_logits") if head == "question" else ("logits",):
+        parts = [getattr(output, name) for output in found]
+        whole = parts[-1] if head == "sequence" else torch.cat(parts, dim=1)
+        torch.testing.assert_close(whole, getattr(expected, name), atol=2e-5, rtol=1e-4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForTokenClassification, DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.calls import cache_argument
@@ -124,16 +124,6 @@ def test_a_loss_of_experts_goes_with_padding_in_evaluation() -> None:
     cache = model(X, attention_mask=LEFT)[cache_argument(model)]
     with pytest.raises(ValueError, match="does not take a cache of rows of unequal length"):
         called(model, Y, cache, output_router_logits=True)
-
-
-@torch.no_grad()
-def test_token_classification_takes_states() -> None:
-    model = stateful(AutoModelForTokenClassification.from_config(tiny_model("qwen3_next").config).eval())
-    first = model(X[:, :5], output_final_state=True)
-    cache = model.new_attention_cache()
-    model(X[:, :5], attention_cache=cache)
-    second = model(X[:, 5:], initial_state=first.final_state, attention_cache=cache).logits
-    assert relative_error([first.logits, second], list(model(X).logits.split([5, 3], 1))) < 1e-5
 
 
 @torch.no_grad()

@@ -173,8 +173,6 @@ def test_prompts_may_be_embeddings() -> None:
 def test_prompts_that_cannot_be_read_or_continued_are_refused() -> None:
     model, tokens = new_model("hybrid", "jamba"), IDS.clamp(min=3)
     state = model.zero_state(3)
-    for given, message in (
-        ({"attention_mask": MASK * torch.tensor([[1], [1], [0]])}, "give each row a token"),
-    ):
+    for given, message in (({"attention_mask": MASK * torch.tensor([[1], [1], [0]])}, "give each row a token"),):
         with pytest.raises(ValueError, match=message):
             model.generate(tokens, initial_state=state, **given, **GREEDY)
