@@ -296,17 +296,24 @@ def reader_of(model: Any) -> Reader:
 _NEUTRAL = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), 1.0),
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    "token_healing": False,
 }
 _OF_NEW_TOKENS = {"max_length": (20, "max_new_tokens"), "min_length": (0, "min_new_tokens")}
 """Lengths that count the text, what Transformers takes if there is none, and those that do not count it."""
+_OF_ALL_TOKENS = "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria"
+"""Arguments of `generate` that are called with all tokens that it has."""
 
 
-def check_generation(model: Any, given: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for settings of `generate` that need a text which was read before, or its length.
+def check_generation(model: Any, given: Mapping[str, Any], most: int = 1) -> int:
+    """The last tokens of a text that `generate` needs for its settings, where the text was read before; at least 1.
 
     Args:
         model: The model, whose generation config counts, too.
         given: Arguments of `generate`.
+        most: Tokens that `generate` can get; functions of the caller get all of them.
+
+    Raises:
+        ValueError: for settings that need more tokens, or the length of the text.
     """
     others = {name: value for name, value in given.items() if name != "generation_config"}
     config, _ = model._prepare_generation_config(given.get("generation_config"), **others)
@@ -323,6 +330,29 @@ def check_generation(model: Any, given: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name}={getattr(config, name)} would not count what was read before: give {instead}, {where}."
             )
+    needed = _tokens_needed(config)
+    for name, tokens in needed.items():
+        if tokens > most:
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} needs the last {tokens} tokens of the text, and generate gets "
+                f"{most} of them: give a text state a prompt of {tokens} tokens, or leave it out, {where}."
+            )
+    return most if any(given.get(name) for name in _OF_ALL_TOKENS) else max(1, *needed.values())
+
+
+def _tokens_needed(config: Any) -> dict[str, int]:
+    """The last tokens of a text that settings of `generate` look at, by setting."""
+    stop = config.stop_strings or []
+    biased = [entry if isinstance(config.sequence_bias, dict) else entry[0] for entry in config.sequence_bias or []]
+    lengths = {
+        "bad_words_ids": config.bad_words_ids or [],
+        "sequence_bias": biased,
+        "stop_strings": [stop] if isinstance(stop, str) else stop,  # a token has a character or more
+    }
+    return {name: max(map(len, entries), default=1) - 1 for name, entries in lengths.items()} | {
+        "watermarking_config": getattr(config.watermarking_config, "context_width", 0),  # SynthID's has none
+        "forced_bos_token_id": 0 if config.forced_bos_token_id is None else 2,  # it follows a text of one token
+    }
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

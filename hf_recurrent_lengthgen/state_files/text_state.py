@@ -199,19 +199,20 @@ def ask(model: Any, text_state: TextState, prompts: Tensor, **generation: Any) -
         model: The model of the text state.
         text_state: One row for each prompt; it can be asked again.
         prompts: Token ids, (B, T), without padding.
-        generation: Arguments of `generate`.
+        generation: Arguments of `generate`. Functions such as `logits_processor` get the prompt, not the text.
 
     Returns:
         Prompt and continuation, as from `generate`.
 
     Raises:
-        ValueError: for penalties that need the tokens of the text, and lengths that count them, also in the generation
-            config of the model.
+        ValueError: for settings that need more tokens than those of the prompt, such as penalties for repetition, and
+            lengths that count the text, also in the generation config of the model.
     """
-    check_generation(base_of(model), generation)
     if prompts.ndim != 2 or prompts.shape[1] == 0:
         raise ValueError(f"prompts must be token ids of shape (B, T) with T at least 1, got {tuple(prompts.shape)}.")
-    if prompts.shape[1] > 1:
-        text_state = read_text(model, prompts[:, :-1], replace(text_state, prefix=""))
-    answers: Tensor = model.generate(prompts[:, -1:].to(model.device), **start_of(model, text_state), **generation)
-    return torch.cat([prompts[:, :-1].to(answers.device), answers], dim=1)
+    begin = prompts.shape[1] - check_generation(base_of(model), generation, prompts.shape[1])
+    if begin:
+        text_state = read_text(model, prompts[:, :begin], replace(text_state, prefix=""))
+    answers: Tensor = model.generate(prompts[:, begin:].to(model.device), **start_of(model, text_state), **generation)
+    first = prompts[:, :begin].repeat_interleave(len(answers) // len(prompts), dim=0)  # num_return_sequences
+    return torch.cat([first.to(answers.device), answers], dim=1)

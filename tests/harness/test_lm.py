@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import Mamba2ForCausalLM, PreTrainedTokenizerFast
+from transformers import Mamba2ForCausalLM, PreTrainedTokenizerFast, WatermarkingConfig
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.harness import StateLM
@@ -246,9 +246,21 @@ def test_several_processes_are_refused(checkpoint: Path, monkeypatch: pytest.Mon
         StateLM(str(checkpoint), device="cpu")
 
 
-def test_a_penalty_of_the_model_for_what_was_read_is_refused(counting: StateLM) -> None:
-    counting._reader.model.generation_config.repetition_penalty = 1.5
-    with pytest.raises(ValueError, match=r"repetition_penalty=1.5 needs all tokens .*generation_config.json"):
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"repetition_penalty": 1.5},
+        {"forced_bos_token_id": 5},
+        {"bad_words_ids": [[4, 5, 6]]},
+        {"sequence_bias": [[[4, 5, 6], 1.0]]},
+        {"watermarking_config": WatermarkingConfig(context_width=2)},
+        {"stop_strings": ["a b"]},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_a_setting_of_the_model_for_what_was_read_is_refused(counting: StateLM, setting: dict[str, Any]) -> None:
+    vars(counting._reader.model.generation_config).update(setting)
+    with pytest.raises(ValueError, match=rf"^{next(iter(setting))}=.* needs .* tokens .*generation_config\.json"):
         counting.generate_until(requests("generate_until", ("ab", {"until": ["z"]})), **QUIET)
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList, NoBadWordsLogitsProcessor, WatermarkingConfig
 
+from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import map_state
 from hf_recurrent_lengthgen.state_files import (
@@ -185,7 +186,13 @@ def test_an_adapter_is_part_of_the_model() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"repetition_penalty": 2.0}, {"no_repeat_ngram_size": 2}, {"max_length": 9}, {"min_length": 9}],
+    [
+        {"repetition_penalty": 2.0},
+        {"no_repeat_ngram_size": 2},
+        {"max_length": 9},
+        {"min_length": 9},
+        {"token_healing": True},
+    ],
     ids=str,
 )
 def test_what_needs_the_text_that_was_read_is_refused(given: dict[str, float]) -> None:
@@ -201,5 +208,53 @@ def test_what_needs_the_text_that_was_read_is_refused(given: dict[str, float]) -
         with pytest.raises(ValueError, match=rf"^{name}.*generation_config\.json"):
             ask(model, read, text(4), **asked)
     neutral = {"max_length": {"max_new_tokens": 6}, "min_length": {"min_new_tokens": 6}}
-    neutral |= {"repetition_penalty": {name: 1.0}, "no_repeat_ngram_size": {name: 0}}
+    neutral |= {"repetition_penalty": {name: 1.0}, "no_repeat_ngram_size": {name: 0}, "token_healing": {name: False}}
     assert ask(model, read, text(4), **greedy | neutral[name]).shape == (1, 10)
+
+
+END = {
+    "forced_bos_token_id": lambda end, next_one: 5,
+    **{f"bad_words_ids of {n}": lambda end, next_one, n=n: [[*end[len(end) - n + 1 :], next_one]] for n in (2, 3, 5)},
+    "sequence_bias": lambda end, next_one: {(*end[-2:], next_one): -50.0},
+    "sequence_bias as a list": lambda end, next_one: [[[*end[-2:], next_one], -50.0]],
+    "watermarking_config": lambda end, next_one: WatermarkingConfig(context_width=3, bias=9.0),
+    "stop_strings": lambda end, next_one: byte_tokenizer().decode([*end[-2:], next_one]),
+    "logits_processor": lambda end, next_one: LogitsProcessorList(
+        [NoBadWordsLogitsProcessor([[*end[-2:], next_one]])]
+    ),
+    "num_return_sequences": lambda end, next_one: 2,
+    "guidance_scale": lambda end, next_one: 0.0,
+    "begin_suppress_tokens": lambda end, next_one: [next_one],
+    "forced_eos_token_id": lambda end, next_one: 4,
+}
+"""Values of settings that look at the end of a text, the first token after which is known."""
+
+
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])
+@pytest.mark.parametrize("setting", END)
+def test_settings_look_at_the_prompt_as_in_the_whole_text(name: str, setting: str) -> None:
+    model, tokens, question = MODELS[name](), text(12), text(5, seed=4)
+    greedy = {**GREEDY, "num_beams": 2} if setting == "num_return_sequences" else dict(GREEDY)
+    whole = torch.cat([tokens, question], 1)
+    plain = model.generate(whole, **greedy)[:, 12:]
+    given = {setting.split()[0]: END[setting](question[0].tolist(), int(plain[0, 5]))}
+    given |= {"tokenizer": byte_tokenizer()} if setting == "stop_strings" else {}
+    expected = model.generate(whole, **greedy, **given)[:, 12:]
+    assert torch.equal(expected, plain) == (setting == "forced_bos_token_id")  # which follows a text of one token only
+    assert torch.equal(ask(model, read_text(model, tokens), question, **greedy, **given), expected)
+
+
+@pytest.mark.parametrize("setting", list(END)[:8])
+def test_settings_that_look_beyond_the_prompt_are_refused(setting: str) -> None:
+    model, tokens = MODELS["mamba2"](), text(12)
+    argument = setting.split()[0]
+    given, read = {argument: END[setting](tokens[0].tolist(), 7)}, read_text(model, tokens)
+    if setting == "bad_words_ids of 2":
+        assert ask(model, read, text(1), **GREEDY, **given).shape == (1, 7)
+        return
+    for asked in (given, {"generation_config": GenerationConfig(**given)}):
+        with pytest.raises(
+            ValueError, match=f"^{argument}=.* needs the last . tokens .* gets 1 .*a prompt of . tokens"
+        ):
+            ask(model, read, text(1), **GREEDY, **asked)
