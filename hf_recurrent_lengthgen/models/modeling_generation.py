@@ -197,11 +197,7 @@ def virtual_tokens(model: Any) -> int:
 
 
 def given_cache(cache: RecurrentCache | None, others: dict[str, Any]) -> RecurrentCache | None:
-    """The cache of a call, which may also be among the other arguments, under an older name.
-
-    Raises:
-        ValueError: if it has two names, or is the cache of another model.
-    """
+    """The cache of a call, also from the other arguments, under an older name; `ValueError` if it does not fit."""
     for name in OLD_CACHE_NAMES:
         older = others.pop(name, None)
         if cache is not None and older is not None:
@@ -226,10 +222,6 @@ def refuse_continuous_batching(model: Any) -> None:
 
 class RecurrentGenerationMixin(GenerationMixin):
     """`GenerationMixin` that can continue from a state."""
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse continuous batching."""
