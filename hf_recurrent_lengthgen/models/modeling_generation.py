@@ -215,7 +215,7 @@ def refuse_continuous_batching(model: Any) -> None:
     """Raise a `ValueError`: the manager of continuous batching keeps pages of keys and no recurrent states."""
     raise ValueError(
         f"{type(model).__name__} cannot be batched continuously (generate_batch, ContinuousBatchingManager, "
-        "transformers serve --continuous-batching): Transformers keeps pages of keys and values there, and no "
+        "transformers serve --continuous-batching): it keeps pages of keys and values, no "
         "recurrent states. Use generate with padded prompts, or serve without --continuous-batching."
     )
 
@@ -337,8 +337,7 @@ class RecurrentGenerationMixin(GenerationMixin):
 
         The state after generation is in the cache of the output with `return_dict_in_generate=True`
         (`output.cache.state`); it has read everything but the last token. With `prefill_chunk_size`, a prompt of any
-        length takes the memory of that many tokens. With `compile_config=CompileConfig()`, torch.compile makes
-        a graph of what a layer does with one token; the prompt is read without it.
+        length takes the memory of that many tokens. With `compile_config=CompileConfig()`, single tokens are compiled.
 
         Raises:
             ValueError: if the state does not fit the prompt, holds NaN, or comes with a cache or
