@@ -216,7 +216,7 @@ def refuse_continuous_batching(model: Any) -> None:
     raise ValueError(
         f"{type(model).__name__} cannot be batched continuously (generate_batch, ContinuousBatchingManager, "
         "transformers serve --continuous-batching): it keeps pages of keys and values, no "
-        "recurrent states. Use generate with padded prompts, or serve without --continuous-batching."
+        "recurrent states. Use generate, or serve without --continuous-batching."
     )
 
 
@@ -255,9 +255,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         if size is None or cache is None:
             return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
         if virtual_tokens(self):
-            raise ValueError(
-                "The virtual tokens of PEFT are read at once with the prompt: leave prefill_chunk_size out."
-            )
+            raise ValueError("PEFT reads its virtual tokens at once with the prompt: leave prefill_chunk_size out.")
         inputs = self.prepare_inputs_for_generation(input_ids, **model_kwargs)
         text = "input_ids" if "input_ids" in inputs else "inputs_embeds"
         shape, mask = inputs[text].shape[:2], inputs.get("attention_mask")
@@ -373,7 +371,7 @@ class RecurrentGenerationMixin(GenerationMixin):
         super()._validate_model_kwargs(others)  # type: ignore[misc]
 
     def _generate(self, cache: RecurrentCache | None, *args: Any, **kwargs: Any) -> Any:
-        """`GenerationMixin.generate`; afterwards, the state in the cache is the caller's."""
+        """`GenerationMixin.generate`; then the cache is the caller's."""
         if cache is not None:
             kwargs[CACHE_NAME] = cache
         try:
