@@ -3,13 +3,15 @@
 import argparse
 import contextlib
 import gc
+import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from safetensors import SafetensorError
 
@@ -67,6 +69,8 @@ lengthgen evaluate --help
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
+    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_or_interrupt)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = command_parser()
     parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
@@ -79,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if last in ("-h", "--help") and not known and (shown := _stored_help(words)):
         print(shown, end="")
         return 0
-    if "torch" not in sys.modules and name != "harness":
-        _refuse_mistyped(name, arguments[own + 1 :])
     try:
+        if "torch" not in sys.modules and name != "harness":
+            _refuse_mistyped(name, arguments[own + 1 :])
         command = _imported(f"hf_recurrent_lengthgen.cli.{name}")
         with contextlib.ExitStack() as quiet:
             if "transformers" in sys.modules:
@@ -102,6 +106,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = ": the same command continues with what is left" if kept else ""
         print(f"lengthgen {name}: interrupted{hint}", file=sys.stderr)
         return 130
+
+
+def _end_or_interrupt(number: int, frame: FrameType | None) -> None:
+    """End the process where modules are imported, as libraries swallow a `KeyboardInterrupt` there; else raise one."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            print("lengthgen: interrupted", file=sys.stderr, flush=True)
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def _imported(name: str) -> ModuleType:

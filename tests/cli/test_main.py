@@ -1,6 +1,9 @@
 """The command as a whole: help, versions, exit statuses and errors."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import transformers
@@ -72,6 +75,31 @@ def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: py
     replace_demo(monkeypatch, KeyboardInterrupt())
     assert main(["demo"]) == 130
     assert capsys.readouterr().err == "lengthgen demo: interrupted\n"
+
+
+IMPORTS = {
+    "of the command": "import swallowing\ndef run(arguments): return 0",
+    "of its first step": "def run(arguments):\n import swallowing\n return 0",
+}
+
+
+@pytest.mark.parametrize("command", IMPORTS.values(), ids=IMPORTS)
+def test_an_interrupt_during_imports_ends_the_command(command: str, tmp_path: Path) -> None:
+    swallowing = (
+        "import signal\ntry: signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt: pass"  # as numpy does
+    )
+    (tmp_path / "swallowing.py").write_text(swallowing)
+    (tmp_path / "demo.py").write_text(f"import sys\nsys.path.append({str(tmp_path)!r})\n{command}")
+    code = f"""
+import sys
+from hf_recurrent_lengthgen import cli
+from hf_recurrent_lengthgen.cli.main import main
+cli.__path__.insert(0, {str(tmp_path)!r})
+sys.argv = ["lengthgen", "demo"]
+sys.exit(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "lengthgen: interrupted\n")
 
 
 def test_bars_are_off_in_a_log_and_on_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
