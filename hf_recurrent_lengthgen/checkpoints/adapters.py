@@ -170,8 +170,11 @@ def with_adapter(base: Any, folder: str | os.PathLike[str], name: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its warning about missing keys is an error below
             model: Any = PeftModel.from_pretrained(base, str(path), is_trainable=True)
-    except (ValueError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{misfit}: {' '.join(str(error).split())}") from error
+    except (ValueError, RuntimeError, TypeError, LookupError, AttributeError, ImportError) as error:
+        raise ValueError(
+            f"{misfit}: {' '.join(str(error).split())}. Give the base that it was trained on, which is saved after "
+            "resize_token_embeddings if tokens were added."
+        ) from error
     given = set(stored_tensors(path / WEIGHTS_FILE))
     wanted = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     left_over = {key for key in given - wanted if "lora_" in key}  # embeddings may lie beside

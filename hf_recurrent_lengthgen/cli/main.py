@@ -95,10 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if not sys.stderr.isatty():  # progress bars would fill a log
                     quiet.enter_context(quiet_libraries("bars"))
             return int(command.run(arguments[own + 1 :]))
-    except (ValueError, OSError, SafetensorError) as error:  # safetensors raises the last one on a full disk
-        if parsed.debug:
+    except (ValueError, OSError, SafetensorError, RuntimeError) as error:  # safetensors and torch on a full disk
+        full = isinstance(error, RuntimeError) and re.search("StreamWriter|unexpected pos", str(error))
+        if parsed.debug or (isinstance(error, RuntimeError) and not full):
             raise
         message = " ".join(str(error).split()) or type(error).__name__
+        message = f"torch could not write a file; is the disk full? ({message})" if full else message
         print(f"lengthgen {name}: {message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """Adapters of PEFT: loaded and merged to the logits of the PEFT model, or refused in a sentence."""
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,33 @@ def test_a_tied_weight_is_merged_where_all_its_layers_have_the_same_update(make:
 def test_other_methods_are_refused_by_name(config: Callable[[], Any], kind: str, tmp_path: Path) -> None:
     trained(saved("mamba2", tmp_path), config(), tmp_path / "adapter")
     with pytest.raises(ValueError, match=f"{kind}: only LORA .*PeftModel.from_pretrained"):
+        load_model(str(tmp_path / "adapter"))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_that_the_base_lacks_are_refused_and_loaded_with_the_base_that_has_them(
+    tied: bool, tmp_path: Path
+) -> None:
+    base = build(MAMBA2, tie_word_embeddings=tied)
+    base.save_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(VOCABULARY + 3)
+    base.save_pretrained(tmp_path / "resized")
+    expected = trained(tmp_path / "resized", of_tokens([VOCABULARY, VOCABULARY + 1]), tmp_path / "adapter")
+    torch.testing.assert_close(logits(load_model(str(tmp_path / "adapter"))), expected, rtol=0, atol=1e-6)
+    merged_model = load_model(str(tmp_path / "adapter"), merge=True)
+    torch.testing.assert_close(logits(merged_model), expected, rtol=1e-5, atol=2e-5)
+    (tmp_path / "adapter" / "adapter_base.json").unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=r"does not fit .*out of (bounds|range).*after resize_token_embeddings if"):
+        load_model(str(tmp_path / "adapter"), base=str(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("damage", [{"rank_pattern": 3}, {"target_modules": [3]}, {"megatron_config": {"a": 3}}])
+def test_a_config_that_peft_cannot_read_is_refused(damage: dict[str, Any], tmp_path: Path) -> None:
+    trained(saved("mamba2", tmp_path), of_tokens(None), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | damage))
+    with pytest.raises(ValueError, match="does not fit"):
         load_model(str(tmp_path / "adapter"))
 
 

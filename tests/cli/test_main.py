@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from safetensors import SafetensorError
 from transformers.utils import logging
@@ -13,6 +14,7 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.cli import demo
 from hf_recurrent_lengthgen.cli import main as command
 from hf_recurrent_lengthgen.cli.main import main
+from tests.small_files import small_files
 
 
 def replace_demo(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -68,6 +70,22 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_defect_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     replace_demo(monkeypatch, TypeError("a bug"))
     with pytest.raises(TypeError, match="a bug"):
+        main(["demo"])
+
+
+def test_a_full_disk_has_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def run(arguments: Sequence[str]) -> int:
+        torch.save(torch.ones(100_000), tmp_path / "optimizer.pt")
+        return 0
+
+    monkeypatch.setattr(demo, "run", run)
+    with small_files():
+        assert main(["demo"]) == 1
+    assert "lengthgen demo: torch could not write a file; is the disk full? (" in capsys.readouterr().err
+    replace_demo(monkeypatch, RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
         main(["demo"])
 
 

@@ -9,9 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hf_recurrent_lengthgen.checkpoints.conversion.rwkv_maps import RWKV5, RWKV6, RWKV7
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import save_torch
 from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, learned_row, state_dtype, zero_state
@@ -61,7 +60,7 @@ def write_time_state(model: Any, file: str | os.PathLike[str]) -> None:
     plain = [layer.recurrent[0].detach().float().cpu().clone() for layer in state]
     tensors = {NAME.format(layer=index): tensor for index, tensor in enumerate(plain)}
     with replacing(Path(file)) as path:
-        torch.save(tensors, path)
+        save_torch(tensors, path)
 
 
 def _check_rwkv(model: Any) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoi
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.checkpoints.records import file_digest, read_lineage
 from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
+from tests.small_files import small_files
 from tests.versions import SINCE_5_23
 
 CARD = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n\n# A model\n"
@@ -232,6 +234,14 @@ def test_what_breaks_in_the_middle_leaves_nothing(
         write()
     assert sorted(path for path in tmp_path.iterdir() if path.name != "new") == before
     assert (list((tmp_path / "new").iterdir()) == []) if there else not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_is_an_error_of_the_system_alone(source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(str(source), tmp_path / "ours")
+    with small_files(10_000), pytest.raises(OSError, match="File too large") as caught:
+        export_checkpoint(str(tmp_path / "ours"), tmp_path / "new", "mamba-ssm")
+    assert "RuntimeError" not in "".join(traceback.format_exception(caught.value))
+    assert not (tmp_path / "new").exists()
 
 
 def test_stand_ins_are_random_and_repeatable(tmp_path: Path) -> None:
