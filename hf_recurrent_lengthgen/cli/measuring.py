@@ -120,7 +120,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
         tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
     except ValueError as error:
         raise ValueError(
-            f"{error} Give more text (--data, --split), fewer --sequences, or a shorter --length"
+            f"{error}. Give more text (--data, --split), fewer --sequences, or a shorter --length"
             f"{'' if options.length else f', which is 64 training lengths unless given: {length:,}'}."
         ) from error
     for model in models:

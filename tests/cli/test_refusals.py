@@ -19,7 +19,7 @@ REFUSED = [
     (f"{EVALUATE} --data stdlib --text-column x", "the text column 'x' does nothing"),
     (f"{EVALUATE} --length 8", "--length is 8, but must be above the training length, 8"),
     (f"{EVALUATE} --length 100000", "3 sequences of 100001 tokens need 300003"),
-    (f"{EVALUATE} --length 5000", "Give more text (--data, --split), fewer --sequences, or a shorter --length."),
+    (f"{EVALUATE} --length 5000", ". Give more text (--data, --split), fewer --sequences, or a shorter --length."),
     (f"{EVALUATE} --data nowhere.txt", "no file or folder nowhere.txt"),
     (f"{EVALUATE} --text-column body", "no column 'body'"),
     (f"{EVALUATE} --output {{file}}", "is a file, or inside one: give the name of a folder"),
