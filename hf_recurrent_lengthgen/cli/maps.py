@@ -14,6 +14,7 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
 from hf_recurrent_lengthgen.data.tasks.strings import DELIMITER_ID, END_ID
+from hf_recurrent_lengthgen.data.tokens import text_ids
 from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
 from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
 from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, save_maps
@@ -81,7 +82,7 @@ def _tokens(options: argparse.Namespace, models: Sequence[Any]) -> tuple[list[in
     if options.token_ids is not None:
         return options.token_ids, [str(token) for token in options.token_ids]
     tokenizer = shared_tokenizer(options)
-    ids = tokenizer(options.text, add_special_tokens=False)["input_ids"]
+    ids = text_ids(tokenizer, options.text)
     return ids, [str(tokenizer.decode([token])) for token in ids]
 
 

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .packing import IGNORED_LABEL
+from .tokens import text_ids
 
 logger = logging.get_logger(__name__)
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -137,14 +138,13 @@ def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], lis
 
 
 def _text(text: str, tokenizer: Any) -> list[int]:
-    """Token ids of a text; without an end token that the tokenizer puts after every text."""
+    """Token ids of a text, as `text_ids`."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "the tokenizer has no end token to put after the completion: set tokenizer.eos_token (for "
             "the command line in a copy, tokenizer.save_pretrained(FOLDER), given as --tokenizer FOLDER)"
         )
-    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    return ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token) else ids
+    return text_ids(tokenizer, text)
 
 
 def _chat(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:

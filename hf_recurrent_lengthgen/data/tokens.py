@@ -1,6 +1,7 @@
-"""One stream of token ids from documents, each followed by one separator."""
+"""Token ids of texts: what a tokenizer puts before a text, once, and one stream of documents with separators."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +17,33 @@ def byte_tokenizer() -> ByT5Tokenizer:
     return ByT5Tokenizer()
 
 
+def text_prefix(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before each text: nothing, a beginning of text, or more, such as GLM's `[gMASK]<sop>`."""
+    plain, whole = (tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+    return next(whole[:n] for n in range(len(whole) + 1) if whole[n : n + len(plain)] == plain)
+
+
+def text_ids(tokenizer: Any, text: str, prefix: Sequence[int] | None = None) -> list[int]:
+    """Token ids of a text with the prefix of its tokenizer, or another one, unless the text begins with it.
+
+    What some tokenizers (ByT5's) put after a text is left out.
+    """
+    prefix = text_prefix(tokenizer) if prefix is None else prefix
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return ids if ids[: len(prefix)] == list(prefix) else [*prefix, *ids]
+
+
 def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None = None) -> Tensor:
-    """Token ids of all texts in one row, with the tokenizer's end-of-text token after each text.
+    """Token ids of all texts in one row, each after `text_prefix` and before the tokenizer's end-of-text token.
+
+    Where these are the same token (OPT), one stands between two texts.
 
     Text never becomes special tokens: "</s>" inside a document is four ordinary bytes, not an end of text. That is
     `tokenizer(text, add_special_tokens=False, split_special_tokens=True)`; without the second option ByT5 reads
     "a </s> b" as a, end of text, b and loses both spaces.
 
     Args:
-        texts: The documents. An empty one gives only its separator.
+        texts: The documents. An empty one gives only its prefix and separator.
         tokenizer: Any Transformers tokenizer; None for the byte tokenizer.
 
     Returns:
@@ -45,14 +64,15 @@ def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
             f"{type(tokenizer).__name__} has no end-of-text token to put between documents; set tokenizer.eos_token "
             "(for the command line in a copy, tokenizer.save_pretrained(FOLDER), given as --tokenizer FOLDER)"
         )
-    ending = np.array([tokenizer.eos_token_id], np.int32)
+    before, ending = (np.array(ids, np.int32) for ids in (text_prefix(tokenizer), [tokenizer.eos_token_id]))
+    between = before[:0] if np.array_equal(before, ending) else before
     # A subclass may tokenize differently, so only the class itself is known to be plain bytes.
     encode = _encode_bytes if type(tokenizer) is ByT5Tokenizer else _encode
     pieces: list[np.ndarray] = []
     number_of_tokens = 0
     for ids in encode(documents, tokenizer):
         number_of_tokens += len(ids)
-        pieces += (ids, ending)
+        pieces += (between if pieces else before, ids, ending)
     if not number_of_tokens:
         raise ValueError(f"the {len(documents)} documents hold no token; give some text")
     return torch.from_numpy(np.concatenate(pieces, dtype=np.int64))

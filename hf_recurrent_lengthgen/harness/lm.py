@@ -5,7 +5,8 @@ Results are those of lm_eval's own class for Transformers (`hf`) on the same wei
 - nothing is truncated on the left (`hf` truncates to `max_length`, 2,048 for a config without a length);
 - `loglikelihood_rolling` reads a document as one stream, while `hf` cuts it into windows of `max_length` tokens and
   forgets at each border;
-- a beginning of text that the tokenizer puts before a document is not scored there; `hf` scores it, after another one;
+- what the tokenizer puts before a text stands there once, and before texts without context, too, and is not scored;
+  `hf` scores it before a document, after a beginning (or end) of text, which alone stands before an empty context;
 - a tokenizer that appends an end of text to each text (ByT5's) does not do so here; `hf` counts that token as context;
 - each generated text, and each beam, ends by its own tokens, as a single text does with `hf`. In batches, `hf`
   continues until all rows hold a stop string, which can change answers.
@@ -24,6 +25,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer
+from hf_recurrent_lengthgen.data.tokens import text_ids, text_prefix
 from hf_recurrent_lengthgen.evaluation import attention_caches
 from hf_recurrent_lengthgen.evaluation.readers import Reader, check_generation, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
@@ -98,8 +100,7 @@ class StateLM(TemplateLM):
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             tokenizer = load_tokenizer(tokenizer, trust_remote_code)
         self.tokenizer: Any = tokenizer
-        bos = tokenizer.bos_token_id
-        self._add_bos = bos is not None and tokenizer.encode("a")[0] == bos
+        self._prefix = text_prefix(tokenizer)
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise ValueError(
                 f"{type(tokenizer).__name__} has neither a beginning nor an end of text, but one of them is needed "
@@ -114,9 +115,14 @@ class StateLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context."""
+        """The token before a text without context, if the tokenizer puts none there."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         return int(eos if bos is None else bos)
+
+    @property
+    def _before(self) -> Ids:
+        """The tokens before a text without context."""
+        return self._prefix or [self.prefix_token_id]
 
     @property
     def max_gen_toks(self) -> int:
@@ -144,12 +150,8 @@ class StateLM(TemplateLM):
         }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
-        """Token ids, with a beginning of text unless `add_special_tokens` is False, and without an end of text."""
-        ids: Ids = self.tokenizer.encode(string, add_special_tokens=False)
-        begins = self._add_bos if add_special_tokens is None else add_special_tokens and self._add_bos
-        if begins and ids[:1] != [self.tokenizer.bos_token_id]:
-            ids = [self.tokenizer.bos_token_id, *ids]
-        return ids
+        """`text_ids`, without the prefix if `add_special_tokens` is False."""
+        return text_ids(self.tokenizer, string, () if add_special_tokens is False else self._prefix)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood in nats of each continuation given its context, and whether it is the greedy one.
@@ -173,7 +175,7 @@ class StateLM(TemplateLM):
             if not continuation_ids:
                 raise _no_tokens(context, continuation)
             # lm_eval moves a context of spaces into the continuation
-            pairs.append((context_ids or [self.prefix_token_id], continuation_ids))
+            pairs.append(((context_ids if context else []) or self._before, continuation_ids))
         results = [(0.0, False)] * len(pairs)
         for index, answer in self._scores(pairs, disable_tqdm):
             results[index] = answer
@@ -181,16 +183,16 @@ class StateLM(TemplateLM):
         return results
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood in nats of whole documents, each read as one stream after the beginning (or end) of text.
+        """Log-likelihood in nats of whole documents, each read as one stream after what stands before a text.
 
         Raises:
             ValueError: if the model returns NaN.
         """
         strings = [str(request.args[0]) for request in requests]
-        encoded = [self.tok_encode(string)[self._add_bos :] for string in strings]
+        encoded = [self.tok_encode(string)[len(self._prefix) :] for string in strings]
         results = [0.0] * len(strings)
         places = [place for place, ids in enumerate(encoded) if ids]
-        pairs = [([self.prefix_token_id], encoded[place]) for place in places]
+        pairs = [(self._before, encoded[place]) for place in places]
         for index, (result, _) in self._scores(pairs, disable_tqdm):
             results[places[index]] = result
             self.cache_hook.add_partial("loglikelihood_rolling", (strings[places[index]],), result)
@@ -246,7 +248,7 @@ class StateLM(TemplateLM):
         check_generation(self._reader.model, arguments | {"max_new_tokens": new_tokens})
         if not arguments["do_sample"]:
             arguments.pop("temperature", None)
-        ids = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+        ids = [self.tok_encode(context) or self._before for context in contexts]
         ends = self._ends()
         ending = Ending(self.tokenizer, stop, ends)
         pad, beams = self.tokenizer.pad_token_id, arguments.get("num_beams") or 1

@@ -10,6 +10,7 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.provenance import weights_digest
 from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
+from tests.data.test_tokens import putting
 
 
 def test_the_maps_of_a_text_as_picture_arrays_and_table(
@@ -29,6 +30,14 @@ def test_the_maps_of_a_text_as_picture_arrays_and_table(
     assert [row.split()[:2] for row in rows] == [[str(layer["layer"]), "Mamba-2"] for layer in described["layers"]]
     assert f"{expected.layers[0].cosine:.3f}" in rows[0].split()
     assert last == f"Picture: {output / 'maps.png'}, arrays: {output / 'maps.npz'}"
+
+
+def test_a_text_has_what_the_tokenizer_puts_before_it(checkpoint: Path, tmp_path: Path) -> None:
+    putting("[gMASK] <sop> $A").save_pretrained(tmp_path / "tokenizer")
+    arguments = ["--text", "ab", "--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path)]
+    assert main(["maps", str(checkpoint), *arguments]) == 0
+    with np.load(tmp_path / "maps.npz") as maps:
+        assert json.loads(str(maps["header"]))["tokens"] == ["[gMASK]", "<sop>", "a", "b"]
 
 
 def test_tokens_and_layers_of_a_stock_model(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.state_files import positions_in
+from tests.data.test_tokens import putting
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -62,3 +63,17 @@ def test_mistakes_are_told(
     with pytest.raises(SystemExit):
         main(["state", "ask", str(book), str(checkpoint), "--prompt", ""])
     assert "argument --prompt: is empty" in capsys.readouterr().err
+
+
+def test_a_text_has_what_the_tokenizer_puts_before_it_once(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, text = putting("[gMASK] <sop> $A"), "It was a dark night. " * 9
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "book.txt").write_text(text)
+    glm = "--tokenizer", tmp_path / "tokenizer"
+    shown(capsys, "read", checkpoint, *glm, "--data", tmp_path / "book.txt", "--output", tmp_path / "book")
+    told = shown(capsys, "ask", tmp_path / "book", checkpoint, *glm, "--prompt", "So", "--max-new-tokens", "7")
+    whole = tokenizer(f"{text}So", return_tensors="pt").input_ids
+    output = load_model(str(checkpoint)).generate(whole, max_new_tokens=7, do_sample=False)
+    assert told == f"'So': {tokenizer.decode(output[0, whole.shape[1] :], skip_special_tokens=True)!r}\n"

@@ -51,6 +51,15 @@ def columns(form: str) -> dict[str, list[Any]]:
     return {"messages": chats, "tools": ['[{"name": "look"}]', None], "chat_template_kwargs": [{"shout": "!"}] * 2}
 
 
+def test_a_prompt_with_its_own_beginning_has_one() -> None:
+    made = tokenizer(begins=True)
+    one, other = LabelledExamples(
+        [{"prompt": f"{begin}The sky is", "completion": " blue."} for begin in ("", "<bos>")], made
+    )
+    assert one["input_ids"].tolist().count(made.bos_token_id) == 1
+    assert torch.equal(one["input_ids"], other["input_ids"])
+
+
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # by TRL
 @pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("form", ["messages", "texts", "lists"])

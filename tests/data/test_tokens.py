@@ -1,13 +1,16 @@
 """Token streams: the byte path is the tokenizer, text makes no special tokens, one separator a document."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, token_stream
+from hf_recurrent_lengthgen.data.tokens import text_ids, text_prefix
 
 EOS = 1
 NASTY = [
@@ -34,6 +37,35 @@ def byte_level_tokenizer(**special: str) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+BEFORE = {"nothing": "$A", "BOS": "<s> $A", "GLM": "[gMASK] <sop> $A", "OPT": "</s> $A", "both ends": "<s> $A </s>"}
+"""What tokenizers put before a text, and one that also ends it."""
+
+
+def putting(template: str, made: PreTrainedTokenizerFast | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer that puts special tokens around each text."""
+    made = made or byte_level_tokenizer()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": ["[gMASK]", "<sop>"]}
+    made.add_special_tokens(special)
+    tokens = [(token, made.convert_tokens_to_ids(token)) for token in ("<s>", "</s>", "[gMASK]", "<sop>")]
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=tokens)
+    return made
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_documents_have_what_the_tokenizer_puts_before_a_text(name: str) -> None:
+    """As TRL, which tokenizes each text with its end, but one end of text is enough between two of them."""
+    tokenizer, texts = putting(BEFORE[name]), ["one two", "3", "four"]
+    by_itself = putting(BEFORE[name].removesuffix(" </s>"))
+    expected = [token for text in texts for token in by_itself(f"{text}</s>")["input_ids"]]
+    eos = tokenizer.eos_token_id
+    expected = [expected[0]] + [token for last, token in pairwise(expected) if (last, token) != (eos, eos)]
+    assert token_stream(texts, tokenizer).tolist() == expected
+    prefix = by_itself("")["input_ids"]
+    assert text_prefix(tokenizer) == prefix
+    for text in ("one", tokenizer.decode(prefix) + "one"):
+        assert text_ids(tokenizer, text) == by_itself("one")["input_ids"]
 
 
 def test_bytes_by_hand() -> None:

@@ -15,6 +15,7 @@ from transformers import Mamba2ForCausalLM, PreTrainedTokenizerFast, Watermarkin
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.harness import StateLM
+from tests.data.test_tokens import putting
 from tests.llamas import tiny_llama
 
 HEADER = "Q: is a shared header of demonstrations long enough to pay?\nA: yes\n\n"
@@ -189,6 +190,31 @@ def bos_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+def test_what_a_tokenizer_puts_before_a_text_stands_there_once(stock: Mamba2ForCausalLM, checkpoint: Path) -> None:
+    """GLM's two tokens: scores and texts are those of lm_eval's class, but a document is scored after them."""
+    tokenizer = putting("[gMASK] <sop> $A")
+    glm, ours = (
+        tokenizer.convert_tokens_to_ids(["[gMASK]", "<sop>"]),
+        StateLM(str(checkpoint), tokenizer, device="cpu"),
+    )
+    theirs = HFLM(pretrained=stock, tokenizer=tokenizer, max_length=4096)
+    asked = requests("loglikelihood", ("what is", " it"), ("what", " else is there"), (" ", "a"))
+    found = ours.loglikelihood(asked, **QUIET)
+    assert_same(found, theirs.loglikelihood(asked, **QUIET))
+    again = requests("loglikelihood", ("[gMASK]<sop>what is", " it"))  # as from a chat template
+    assert_same(ours.loglikelihood(again, **QUIET), found[:1])
+    generate = requests("generate_until", *((text, {"until": ["\n"], "max_gen_toks": 9}) for text in PROMPTS[1:4]))
+    assert ours.generate_until(generate, **QUIET) == theirs.generate_until(generate, **QUIET)
+    document = tokenizer.encode("abc", add_special_tokens=False)
+    with torch.no_grad():
+        after = stock(input_ids=torch.tensor([[*glm, *document]])).logits[0].log_softmax(-1)
+    expected = pytest.approx(float(after[range(1, 4), document].sum()), abs=1e-4)
+    for text in ("abc", "[gMASK]<sop>abc"):
+        assert ours.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)), **QUIET) == [expected]
+    [(without_context, _)] = ours.loglikelihood(requests("loglikelihood", ("", "abc")), **QUIET)
+    assert without_context == expected
 
 
 def test_a_beginning_of_text_stands_where_the_tokenizer_puts_it(stock: Mamba2ForCausalLM, checkpoint: Path) -> None:

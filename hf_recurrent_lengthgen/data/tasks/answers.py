@@ -30,7 +30,7 @@ class Task(NamedTuple):
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of a text, without special tokens, as `token_stream` reads it."""
+    """Token ids of a part of a text, without special tokens, as `token_stream` reads it."""
     options = {"add_special_tokens": False, "split_special_tokens": True, "return_attention_mask": False}
     return tokenizer(text, verbose=False, **options)["input_ids"]
 

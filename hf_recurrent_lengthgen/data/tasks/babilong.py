@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next
+from hf_recurrent_lengthgen.data.tasks.answers import Task, encode_answer, encode_next
 from hf_recurrent_lengthgen.data.tasks.keyed_random import Array
 from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths, drawn_lengths
 from hf_recurrent_lengthgen.data.tasks.prompts import Prompts
+from hf_recurrent_lengthgen.data.tokens import text_ids
 
 BABILONG_TASKS = tuple(range(1, 11))
 _LONGEST_SENTENCE = 40  # words; longer text is cut there, so that facts can be placed between
@@ -211,7 +212,7 @@ class BabilongPrompts(Prompts):
         return taken
 
     def _shots(self, shots: Sequence[BabiQuestion]) -> list[int]:
-        head = encode(self._tokenizer, "Text:")
+        head = text_ids(self._tokenizer, "Text:")
         for shot in shots:
             for fact in shot.facts:
                 head = head + self._tokens(f" {fact}")

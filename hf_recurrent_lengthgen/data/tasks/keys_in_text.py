@@ -29,6 +29,7 @@ from hf_recurrent_lengthgen.data.tasks.grids import DepthGrid
 from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths
 from hf_recurrent_lengthgen.data.tasks.needle import WORDS
 from hf_recurrent_lengthgen.data.tasks.prompts import Prompts
+from hf_recurrent_lengthgen.data.tokens import text_prefix
 
 ANOTHER_KEY, EARLIER_VALUE = "another key", "earlier value"
 """Kinds of wrong answers: a code of another name (confusion), an earlier code of this one (not overwritten)."""
@@ -43,7 +44,8 @@ class KeyTexts:
     Args:
         tokenizer: The tokenizer of the stream.
         stream: (n,) integers, as from `token_stream`. The text of a prompt is a passage from a random end of a
-            sentence or line on; after the last token comes the first. Codes stand after sentences and between lines.
+            sentence or line on, after the tokenizer's prefix; after the last token comes the first. Codes stand after
+            sentences and between lines.
         keys: Number of names in a prompt.
         values: Number of codes of each name, of which the last counts.
 
@@ -62,7 +64,7 @@ class KeyTexts:
         if not 1 <= values <= _CODES // keys:
             raise ValueError(f"values is {values}, but must be from 1 to {_CODES // keys} with {keys} keys")
         self.keys, self.values = keys, values
-        self._tokenizer, self._stream = tokenizer, stream
+        self._tokenizer, self._stream, self._prefix = tokenizer, stream, text_prefix(tokenizer)
         places, at_line = _places_for_facts(tokenizer, stream)
         self._places, self._at_line = np.concatenate([places, places + len(stream)]), np.tile(at_line, 2)
         self._heads = [encode_next(tokenizer, mark + _FACT) for mark in (" ", "\n")]
@@ -76,7 +78,7 @@ class KeyTexts:
             )
         longest = max(self._names, key=lambda word: len(self._names[word]))
         fact = max(map(len, self._heads)) + len(self._names[longest]) + len(self._is) + _CODE_TOKENS
-        self.shortest = keys * values * fact + len(self._question(longest)) + _CODE_TOKENS
+        self.shortest = len(self._prefix) + keys * values * fact + len(self._question(longest)) + _CODE_TOKENS
 
     def check(self, length: int) -> None:
         """Raise a `ValueError` for a length without room for the codes, or with more tokens than the stream."""
@@ -116,11 +118,12 @@ class KeyTexts:
         facts = [self._names[names[i // self.values]] + self._is + answers[i][0] for i in range(len(codes))]
         question, asked = self._question(names[0]), self.values - 1
         answer, scored = answers[asked]
-        body, after = self._body(start, facts, depths, length - len(question) - len(answer), asked)
+        size = length - len(self._prefix) - len(question) - len(answer)
+        body, after = self._body(start, facts, depths, size, asked)
         kinds = [EARLIER_VALUE] * asked + [ANOTHER_KEY] * (len(codes) - self.values)
         others = [torch.tensor(ids[:size]) for ids, size in answers[:asked] + answers[self.values :]]
         mistakes = tuple(zip(kinds, others, strict=True))
-        prompt = torch.cat([body, torch.tensor(question)])
+        prompt = torch.cat([torch.tensor(self._prefix, dtype=torch.long), body, torch.tensor(question)])
         return Task(prompt, torch.tensor(answer), scored, after + len(question), mistakes)
 
     def _body(

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next
+from hf_recurrent_lengthgen.data.tasks.answers import Task, encode_answer, encode_next
 from hf_recurrent_lengthgen.data.tasks.babilong import BackgroundText
+from hf_recurrent_lengthgen.data.tokens import text_ids
 
 NEEDLE_HEAD = (
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
@@ -55,7 +56,7 @@ def needle_prompt(
     Raises:
         ValueError: for a length or a text that is too short.
     """
-    head, question = encode(tokenizer, NEEDLE_HEAD), encode_next(tokenizer, f"\n{NEEDLE_QUESTION.format(word=word)}")
+    head, question = text_ids(tokenizer, NEEDLE_HEAD), encode_next(tokenizer, f"\n{NEEDLE_QUESTION.format(word=word)}")
     answer, scored = encode_answer(tokenizer, number)
     # the text before decides between a space and a line break, whose numbers of tokens may differ
     for mark in (" ", "\n"):

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next
+from hf_recurrent_lengthgen.data.tasks.answers import Task, encode_answer, encode_next
 from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths
 from hf_recurrent_lengthgen.data.tasks.prompts import Prompts
+from hf_recurrent_lengthgen.data.tokens import text_ids
 
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -72,7 +73,7 @@ class PasskeyTemplate:
         if style not in PASSKEY_STYLES:
             raise ValueError(f"style is {style!r}, but must be one of {sorted(PASSKEY_STYLES)}")
         self.tokenizer, self.length, self.texts = tokenizer, length, PASSKEY_STYLES[style]
-        self.head = encode(tokenizer, self.texts.head)
+        self.head = text_ids(tokenizer, self.texts.head)
         self.question = encode_next(tokenizer, f"\n{self.texts.question}")
         again = encode_next(tokenizer, self.texts.between + _FILLER)
         self.filler = torch.tensor(encode_next(tokenizer, f"\n{_FILLER}") + again * (max(length, 0) // len(again) + 1))
