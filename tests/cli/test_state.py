@@ -7,7 +7,8 @@ import pytest
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.state_files import positions_in
+from hf_recurrent_lengthgen.state_files import load_text_state, positions_in
+from hf_recurrent_lengthgen.state_files.origin import prefix_hash
 from tests.data.test_tokens import putting
 
 
@@ -73,6 +74,7 @@ def test_a_text_has_what_the_tokenizer_puts_before_it_once(
     (tmp_path / "book.txt").write_text(text)
     glm = "--tokenizer", tmp_path / "tokenizer"
     shown(capsys, "read", checkpoint, *glm, "--data", tmp_path / "book.txt", "--output", tmp_path / "book")
+    assert load_text_state(tmp_path / "book").prefix == prefix_hash(tokenizer(text, return_tensors="pt").input_ids)
     told = shown(capsys, "ask", tmp_path / "book", checkpoint, *glm, "--prompt", "So", "--max-new-tokens", "7")
     whole = tokenizer(f"{text}So", return_tensors="pt").input_ids
     output = load_model(str(checkpoint)).generate(whole, max_new_tokens=7, do_sample=False)
