@@ -12,7 +12,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_recurrent_lengthgen"
 
-LEAVES = ("checkpoints.papers", "checkpoints.private_text", "first_use", "versions")
+LEAVES = ("checkpoints.papers", "checkpoints.private_text", "first_use", "versions", "yaml_files")
 """Modules that import nothing of ours and may be imported by all."""
 # What the modules of a part may import of ours, besides modules of the same part. "" is the package itself.
 KEPT = ("checkpoints.adapters", "checkpoints.records", "checkpoints.tensor_files")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.yaml_files import read_yaml
 
 DESCRIPTION = """\
 Run lm-evaluation-harness (pip install "hf_recurrent_lengthgen[eval]") with models that carry a state: long prompts are
@@ -65,6 +66,8 @@ def run(arguments: Sequence[str]) -> int:
     finally:
         sys.argv = own
     config = getattr(options, "config", None)
+    if config:
+        read_yaml(config)  # lm_eval would take the last of two equal keys
     settings = EvaluatorConfig.load_yaml_config(config) if config else {}
     if arguments[0] == "run" and options.model is None:
         options.model = settings.get("model", "lengthgen")

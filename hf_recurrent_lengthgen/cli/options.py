@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import HfArgumentParser
 
 from hf_recurrent_lengthgen.cli.parsing import HelpFormatter, add_headings, examples_text, tokens, windows
@@ -28,6 +27,7 @@ from hf_recurrent_lengthgen.trainers import (
     TbttConfig,
 )
 from hf_recurrent_lengthgen.trainers.mixed_states import mixable
+from hf_recurrent_lengthgen.yaml_files import FULL_NAMES, read_yaml
 
 # Buitrago Ruiz & Gu, 2025 (arXiv:2507.02782), B.1 and B.2: post-training for 100 steps with the recipe of pre-training
 PAPER_STEPS = 100
@@ -297,19 +297,14 @@ def _flags_of(path: str) -> list[str]:
     Raises:
         ValueError: for a file that cannot be used, and unknown options.
     """
-    try:
-        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
-    except FileNotFoundError as error:
-        raise ValueError(f"There is no config file {path}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options as 'option: value' lines, got {type(values).__name__}.")
     if isinstance(own := values.get("import"), str):
         _run_file(own)  # before the options that it defines are known
     flags, known = [], _known()
     for name, value in values.items():
-        key = str({"output": "output_dir", "import": "import_file"}.get(name, name))  # as on the command line
+        key = str(FULL_NAMES.get(name, name))  # as on the command line
         if key not in known:
             raise ValueError(f"{path}: unknown option {key!r}; {_hint(key)}.")
         if isinstance(value, list):

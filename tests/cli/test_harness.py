@@ -43,6 +43,15 @@ def test_a_config_file_is_followed(run: list[EvaluatorConfig], tmp_path: Path) -
     assert (run[0].model, run[0].include_path, run[0].device) == ("dummy", [str(TASKS), "mine"], "meta")
 
 
+def test_a_key_that_stands_twice_in_a_config_file_is_refused(
+    run: list[EvaluatorConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("tasks: piqa\nmodel_args:\n  pretrained: a\n  pretrained: b\n")
+    assert main(["harness", "--config", str(tmp_path / "run.yaml")]) == 1
+    assert "pretrained stands twice, in line 3 and line 4: leave one out." in capsys.readouterr().err
+    assert run == []
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_help_names_every_group(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["harness", *arguments]) == 0

@@ -21,6 +21,7 @@ from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.recipes import RECIPES, copy_recipes, load_recipe, recipe_names
 from hf_recurrent_lengthgen.trainers import MixedStatesTrainer
+from hf_recurrent_lengthgen.yaml_files import UniqueKeys
 
 FILES = sorted(RECIPES.glob("*/*.yaml"))
 MODELS = sorted(RECIPES.glob("models/*.json"))
@@ -176,6 +177,8 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
     harness = re.findall(r"\nlengthgen harness --tasks (\S+) --model-args pretrained=output/([^\s,]+)", text)
     assert [run for _, run in harness] == ["alignment-llama"] * 2 + ["statex-mamba2-1.3b-trained"] * 2
     tasks = [task for names, _ in harness for task in names.split(",")]
+    for file in [*RECIPES.rglob("*.yaml"), *RECIPES.with_name("harness").rglob("*.yaml")]:
+        yaml.load(file.read_text(encoding="utf-8"), Loader=UniqueKeys)
     assert all([*RECIPES.with_name("harness").rglob(f"{task}.yaml")] for task in tasks)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
@@ -16,6 +17,7 @@ from hf_recurrent_lengthgen.checkpoints.card_mark import cards_digest, read_card
 from hf_recurrent_lengthgen.checkpoints.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
 from hf_recurrent_lengthgen.checkpoints.records import unverified, verified_files
 from hf_recurrent_lengthgen.versions import installed_versions
+from hf_recurrent_lengthgen.yaml_files import UniqueKeys
 
 # Of the HTTP library of this huggingface_hub: errors of connections and answers share it.
 _HTTP_ERROR: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
@@ -75,6 +77,8 @@ def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
     try:
         text = card.read_text(encoding="utf-8")
         data = ModelCard(text).data.to_dict()
+        if text.startswith("---"):
+            next(yaml.load_all(text, Loader=UniqueKeys))
     except Exception as error:  # of the YAML parser and of the checks of each field
         return [f"the metadata of README.md cannot be read ({' '.join(str(error).split())})"]
     if not data:

@@ -187,6 +187,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights": (damage("model.safetensors", b"x" * 9), r"changed since it was verified .model.safetensors"),
     "no metadata": (damage("README.md", "# No metadata"), "README.md has no metadata"),
     "bad metadata": (damage("README.md", "---\na: [\n---\n"), "the metadata of README.md cannot be read"),
+    "metadata twice": (
+        damage("README.md", "---\nlicense: mit\ntags: [a]\nlicense: apache-2.0\n---\n# A\n"),
+        r"the metadata of README.md cannot be read \(license stands twice, in line 2 and line 4",
+    ),
     "adapter": (damage("adapter_config.json", "{}"), "holds an adapter.*lengthgen merge"),
     "no code": (
         lambda folder: [code.unlink() for code in folder.glob("*.py")],
