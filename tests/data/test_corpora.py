@@ -190,6 +190,16 @@ def test_splits_of_a_folder_and_a_pattern(tmp_path: Path) -> None:
         load_texts(f"{tmp_path}/x*")
 
 
+def test_a_folder_of_several_kinds_is_refused_and_files_that_describe_data_are_no_kind(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).to_parquet(str(tmp_path / "a.parquet"))
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert load_texts(tmp_path) == ["a", "b"]
+    for name in ("c", "d", "e"):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
+    with pytest.raises(ValueError, match=r"the files end in .jsonl, .parquet; give files of one kind"):
+        load_texts(tmp_path)
+
+
 def test_chats_are_refused_with_what_reads_them(tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
     with pytest.raises(ValueError, match=r"no column 'text'.*messages has examples.*--task examples.*combine\(State"):
