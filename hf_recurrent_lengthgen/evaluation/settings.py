@@ -27,9 +27,9 @@ class EvaluationSettings:
 
     Attributes:
         batch_size, chunk_length: Rows, and tokens of each, per forward pass; None for what memory limits allow.
-        harm_threshold: Nats per token; context is called harmful in a bin whose lower bound is above it.
+        harm_threshold: Nats per token; context is called harmful from the first bin shown to be above it.
         tolerance: Tolerance of the verdict, as a fraction of perplexity.
-        confidence: Two-sided confidence of all intervals.
+        confidence: Two-sided confidence of each interval, and of all bins together where the first one is named.
         seed: Seed of random draws; recorded.
         command: Recorded command of the evaluation; None for the command line of this process.
         progress: Show progress bars.

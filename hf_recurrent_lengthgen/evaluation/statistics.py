@@ -40,6 +40,35 @@ def t_interval(values: np.ndarray, confidence: float = CONFIDENCE) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def shown_above(
+    mean: Sequence[float],
+    low: Sequence[float] | None,
+    threshold: float,
+    count: int,
+    confidence: float = CONFIDENCE,
+    choices: int = 1,
+) -> np.ndarray:
+    """Which of several means are shown to be above a threshold, (n,): with the confidence that none is by mistake.
+
+    The confidence is shared by all of them, step by step (Holm, 1979): the bounds of the means that are not shown yet
+    are widened to as many as these are, until no further mean is shown. Holds for any dependence between the means.
+
+    Args:
+        mean, low: Means and the lower bounds of their t-intervals; no bounds (None) show nothing.
+        count: Sequences that the means are over.
+        confidence: Two-sided confidence of each interval, and of all decisions together.
+        choices: Number of references from which that of the means was chosen, each of which must be allowed for.
+    """
+    shown, found = np.zeros(len(mean), dtype=bool), True
+    while found and low is not None:
+        share = (1 - confidence) / 2 / choices / max(1, int((~shown).sum()))
+        wider = special.stdtrit(count - 1, 1 - share) / special.stdtrit(count - 1, (1 + confidence) / 2)
+        above = mean - np.subtract(mean, low) * wider > threshold
+        found = bool((above & ~shown).any())
+        shown |= above
+    return shown
+
+
 def position_edges(
     length: int, training_length: int, exact_until: int = 0, bins_per_octave: int = 16
 ) -> tuple[int, ...]:

@@ -2,8 +2,9 @@ import math
 
 import numpy as np
 import pytest
+from scipy.stats import ttest_1samp
 
-from hf_recurrent_lengthgen.evaluation.statistics import bin_means, position_edges, t_interval
+from hf_recurrent_lengthgen.evaluation.statistics import bin_means, position_edges, shown_above, t_interval
 
 
 def test_t_interval_of_hand_computed_numbers() -> None:
@@ -72,3 +73,20 @@ def test_bin_means_of_hand_computed_numbers() -> None:
 def test_bins_outside_the_values_are_refused(edges: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="edges must increase"):
         bin_means(np.zeros((1, 5)), edges)
+
+
+def test_several_means_are_shown_step_by_step_as_holm_sorts_them() -> None:
+    random = np.random.default_rng(0)
+    for count in (2, 5, 32):
+        values = random.standard_normal((count, 12)) + np.linspace(0, 2, 12)
+        test = ttest_1samp(values, 0.5, alternative="greater")
+        order, shown = test.pvalue.argsort(), np.zeros(12, dtype=bool)
+        for step, index in enumerate(order):
+            if test.pvalue[index] > 0.025 / (12 - step):
+                break
+            shown[index] = True
+        interval = t_interval(values)
+        assert interval.low is not None
+        found = shown_above(interval.mean.tolist(), interval.low.tolist(), 0.5, count)
+        assert found.tolist() == shown.tolist()
+    assert not shown_above([9.0], None, 0, 1).any()

@@ -118,6 +118,14 @@ def test_patching_names_the_group_the_others_and_the_worst_head_alone() -> None:
     assert patching_text(replace(base, patching=None)) == ""
 
 
+def test_the_worst_of_several_heads_is_named_if_one_confidence_for_all_shows_it() -> None:
+    heads = {(layer, number): 0.0 for layer in range(2) for number in range(4)}
+    for share, sequences, named in ((0.02, 32, True), (0.011, 32, False), (0.02, 3, False)):  # intervals of +-0.01
+        few = states({(1, 2): 9.0, (0, 3): 9.0}, broken=heads | {(0, 1): share})
+        text = patching_text(replace(few, sequences=sequences))
+        assert ("layer 0, head 1 does most harm" in text) == named
+
+
 def test_without_harm_nothing_is_attributed() -> None:
     text = patching_text(states({(0, 0): 9.0}, harm=0.005))
     assert text == (

@@ -3,7 +3,7 @@
 The verdict is the length up to which a model generalizes. Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), Definition
 3.2: with p* the lowest perplexity inside the training length, reached at t*, a model generalizes to T if ppl(t) <= p*
 for all t in [t*, T] (the paper prints T_train there, but T is meant). Here the definition is applied to logarithmic
-bins with a tolerance, to the means and to their bounds.
+bins with a tolerance, to the means, and to bounds that hold in all bins together (`shown_above`).
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from hf_recurrent_lengthgen.evaluation.statistics import (
     last_octave,
     make_curve,
     position_edges,
+    shown_above,
 )
 from hf_recurrent_lengthgen.evaluation.streaming import Observer, Tokens, stream_nll
 from hf_recurrent_lengthgen.metrics.context_harm.result import (
@@ -151,15 +152,14 @@ def _context_harm(task: Measurement, read: StreamAndWindows) -> ContextHarm:
     trained, threshold = task.training_length, task.settings.harm_threshold
     harm = read.stream[:, trained:] - read.windows.truncated
     curves, (start, stop) = _curves(task, harm, trained), last_octave(task.length, trained)
-    low = curves.coarse.low or ()
+    bins, texts = curves.coarse, len(harm)
+    harmful = shown_above(bins.mean, bins.low, threshold, texts, task.settings.confidence)
     return ContextHarm(
         curves=curves,
         last_range=(start, stop),
         last=estimate(harm[:, start - trained : stop - trained], task.settings.confidence),
         threshold=threshold,
-        harmful_from=next(
-            (edge for edge, bound in zip(curves.coarse.edges, low, strict=False) if bound > threshold), None
-        ),
+        harmful_from=next((edge for edge, shown in zip(bins.edges, harmful, strict=False) if shown), None),
     )
 
 
@@ -262,18 +262,22 @@ def length_verdict(
         nll: Mean NLL of each sequence in each bin, (S, n), nats per token.
         training_length: T_train in tokens; p* is sought in the bins below it.
         tolerance: Fraction by which perplexity may exceed p*.
-        confidence: Two-sided confidence of the paired intervals.
+        confidence: Two-sided confidence of the paired intervals, and of `violated_from`.
     """
-    best = int(nll[:, : list(edges).index(training_length)].mean(0).argmin())
+    border = list(edges).index(training_length)
+    best = int(nll[:, :border].mean(0).argmin())
     excess = make_curve(edges, nll - nll[:, best : best + 1], confidence)
     allowed = math.log1p(tolerance)
     later = range(best + 1, len(edges) - 1)
-    proven = [] if excess.low is None else [edges[i] for i in later if excess.low[i] > allowed]
+    # The best bin was chosen by the same texts, among those that they do not show to be worse.
+    rivals = sum(low <= 0 for low in (excess.low or ())[:border])
+    bounds = None if excess.low is None else excess.low[best + 1 :]
+    proven = shown_above(excess.mean[best + 1 :], bounds, allowed, len(nll), confidence, rivals)
     return LengthVerdict(
         best_bin=(edges[best], edges[best + 1]),
         best_nll=float(nll[:, best].mean()),
         excess=excess,
         tolerance=tolerance,
         holds_to=next((edges[i] for i in later if excess.mean[i] > allowed), edges[-1]),
-        violated_from=proven[0] if proven else None,
+        violated_from=next((edges[i] for i, shown in zip(later, proven, strict=True) if shown), None),
     )

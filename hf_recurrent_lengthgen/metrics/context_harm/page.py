@@ -81,7 +81,7 @@ def evaluation_rows(models: Sequence[Shown]) -> list[Row[Shown]]:
         ),
         Row(
             f"Harm above {first.harm.threshold:g} from",
-            "first bin whose interval is above it, tokens",
+            "first bin shown to be above it, tokens",
             lambda model: model.evaluation.harm.onset,
         ),
         Row(
@@ -113,6 +113,8 @@ def definitions(evaluation: EvaluationResult) -> str:
         f"Intervals are {evaluation.confidence:.0%} t-intervals over {evaluation.sequences} sequences, paired for "
         "harm, context use and failure. A model breaks if the interval of its harm is above "
         f"{evaluation.harm.threshold:g}, holds if it is at or below, and is on the border otherwise. "
+        "The first bin of harm or failure is named with this confidence for all bins together, so its own interval "
+        "may be above the limit earlier. "
         "Definition 3.2 is from Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), applied to logarithmic position bins: "
         f"after the best bin inside the training length (for {evaluation.model}: positions {start:,} to {stop:,}), "
         "perplexity must not rise by more than the tolerance. It cannot distinguish a model that gets worse from "

@@ -36,7 +36,7 @@ class ContextHarm:
     """NLL with the whole context minus NLL of the same tokens with at most the training length of context.
 
     `last` is the mean over the positions `last_range` ([start, stop)). `harmful_from` is the start of the first
-    coarse bin whose lower bound exceeds `threshold`; None if there is none.
+    coarse bin that is shown to be above `threshold`, with one confidence for all bins; None if there is none.
     """
 
     curves: TwoResolutions
@@ -76,7 +76,7 @@ class LengthVerdict:
     The best bin inside the training length is `best_bin` (t*), with NLL `best_nll` (log p*). `excess` is the NLL
     of every bin minus that of t*, paired by sequence. `holds_to` is the largest bin edge up to which the mean
     perplexity of every bin from t* is at most p* (1 + tolerance). `violated_from` is the start of the first later bin
-    in which the lower bound of the excess is above log(1 + tolerance).
+    in which the excess is shown to be above log(1 + tolerance), with one confidence for all bins and choices of t*.
     """
 
     best_bin: tuple[int, int]

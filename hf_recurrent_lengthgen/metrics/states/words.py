@@ -1,6 +1,7 @@
 """What is said of states, and the states as a part of a diagnosis: which heads drift, what they hold, and their harm.
 
-A share of the harm counts as shown if the lower bound of its interval is above zero.
+A share of the harm counts as shown if the lower bound of its interval is above zero; that of the worst of several
+heads, if it is with one confidence for all of them.
 """
 
 import math
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from html import escape
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
+from hf_recurrent_lengthgen.evaluation.statistics import shown_above
 from hf_recurrent_lengthgen.evaluation.words import cell, interval_text, number_text
 from hf_recurrent_lengthgen.metrics.context_harm.words import HALF, Status
 from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
@@ -113,7 +115,9 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
         sentences.append(f"Share of it that goes away with the short context's: {', '.join(shares)}.")
     alone = list({group.heads: group for group in patching.groups if len(group.heads) == 1}.values())
     worst = max(alone, key=lambda group: group.broken.mean) if len(alone) > 1 else None
-    if worst is not None and _shown(worst.broken):
+    low = [group.broken.low for group in alone if group.broken.low is not None] or None
+    harmful = shown_above([group.broken.mean for group in alone], low, 0, states.sequences, states.confidence)
+    if worst is not None and harmful[alone.index(worst)]:
         name = next(head.name for head in states.heads if (head.layer, head.head) == worst.heads[0])
         sentences.append(
             f"Of {len(alone)} heads exchanged one by one, {name} does most harm: its state alone brings "
