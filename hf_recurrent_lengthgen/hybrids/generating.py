@@ -111,7 +111,7 @@ def _starting_cache(
 
 def _inferred_mask(prompt: Tensor, pad: Any, ends: Any) -> Tensor | None:
     """The mask (B, T) of a prompt with padding tokens, as Transformers infers it; None if there is none."""
-    if pad is None or pad in (ends if isinstance(ends, list) else [ends]) or prompt.is_floating_point():
+    if pad is None or (ends is not None and pad in torch.as_tensor(ends)) or prompt.is_floating_point():
         return None
     mask = prompt != pad
     return None if bool(mask.all()) else mask.long()
@@ -123,7 +123,8 @@ def _read_in_chunks(model: Any, prompt: Tensor, mask: Tensor | None, cache: Hybr
     if mask is not None and not bool(mask[:, -1].all()):
         raise ValueError("prefill_chunk_size needs prompts padded on the left: set padding_side='left'.")
     few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
-    for start in range(cache.tokens_seen, (prompt.shape[1] - 1) // size * size, size):
+    seen = cache.tokens_seen
+    for start in range(seen, seen + (prompt.shape[1] - 1 - seen) // size * size, size):
         piece = _tokens(prompt[:, start : start + size].to(model.device)) | {cache_argument(model): cache}
         if mask is not None:
             piece["attention_mask"] = mask[:, mask.shape[1] - prompt.shape[1] :][:, start : start + size]

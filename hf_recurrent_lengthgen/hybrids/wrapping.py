@@ -325,7 +325,7 @@ class StatefulMixin(LearnedStatesMixin):
             check_prompt_mask(cache, attention_mask, prepared["attention_mask"])
         if not prepared["logits_to_keep"]:
             del prepared["logits_to_keep"]
-        return prepared
+        return prepared | ({"output_router_logits": False} if experts_counted(kwargs, self.config) else {})
 
     def generate(
         self: Any,
@@ -349,11 +349,21 @@ class StatefulMixin(LearnedStatesMixin):
         """
         obey_window(self.config)  # with a static cache, masks are made before the first call
         kwargs = with_one_cache(kwargs, cache_argument(self))
-        kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
-        with without_checkpointing(self):
-            result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-            if (cache := hybrid_cache_of(kwargs)) is not None:
-                cache.end_generate(getattr(result, "sequences", result), self, cache_argument(self))
+        given = hybrid_cache_of(kwargs)
+        before: Any = copy.copy(given)
+        try:
+            kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
+            with without_checkpointing(self):
+                result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+                cache = hybrid_cache_of(kwargs)
+                if cache is not None and (given is not None or not isinstance(result, Tensor)):
+                    silent = {"output_router_logits": False} if experts_counted(kwargs, self.config) else {}
+                    read = functools.partial(self, **silent)
+                    cache.end_generate(getattr(result, "sequences", result), read, cache_argument(self))
+        except BaseException:
+            if given is not None:
+                given.become(before)
+            raise
         return result
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:

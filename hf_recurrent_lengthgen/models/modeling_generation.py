@@ -113,13 +113,16 @@ class RecurrentCache(Cache):
         before, prompt = self.before_beams, self.prompt
         if before is not None:
             vars(self).update(vars(before))
-            rows = torch.arange(len(sequences), device=sequences.device) * state_batch_size(before.state)
-            self.batch_select_indices(rows // len(sequences))
-            ids = sequences[:, prompt:-1]
-            mask = self.still_read(sequences[:, :-1], ids.shape[1], None)
+            N, rows = len(sequences), torch.arange(state_batch_size(before.state), device=sequences.device)
+            chosen, order = rows[:N] * len(rows) // N, rows * N // len(rows)
+            order[chosen] = rows[:N]  # as many rows as before, since PEFT may have an adapter for each
+            text = sequences[order, :-1]
+            real = text.ge(0).long()[:, prompt:]  # without an end token, Transformers pads with -1
+            mask = self.still_read(text, real.shape[1], real)
+            if real.shape[1]:
+                model(input_ids=text[:, prompt:].clamp(min=0), attention_mask=mask, use_cache=True, **{name: self})
+            self.batch_select_indices(chosen)
         self.set_in_generate(False)
-        if before is not None and ids.shape[1]:
-            model(input_ids=ids, attention_mask=mask, use_cache=True, **{name: self})
 
     def reset(self) -> None:
         self.state, self._is_own = None, False

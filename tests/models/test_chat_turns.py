@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.caches import HybridCache
@@ -102,3 +104,74 @@ def test_a_conversation_that_is_padded_again_is_refused() -> None:
     wrong = torch.cat([torch.zeros(2, 3).long(), mask, torch.ones(2, 3).long()], 1)
     with pytest.raises(ValueError, match=r"attention_mask counts \[3, 5\] tokens before .* has read \[6, 8\]: append"):
         model.generate(again, attention_mask=wrong, **{name: output[name]}, **options)
+
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", pytest.param("lfm2_moe", marks=pytest.mark.slow)])
+def test_experts_are_not_counted_where_rows_end_early(model_type: str, beams: int) -> None:
+    plain = stateful(tiny_model(model_type))
+    model = stateful(tiny_model(model_type, output_router_logits=True))
+    talk = random_tokens(2, 6, seed=4)
+    end = int(plain.generate(talk, eos_token_id=None, **OPTIONS)[0, 8])
+    options = OPTIONS | {"num_beams": beams, "eos_token_id": [end], "return_dict_in_generate": True}
+    assert torch.equal(model.generate(talk, **options).sequences, plain.generate(talk, **options).sequences)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["family", "hybrid"])
+def test_beams_that_a_criterion_ends_leave_their_own_states(kind: str) -> None:
+    model: Any = build(BY_NAME["gla"]).eval() if kind == "family" else stateful(tiny_model("falcon_h1"))
+    talk = random_tokens(2, 6, seed=4)
+    options = OPTIONS | {"num_beams": 3, "eos_token_id": None, "return_dict_in_generate": True}
+    criteria = StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] % 3 == 0])
+    output = model.generate(talk, stopping_criteria=criteria, **options)
+    cache = output["cache" if kind == "family" else cache_argument(model)]
+    for row, text in enumerate(output.sequences[:, :-1]):
+        alone = model(text[text >= 0][None], output_final_state=True).final_state
+        for layer, own in zip(cache.state, alone, strict=True):
+            torch.testing.assert_close(layer.recurrent[row, None], own.recurrent, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["family", "hybrid"])
+def test_an_adapter_for_each_row_goes_with_beams(kind: str) -> None:
+    model: Any = build(BY_NAME["gla"]).eval() if kind == "family" else stateful(tiny_model("falcon_h1"))
+    owner = model.config if kind == "family" else model
+    lora = LoraConfig(target_modules=list(owner.lora_target_modules), init_lora_weights=False)
+    model = get_peft_model(model, lora)
+    model.add_adapter("b", lora)
+    talk = random_tokens(2, 6, seed=4)
+    options = OPTIONS | {"num_beams": 3, "eos_token_id": [*range(3, 10)], "return_dict_in_generate": True}
+    mixed = model.eval().generate(input_ids=talk, adapter_names=["default", "b"], **options)
+    for row, name in enumerate(("default", "b")):
+        model.set_adapter(name)
+        alone = model.generate(input_ids=talk[row, None], **options)
+        width = alone.sequences.shape[1]
+        assert torch.equal(mixed.sequences[row, None, :width], alone.sequences)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ends", [torch.tensor([5, 6]), (5, 6), [5, 6]])
+def test_ends_have_any_form(ends: Any) -> None:
+    model, talk = stateful(tiny_model("falcon_h1")), random_tokens(2, 6, seed=4)
+    found = model.generate(talk, eos_token_id=ends, **OPTIONS)
+    assert torch.equal(found, tiny_model("falcon_h1").generate(talk, eos_token_id=[5, 6], **OPTIONS))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 20])
+def test_a_second_turn_is_read_in_chunks_and_may_be_tried_again(size: int) -> None:
+    model, talk = stateful(tiny_model("falcon_h1")), random_tokens(2, 6, seed=4)
+    name, options = cache_argument(model), OPTIONS | {"eos_token_id": None}
+    for more in range(1, 8):
+        first = model.generate(talk, return_dict_in_generate=True, **options)
+        again = torch.cat([first.sequences, random_tokens(2, more)], 1)
+        given = {name: first[name], "prefill_chunk_size": size}
+        with pytest.raises(ValueError, match="model_kwargs"):
+            model.generate(again, num_beams=2, unknown=1, **given, **options)
+        found = model.generate(again, **given, **options)
+        assert torch.equal(found, model.generate(again, **options))
