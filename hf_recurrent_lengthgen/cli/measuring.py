@@ -204,8 +204,9 @@ def _training_length(names: list[str], models: list[Any]) -> int:
     lengths = {length for length in trained.values() if length is not None}
     if len(lengths) == 1:
         [length] = lengths
-        if silent := [name for name in names if trained[name] is None]:
-            known = [name for name in names if trained[name] is not None]
+        silent = [name for name, model in zip(names, models, strict=True) if _of_config(model) is None]
+        if silent:
+            known = [f"the last training of {x}" if x in silent else x for x in names if trained[x] is not None]
             print(
                 f"The config of {', '.join(silent)} names no training length: taking {length}, as in "
                 f"{', '.join(known)}. Give --training-length if it is another."
@@ -217,8 +218,13 @@ def _training_length(names: list[str], models: list[Any]) -> int:
     raise ValueError(f"The models have different training lengths ({pairs}): give one with --training-length.")
 
 
-def _length_of(name: str, model: Any) -> int | None:
+def _of_config(model: Any) -> int | None:
     length: int | None = getattr(model.config, "training_length", None)
+    return length
+
+
+def _length_of(name: str, model: Any) -> int | None:
+    length = _of_config(model)
     lineage = None if length is not None else read_lineage(name)
     lengths = [step.training.training_length for step in lineage.steps if step.training] if lineage else []
     return lengths[-1] if lengths else length
