@@ -192,13 +192,13 @@ def test_another_tokenizer_or_text_is_refused(tmp_path: Path) -> None:
     assert load_text_state(path).position == 9  # without a model
 
 
-def test_the_hash_of_tokens_is_a_chain() -> None:
+@pytest.mark.parametrize("rows", [[[5, 70_000]], [[5, 70_000, 7], [6, 8, 9]]])
+def test_the_hash_of_tokens_is_a_chain_of_columns(rows: list[list[int]]) -> None:
     import hashlib
 
-    expected = bytes(32)
-    for token in (5, 70_000):
-        expected = hashlib.sha256(expected + token.to_bytes(8, "little")).digest()
-    tokens = torch.tensor([[5, 70_000]], dtype=torch.int32)
+    tokens, expected = torch.tensor(rows, dtype=torch.int32), bytes(32)
+    for column in zip(*rows, strict=True):
+        expected = hashlib.sha256(expected + b"".join(token.to_bytes(8, "little") for token in column)).digest()
     assert prefix_hash(tokens) == expected.hex() == prefix_hash(tokens[:, 1:], prefix_hash(tokens[:, :1]))
 
 

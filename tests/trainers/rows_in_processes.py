@@ -159,6 +159,19 @@ def one_in_each() -> dict[str, Tensor]:
         return toys.weights(trainer.model)
 
 
+def asked_first() -> dict[str, Tensor]:
+    """The weights after steps in windows, of whose two micro-batches only the first has targets."""
+    rows = toys.sequences(4 * BATCH, length=23)
+    for number, row in enumerate(rows):
+        row["labels"][4 if number // BATCH % 2 == 0 else 0 :] = -100
+    with tempfile.TemporaryDirectory() as folder:
+        changes: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2, "save_strategy": "no"}
+        trainer = toys.resumable_trainer(folder, BATCH // processes(), "tbtt on examples", **changes)
+        trainer.train_dataset = toys.Stream(rows)
+        trainer.train()
+        return toys.weights(trainer.model)
+
+
 def with_windows() -> dict[str, Tensor]:
     """The weights of a hybrid that is trained with drawn windows."""
     with tempfile.TemporaryDirectory() as folder:

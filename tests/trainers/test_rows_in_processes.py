@@ -36,6 +36,7 @@ TRAINED: list[tuple[Any, ...]] = [
     ("in_chunks", None),
     ("in_chunks", 2),
     ("one_in_each",),
+    ("asked_first",),
 ]
 OTHERS: list[tuple[Any, ...]] = [("chosen",), ("counted", False), ("counted", True)]  # what fails is last
 

@@ -84,6 +84,26 @@ def test_every_token_of_a_lane_is_read_once_and_added_to_its_state(
     assert orders[0] != orders[1]
 
 
+@pytest.mark.parametrize("probability", [0.0, 0.4, 1.0])
+def test_rows_that_continue_start_from_zero_with_the_probability(
+    tbtt: Callable[..., TbttTrainer], probability: float
+) -> None:
+    data = ContinuedChunks(torch.arange(1, 24 * 5 + 2), 5, chunks_before_reset=3)
+    trainer = tbtt(
+        toys.SumModel(), data, num_train_epochs=1, learning_rate=0.0, state_drop_probability=probability, seed=3
+    )
+    trainer.train()
+    ends, dropped = [0, 0], 0
+    for step, (_, rows, starts, _) in enumerate(trainer.model.seen):
+        for row, ids in enumerate(rows):
+            continues = step > 0 and (ids[0] - 1) % 15 != 0
+            keeps = continues and not toys.is_dropped(3, step, 0, row, probability)
+            dropped += continues and not keeps
+            assert starts[row] == (ends[row] if keeps else 0)
+            ends[row] = starts[row] + sum(ids)
+    assert (dropped > 0, dropped < 16) == (probability > 0, probability < 1)
+
+
 def tokens_of(count: int, documents: bool = False) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 17, (count,), generator=generator)

@@ -313,6 +313,36 @@ def test_sequences_that_begin_inside_rows_begin_from_zero_in_windows(tmp_path: A
     assert_same_weights(*found, atol=1e-6)
 
 
+@pytest.mark.parametrize(("chunk", "window"), [(3, 1), (4, 1), (2, 2)])
+def test_what_windows_carry_ends_where_a_sequence_begins(tmp_path: Any, chunk: int, window: int) -> None:
+    """Documents inside chunks of a stream, at borders of windows and between them, against a loop over their parts."""
+    data = chunks(8, 16, reset_at_document=True, separator_id=2)
+    model, expected = tiny_model().double(), tiny_model().double().train()
+    rows, length, border = [data[i] for i in range(8)], chunk * window, 0
+    settings: dict[str, Any] = {"bptt_chunk_length": chunk, "bptt_window": window, "num_train_epochs": 1}
+    trained(tmp_path, model, rows, **settings, per_device_train_batch_size=2)
+    for pair in zip(rows[::2], rows[1::2], strict=True):
+        expected.zero_grad()
+        count = sum(int((row["shift_labels"] != -100).sum()) for row in pair)
+        for row in pair:
+            state: RecurrentState | None = None
+            begins = row["state_resets"].nonzero()[:, 0].tolist()
+            borders = [part.start for part in windows_from_the_end(16, length)]
+            border += len({*begins} & {*borders[1:]})
+            for start, stop in pairwise(sorted({*begins, *borders, 16})):
+                state = None if state is None or start in begins else state
+                state = detach_state(state) if state is not None and start in borders else state
+                output = expected(row["input_ids"][None, start:stop], initial_state=state, output_final_state=True)
+                state, asked = output.final_state, row["shift_labels"][start:stop]
+                loss = cross_entropy(output.logits[0], asked, reduction="sum", ignore_index=-100) / count
+                loss.backward(retain_graph=True)
+        with torch.no_grad():
+            for parameter in expected.parameters():
+                parameter -= RATE * parameter.grad
+    assert border > 0
+    assert_same_weights(weights(model), weights(expected), atol=1e-6)
+
+
 def test_a_loss_of_experts_is_refused(tmp_path: Any) -> None:
     """Each window would add it, and a window in which a row has not begun has none."""
     model = stateful(stock_model("granitemoehybrid", output_router_logits=True))
