@@ -26,9 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import Piece, cut_rows, piece_borders
 from hf_recurrent_lengthgen.models.modeling_heads import StatefulCausalLMOutput
+from hf_recurrent_lengthgen.models.rows import LAYOUT
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, keep_rows, layer_state, learned_row
 
-ROWS = ("input_ids", "attention_mask", "seq_idx", "labels", "shift_labels")
+ROWS = ("input_ids", *LAYOUT, "labels", "shift_labels")
 TAKEN = (*ROWS, "initial_state", "attention_cache", "output_final_state", "num_items_in_batch", "return_dict")
 
 
@@ -42,7 +43,7 @@ def chunked_forward(
             targets divided by `num_items_in_batch`, as in Transformers.
         inputs: `input_ids` (B, S), `labels` or `shift_labels` (B, S), and optionally `attention_mask` (B, S),
             `initial_state`, `num_items_in_batch` and `output_final_state`, with the meaning that they have for the
-            model. Padding may be on the left or right and may fill whole chunks. `seq_idx` (B, S) says where
+            model. Padding may be on the left or right and may fill whole chunks. Any form of `LAYOUT` says where
             sequences begin inside rows, from the active learned state, or zero. A hybrid takes an `attention_cache`
             with what comes before, which then holds all keys and values.
         chunk_length: C, at most; chunks differ by one token.

@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, de
 from hf_recurrent_lengthgen.data.collating import PaddingCollator
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import unpacked
-from hf_recurrent_lengthgen.models.rows import read_rows
+from hf_recurrent_lengthgen.models.rows import LAYOUT, read_rows
 from hf_recurrent_lengthgen.trainers.checks import usable_ids
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, BatchPlace, MicroBatch, RowLayout
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
@@ -84,6 +84,8 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
         if "attention_mask" in inputs and bool((inputs["attention_mask"] == 1).all()):
             inputs.pop("attention_mask")
         if align is not None:
+            if given is not None:  # rows are one sequence each by now, and forms that say so could not be cropped
+                inputs = {name: value for name, value in inputs.items() if name not in LAYOUT[1:]}
             inputs, loss = align.crop(inputs, place)
             layout = RowLayout(crops=2, later_from_zero=align.second_from_zero)
     return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss, sequences=sequences)}

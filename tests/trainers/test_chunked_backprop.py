@@ -24,6 +24,12 @@ ROTARY_BY_LENGTH: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 2.0},
     "longrope": {"factor": 2.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
 }
+ONE_SEQUENCE: dict[str, dict[str, Any]] = {
+    "positions": {"position_ids": torch.arange(LENGTH)[None]},
+    "positions from 7": {"position_ids": torch.arange(7, LENGTH + 7).expand(2, -1)},
+    "numbers": {"seq_idx": torch.ones(2, LENGTH, dtype=torch.long)},
+    "borders": {"cu_seq_lens_q": torch.tensor([0, LENGTH, 2 * LENGTH]), "max_length_q": LENGTH},
+}
 TOLERANCE: dict[torch.dtype, dict[str, float]] = {
     torch.float64: {"rtol": 1e-9, "atol": 1e-9},
     torch.float32: {"rtol": 1e-3, "atol": 1e-4},
@@ -106,6 +112,17 @@ def test_labels_of_packed_rows_are_those_of_the_whole(padding: str) -> None:
     whole, chunks = model(**inputs), chunked_forward(model.forward, inputs, CHUNK_LENGTH)
     torch.testing.assert_close(chunks.loss, whole.loss, rtol=1e-6, atol=0.0)
     close(backward(model, chunks, state), backward(model, whole, state))
+
+
+@pytest.mark.thinned(7)
+@pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+@pytest.mark.parametrize("form", ONE_SEQUENCE)
+def test_forms_that_say_that_rows_are_one_sequence_each_change_nothing(family: Family, form: str) -> None:
+    model, inputs = build(family, torch.float64).train(), text()
+    state = leaves(random_state(model, 2))
+    expected = backward(model, model(**inputs, initial_state=state), state)
+    chunks = chunked_forward(model.forward, {**inputs, **ONE_SEQUENCE[form], "initial_state": state}, CHUNK_LENGTH)
+    close(backward(model, chunks, state), expected)
 
 
 def test_padding_in_a_row_is_refused_only_where_it_is_scored_at_the_beginning_of_a_chunk() -> None:

@@ -153,6 +153,17 @@ def test_chunks_are_the_rows_of_the_stock_model(
     assert relative_error(found, truth(model_type, form, asked, window)) < TOLERANCE
 
 
+@pytest.mark.thinned(9)
+@pytest.mark.parametrize("form", ["position_ids", "borders"])
+@pytest.mark.parametrize("model_type", SUPPORTED_TYPES)
+def test_forms_that_say_that_rows_are_one_sequence_each_change_nothing(model_type: str, form: str) -> None:
+    given, model = batch("whole"), both(model_type)[0]
+    borders = {"cu_seq_lens_q": torch.arange(0, given["input_ids"].numel() + 1, T), "max_length_q": T}
+    given |= borders if form == "borders" else {"position_ids": torch.arange(T)[None]}
+    found = slopes(in_chunks(model, given, 7).loss, model)
+    assert relative_error(found, truth(model_type, "whole", "all", None)) < TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", WORDS)
 @pytest.mark.parametrize("model_type", [name for name in SUPPORTED_TYPES if name not in TYPES])

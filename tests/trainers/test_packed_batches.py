@@ -98,6 +98,36 @@ def test_every_form_of_packed_rows_is_unpacked(tmp_path: Path, form: str) -> Non
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["family", "hybrid"])
+@pytest.mark.parametrize(
+    "collator", [DataCollatorWithFlattening(), FORMS["all"], None], ids=["positions", "all", "rows"]
+)
+def test_a_row_of_one_sequence_is_read_in_chunks_whatever_says_so(tmp_path: Path, collator: Any, hybrid: bool) -> None:
+    """Batches of one example; or rows that are packed already, each third of them with one sequence."""
+    data = toys.sequences(6)
+    if collator is None:
+        for number, row in enumerate(data):
+            row["position_ids"] = torch.arange(9) % (9 if number % 3 == 2 else 4)
+    without = {"gradient_accumulation_steps": 1, "max_steps": 6, "optim": "sgd", "hybrid": hybrid}
+    ways = [{}, {"bptt_chunk_length": 4}, {"bptt_chunk_length": 4, "bptt_window": 3}]
+    whole, *others = (
+        toys.resumable_trainer(tmp_path, 1, "zero state", double=True, save_strategy="no", **without, **way)
+        for way in ways
+    )
+    for trainer in (whole, *others):
+        trainer.train_dataset, trainer.data_collator = data, collator or trainer.data_collator
+        trainer.train()
+    for trainer in others:
+        toys.assert_same_weights(toys.weights(trainer.model), toys.weights(whole.model), atol=1e-9)
+
+
+def test_alignment_takes_a_batch_of_one_example_in_a_packed_row(tmp_path: Path) -> None:
+    expected, _ = trained(tmp_path, "alignment", padded, toys.sequences(6), per_device_train_batch_size=1)
+    for form in (DataCollatorWithFlattening(), FORMS["all"]):
+        weights, _ = trained(tmp_path, "alignment", form, toys.sequences(6), per_device_train_batch_size=1)
+        toys.assert_same_weights(weights, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["family", "hybrid"])
 def test_the_log_counts_sequences(tmp_path: Path, hybrid: bool) -> None:
     """A first batch of one sequence leaves one state, from which one of the next 8 sequences starts."""
     model = stateful(tiny_hybrid("falcon_h1")) if hybrid else toys.tiny_model()
