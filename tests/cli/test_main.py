@@ -109,7 +109,8 @@ def test_an_interrupt_during_imports_ends_the_command(command: str, tmp_path: Pa
     (tmp_path / "swallowing.py").write_text(swallowing)
     (tmp_path / "demo.py").write_text(f"import sys\nsys.path.append({str(tmp_path)!r})\n{command}")
     code = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background inherit that it is ignored
 from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.main import main
 cli.__path__.insert(0, {str(tmp_path)!r})

@@ -129,7 +129,7 @@ def test_beams_that_a_criterion_ends_leave_their_own_states(kind: str) -> None:
     options = OPTIONS | {"num_beams": 3, "eos_token_id": None, "return_dict_in_generate": True}
     criteria = StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] % 3 == 0])
     output = model.generate(talk, stopping_criteria=criteria, **options)
-    cache = output["cache" if kind == "family" else cache_argument(model)]
+    cache = output.cache if kind == "family" else output[cache_argument(model)]
     for row, text in enumerate(output.sequences[:, :-1]):
         alone = model(text[text >= 0][None], output_final_state=True).final_state
         for layer, own in zip(cache.state, alone, strict=True):
