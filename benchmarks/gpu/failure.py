@@ -23,7 +23,7 @@ from benchmarks.gpu.stage import DEVICE, Part, Stage, parameters_of, scan_of
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
-from hf_recurrent_lengthgen.evaluation.settings import HARM_THRESHOLD, EvaluationSettings
+from hf_recurrent_lengthgen.evaluation.settings import CONFIDENCE, HARM_THRESHOLD, EvaluationSettings
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingTrainer, ZeroStateTrainer
@@ -184,7 +184,8 @@ def measured(
     length = setting.evaluation_multiple * setting.training_length
     texts = evaluation_sequences(held_out.tokens, setting.sequences, length + 1)
     loaded = load_model(str(checkpoint)).to(DEVICE)
-    pieces = EvaluationSettings(batch_size=setting.sequences, chunk_length=2048, seed=setting.seed, progress=False)
+    shared = 1 - (1 - CONFIDENCE) / len(setting.multiples)  # by all measurements of a base, the first of which counts
+    pieces = EvaluationSettings(setting.sequences, 2048, confidence=shared, seed=setting.seed, progress=False)
     result = evaluate_model(loaded, texts, setting.training_length, settings=pieces)
     position, harm = result.position_wise.coarse, result.harm.curves.coarse
     tokens = until * setting.rows * setting.training_length
