@@ -116,11 +116,11 @@ class InitialStateConfig(TrainingArguments):
                 "context_parallel_size the model gets parts of them, with larger noise: set only one of them."
             )
         if self.context_parallel_size > 1:
-            beside = ("alignment_alpha", "bptt_chunk_length", "torch_compile", "eval_use_gather_object")
+            beside = ("alignment_alpha", "bptt_chunk_length", "torch_compile")
             if wrong := [name for name in beside if getattr(self, name)]:
                 raise ValueError(
-                    f"context_parallel_size does not work with {wrong}: the crops of the alignment loss, chunks, "
-                    "compiled graphs and gathered objects are those of whole rows. Set only one of them."
+                    f"context_parallel_size does not work with {wrong}: the crops of the alignment loss, chunks "
+                    "and compiled graphs are those of whole rows. Set only one of them."
                 )
 
     @property

@@ -102,7 +102,7 @@ def test_a_run_that_was_killed_in_a_save_resumes_bit_for_bit(shared: Path) -> No
 
 @pytest.mark.parametrize(
     "settings",
-    [{"alignment_alpha": 0.1}, {"bptt_chunk_length": 4}, {"torch_compile": True}, {"eval_use_gather_object": True}],
+    [{"alignment_alpha": 0.1}, {"bptt_chunk_length": 4}, {"torch_compile": True}],
     ids=str,
 )
 def test_what_needs_whole_rows_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:

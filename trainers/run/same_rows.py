@@ -7,7 +7,7 @@ the same number.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.trainers.checks import takes_states
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.run.data_place import DataPlace
+from hf_recurrent_lengthgen.trainers.run.dealt_rows import DealtBatches
 from hf_recurrent_lengthgen.trainers.run.hub_pushes import PushingTrainer
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels, token_shape_of, with_scored_labels
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows, refuse_other_rows
@@ -68,6 +69,11 @@ class SameRowsTrainer(PushingTrainer):
     def _check_train_data(self) -> None:
         """Raise a `ValueError` for data whose rows do not suit the method."""
 
+    @property
+    def _packs(self) -> bool:
+        """Whether the collator, of TRL, makes one row of all examples, which may hold several sequences each."""
+        return getattr(self.data_collator, "padding_free", False)
+
     def _scored(self, batch: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
         """A batch with only the labels that the model scores; unchanged for a model without states."""
         return with_scored_labels(base_of(self.model), batch, rows) if self._takes_states else batch
@@ -92,12 +98,16 @@ class SameRowsTrainer(PushingTrainer):
         check_batches(self, len(loader))
         return loader
 
-    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> DataLoader:
-        if self._shared.group is not None and isinstance(dataset, IterableDataset):
-            refuse_stream(dataset)
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        packs = self._packs and self.args.row_processes > 1 and not kwargs.get("is_training")
+        if packs or isinstance(dataset, IterableDataset):  # to evaluate: `stream_loader` is for training
+            place, size = (self.args.row_process_index, self.args.row_processes), batch_size * self.args.row_processes
+            settings = {name: getattr(self.args, f"dataloader_{name}") for name in _SETTINGS}
+            collate = self._get_collator_with_removed_columns(self.data_collator, description=description)
+            loader = DataLoader(dataset, size, collate_fn=list, **settings)
+            return DealtBatches(loader, collate, self.accelerator, *place, packs=packs)
         with self._shared.dealing(self.accelerator):
-            loader: DataLoader = super()._get_dataloader(dataset, *args, **kwargs)
-        return loader
+            return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Trainer's, counting the rows of a group of processes once."""
@@ -165,15 +175,19 @@ class SameRowsTrainer(PushingTrainer):
         finally:
             self.args.train_sampling_strategy = asked
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if self._shared.group is not None:  # Trainer restores it after the loop
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        # Trainer sets it after each loop; before the first it may gather objects, of which accelerate loses rows
+        self.gather_function = self.accelerator.gather_for_metrics
+        if self._shared.group is not None:
             self.gather_function = partial(self._shared.gather_once, self.accelerator)
         self._means = []
-        output = super().evaluation_loop(*args, **kwargs)
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
         batches, self._means = self._means, None
+        if isinstance(dataloader, DealtBatches):
+            output = output._replace(num_samples=dataloader.dealt)
         if batches and output.metrics is not None:  # Trainer gives all batches one weight, whatever their targets
             means, counts = (torch.stack(values).double() for values in zip(*batches, strict=True))
-            prefix = [*args[4:], kwargs.get("metric_key_prefix", "eval")][0]
+            prefix = [*args[3:], kwargs.get("metric_key_prefix", "eval")][0]
             total = means.mul(counts).where(counts > 0, 0).sum()
             output.metrics[f"{prefix}_loss"] = float(total / counts.sum())
         return output
@@ -187,7 +201,8 @@ class SameRowsTrainer(PushingTrainer):
             return super().prediction_step(model, inputs, *args, **kwargs)
         present = token_shape_of(inputs)[0]
         if self.args.world_size > 1:
-            present = present_rows(self.accelerator, present, self.args.row_process_index)
+            unit = present if self._packs else 1  # a packed row is repeated as a whole
+            present = unit * present_rows(self.accelerator, present // unit, self.args.row_process_index)
         inputs, scored = without_repeated_rows(inputs, names, present)
         loss_only = args[0] if args else kwargs.get("prediction_loss_only")
         if self._shared.group is None or not loss_only:  # predictions are of whole rows
@@ -235,7 +250,10 @@ def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
     """Batches of a stream: one process reads the batch of all processes and distributes it."""
     processes = trainer.args.row_processes
     if processes < trainer.args.world_size:
-        refuse_stream(stream)
+        raise ValueError(
+            "Processes that share rows (context_parallel_size) read them from data with a length, got "
+            f"{type(stream).__name__}: give such data."
+        )  # of a stream, accelerate would deal other rows to each
     packs = isinstance(trainer.data_collator, DataCollatorWithFlattening)
     if processes > 1 and (packs or getattr(trainer.data_collator, "padding_free", False)):  # of TRL
         raise ValueError(
@@ -263,14 +281,6 @@ def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
         dispatch_batches=processes > 1,
         non_blocking=trainer.accelerator.non_blocking,
         use_stateful_dataloader=trainer.accelerator.use_stateful_dataloader,
-    )
-
-
-def refuse_stream(stream: Any) -> NoReturn:
-    """Raise a `ValueError`: accelerate would read a stream in one process, and deal other rows to each."""
-    raise ValueError(
-        "Processes that share rows (context_parallel_size) read them from data with a length, got "
-        f"{type(stream).__name__}: give such data."
     )
 
 
