@@ -19,15 +19,9 @@ class DealtBatches(DataLoaderStateMixin):
     """The batches of one process in an evaluation: the main process reads rows and deals them, each collates its own.
 
     All processes get the same number of rows, some of them twice at the end: accelerate and `present_rows` leave out
-    what is behind `remainder`. A collator that packs makes one row of them, so it gets each once; where none is left,
-    its row is behind `remainder`.
-
-    Attributes:
-        loader: Lists of rows, read in the main process only.
-        collate: Makes a batch of the rows of this process.
-        process: Number of this process, or of its group, among the `processes` that read different rows.
-        packs: Whether the collator makes one row of all.
-        dealt: Number of rows of the last pass.
+    what is behind `remainder`. If the collator `packs` them into one row, it gets each once; where none is left, its
+    row is behind `remainder`. `process` and `processes` count groups that share rows once; `dealt` are the rows of the
+    last pass.
     """
 
     loader: DataLoader
@@ -41,9 +35,6 @@ class DealtBatches(DataLoaderStateMixin):
     @property
     def dataset(self) -> Any:
         return self.loader.dataset
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         self.gradient_state, self.dealt = self.accelerator.gradient_state, 0

@@ -101,10 +101,10 @@ class SameRowsTrainer(PushingTrainer):
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         packs = self._packs and self.args.row_processes > 1 and not kwargs.get("is_training")
         if packs or isinstance(dataset, IterableDataset):  # to evaluate: `stream_loader` is for training
-            place, size = (self.args.row_process_index, self.args.row_processes), batch_size * self.args.row_processes
+            place = self.args.row_process_index, self.args.row_processes
             settings = {name: getattr(self.args, f"dataloader_{name}") for name in _SETTINGS}
             collate = self._get_collator_with_removed_columns(self.data_collator, description=description)
-            loader = DataLoader(dataset, size, collate_fn=list, **settings)
+            loader = DataLoader(dataset, batch_size * place[1], collate_fn=list, **settings)
             return DealtBatches(loader, collate, self.accelerator, *place, packs=packs)
         with self._shared.dealing(self.accelerator):
             return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
@@ -254,8 +254,7 @@ def stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
             "Processes that share rows (context_parallel_size) read them from data with a length, got "
             f"{type(stream).__name__}: give such data."
         )  # of a stream, accelerate would deal other rows to each
-    packs = isinstance(trainer.data_collator, DataCollatorWithFlattening)
-    if processes > 1 and (packs or getattr(trainer.data_collator, "padding_free", False)):  # of TRL
+    if processes > 1 and (trainer._packs or isinstance(trainer.data_collator, DataCollatorWithFlattening)):
         raise ValueError(
             f"{type(trainer.data_collator).__name__} makes one row of all examples of a batch, but the rows of a "
             f"stream are dealt to {processes} processes: give data with a length, or a collator that pads (TRL's does "
