@@ -5,9 +5,6 @@ from typing import Any
 
 import yaml
 
-FULL_NAMES = {"output": "output_dir", "import": "import_file"}
-"""Options that have a shorter name, too."""
-
 
 class UniqueKeys(yaml.BaseLoader):
     """Scalars stay as written ("no", "1e-3"); a key that stands twice in a mapping is an error, at any depth."""
@@ -15,7 +12,7 @@ class UniqueKeys(yaml.BaseLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
-            name, line = FULL_NAMES.get(str(key.value), str(key.value)), key.start_mark.line + 1
+            name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
                 raise yaml.YAMLError(f"{name} stands twice, in line {lines[name]} and line {line}: leave one out.")
             lines[name] = line

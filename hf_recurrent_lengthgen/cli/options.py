@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.trainers import (
     TbttConfig,
 )
 from hf_recurrent_lengthgen.trainers.mixed_states import mixable
-from hf_recurrent_lengthgen.yaml_files import FULL_NAMES, read_yaml
+from hf_recurrent_lengthgen.yaml_files import read_yaml
 
 # Buitrago Ruiz & Gu, 2025 (arXiv:2507.02782), B.1 and B.2: post-training for 100 steps with the recipe of pre-training
 PAPER_STEPS = 100
@@ -291,6 +291,9 @@ def _known() -> set[str]:
     return _names(RunArguments).union(*(_names(trainer.config_class) for trainer in INTERVENTIONS.values()))
 
 
+_LONGER = {"output": "output_dir", "import": "import_file"}
+
+
 def _flags_of(path: str) -> list[str]:
     """A YAML file as flags, so that both pass the same checks; scalars stay as written ("no", "1e-3").
 
@@ -304,7 +307,9 @@ def _flags_of(path: str) -> list[str]:
         _run_file(own)  # before the options that it defines are known
     flags, known = [], _known()
     for name, value in values.items():
-        key = str(FULL_NAMES.get(name, name))  # as on the command line
+        key = str(_LONGER.get(name, name))  # as on the command line
+        if key != name and key in values:
+            raise ValueError(f"{path}: {name} and {key} are one option: leave one out.")
         if key not in known:
             raise ValueError(f"{path}: unknown option {key!r}; {_hint(key)}.")
         if isinstance(value, list):

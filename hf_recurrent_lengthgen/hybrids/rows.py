@@ -169,6 +169,11 @@ def experts_counted(arguments: dict[str, Any], config: Any) -> bool:
     return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
 
 
+def uncounted(arguments: dict[str, Any], config: Any) -> dict[str, bool]:
+    """Further arguments for a call without the loss of experts, which `generate` has no use for."""
+    return {"output_router_logits": False} if experts_counted(arguments, config) else {}
+
+
 def _coefficient(model: Any) -> float:
     """Of the loss of experts, where the stock model has it: those of images and text read that of their config."""
     owner = model if hasattr(model, "router_aux_loss_coef") else model.config.get_text_config(decoder=True)

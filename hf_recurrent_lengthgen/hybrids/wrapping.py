@@ -46,6 +46,7 @@ from hf_recurrent_lengthgen.hybrids.rows import (
     reads_tokens,
     refuse_unread,
     rows_of,
+    uncounted,
     with_share_of_experts,
 )
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
@@ -325,7 +326,7 @@ class StatefulMixin(LearnedStatesMixin):
             check_prompt_mask(cache, attention_mask, prepared["attention_mask"])
         if not prepared["logits_to_keep"]:
             del prepared["logits_to_keep"]
-        return prepared | ({"output_router_logits": False} if experts_counted(kwargs, self.config) else {})
+        return prepared | uncounted(kwargs, self.config)
 
     def generate(
         self: Any,
@@ -357,8 +358,7 @@ class StatefulMixin(LearnedStatesMixin):
                 result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
                 cache = hybrid_cache_of(kwargs)
                 if cache is not None and (given is not None or not isinstance(result, Tensor)):
-                    silent = {"output_router_logits": False} if experts_counted(kwargs, self.config) else {}
-                    read = functools.partial(self, **silent)
+                    read = functools.partial(self, **uncounted(kwargs, self.config))
                     cache.end_generate(getattr(result, "sequences", result), read, cache_argument(self))
         except BaseException:
             if given is not None:

@@ -231,20 +231,19 @@ class RecurrentGenerationMixin(GenerationMixin):
         refuse_continuous_batching(self)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *args: Any
     ) -> None:
-        """The cache is a state, of one size for sequences of any length."""
+        """The cache is a state."""
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
-            raise ValueError(
-                f"cache_implementation must be left out, got {kind!r}: the cache of a recurrent model is its state, "
-                "of one size for all sequences."
-            )
+            raise ValueError(f"cache_implementation must be left out, got {kind!r}: the cache is the state.")
         if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
             model_kwargs[CACHE_NAME] = RecurrentCache()
         if (cache := model_kwargs.get(CACHE_NAME)) is not None:
             cache.set_in_generate(True, generation_config.eos_token_id)
-            cache.batch_repeat_interleave(max(generation_config.num_beams, generation_config.num_return_sequences))
+            repeats = max(generation_config.num_beams, generation_config.num_return_sequences)
+            if repeats > 1 and cache.state is not None and state_batch_size(cache.state) == batch_size:
+                cache.batch_repeat_interleave(repeats)
         if generation_config.compile_config is not None and not generation_config.disable_compile:
             extra("modeling_compiled").compile_steps(self, generation_config, cache)
 
@@ -295,9 +294,8 @@ class RecurrentGenerationMixin(GenerationMixin):
             "logits_to_keep": 0 if logits_to_keep is None else logits_to_keep,
             "attention_mask": attention_mask,
         }
-        seen = 0 if cache is None else cache.tokens_seen
         virtual = virtual_tokens(self)
-        seen = max(seen - virtual, 0)
+        seen = 0 if cache is None else max(cache.tokens_seen - virtual, 0)
         if inputs_embeds is not None and seen < inputs_embeds.shape[1]:
             name, unread = "inputs_embeds", inputs_embeds[:, seen:]
         elif inputs_embeds is not None:
@@ -375,15 +373,16 @@ class RecurrentGenerationMixin(GenerationMixin):
 
     def _generate(self, cache: RecurrentCache | None, *args: Any, **kwargs: Any) -> Any:
         """`GenerationMixin.generate`; then the cache is the caller's."""
-        if cache is not None:
-            kwargs[CACHE_NAME] = cache
+        before: Any = copy.copy(cache)
+        kwargs |= {} if cache is None else {CACHE_NAME: cache}
         try:
             result: Any = super().generate(*args, **kwargs)
             if (used := getattr(result, CACHE_NAME, cache)) is not None:
                 used.end_generate(getattr(result, "sequences", result), self)
-        finally:
+        except BaseException:
             if cache is not None:
-                cache.set_in_generate(False)
+                vars(cache).update(vars(before))
+            raise
         if hasattr(result, CACHE_NAME):
             result.cache = used  # its name in newer releases
         return result

@@ -4,6 +4,7 @@ All families and hybrids, with biases and limits of step sizes where they have t
 and in the first turn decoded in several ways.
 """
 
+import copy
 from typing import Any
 
 import pytest
@@ -175,3 +176,17 @@ def test_a_second_turn_is_read_in_chunks_and_may_be_tried_again(size: int) -> No
             model.generate(again, num_beams=2, unknown=1, **given, **options)
         found = model.generate(again, **given, **options)
         assert torch.equal(found, model.generate(again, **options))
+
+
+@torch.no_grad()
+def test_a_cache_may_have_a_row_for_each_beam_and_is_as_it_was_after_an_error() -> None:
+    model, talk = build(BY_NAME["gla"]).eval(), random_tokens(2, 6, seed=4)
+    beams = OPTIONS | {"eos_token_id": None, "num_beams": 3}
+    read = model(talk[:, :-2]).cache
+    again = copy.copy(read)
+    with pytest.raises(ValueError, match="same rows"):
+        model.generate(talk[:1], cache=again, **beams)
+    again.batch_repeat_interleave(3)
+    expected = model.generate(talk, **beams)
+    assert torch.equal(model.generate(talk, cache=read, **beams), expected)
+    assert torch.equal(model.generate(talk, cache=again, **beams), expected)
