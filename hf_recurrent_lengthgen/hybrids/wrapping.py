@@ -377,7 +377,9 @@ def _stateful_class(stock: Any) -> Any:
     signature = inspect.signature(stock.forward)
     parameters = list(signature.parameters.values())
     catch_all = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
-    own = ("initial_state", "output_final_state", "attention_cache", "sequence_group")
+    own = ["initial_state", "output_final_state", "attention_cache", "sequence_group", "position_ids", "seq_idx"]
+    own += ["shift_labels"] * ("labels" in signature.parameters)  # by these names, `Trainer` keeps columns
+    own = [name for name in own if name not in signature.parameters]
     added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in own]
 
     def forward(

@@ -37,7 +37,7 @@ def test_object_class_and_signature_stay(model: Any) -> None:
     assert str(type(model)) == str(stock)
     assert stateful(model) is model
     before, after = (list(inspect.signature(x.forward).parameters) for x in (STOCK, model))
-    own = ["initial_state", "output_final_state", "attention_cache", "sequence_group"]
+    own = ["initial_state", "output_final_state", "attention_cache", "sequence_group", "seq_idx", "shift_labels"]
     assert [name for name in after if name not in before] == own
     assert [name for name in after if name in before] == before
 
