@@ -378,8 +378,7 @@ def _stateful_class(stock: Any) -> Any:
     parameters = list(signature.parameters.values())
     catch_all = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
     own = ["initial_state", "output_final_state", "attention_cache", "sequence_group", "position_ids", "seq_idx"]
-    own += ["shift_labels"] * ("labels" in signature.parameters)  # by these names, `Trainer` keeps columns
-    own = [name for name in own if name not in signature.parameters]
+    own = [name for name in own if name not in signature.parameters]  # `Trainer` keeps columns that are named here
     added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in own]
 
     def forward(

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.generic import find_labels
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.mixers import DeltaMixer, call_of
@@ -37,9 +38,10 @@ def test_object_class_and_signature_stay(model: Any) -> None:
     assert str(type(model)) == str(stock)
     assert stateful(model) is model
     before, after = (list(inspect.signature(x.forward).parameters) for x in (STOCK, model))
-    own = ["initial_state", "output_final_state", "attention_cache", "sequence_group", "seq_idx", "shift_labels"]
+    own = ["initial_state", "output_final_state", "attention_cache", "sequence_group", "seq_idx"]
     assert [name for name in after if name not in before] == own
     assert [name for name in after if name in before] == before
+    assert find_labels(type(model)) == ["labels"]  # or Trainer, and so its evaluation loss, would expect others, too
 
 
 @torch.no_grad()
