@@ -12,7 +12,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_imports
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_recurrent_lengthgen"
 
-LEAVES = ("checkpoints.papers", "checkpoints.private_text", "first_use", "versions", "yaml_files")
+LEAVES = ("checkpoints.papers", "checkpoints.private_text", "versions", "yaml_files")
 """Modules that import nothing of ours and may be imported by all."""
 # What the modules of a part may import of ours, besides modules of the same part. "" is the package itself.
 KEPT = ("checkpoints.adapters", "checkpoints.records", "checkpoints.tensor_files")
@@ -105,9 +105,6 @@ MAY_IMPORT["metrics.diagnosis.result"] += (
 )
 for _leaf in LEAVES:
     MAY_IMPORT[_leaf] = ()
-
-LOADED_BY_A_TRAINER = 112
-"""Modules of ours that the import of one trainer loads; most of them are the families."""
 
 # Transformers installs nothing for remote code: what stands outside `try` must be there with Transformers.
 CHECKPOINT_IMPORTS = {"torch", "transformers", "safetensors", "numpy"} | sys.stdlib_module_names
@@ -288,29 +285,15 @@ def reached(*modules: str) -> set[str]:
     return seen
 
 
-NOT_OF_TRAINING = ("cards", "cli", "diagnosis", "harness", "hub", "plotting", "recipes", "verification")
+NOT_OF_TRAINING = ("cards", "cli", "diagnosis", "harness", "hub", "recipes", "verification")
 """Parts that no trainer reaches."""
 
 
-def test_a_trainer_reaches_no_cards_figures_or_recipes() -> None:
+def test_a_trainer_reaches_no_cards_or_recipes() -> None:
     files = [path.relative_to(ROOT).with_suffix("") for path in (ROOT / "trainers").rglob("*.py")]
     modules = reached(*(".".join((PACKAGE, *file.parts)) for file in files))
     found = {name.removeprefix(f"{PACKAGE}.") for name in modules}
     assert not sorted(name for name in found if any(is_inside(name, part) for part in NOT_OF_TRAINING))
-
-
-@pytest.mark.slow
-def test_a_trainer_loads_little_of_ours() -> None:
-    code = f"""import sys
-from {PACKAGE}.trainers import StatePassingTrainer
-print(*sorted(name for name in sys.modules if name.startswith("{PACKAGE}") or name == "matplotlib"))"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = [name.removeprefix(f"{PACKAGE}.") for name in done.stdout.split()]
-    assert not [name for name in loaded if any(is_inside(name, part) for part in (*NOT_OF_TRAINING, "matplotlib"))]
-    assert not [
-        name for name in loaded if any(is_inside(name, part) for part in ("hybrids", "surgery", "state_files"))
-    ]
-    assert len(loaded) <= LOADED_BY_A_TRAINER, loaded
 
 
 TOY = "train --model model_cards/mamba2-base --max-steps 1 --per-device-train-batch-size 1 --use-cpu --output"

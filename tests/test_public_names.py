@@ -1,9 +1,11 @@
 """What users may import: every name is listed, documented, and there; nothing else is public by accident."""
 
-import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
+import typing
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,18 @@ def test_nothing_else_is_public(name: str) -> None:
         and getattr(found, "__module__", "").startswith("hf_recurrent_lengthgen")
     }
     assert public <= {*module.__all__}  # type: ignore[attr-defined]
+
+
+def test_what_is_loaded_on_first_use_is_what_type_checkers_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(typing, "TYPE_CHECKING", True)
+    package = hf_recurrent_lengthgen
+    places: Any = {"submodule_search_locations": package.__path__}
+    spec = importlib.util.spec_from_file_location(package.__name__, package.__file__, **places)
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    seen = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(seen)
+    for name in {*package.__all__} - {"__version__"}:
+        assert vars(seen)[name] is getattr(package, name)
 
 
 def test_the_package_alone_loads_nothing_heavy() -> None:
