@@ -13,7 +13,8 @@ DESCRIPTION = """\
 Run lm-evaluation-harness (pip install "hf_recurrent_lengthgen[eval]") with models that carry a state: long prompts are
 read in pieces, and what prompts share is read once. All options are those of lm_eval, and its subcommands run, ls and
 validate; see `lengthgen harness run --help`. The model is "lengthgen" unless --model names another one, and the tasks
-of this package are known. Their groups, which the page on the harness of the documentation describes:
+are those of lm_eval and of this package, or of a folder that --include-path names. The groups of this package, which
+the page on the harness of the documentation describes:
 
   lengthgen_recall        answers from a document that is read twice
   lengthgen_icl           learning in context from 16 demonstrations; lengthgen_icl_8 and lengthgen_icl_24
@@ -30,6 +31,8 @@ lengthgen harness --tasks lengthgen_pg19 --model-args pretrained=MODEL --metadat
 lengthgen harness ls groups
 """
 SUBCOMMANDS = ("run", "ls", "validate")
+SHORT = {"config": ("-C",), "model": ("-M",)}
+"""Short names of options of lm_eval that have a default here."""
 
 
 def as_lm_eval_spells_it(argument: str) -> str:
@@ -47,34 +50,27 @@ def run(arguments: Sequence[str]) -> int:
         command_parser().print_help()
         return 0
     try:
-        from lm_eval._cli import HarnessCLI
-        from lm_eval.config.evaluate_config import EvaluatorConfig
-        from lm_eval.utils import setup_logging
+        from lm_eval.__main__ import cli_evaluate
 
         from hf_recurrent_lengthgen.harness import TASKS
     except ModuleNotFoundError as error:
         raise ValueError(
             f'lengthgen harness needs lm-evaluation-harness ({error}): pip install "hf_recurrent_lengthgen[eval]".'
         ) from error
-    if arguments[0] not in SUBCOMMANDS:
-        arguments.insert(0, "run")
-    setup_logging()
-    cli = HarnessCLI()
-    own, sys.argv = sys.argv, ["lengthgen harness", *arguments]  # lm_eval reads sys.argv
+    command = arguments.pop(0) if arguments[0] in SUBCOMMANDS else "run"
+    defaults = {"include_path": str(TASKS)}
+    if command == "run":  # lm_eval would assume a GPU
+        defaults |= {"model": "lengthgen", "device": "cuda:0" if torch.cuda.is_available() else "cpu"}
+    parser = argparse.ArgumentParser(add_help=False)
+    for name in ("config", *defaults):
+        parser.add_argument(f"--{name}", *SHORT.get(name, ()))
+    given = vars(parser.parse_known_args(arguments)[0])
+    settings = read_yaml(given["config"]) if given["config"] else {}  # lm_eval would take the last of two equal keys
+    missing = {name: value for name, value in defaults.items() if given[name] is None and name not in settings}
+    arguments += [word for name, value in missing.items() for word in (f"--{name}", value)]
+    own, sys.argv = sys.argv, ["lengthgen harness", command, *arguments]  # lm_eval reads sys.argv
     try:
-        options: argparse.Namespace = cli.parse_args()
+        cli_evaluate()
     finally:
         sys.argv = own
-    config = getattr(options, "config", None)
-    if config:
-        read_yaml(config)  # lm_eval would take the last of two equal keys
-    settings = EvaluatorConfig.load_yaml_config(config) if config else {}
-    if arguments[0] == "run" and options.model is None:
-        options.model = settings.get("model", "lengthgen")
-    if arguments[0] == "run" and options.device is None:  # lm_eval would assume a GPU
-        options.device = settings.get("device", "cuda:0" if torch.cuda.is_available() else "cpu")
-    theirs = getattr(options, "include_path", None) or settings.get("include_path") or []
-    paths = theirs if isinstance(theirs, list) else [theirs]
-    options.include_path = [str(TASKS), *paths]
-    cli.execute(options)
     return 0

@@ -4,14 +4,6 @@ docs/harness.md has a command for each group of tasks. Importing this package re
 with lm_eval.
 """
 
-try:
-    import lm_eval  # noqa: F401
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "hf_recurrent_lengthgen.harness runs lm-evaluation-harness, which is not installed: "
-        'pip install "hf_recurrent_lengthgen[eval]".'
-    ) from error
-
 from pathlib import Path
 
 from hf_recurrent_lengthgen.harness.lm import StateLM

@@ -27,11 +27,7 @@ def rows(length: int, data_dir: str | None = None, **metadata: Any) -> Splits:
     Raises:
         ValueError: without such a folder or a tokenizer, and if all books are shorter.
     """
-    if data_dir is None:
-        raise ValueError(
-            "The books are read from local files: give --metadata data_dir=FOLDER, a folder of .txt files."
-        )
-    folder = folder_of(data_dir)
+    folder = folder_of(data_dir, ", with the books as .txt files")
     tokenizer = metadata_tokenizer(metadata, "cutting books to a number of tokens")
     texts, lengths = [], []
     for path in sorted(folder.glob("*.txt")):

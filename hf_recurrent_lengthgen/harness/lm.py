@@ -13,7 +13,6 @@ Results are those of lm_eval's own class for Transformers (`hf`) on the same wei
 """
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,13 +63,12 @@ class StateLM(TemplateLM):
         trust_remote_code: Whether code of the checkpoint may run.
         attention_window: Of a hybrid, as in `stateful`.
         max_batch_size: Upper limit if `batch_size` is "auto"; passed by lm_eval.
-        unknown: Refused.
 
     Attributes:
         tokens_read: Tokens read so far, without generated ones, which shows what sharing saves.
 
     Raises:
-        ValueError: for other arguments, a model whose cache cannot branch, and several processes.
+        ValueError: for a model whose cache cannot branch, and arguments that do not go together.
     """
 
     def __init__(
@@ -83,16 +81,8 @@ class StateLM(TemplateLM):
         trust_remote_code: bool = False,
         attention_window: int | str | None = None,
         max_batch_size: int | None = None,
-        **unknown: Any,
     ) -> None:
         super().__init__()
-        if unknown:
-            raise ValueError(
-                f"The model lengthgen does not take {', '.join(sorted(unknown))}; it takes pretrained, tokenizer, "
-                "batch_size, device, dtype, trust_remote_code and attention_window."
-            )
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise ValueError("The model lengthgen runs in one process: start it without accelerate or torchrun.")
         self._reader = _reader(pretrained, device, dtype, trust_remote_code, attention_window)
         self._device = self._reader.device
         if tokenizer is None:
@@ -101,12 +91,10 @@ class StateLM(TemplateLM):
             tokenizer = load_tokenizer(tokenizer, trust_remote_code)
         self.tokenizer: Any = tokenizer
         self._prefix = text_prefix(tokenizer)
-        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"{type(tokenizer).__name__} has neither a beginning nor an end of text, but one of them is needed "
-                "before a text without context: set tokenizer.eos_token."
-            )
-        self.batch_size = _batch_size(self._reader, batch_size, max_batch_size)
+        if batch_size in ("auto", None):
+            automatic = forward_plan(2**31, 2**31, self._reader.vocabulary, None, ROW_LENGTH)[0]
+            batch_size = min(automatic, max_batch_size or automatic)
+        self.batch_size = int(batch_size or 1)
         self.tokens_read = 0
 
     @property
@@ -125,10 +113,6 @@ class StateLM(TemplateLM):
         return self._prefix or [self.prefix_token_id]
 
     @property
-    def max_gen_toks(self) -> int:
-        return MAX_GENERATED
-
-    @property
     def tokenizer_name(self) -> str:
         """For lm_eval's cache of requests."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
@@ -141,19 +125,13 @@ class StateLM(TemplateLM):
             continue_final_message=not add_generation_prompt,
         )
 
-    def get_model_info(self) -> dict[str, Any]:
-        model = self._reader.model
-        return {
-            "model_num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "model_dtype": str(model.dtype),
-            "tokens_read": self.tokens_read,
-        }
-
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
         """`text_ids`, without the prefix if `add_special_tokens` is False."""
         return text_ids(self.tokenizer, string, () if add_special_tokens is False else self._prefix)
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
         """Log-likelihood in nats of each continuation given its context, and whether it is the greedy one.
 
         A continuation with a token that the model masks (logit -inf) has log-likelihood -inf.
@@ -161,19 +139,10 @@ class StateLM(TemplateLM):
         Raises:
             ValueError: for a continuation without tokens, and if the model returns NaN.
         """
-        for context, continuation in (request.args for request in requests):
-            if not context and not self.tok_encode(continuation, add_special_tokens=False):
-                raise _no_tokens(context, continuation)
-        return super().loglikelihood(requests, disable_tqdm)
-
-    def _loglikelihood_tokens(
-        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
-    ) -> list[tuple[float, bool]]:
-        """`loglikelihood` for texts given as token ids."""
         pairs = []
         for (context, continuation), context_ids, continuation_ids in requests:
             if not continuation_ids:
-                raise _no_tokens(context, continuation)
+                raise ValueError(f"The continuation {continuation!r} of {context[-80:]!r} has no tokens of its own.")
             # lm_eval moves a context of spaces into the continuation
             pairs.append(((context_ids if context else []) or self._before, continuation_ids))
         results = [(0.0, False)] * len(pairs)
@@ -236,7 +205,7 @@ class StateLM(TemplateLM):
 
     def _generate(self, contexts: list[str], given: dict[str, Any], disable_tqdm: bool) -> Iterator[tuple[int, str]]:
         """The index of each context and its continuation, with the same arguments for all."""
-        arguments = dict(normalize_gen_kwargs(given, self.max_gen_toks))
+        arguments = dict(normalize_gen_kwargs(given, MAX_GENERATED))
         end = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         stop = [text for text in handle_stop_sequences(arguments.pop("until"), eos=end) if text]
         new_tokens: Any = arguments.pop("max_gen_toks")
@@ -249,16 +218,17 @@ class StateLM(TemplateLM):
         if not arguments["do_sample"]:
             arguments.pop("temperature", None)
         ids = [self.tok_encode(context) or self._before for context in contexts]
-        ends = self._ends()
+        known: int | Ids | None = self._reader.model.generation_config.eos_token_id
+        ends = sorted({*(known if isinstance(known, list) else [known]), self.eot_token_id} - {None})
         ending = Ending(self.tokenizer, stop, ends)
         pad, beams = self.tokenizer.pad_token_id, arguments.get("num_beams") or 1
 
         def generate(batch: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, str]]:
             places, carries = zip(*batch, strict=True)
             prompt = torch.tensor([ids[place][-1:] for place in places], device=self._device)
-            read = (
-                {} if carries[0] is None else self._reader.generation_arguments(self._reader.join_rows(carries), beams)
-            )
+            read = {}
+            if carries[0] is not None:
+                read = self._reader.generation_arguments(self._reader.join_rows(carries), beams)
             with evaluation_mode(self._reader.model):
                 output = self._reader.model.generate(
                     input_ids=prompt,
@@ -280,20 +250,11 @@ class StateLM(TemplateLM):
         for place, branch in self._read([text[:-1] for text in ids], None, disable_tqdm):
             tokens = -1 if branch.carry is None else attention_caches.cached_tokens(self._reader.keys_of(branch.carry))
             waiting.setdefault(tokens, []).append((place, branch.carry))
-            if sum(map(len, waiting.values())) >= self._rows(max(waiting)):
+            if sum(map(len, waiting.values())) >= rows_with_room(self._reader, self.batch_size, max(waiting)):
                 longest = max(waiting, key=lambda tokens: len(waiting[tokens]))
                 yield from generate(waiting.pop(longest))
         for batch in waiting.values():
             yield from generate(batch)
-
-    def _rows(self, tokens: int) -> int:
-        """Rows of texts of so many tokens that are continued together."""
-        return rows_with_room(self._reader, self.batch_size, tokens)
-
-    def _ends(self) -> Ids:
-        ends: int | Ids | None = self._reader.model.generation_config.eos_token_id
-        known = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-        return sorted({*known, *([] if self.eot_token_id is None else [self.eot_token_id])})
 
     def _read(self, texts: list[Ids], starts: list[int] | None, disable_tqdm: bool) -> Iterator[tuple[int, Branch]]:
         """Read texts, and shared prefixes once; see `read_tree`."""
@@ -304,10 +265,6 @@ class StateLM(TemplateLM):
         self.tokens_read += tokens_to_read(root, starts is None)
 
 
-def _no_tokens(context: str, continuation: str) -> ValueError:
-    return ValueError(f"The continuation {continuation!r} of {context[-80:]!r} has no tokens of its own.")
-
-
 def _reader(
     pretrained: Any, device: str | None, dtype: str | torch.dtype | None, trust_remote_code: bool, window: Any
 ) -> Reader:
@@ -316,11 +273,7 @@ def _reader(
         if name not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}.")
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            model = load_language_model(pretrained, trust_remote_code, DTYPES[name], window).to(place)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"Cannot use the device {place!r}: {error}") from error
-        reader = reader_of(model)
+        reader = reader_of(load_language_model(pretrained, trust_remote_code, DTYPES[name], window).to(place))
     elif any(given is not None for given in (device, dtype, window)):
         raise ValueError("A given model keeps its device, dtype and window: leave those arguments out.")
     else:
@@ -331,12 +284,3 @@ def _reader(
             f"{reader.why}. Wrap a hybrid with stateful(model); for other models, use lm_eval's own model hf."
         )
     return reader
-
-
-def _batch_size(reader: Reader, batch_size: int | str | None, most: int | None) -> int:
-    if batch_size == "auto" or batch_size is None:
-        automatic = forward_plan(2**31, 2**31, reader.vocabulary, None, ROW_LENGTH)[0]
-        return automatic if most is None else min(automatic, most)
-    if not str(batch_size).isdecimal() or int(batch_size) < 1:
-        raise ValueError(f'batch_size must be at least 1, or "auto", got {batch_size}.')
-    return int(batch_size)

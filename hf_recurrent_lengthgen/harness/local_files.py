@@ -10,13 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from lm_eval.tasks._yaml_loader import load_yaml
+import yaml
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 Splits = dict[str, datasets.Dataset]
+
+
+class TaskLoader(yaml.SafeLoader):
+    """Task files, with the names of their functions as text."""
+
+
+TaskLoader.add_constructor("!function", lambda loader, node: node.value)
+
+
+def task_config(path: str | Path) -> dict[str, Any]:
+    """A task file with what it includes, which the file itself goes before."""
+    config = yaml.load(Path(path).read_text(encoding="utf-8"), TaskLoader)
+    names = config.pop("include", [])
+    merged: dict[str, Any] = {}
+    for name in [names] if isinstance(names, str) else names:
+        merged |= task_config(Path(path).parent / name)
+    return merged | config
 
 
 def rows(config_source: str, data_dir: str | None = None, **metadata: Any) -> Splits:
@@ -32,7 +49,7 @@ def rows(config_source: str, data_dir: str | None = None, **metadata: Any) -> Sp
     Raises:
         ValueError: for a missing folder or file, and lines that are not JSON objects.
     """
-    config = load_yaml(config_source, resolve_func=False)
+    config = task_config(config_source)
     if data_dir is None:
         options = (config.get("dataset_kwargs") or {}).get("hub", {})
         return datasets.load_dataset(config["dataset_path"], config.get("dataset_name"), **options)
@@ -61,31 +78,26 @@ def longbench_rows(config_source: str, data_dir: str | None = None, **metadata: 
     """
     if data_dir is None:
         return rows(config_source, **metadata)
-    name = load_yaml(config_source, resolve_func=False)["dataset_name"]
-    path = folder_of(data_dir) / f"{name}.jsonl"
-    if not path.exists():
-        raise ValueError(f"{data_dir} has no {name}.jsonl, a file of LongBench.")
-    lines = [{"question": line.get("input"), **line} for line in json_lines(path)]  # lm_eval's name for it
+    name = task_config(config_source)["dataset_name"]
+    lines = json_lines(folder_of(data_dir) / f"{name}.jsonl")
+    lines = [{"question": line.get("input"), **line} for line in lines]  # lm_eval's name for it
     return {"test": datasets.Dataset.from_list(lines)}
 
 
-def folder_of(data_dir: str) -> Path:
-    folder = Path(data_dir).expanduser()
-    if not folder.is_dir():
-        raise ValueError(f"data_dir must be a folder, got {data_dir}.")
+def folder_of(data_dir: str | None, files: str = "") -> Path:
+    """The folder in the metadata of a task; a `ValueError` names the files that it should hold."""
+    folder = Path(data_dir or "").expanduser()
+    if data_dir is None or not folder.is_dir():
+        raise ValueError(f"data_dir must be a folder, got {data_dir}: give --metadata data_dir=FOLDER{files}.")
     return folder
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    objects = []
+    objects: list[dict[str, Any]] = []
     try:
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            if line.strip():
-                objects.append(dict(json.loads(line)))
-    except (TypeError, ValueError) as error:
+        objects += (dict(json.loads(line)) for line in path.read_text(encoding="utf-8").split("\n") if line.strip())
+    except (TypeError, ValueError, FileNotFoundError) as error:
         raise ValueError(f"{path} must hold JSON objects, one a line; row {len(objects)}: {error}.") from error
-    if not objects:
-        raise ValueError(f"{path} has no rows.")
     return objects
 
 

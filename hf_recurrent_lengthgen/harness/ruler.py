@@ -26,13 +26,7 @@ def rows(task: str, data_dir: str | None = None, max_seq_lengths: list[int] | No
     Raises:
         ValueError: without such a folder, for lengths that it lacks, and for rows that are not RULER's.
     """
-    if data_dir is None:
-        raise ValueError(
-            "RULER is read from files of its own generator: give --metadata data_dir=FOLDER, a folder with "
-            f"LENGTH/data/{task}/validation.jsonl. The tasks niah_... and ruler_... of lm_eval generate the files; "
-            'they need pip install "lm_eval[ruler]" and a network connection.'
-        )
-    folder = folder_of(data_dir)
+    folder = folder_of(data_dir, f", with LENGTH/data/{task}/validation.jsonl of RULER's own generator")
     rows_of_lengths = []
     for length in max_seq_lengths or LENGTHS:
         path = folder / str(length) / "data" / task / "validation.jsonl"

@@ -42,11 +42,8 @@ def assert_same(found: list[tuple[float, bool]], expected: list[tuple[float, boo
     assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-4)
 
 
-def test_it_is_registered(ours: StateLM) -> None:
-    assert get_model("lengthgen") is StateLM
-
-
 def test_four_choices_cost_their_context_once(ours: StateLM) -> None:
+    assert get_model("lengthgen") is StateLM
     ours.loglikelihood(MULTIPLE_CHOICE[:4], **QUIET)
     context = len(f"{CONTEXTS[0]} ")
     # of the choices, all but the last letter; what "no" and "nobody" share is too short to read apart
@@ -248,10 +245,7 @@ def test_answers_reach_the_cache_of_lm_eval(ours: StateLM, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"revision": "main"}, "does not take revision; it takes pretrained"),
-        ({"batch_size": 0}, 'batch_size must be at least 1, or "auto", got 0'),
         ({"dtype": "auto"}, "dtype must be one of float32, bfloat16, float16, float64, got auto"),
-        ({"device": "cuda:77"}, "Cannot use the device 'cuda:77'"),
         ({"tokenizer": "no/such/folder"}, "is no folder here"),
     ],
 )
@@ -264,12 +258,6 @@ def test_models_that_cannot_continue_a_text_are_refused() -> None:
     model = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
     with pytest.raises(ValueError, match=r"LlamaForCausalLM does not allow: its dynamic position enc.*own model hf"):
         StateLM(model, tokenizer=byte_tokenizer())
-
-
-def test_several_processes_are_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="runs in one process"):
-        StateLM(str(checkpoint), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -297,10 +285,9 @@ def test_a_broken_model_is_told(counting: StateLM) -> None:
         counting.loglikelihood(requests("loglikelihood", ("a", "b")), **QUIET)
 
 
-@pytest.mark.parametrize("context", ["a", ""])
-def test_a_continuation_without_tokens_is_refused(counting: StateLM, context: str) -> None:
-    with pytest.raises(ValueError, match=f"The continuation '' of '{context}' has no tokens of its own"):
-        counting.loglikelihood(requests("loglikelihood", (context, "")), **QUIET)
+def test_a_continuation_without_tokens_is_refused(counting: StateLM) -> None:
+    with pytest.raises(ValueError, match="The continuation '' of 'a' has no tokens of its own"):
+        counting.loglikelihood(requests("loglikelihood", ("a", "")), **QUIET)
 
 
 def test_masked_tokens_have_the_log_likelihoods_of_lm_eval(stock: Mamba2ForCausalLM, ours: StateLM) -> None:

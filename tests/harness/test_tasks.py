@@ -241,12 +241,15 @@ def test_longbench_e_is_read_from_its_own_files(counting: StateLM, task_manager:
     [
         (lambda folder: local_files.rows(PIQA, str(folder / "none")), "data_dir must be a folder, got .*none"),
         (lambda folder: local_files.rows(PIQA, str(folder)), r"neither piqa.validation.jsonl nor piqa.jsonl"),
-        (lambda folder: local_files.longbench_rows(QASPER, str(folder)), "has no qasper_e.jsonl"),
+        (lambda folder: local_files.longbench_rows(QASPER, str(folder)), "No such file .*qasper_e.jsonl"),
         (lambda folder: local_files.json_lines(folder / "broken.jsonl"), r"broken.jsonl must hold .* row 1: "),
-        (lambda folder: books.rows(8), "give --metadata data_dir=FOLDER"),
+        (lambda folder: books.rows(8), "give --metadata data_dir=FOLDER, with the books"),
         (lambda folder: books.rows(8, str(folder)), "cutting books to a number of tokens needs a tokenizer"),
         (lambda folder: books.rows(80, str(folder), tokenizer="bytes"), "of 80 tokens or more; the longest has 5"),
-        (lambda folder: ruler.rows("vt"), "RULER is read from files of its own generator"),
+        (
+            lambda folder: ruler.rows("vt"),
+            "with LENGTH/data/vt/validation.jsonl of RULER",
+        ),
         (lambda folder: ruler.rows("vt", str(folder)), "has no LENGTH/data/vt/validation.jsonl"),
         (lambda folder: ruler.rows("cwe", str(folder)), "has a row without input or outputs: index"),
     ],
