@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_recurrent_lengthgen.checkpoints.conversion.export import code_note, export_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, TITLES
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
@@ -13,13 +13,10 @@ Write a checkpoint of this package in the layout of another library, which then 
 bit for bit, and the checkpoint stays unchanged. What the other library has no name for is refused: states expanded in
 some layers, forgetting, attention layers. Carried states and lineage are not exported.
 
-A hybrid is in the layout of Transformers already. With an attention_window, --format transformers writes it as the
-sliding_window of Zaya, and of LFM3 and Lara where all attention layers are of one kind. For others the window would be
-lost: Transformers alone attends to all keys, so the export is refused.
+A hybrid is in the layout of Transformers already, which attends to all keys whatever its attention_window.
 
-For rwkv-hf no library has the class: config.json names the code of the repository that the checkpoint was converted
-from. For a checkpoint from elsewhere, add the .py files and the auto_map of the authors, or export an RWKV-6 for fla.
-Formats:
+For rwkv-hf no library has the class: add the .py files and the auto_map of the authors' repositories, or export an
+RWKV-6 for fla; rwkv7-hf is only read. Formats:
 
 """
 EXAMPLES = """\
@@ -44,6 +41,4 @@ def run(arguments: Sequence[str]) -> int:
     output = Path(options.output)
     export_checkpoint(options.checkpoint, output, options.format, revision=options.revision)
     print(f"Exported to {output}, for {options.format}: {', '.join(sorted(path.name for path in output.iterdir()))}.")
-    if note := code_note(FORMATS[options.format]):
-        print(note)
     return 0

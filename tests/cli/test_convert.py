@@ -64,22 +64,10 @@ def test_tensors_that_loading_rounds_are_told(
     assert "finer" not in capsys.readouterr().out
 
 
-def test_an_export_without_the_code_that_it_needs_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_tiny_random_model("rwkv-hf", "rwkv6", tmp_path / "theirs")
-    assert main(["convert", "theirs", "--output", "ours"]) == 0
-    assert main(["export", "ours", "--format", "rwkv-hf", "--output", "back"]) == 0
-    assert "It has no code, and no library has its class" in capsys.readouterr().out
-    assert main(["export", "ours", "--format", "rwkv", "--output", "pth"]) == 0
-    assert "no code" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["convert", "theirs", "--output", "theirs"], "theirs exists already and is not an empty folder"),
+        (["convert", "theirs", "--output", "theirs"], "exists already and is not an empty folder"),
         (["convert", "nothing/here/at-all", "--output", "ours"], "is no folder here"),
         (["convert", "missing.pth", "--output", "ours"], "There is no file missing.pth"),
         (["export", "theirs", "--format", "mamba-ssm", "--output", "back"], "no checkpoint of this package"),

@@ -34,7 +34,7 @@ REFUSED = [
     (f"{DIAGNOSE} --data stdlib --text-column x", "the text column 'x' does nothing"),
     (f"{DIAGNOSE} --length 8", "must be above the training length, 8"),
     ("expand {ours} --output {stock}", "exists already and is not an empty folder"),
-    ("expand {ours} --output {file}/x", "file, which is no folder: give another --output"),
+    ("expand {ours} --output {file}/x", "file exists already and is not an empty folder"),
     (f"{EXPAND} --factor inf", "factor must be a finite number above 1, got inf"),
     (f"{EXPAND} --layers first", "--layers must be \"all\" or layer numbers, got ['first']"),
     (f"{EXPAND} --layers 7", "layers must be some of the recurrent layers, 0, 1, got [7]"),

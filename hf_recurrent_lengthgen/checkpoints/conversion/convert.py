@@ -76,8 +76,6 @@ def convert_checkpoint(
             lacks.
     """
     check_new(output := Path(output))
-    if dtype not in (None, *FLOATS, *FLOATS.values()):
-        raise ValueError(f"dtype must be one of {', '.join(FLOATS)}, got {dtype}.")
     place = locate(source, revision)
     settings = read_settings(place)
     files = TensorFiles(place.path)
@@ -119,10 +117,10 @@ def read_settings(source: Source) -> Settings | None:
     if not (source.folder / "config.json").is_file():
         return None
     settings: Settings = PreTrainedConfig.get_config_dict(source.folder)[0]
-    if not isinstance(settings.get("model_type", ""), str | None):
-        raise ValueError(f"config.json of {source.folder} has the model_type {settings['model_type']!r}, not a name.")
-    if settings.get("quantization_config"):
-        raise ValueError(f"{source.folder} holds quantized weights: give the checkpoint that was quantized.")
+    quantized = settings.get("quantization_config")
+    if quantized or not isinstance(settings.get("model_type", ""), str | None):
+        wrong = "quantized weights" if quantized else f"the model_type {settings['model_type']!r}, not a name"
+        raise ValueError(f"{source.folder} holds {wrong}: give a checkpoint in full precision, with a sound config.")
     return settings
 
 

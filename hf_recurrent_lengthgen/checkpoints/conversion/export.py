@@ -1,30 +1,19 @@
 """Export a checkpoint of this package to another layout with the same architecture, tensor by tensor."""
 
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import read_settings
-from hf_recurrent_lengthgen.checkpoints.conversion.exported_configs import (
-    check_exportable,
-    exported_config,
-    with_sliding_window,
-)
-from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
-    Format,
-    Settings,
-    config_errors,
-    expected_shapes,
-    tied_names,
-)
+from hf_recurrent_lengthgen.checkpoints.conversion.exported_configs import check_exportable, exported_config
+from hf_recurrent_lengthgen.checkpoints.conversion.formats import Settings, config_errors, expected_shapes, tied_names
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_theirs
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import named_format
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, write_safetensors, write_torch
+from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import write_safetensors, write_torch
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import copy_tokenizer
 from hf_recurrent_lengthgen.checkpoints.records import write_settings_file
-from hf_recurrent_lengthgen.checkpoints.sources import Source, locate
+from hf_recurrent_lengthgen.checkpoints.sources import locate
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta, TensorFiles
 from hf_recurrent_lengthgen.models import FAMILIES
 
@@ -35,8 +24,7 @@ def export_checkpoint(
     """Write a checkpoint of this package in another layout, completely or not at all, with equal values and dtypes.
 
     Args:
-        checkpoint: Folder or Hub name of a checkpoint of this package, also one that a Trainer saved during training;
-            or a hybrid with an `attention_window`, which "transformers" says as `sliding_window`.
+        checkpoint: Folder or Hub name of a checkpoint of this package, also one that a Trainer saved during training.
         output: Folder for the result, new or empty.
         format: Name of the layout.
         revision: Branch, tag or commit on the Hub.
@@ -50,25 +38,11 @@ def export_checkpoint(
     check_new(output)
     layout = named_format(format)
     place = locate(checkpoint, revision)
-    given = read_settings(place)
-    text = (given or {}).get("text_config", given) or {}
-    if given is not None and text.get("attention_window") is not None and format == "transformers":
-        changed, files = with_sliding_window(given, checkpoint), TensorFiles(place.path)
-        same = [Entry(name, *meta, partial(files.tensor, name)) for name, meta in files.metas.items()]
-        with new_folder(output) as folder:
-            write_safetensors(folder, same, max_shard_size)
-            _write_others(place, folder, changed)
-        return output
-    config = our_config(given, checkpoint)
+    config = our_config(read_settings(place), checkpoint)
     check_exportable(layout, config)
     files = TensorFiles(place.path)
     renames = expand(layout.renames(config), config.num_hidden_layers)
     tied, shared = tied_names(config), {}
-    if tied is not None and any(tied[0] in rename.our_names for rename in renames):
-        raise ValueError(
-            f"{layout.title} cannot hold this model, whose head is its embeddings (tie_word_embeddings True): publish "
-            "it as a checkpoint of this package."
-        )
     entries = to_theirs(renames, files, expected_shapes(config), checkpoint)
     if tied is not None and layout.writes_tied_head:
         shared[layout.tied_head] = next(x.their_names[0] for x in renames if x.our_names == (tied[1],))
@@ -81,28 +55,13 @@ def export_checkpoint(
             write_safetensors(folder, entries, max_shard_size)
         else:
             write_torch(folder / layout.weights_file, entries, shared)
-        _write_others(place, folder, settings)
+        if settings is not None:
+            write_settings_file(folder / "config.json", settings)
+        generation = place.folder / "generation_config.json"
+        if "model_type" in (settings or {}) and generation.is_file():
+            shutil.copyfile(generation, folder / generation.name)
+        copy_tokenizer(place.folder, folder)
     return output
-
-
-def _write_others(place: Source, folder: Path, settings: Settings | None) -> None:
-    """Write what stands beside the weights: config, settings of generation, tokenizer."""
-    if settings is not None:
-        write_settings_file(folder / "config.json", settings)
-    if settings is not None and "model_type" in settings and (place.folder / "generation_config.json").is_file():
-        shutil.copyfile(place.folder / "generation_config.json", folder / "generation_config.json")
-    copy_tokenizer(place.folder, folder)
-
-
-def code_note(layout: Format) -> str:
-    """A note on the Python files that an exported checkpoint needs; empty if it needs none."""
-    if not layout.code:
-        return ""
-    return (
-        "It has no code, and no library has its class: copy the authors' .py files into it, and their auto_map "
-        f"into its config.json (from {layout.code}), and load it with trust_remote_code=True. Without "
-        "them, fla, if it is imported, loads an RWKV-6 as its own class, with random weights."
-    )
 
 
 def our_config(settings: Settings | None, where: str) -> Any:
@@ -112,7 +71,7 @@ def our_config(settings: Settings | None, where: str) -> Any:
         has = "no config.json" if settings is None else f"the model type {model_type!r}"
         raise ValueError(
             f"{where} has {has}, so it is no checkpoint of this package: convert it with `lengthgen convert`. Hybrids "
-            "are in the layout of Transformers already."
+            "are in the layout of Transformers already, which knows no attention_window."
         )
     kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
     with config_errors(f"The config.json of {where}"):

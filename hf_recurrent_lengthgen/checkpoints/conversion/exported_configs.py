@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     SOURCE_CONFIG,
     Format,
     Settings,
+    is_tied,
     plain,
     told_settings,
     with_settings,
 )
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
+from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_learned import recorded
 
@@ -41,78 +41,24 @@ WITHOUT_EFFECT = {"stateful_mamba2": {"time_step_rank"}, "stateful_rwkv7": {"fus
 UNIFORM_FIELDS = {"layer_state_sizes": "state_size", "layer_num_heads": "num_heads"}
 """Fields with the size of each layer, and the field with the size of all layers."""
 
-SLIDING = {"full_attention": "sliding_attention", "hybrid": "hybrid_sliding"}
-"""Kinds of attention layers of Transformers that see all keys, and those that see `sliding_window`."""
-
-
-def with_sliding_window(settings: Settings, where: str) -> Settings:
-    """The config of a hybrid whose `attention_window` its class in Transformers keeps, too, as `sliding_window`: both
-    count the token itself.
-
-    LFM3, Lara and Zaya have it for attention layers of a kind of their own. In LFM3 and Zaya the kinds differ in their
-    entry of `rope_parameters` alone, so all layers can become of that kind.
-
-    Raises:
-        ValueError: if the class would compute something else, and for learned states.
-    """
-    config: Any = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-    _refuse_learned(config)
-    config = config.get_text_config(decoder=True)  # that of a model with images is refused
-    types = () if "text_config" in settings else getattr(config, "layer_types", None) or ()
-    window, kinds = config.attention_window, {*types}
-    if type(window) is not int or window < 1:
-        raise ValueError(f"attention_window of {where} must be a number of tokens of at least 1, got {window!r}.")
-    full, sliding = kinds & SLIDING.keys(), kinds & {*SLIDING.values()}
-    changed: Settings = {}
-    if config.model_type in ("lfm3", "zaya") and full and not sliding:
-        ropes = {SLIDING[kind]: config.rope_parameters[kind] for kind in full}
-        changed = {"layer_types": [SLIDING.get(kind, kind) for kind in config.layer_types], "sliding_window": window}
-        changed["rope_parameters"] = config.rope_parameters | ropes
-    elif sliding and not full:
-        changed = {"sliding_window": min(config.sliding_window, window)}
-    if window == 1 or not changed:
-        known = {"minimax": "masks other keys when it generates from its cache, if sliding_window is set"}
-        why = known.get(config.model_type, "attends to all keys in some of its layers")
-        raise ValueError(
-            f"attention_window {window} of {where} would be lost: in Transformers alone, {config.model_type} "
-            f"{'keeps all keys in its cache for a window of 1' if changed else why}. Load it with load_model, or save "
-            'it without the window first, load_model(MODEL, attention_window="none").save_pretrained(FOLDER).'
-        )
-    return {name: value for name, value in settings.items() if name != "attention_window"} | changed
-
 
 def uniform(config: Any) -> Any:
-    """The config with one size for all layers, if the sizes of the layers are equal."""
+    """The config with one size for all layers in place of equal sizes of the layers."""
     config = deepcopy(config)
     for each, common in UNIFORM_FIELDS.items():
         sizes = getattr(config, each, None)
         if sizes is None:
             continue
-        if len(set(sizes)) > 1:
-            raise ValueError(
-                f"{each} differs between the layers ({list(sizes)}), which no other layout can hold: publish the "
-                "model as a checkpoint of this package."
-            )
         if config.model_type == "stateful_rwkv5":
             config.head_size = config.inner_size // sizes[0]
-        else:
-            _merge_head_dims(config, sizes[0])
+        else:  # `head_dim` goes with the number of heads in some families
+            if config.model_type == "stateful_rwkv7":
+                config.head_dim = config.hidden_size // sizes[0]
+            elif config.model_type == "stateful_gated_deltanet":
+                config.head_dim = config.num_heads * config.head_dim // sizes[0]
             setattr(config, common, sizes[0])
         setattr(config, each, None)
     return config
-
-
-def _merge_head_dims(config: Any, heads: int) -> None:
-    """Set `head_dim` where it goes with the number of heads of `layer_num_heads`."""
-    if config.model_type == "stateful_rwkv7":
-        config.head_dim = config.hidden_size // heads
-    elif config.model_type == "stateful_gated_deltanet":
-        config.head_dim = config.num_heads * config.head_dim // heads
-    elif config.model_type == "stateful_kda":
-        raise ValueError(
-            f"layer_num_heads is {config.layer_num_heads}, and gates keep the rank {config.gate_rank}, which no other "
-            "layout can hold: publish the model as a checkpoint of this package."
-        )
 
 
 def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> Settings | None:
@@ -121,6 +67,7 @@ def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> S
     `metas` are the tensors to be written, by their names in the layout. Raises a `ValueError` for an architecture that
     the layout cannot hold, naming each difference.
     """
+    assert format.from_config is not None  # `check_exportable`
     settings = format.from_config(uniform(config))
     kept = getattr(config, SOURCE_CONFIG, None) or {}
     same = kept.get("format") == format.name
@@ -141,31 +88,27 @@ def exported_config(format: Format, config: Any, metas: Mapping[str, Meta]) -> S
 
 
 def check_exportable(format: Format, config: Any) -> None:
-    """Raise a `ValueError` for settings that no other layout has, with what to do."""
-    if config.model_type not in format.families:
+    """Raise a `ValueError` for a family or for settings that the layout does not have."""
+    if format.from_config is None or config.model_type not in format.families:
         possible = [other.name for other in FORMATS.values() if config.model_type in other.families]
         raise ValueError(
             f"{format.title} cannot hold a model of type {config.model_type}: its formats are {', '.join(possible)}."
         )
-    if Forgetting.of(config) != Forgetting():
+    sizes = {each: getattr(config, each, None) for each in UNIFORM_FIELDS}
+    head = next(iter(FAMILIES[config.model_type]._tied_weights_keys or ()), "")
+    holds_head = any(head in rename.our_names for rename in format.renames(config))
+    lost = {
+        "forgetting": Forgetting.of(config) != Forgetting() and config.forgetting,
+        "learned_states": recorded(config)["names"],
+        "attention_layers": getattr(config, "attention_layers", None),
+        # gates of KDA keep the rank of the heads before they were merged
+        **{each: of for each, of in sizes.items() if of and (len({*of}) > 1 or config.model_type == "stateful_kda")},
+        "tie_word_embeddings": is_tied(config) and holds_head,
+    }
+    if values := ", ".join(f"{name} {value}" for name, value in lost.items() if value):
         raise ValueError(
-            f"This model forgets (forgetting: {config.forgetting}), which no other layout can hold: export the "
-            "checkpoint it was made from."
-        )
-    _refuse_learned(config)
-    uniform(config)
-    if getattr(config, "attention_layers", None):
-        raise ValueError(
-            f"The layers {config.attention_layers} (attention_layers) of this model are attention, which "
-            f"{format.title} cannot hold: publish it as a checkpoint of this package."
-        )
-
-
-def _refuse_learned(config: Any) -> None:
-    if names := recorded(config)["names"]:
-        raise ValueError(
-            f"This model has the learned states {names}, which no other layout can hold: delete them first "
-            "(model.learned_states.delete_adapter), or publish it as a checkpoint of this package."
+            f"{format.title} cannot hold {values} of this model: publish it as a checkpoint of this package, or "
+            "export one without that."
         )
 
 

@@ -108,14 +108,14 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
     kind = (settings or {}).get("model_type", "")
-    if settings is not None and kind not in KINDS:
-        raise ValueError(f"{WHERE} has the model type {kind!r}, possible are {', '.join(KINDS)}.")
-    given = _renamed(check_settings(settings, _known(kind) if kind else (), WHERE), kind)
-    if given.pop("share_conv_kernel", False) and given.get("use_short_conv"):
-        raise ValueError(f"{WHERE} has share_conv_kernel true: one convolution for q, k and v cannot be converted.")
-    for name, neutral in KINDS[kind].neutral.items():
-        if given.get(name, neutral) != neutral:
-            raise ValueError(f"{WHERE} has {name} {given[name]!r}, which must be {neutral!r} to be converted.")
+    given = _renamed(settings or {}, kind)
+    needed: dict[str, tuple[Any, ...]] = {name: (neutral,) for name, neutral in KINDS[kind].neutral.items()}
+    if given.get("use_short_conv"):
+        needed["share_conv_kernel"] = (False, None)  # one convolution for q, k and v
+    if KINDS[kind].defaults:
+        needed["intermediate_size"] = (None, given.get("expand", 2) * given.get("hidden_size", 2048))
+    check_settings(given, _known(kind), WHERE, needed)
+    given.pop("share_conv_kernel", None)
     config_class = STATEFUL_CLASSES[kind].config_class
     return config_class.from_dict(_our_fields(given, kind) | {"model_type": config_class.model_type})
 
@@ -152,14 +152,9 @@ def _our_fields(given: Settings, kind: str) -> Settings:
     if "dt_limit" in fields:
         fields["dt_limit"] = [float(limit) for limit in fields["dt_limit"]]
     hidden, expand = fields.get("hidden_size", 2048), fields["expand"]
-    inner = fields.pop("intermediate_size", expand * hidden)
-    if type(expand) is not int or inner != expand * hidden:
-        raise ValueError(
-            f"{WHERE} has expand {expand!r} and intermediate_size {inner}; expand must be a whole number, and "
-            f"intermediate_size expand * hidden_size."
-        )
+    fields.pop("intermediate_size", None)
     if kind == "mamba2":
-        fields["num_heads"] = fields.get("num_heads", inner // fields["head_dim"])
+        fields["num_heads"] = fields.get("num_heads", expand * hidden // fields["head_dim"])
         fields = {name: value for name, value in fields.items() if name not in special.neutral}
     back = {theirs: ours for ours, theirs in special.aliases.items() if ours != "rms_norm"}
     return {back.get(name, name): value for name, value in fields.items()}

@@ -60,14 +60,11 @@ MAMBA2: Settings = {  # of `Mamba2`
     "use_mem_eff_path": True,
 }
 MAMBA3: Settings = {  # of `Mamba3`
+    **STEPS,
     "d_state": 128,
-    "expand": 2,
     "headdim": 64,
     "ngroups": 1,
     "rope_fraction": 0.5,
-    "dt_min": 0.001,
-    "dt_max": 0.1,
-    "dt_init_floor": 1e-4,
     "A_floor": 1e-4,
     "is_outproj_norm": False,
     "is_mimo": False,
@@ -100,6 +97,8 @@ CONFIGS: dict[str, Any] = {
     "Mamba2": StatefulMamba2Config,
     "Mamba3": StatefulMamba3Config,
 }
+NEEDED: dict[str, Any] = {"D_has_hdim": (False,), "rmsnorm": (True,), "norm_before_gate": (False,)}
+"""The only values of settings of the layer that can be converted."""
 WHERE = "This mamba-ssm checkpoint"
 
 
@@ -108,33 +107,16 @@ def _recognizes(settings: Settings | None, metas: Mapping[str, Meta]) -> bool:
 
 
 def _to_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
-    given = DEFAULTS | check_settings(settings, DEFAULTS, WHERE)
-    if given["attn_layer_idx"]:
-        raise ValueError(
-            f"{WHERE} has softmax attention in the layers {given['attn_layer_idx']} (attn_layer_idx), which has no "
-            "state of fixed size: give a checkpoint of Mamba layers only."
-        )
-    layer_settings = {**(given["ssm_cfg"] or {})}
-    layer = layer_settings.pop("layer", "Mamba1")
-    if layer not in LAYERS:
-        raise ValueError(f"{WHERE} has layers of the kind {layer!r}, possible are {', '.join(LAYERS)} (ssm_cfg).")
-    for name, needed in (("d_intermediate", 0), ("rms_norm", True)):
-        if given[name] != needed and (name, layer) != ("d_intermediate", "Mamba3"):
-            raise ValueError(
-                f"{WHERE} has {name} {given[name]!r}: norms other than RMSNorm cannot be converted, nor layers of "
-                f"Mamba-1 and Mamba-2 with an MLP, so {name} must be {needed}."
-            )
-    mixer = LAYERS[layer] | check_settings(layer_settings, LAYERS[layer], f"ssm_cfg of {WHERE.lower()}")
-    inner = mixer["expand"] * given["d_model"]
-    needs: Settings = {
-        "d_ssm": (None, inner),
-        "D_has_hdim": (False,),
-        "rmsnorm": (True,),
-        "norm_before_gate": (False,),
-    }
-    for name, possible in needs.items():
-        if name in mixer and mixer[name] not in possible:
-            raise ValueError(f"{WHERE} has {name} {mixer[name]!r} in ssm_cfg, which must be {possible[-1]!r}.")
+    layer_settings = (settings or {}).get("ssm_cfg") or {}
+    layer = layer_settings.get("layer", "Mamba1")
+    needed: dict[str, Any] = {"attn_layer_idx": ([], None), "rms_norm": (True,)}
+    if layer != "Mamba3":  # an MLP
+        needed["d_intermediate"] = (0,)
+    given = DEFAULTS | check_settings(settings, DEFAULTS, WHERE, needed)
+    inner = layer_settings.get("expand", STEPS["expand"]) * given["d_model"]
+    needed = NEEDED | {"layer": tuple(LAYERS), "d_ssm": (None, inner)}
+    known = {"layer", *LAYERS.get(layer, ())}
+    mixer = LAYERS.get(layer, {}) | check_settings(layer_settings, known, f"ssm_cfg of {WHERE.lower()}", needed)
     if "dt_limit" in mixer:
         mixer["dt_limit"] = [float(limit) for limit in mixer["dt_limit"]]
     fields: Settings = {ours: mixer[theirs] for theirs, ours in FIELDS[layer].items()}

@@ -84,11 +84,10 @@ def _generation(metas: Mapping[str, Meta]) -> str:
 
 def _shape(metas: Mapping[str, Meta], name: str) -> tuple[int, ...]:
     """The shape of a matrix; raises a `ValueError` if it is missing or has another number of dimensions."""
-    if name not in metas:
-        raise ValueError(f"The weights lack {name}, whose shape gives sizes of the model: download them again.")
-    if len(metas[name].shape) != 2 or 0 in metas[name].shape:
-        raise ValueError(f"{name} has the shape {list(metas[name].shape)}, but must have 2 dimensions.")
-    return metas[name].shape
+    shape = metas[name].shape if name in metas else ()
+    if len(shape) != 2 or 0 in shape:
+        raise ValueError(f"The weights must hold a matrix {name}, which gives sizes of the model, got {list(shape)}.")
+    return shape
 
 
 def _pth_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
@@ -163,9 +162,10 @@ def _recognizes_repository(settings: Settings | None, metas: Mapping[str, Meta])
 
 def _repository_config(settings: Settings | None, metas: Mapping[str, Meta]) -> PreTrainedConfig:
     where = "This RWKV repository"
-    given = check_settings(settings, GENERIC_SETTINGS | REPOSITORY_DEFAULTS.keys() | IGNORED, where)
-    if given.get("model_type") not in ("rwkv5", "rwkv6"):
-        raise ValueError(f"{where} has the model type {given.get('model_type')!r}, possible are 'rwkv5' and 'rwkv6'.")
+    six = (settings or {}).get("model_type") == "rwkv6"
+    # the code of RWKV-6 has an epsilon for some norms only: it must be that of the last norm
+    needed = {"layer_norm_epsilon": (NORM_EPSILON,)} if six else {}
+    given = check_settings(settings, GENERIC_SETTINGS | REPOSITORY_DEFAULTS.keys() | IGNORED, where, needed)
     kept = {name: value for name, value in given.items() if name not in (*IGNORED, "architectures", "auto_map")}
     fields = REPOSITORY_DEFAULTS | kept
     ffn = "rwkv.blocks.0.feed_forward.key.weight"
@@ -173,13 +173,8 @@ def _repository_config(settings: Settings | None, metas: Mapping[str, Meta]) -> 
         fields["intermediate_size"] = _shape(metas, ffn)[0]
     fields["training_length"] = given.get("context_length")
     five: Any = StatefulRWKV5Config.from_dict(fields | {"model_type": "rwkv5"})  # which checks what both have
-    if given["model_type"] == "rwkv5":
+    if not six:
         return five
-    if five.layer_norm_epsilon != NORM_EPSILON:
-        raise ValueError(
-            f"{where} has layer_norm_epsilon {five.layer_norm_epsilon}, which its code uses for some norms only: it "
-            f"must be {NORM_EPSILON}, that of the last norm, to be converted."
-        )
     fields = {name: value for name, value in fields.items() if name not in ONLY_RWKV5}
     expand, heads = five.inner_size / five.hidden_size, five.inner_size // five.head_size
     fields |= _rwkv6_sizes(metas, "rwkv.blocks.0.attention.", expand, heads)
@@ -260,7 +255,6 @@ RWKV_HF = Format(
     from_config=_repository_settings,
     renames=repository_renames,
     tied_head="head.weight",
-    code="RWKV/rwkv-6-world-* or RWKV/rwkv-5-world-*",
     from_shapes=SHAPED_FIELDS,
     fixed=FIXED,
 )

@@ -63,7 +63,7 @@ class Format:
             and dtypes of its weights.
         to_config: Our config, from the same; a `ValueError` names what we cannot represent. Call `config_of` instead.
         from_config: Its config.json from our config; None for layouts without one. A `ValueError` names what it cannot
-            represent. Call `exported_config` instead.
+            represent. Call `exported_config` instead. None if the layout is only read.
         renames: The map of all our tensors, from our config; "{layer}" stands for each layer.
         tied_head: Name of its output head, which may be missing with tied embeddings.
         unused: Names of tensors that its files may hold and its code never reads; they are left out.
@@ -73,9 +73,8 @@ class Format:
         tokenizer: The tokenizer of its official checkpoints, if these have none; else empty.
         tokenizer_ids: The `vocab_size` of models with that tokenizer; None for any.
         assumed: What its files do not say, with the values that are assumed for our config; `--set` gives others.
-        older: For layouts that earlier versions of a library wrote differently: the map for these tensors, from their
-            names; None if `renames` fits.
-        code: Repositories with the Python files that its checkpoints need, if no library has their class.
+        older: For layouts that libraries wrote in several ways: the map for these tensors, from their names; None if
+            `renames` fits.
         from_shapes: Fields of our config that follow from the shapes of the weights.
         fixed: Fields of our config with a fixed value in its code, for families that have them.
     """
@@ -85,7 +84,7 @@ class Format:
     container: Literal["safetensors", "torch"]
     recognizes: Callable[[Settings | None, Mapping[str, Meta]], bool]
     to_config: Callable[[Settings | None, Mapping[str, Meta]], PreTrainedConfig]
-    from_config: Callable[[Any], Settings | None]
+    from_config: Callable[[Any], Settings | None] | None
     renames: Callable[[Any], Sequence[Rename]]
     tied_head: str = "lm_head.weight"
     unused: tuple[str, ...] = ()
@@ -96,13 +95,14 @@ class Format:
     tokenizer_ids: int | None = None
     assumed: Callable[[Any], Settings] = lambda config: {}
     older: Callable[[Any, Mapping[str, Meta]], Sequence[Rename] | None] = lambda config, metas: None
-    code: str = ""
     from_shapes: tuple[str, ...] = ()
     fixed: tuple[tuple[str, Any], ...] = ()
 
     @property
     def families(self) -> tuple[str, ...]:
-        """Our model types that name this format in their `layouts`."""
+        """Our model types that name this format in their `layouts`, and that it can be written from."""
+        if self.from_config is None:
+            return ()
         return tuple(name for name, model in FAMILIES.items() if self.name in model.config_class.layouts)
 
     def config_of(self, settings: Settings | None, metas: Mapping[str, Meta]) -> Any:
@@ -178,11 +178,16 @@ def same_names(config: PreTrainedConfig, others: Mapping[str, str] | None = None
     return [Rename((others or {}).get(name, name), name) for name in expected_shapes(config)]
 
 
-def check_settings(settings: Settings | None, known: Iterable[str], where: str) -> Settings:
-    """The settings of a config.json; raises a `ValueError` that names unknown ones."""
-    if settings is None:
-        raise ValueError(f"{where} needs a config.json beside the weights.")
-    if unknown := sorted(settings.keys() - set(known)):
-        values = ", ".join(f"{name} ({settings[name]!r})" for name in unknown)
-        raise ValueError(f"{where} has the settings {values}, which this version cannot convert.")
+def check_settings(
+    settings: Settings | None, known: Iterable[str], where: str, needed: Mapping[str, Sequence[Any]] | None = None
+) -> Settings:
+    """The settings of a config.json; raises a `ValueError` that names unknown ones, and those not as `needed`."""
+    assert settings is not None  # `Format.recognizes` has seen them
+    wrong = {name: "unknown" for name in sorted(settings.keys() - set(known))}
+    for name, possible in (needed or {}).items():
+        if name in settings and settings[name] not in possible:
+            wrong[name] = f"must be {' or '.join(map(repr, possible))}"
+    if wrong:
+        values = ", ".join(f"{name} {settings[name]!r} ({why})" for name, why in wrong.items())
+        raise ValueError(f"{where} has settings that cannot be converted: {values}.")
     return settings

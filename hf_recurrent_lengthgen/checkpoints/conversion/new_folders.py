@@ -15,11 +15,9 @@ from hf_recurrent_lengthgen.checkpoints.records import Lineage, record_step
 def check_new(folder: Path) -> None:
     """Raise a `ValueError` unless `folder` is an empty folder, or does not exist and can be made."""
     place = folder.resolve()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ValueError(f"{folder} exists already and is not an empty folder: give another --output.")
     nearest = next(parent for parent in (place, *place.parents) if parent.exists())
-    if not nearest.is_dir():
-        raise ValueError(f"{folder} would be inside {nearest}, which is no folder: give another --output.")
+    if not nearest.is_dir() or (nearest == place and any(place.iterdir())):
+        raise ValueError(f"{folder}: {nearest} exists already and is not an empty folder. Give another --output.")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.format_rwkv7_hf import RWKV7_
 from hf_recurrent_lengthgen.checkpoints.conversion.format_transformers import TRANSFORMERS
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import Format, Settings
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
-from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
+from hf_recurrent_lengthgen.models import STATEFUL_CLASSES
 
 FORMATS: dict[str, Format] = {
     format.name: format for format in (MAMBA_SSM, RWKV, RWKV_HF, RWKV7_HF, FLA, TRANSFORMERS)
@@ -20,12 +20,8 @@ TITLES = "\n".join(f"  {name:<14}{format.title}" for name, format in FORMATS.ite
 
 
 def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> Format:
-    """The format of a checkpoint. Raises a `ValueError` for our own, and if none is recognized."""
+    """The format of a checkpoint. Raises a `ValueError` if none is recognized, as for our own."""
     model_type = (settings or {}).get("model_type")
-    if model_type in FAMILIES:
-        raise ValueError(
-            f"{where} is a checkpoint of this package already: load it as it is, or `lengthgen export` it."
-        )
     for format in FORMATS.values():
         if format.recognizes(settings, metas):
             return format
@@ -35,7 +31,7 @@ def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> 
     raise ValueError(
         f"{where} is in none of the layouts that can be converted. It has {kind}. The layouts: {formats}. "
         f"Their model types are {', '.join(sorted(STATEFUL_CLASSES))}; mamba-ssm has none. "
-        "Other recurrent models and hybrids of Transformers need no conversion: "
+        "Checkpoints of this package, and other recurrent models and hybrids of Transformers, need no conversion: "
         "load them with hf_recurrent_lengthgen.load_model."
     )
 

@@ -9,8 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hf_recurrent_lengthgen.checkpoints.conversion.rwkv_maps import RWKV5, RWKV6, RWKV7
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import save_torch
 from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, learned_row, state_dtype, zero_state
@@ -48,19 +49,16 @@ def write_time_state(model: Any, file: str | os.PathLike[str]) -> None:
     """
     _check_rwkv(model)
     state = learned_row(model)
-    if state is None:
+    if state is None or any(bool(layer.conv.any()) for layer in state):
         raise ValueError(
-            "The model has no active learned state: train one, or model.learned_states.set_adapter(name)."
-        )
-    if any(bool(layer.conv.any()) for layer in state):
-        raise ValueError(
-            "The learned state has inputs of token shifts, which a file of state tuning cannot hold: train it with "
-            "learn_conv_state=False."
+            "The model must have an active learned state (model.learned_states.set_adapter) without inputs of token "
+            "shifts, which a file of state tuning cannot hold: train it with learn_conv_state=False."
         )
     plain = [layer.recurrent[0].detach().float().cpu().clone() for layer in state]
     tensors = {NAME.format(layer=index): tensor for index, tensor in enumerate(plain)}
     with replacing(Path(file)) as path:
-        save_torch(tensors, path)
+        with path.open("wb") as opened:
+            torch.save(tensors, opened)
 
 
 def _check_rwkv(model: Any) -> None:

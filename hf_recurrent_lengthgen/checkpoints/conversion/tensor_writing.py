@@ -64,16 +64,8 @@ def write_torch(path: Path, entries: Sequence[Entry], shared: Mapping[str, str] 
     """
     tensors = {entry.name: _tensor(entry) for entry in entries}
     tensors |= {name: tensors[other] for name, other in (shared or {}).items()}
-    save_torch(tensors, path)
-
-
-def save_torch(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """`torch.save`, with the `OSError` of a full disk in place of the `RuntimeError` that follows it."""
     with path.open("wb") as file:
-        try:
-            torch.save(dict(tensors), file)
-        except RuntimeError as error:
-            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        torch.save(tensors, file)
 
 
 def _tensor(entry: Entry) -> Tensor:

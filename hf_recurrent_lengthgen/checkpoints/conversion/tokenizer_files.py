@@ -47,10 +47,7 @@ def checked_tokenizer(folder: Path, vocab_size: int) -> PreTrainedTokenizerBase 
     config = folder / "tokenizer_config.json"
     if config.is_file() and read_json_object(config).get("auto_map"):
         return None
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"The tokenizer cannot be loaded ({error}).") from error
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     if (largest := max(tokenizer.get_vocab().values(), default=-1)) >= vocab_size:
         raise ValueError(
             f"The tokenizer has ids up to {largest}, but the model only {vocab_size} embeddings: it belongs to "

@@ -3,7 +3,6 @@
 import errno
 import json
 import shutil
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkp
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.checkpoints.records import file_digest, read_lineage
-from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
-from tests.small_files import small_files
 from tests.versions import SINCE_5_23
 
 CARD = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n\n# A model\n"
@@ -170,7 +167,6 @@ def test_generation_settings_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got int8"),
         ({"format": "gguf"}, "format must be one of .*mamba-ssm"),
         ({"format": "transformers"}, "is no checkpoint of the Mamba, Mamba-2 and FalconMamba"),
         ({"revision": "main"}, "has no revision"),
@@ -181,26 +177,6 @@ def test_options_are_checked(options: dict[str, Any], message: str, source: Path
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(str(source), tmp_path / "ours", **options)
     assert not (tmp_path / "ours").exists()
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("llama", r"model type 'llama'\. The layouts: .*mamba-ssm.*types are delta_net, falcon_mamba, .*load_model"),
-        (["mamba2"], r"has the model_type \['mamba2'\], not a name"),
-    ],
-)
-def test_what_is_of_no_known_layout_is_named(kind: Any, message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(str(tmp_path), tmp_path / "ours")
-
-
-def test_our_own_checkpoints_are_not_converted(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(str(source), tmp_path / "ours")
-    with pytest.raises(ValueError, match="a checkpoint of this package already"):
-        convert_checkpoint(str(tmp_path / "ours"), tmp_path / "again")
 
 
 def break_after(monkeypatch: pytest.MonkeyPatch, tensors: int, error: BaseException) -> None:
@@ -234,29 +210,3 @@ def test_what_breaks_in_the_middle_leaves_nothing(
         write()
     assert sorted(path for path in tmp_path.iterdir() if path.name != "new") == before
     assert (list((tmp_path / "new").iterdir()) == []) if there else not (tmp_path / "new").exists()
-
-
-def test_a_full_disk_is_an_error_of_the_system_alone(source: Path, tmp_path: Path) -> None:
-    convert_checkpoint(str(source), tmp_path / "ours")
-    with small_files(10_000), pytest.raises(OSError, match="File too large") as caught:
-        export_checkpoint(str(tmp_path / "ours"), tmp_path / "new", "mamba-ssm")
-    assert "RuntimeError" not in "".join(traceback.format_exception(caught.value))
-    assert not (tmp_path / "new").exists()
-
-
-def test_stand_ins_are_random_and_repeatable(tmp_path: Path) -> None:
-    for name, seed in (("one", 0), ("two", 0), ("three", 1)):
-        write_tiny_random_model("transformers", "falcon_mamba", tmp_path / name, seed=seed, vocab_size=32, layers=1)
-    one, two, three = (
-        TensorFiles(tmp_path / name).tensor("backbone.embeddings.weight") for name in ("one", "two", "three")
-    )
-    assert torch.equal(one, two)
-    assert not torch.equal(one, three)
-
-
-def test_stand_ins_of_what_a_format_cannot_hold_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="mixer_rms_eps"):
-        write_tiny_random_model("mamba-ssm", "falcon_mamba", tmp_path / "theirs")
-    with pytest.raises(ValueError, match="family must be one of"):
-        write_tiny_random_model("mamba-ssm", "llama", tmp_path / "theirs")
-    assert list(tmp_path.iterdir()) == []

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.export import code_note, export_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.format_rwkv import RWKV, RWKV_HF
+from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.format_rwkv import RWKV
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_ours
 from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
@@ -34,7 +34,7 @@ from tests.checkpoints.conversion.rwkv_files import (
 from tests.models.family_rwkv import rwkv7_loop
 from tests.models.upstream_fixtures import RWKV5_NAMES, load_fixture
 
-from .rwkv_reference import RWKV7_SIZES, Sizes, Sizes7, draw, even_draw, rwkv5_shapes, rwkv6_shapes, rwkv7_shapes
+from .rwkv_reference import RWKV7_SIZES, Sizes, Sizes7, draw, even_draw, rwkv5_shapes, rwkv7_shapes
 
 
 @pytest.mark.thinned(3)
@@ -94,14 +94,6 @@ def test_rwkv7_computes_what_the_package_of_its_author_does_and_comes_back_the_s
     convert_checkpoint(str(tmp_path / "fla"), tmp_path / "again")
     files = [load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "again")]
     assert_same(*files)
-
-
-def test_vectors_of_rwkv7_without_leading_ones_are_read(tmp_path: Path) -> None:
-    weights = even_draw(rwkv7_shapes(RWKV7_SIZES))
-    flat = {name: value.flatten() if value.ndim == 3 else value for name, value in weights.items()}
-    convert_checkpoint(str(write_pth(flat, tmp_path / "theirs.pth")), tmp_path / "ours")
-    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")
-    assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
 
 
 def test_values_that_the_first_layer_of_rwkv7_never_reads_are_left_out(tmp_path: Path) -> None:
@@ -187,7 +179,6 @@ def test_repositories_compute_what_the_loop_does_and_come_back_the_same(generati
     settings = json.loads((folder / "config.json").read_text())
     del settings["auto_map"]  # of code that does not come along
     assert json.loads((tmp_path / "back/config.json").read_text()) == settings
-    assert "It has no code" in code_note(RWKV_HF)
 
 
 @pytest.mark.parametrize("generation", [6, 5])
@@ -199,9 +190,6 @@ def test_repositories_hold_tied_heads_and_pth_files_do_not(generation: int, tmp_
     assert_computes(tmp_path / "ours", weights | {"head.weight": weights["emb.weight"]})
     export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv-hf")
     assert_same(load_file(tmp_path / "back/model.safetensors"), load_file(folder / "model.safetensors"))
-    with pytest.raises(ValueError, match="whose head is its embeddings"):
-        export_checkpoint(str(tmp_path / "ours"), tmp_path / "pth", "rwkv")
-    assert not (tmp_path / "pth").exists()
 
 
 @pytest.mark.parametrize("name", RWKV5_NAMES)
@@ -248,17 +236,3 @@ def test_the_layouts_of_the_authors_lead_to_each_other(generation: int, tmp_path
     }
     convert_checkpoint(str(tmp_path / "repository"), tmp_path / "again")
     assert_computes(tmp_path / "again", weights)
-
-
-def test_names_of_a_compiled_module_are_read(tmp_path: Path) -> None:
-    weights = draw(rwkv6_shapes(SMALL))
-    compiled = {f"_orig_mod.{name}": value for name, value in weights.items()}
-    convert_checkpoint(str(write_pth(compiled, tmp_path / "theirs.pth")), tmp_path / "ours")
-    assert_computes(tmp_path / "ours", weights)
-
-
-@pytest.mark.parametrize(("begins", "kind"), [(b"fmgg", "ggml"), (b"GGUF", "GGUF")])
-def test_files_of_ggml_are_called_by_their_name(begins: bytes, kind: str, tmp_path: Path) -> None:
-    (tmp_path / "model.bin").write_bytes(begins + bytes(100))
-    with pytest.raises(ValueError, match=f"is a {kind} file, .*give the .pth"):
-        convert_checkpoint(str(tmp_path / "model.bin"), tmp_path / "ours")

@@ -143,35 +143,6 @@ def test_a_vocabulary_that_grew_is_exported_with_its_padding(tmp_path: Path) -> 
     assert -(-config["vocab_size"] // config["pad_vocab_size_multiple"]) * config["pad_vocab_size_multiple"] == 34
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attn_layer_idx": [1]}, r"softmax attention in the layers \[1\] \(attn_layer_idx\).*no state of fixed size"),
-        ({"d_intermediate": 64}, "d_intermediate 64"),
-        ({"rms_norm": False}, "rms_norm False"),
-        ({"n_heads": 3}, r"settings n_heads \(3\)"),
-        ({"ssm_cfg": {"layer": "Mamba4"}}, "kind 'Mamba4', possible are Mamba1, Mamba2, Mamba3"),
-        ({"ssm_cfg": {"layer": "Mamba3", "headdim": 8, "is_mimo": True}}, r"is_mimo must be False, got True.*MIMO"),
-        ({"ssm_cfg": {"layer": "Mamba3", "headdim": 8, "d_conv": 4}}, r"d_conv \(4\)"),
-        ({"ssm_cfg": {"layer": "Mamba2", "D_has_hdim": True}}, "D_has_hdim True"),
-        ({"ssm_cfg": {"layer": "Mamba2", "d_ssm": 8}}, "d_ssm 8"),
-        ({"ssm_cfg": {"layer": "Mamba2", "dt_rank": 8}}, r"dt_rank \(8\)"),
-        ({"ssm_cfg": {"expand": 1.5}}, "no model can have .*'expand' expected int, got float"),
-        ({"ssm_cfg": {"d_state": 9}}, r"mixer.A_log has the shape \[32, 8\] instead of \[32, 9\]"),
-        ({"n_layer": 3}, r"missing: backbone.layers.2.norm.weight, .*backbone.layers.2.mixer"),
-        ({"n_layer": 1}, r"unexpected: backbone.layers.1.mixer.A_log, "),
-        ({"vocab_size": None}, "config.json holds a value that no model can have"),
-        ({"vocab_size": 50}, r"backbone.embedding.weight as backbone.embeddings.weight has the shape \[32, 16\]"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_what_is_not_ours_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    source = edited(tmp_path / "theirs", "mamba1", **changes)
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(str(source), tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
-
-
 def test_whole_numbers_stand_for_floats(tmp_path: Path) -> None:
     limit = {"ssm_cfg": read_config(FIXTURES / "mamba2")["ssm_cfg"] | {"dt_limit": [0, 1]}}
     convert_checkpoint(str(edited(tmp_path / "theirs", "mamba2", **limit)), tmp_path / "ours")

@@ -66,8 +66,8 @@ def test_a_mount_point_gets_the_files(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         ("full", "full exists already and is not an empty folder"),
         ("full/file", "file exists already and is not an empty folder"),
-        ("full/file/out", "full/file, which is no folder"),
-        ("to full", "to full exists already and is not an empty folder"),
+        ("full/file/out", "full/file exists already and is not an empty folder"),
+        ("to full", "full exists already and is not an empty folder"),
     ],
 )
 def test_what_cannot_become_a_checkpoint_is_refused_at_once(tmp_path: Path, place: str, message: str) -> None:

@@ -54,7 +54,7 @@ def test_a_sequence_starts_from_the_state_in_a_file(family: Family, tmp_path: Pa
 def test_what_a_file_or_model_cannot_hold_is_refused(tmp_path: Path) -> None:
     seven, gla = ({family.name: family for family in FAMILIES}[name] for name in ("rwkv7", "gla"))
     model, other = (family.causal_lm_class(family.config()) for family in (seven, gla))
-    with pytest.raises(ValueError, match="no active learned state"):
+    with pytest.raises(ValueError, match="must have an active learned state"):
         write_time_state(model, tmp_path / "state.pth")
     model.add_learned_state("style")
     model.learned_states["style"].conv[0].data.fill_(1.0)

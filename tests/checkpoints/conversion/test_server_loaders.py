@@ -130,8 +130,6 @@ def test_an_export_holds_what_the_loaders_read(name: str, tmp_path: Path) -> Non
     folder, export = exported(name, tmp_path), EXPORTS[name]
     config = check_folder(folder, export.tensors, export.reads)
     assert config["architectures"] == [export.architecture]
-    if name == "rwkv7":  # a config without special tokens
-        assert export_checkpoint(str(tmp_path / "ours"), tmp_path / "other", "rwkv7-hf").is_dir()
     if export.format != "transformers":
         return
     assert config["intermediate_size"] == 2 * config["hidden_size"]  # llama.cpp takes no other

@@ -9,7 +9,6 @@ import torch
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from tests.hybrids.tiny_models import tiny_model
 
@@ -56,9 +55,3 @@ def test_the_server_answers_for_an_exported_checkpoint(tmp_path: Path) -> None:
 def test_the_server_answers_for_a_hybrid(tmp_path: Path) -> None:
     folder = saved(tiny_model("falcon_h1", vocab_size=384, **SPECIAL), tmp_path / "hybrid")
     assert answer_of_server(folder) == answer_of(load_model(str(folder)).eval(), byte_tokenizer())
-
-
-def test_the_server_answers_for_an_exported_window(tmp_path: Path) -> None:
-    own = saved(stateful(tiny_model("zaya", vocab_size=384, **SPECIAL), attention_window=3), tmp_path / "hybrid")
-    exported = export_checkpoint(str(own), tmp_path / "exported", "transformers")
-    assert answer_of_server(exported) == answer_of(load_model(str(own)).eval(), byte_tokenizer())

@@ -129,18 +129,6 @@ def test_shards_are_read_and_written(tmp_path: Path) -> None:
         assert same_bits(loaded.state_dict()[key], value), key
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
-def test_pickled_weights_are_converted(zipped: bool, tmp_path: Path) -> None:
-    model = theirs("mamba")
-    model.save_pretrained(tmp_path / "theirs")
-    (tmp_path / "theirs" / "model.safetensors").unlink()
-    path = tmp_path / "theirs" / "pytorch_model.bin"
-    torch.save(model.state_dict(), path, _use_new_zipfile_serialization=zipped)
-    convert_checkpoint(str(tmp_path / "theirs"), tmp_path / "ours")
-    for key, value in load_file(tmp_path / "ours" / "model.safetensors").items():
-        assert same_bits(model.state_dict()[key], value), key
-
-
 def test_a_checkpoint_in_the_middle_of_training_is_exported(tmp_path: Path) -> None:
     theirs("mamba").save_pretrained(tmp_path / "theirs")
     convert_checkpoint(str(tmp_path / "theirs"), tmp_path / "ours")
@@ -162,27 +150,6 @@ def changed(folder: Path, **changes: Any) -> str:
     return str(folder / "ours")
 
 
-@pytest.mark.parametrize(
-    ("format", "changes", "message"),
-    [
-        ("transformers", {"layer_state_sizes": [4, 8]}, r"layer_state_sizes differs between the layers \(\[4, 8\]\)"),
-        ("mamba-ssm", {"layer_state_sizes": [4, 8]}, r"layer_state_sizes differs"),
-        ("transformers", {"forgetting": {"delta_scale": 0.9}}, "This model forgets"),
-        ("transformers", {"attention_layers": [1]}, r"layers \[1\] \(attention_layers\).*are attention"),
-        ("mamba-ssm", {"mixer_rms_eps": 1e-6}, "differs in mixer_rms_eps 1e-06"),
-        ("mamba-ssm", {"layer_norm_epsilon": 1e-6}, "differs in layer_norm_epsilon 1e-06 \\(there 1e-05\\)"),
-        ("mamba_ssm", {}, "format must be one of .*mamba-ssm, .*transformers.*, got 'mamba_ssm'"),
-    ],
-    ids=str,
-)
-def test_an_export_that_would_change_the_model_is_refused(
-    format: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        export_checkpoint(changed(tmp_path, **changes), tmp_path / "back", format)
-    assert not (tmp_path / "back").exists()
-
-
 def test_layers_that_were_all_expanded_alike_are_exported(tmp_path: Path) -> None:
     source = changed(tmp_path, layer_state_sizes=[4, 4], state_size=2)
     export_checkpoint(source, tmp_path / "back", "transformers")
@@ -193,26 +160,3 @@ def test_layers_that_were_all_expanded_alike_are_exported(tmp_path: Path) -> Non
 def test_neutral_forgetting_is_exported(tmp_path: Path) -> None:
     export_checkpoint(changed(tmp_path, forgetting={"delta_scale": 1.0}), tmp_path / "back", "transformers")
     assert "forgetting" not in read_config(tmp_path / "back")
-
-
-def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
-    (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
-    for call in (
-        lambda: export_checkpoint(str(tmp_path / "adapters"), tmp_path / "back", "transformers"),
-        lambda: convert_checkpoint(str(tmp_path / "adapters"), tmp_path / "back"),
-    ):
-        with pytest.raises(ValueError, match="merge first, `lengthgen merge"):
-            call()
-
-
-def test_a_checkpoint_of_transformers_is_converted_before_it_is_exported(tmp_path: Path) -> None:
-    theirs("mamba").save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ValueError, match=r"model type 'mamba', so it is no checkpoint of this package.*convert"):
-        export_checkpoint(str(tmp_path / "theirs"), tmp_path / "back", "mamba-ssm")
-
-
-def test_quantized_weights_are_refused(tmp_path: Path) -> None:
-    source = changed(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(ValueError, match="quantized"):
-        export_checkpoint(source, tmp_path / "back", "transformers")
