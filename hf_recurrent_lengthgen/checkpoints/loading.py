@@ -3,6 +3,7 @@
 import inspect
 import os
 import pickle
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,12 +39,7 @@ from hf_recurrent_lengthgen.hybrids.layer_sizes import described_class, says_mor
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPERSEDED, SUPPORTED
 from hf_recurrent_lengthgen.hybrids.windows import set_window
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES, register_family
-from hf_recurrent_lengthgen.models.configuration_stateful import (
-    CODE_FORMAT_VERSION,
-    StatefulConfigMixin,
-    extras_of,
-    with_extras,
-)
+from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VERSION
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 
 logger = logging.get_logger(__name__)
@@ -108,12 +104,10 @@ def differing_code(folder: str | os.PathLike[str]) -> list[str]:
     installed = Path(inspect.getfile(register_family)).parent
 
     def differs(path: Path) -> bool:
-        if not (source := installed / path.name).is_file():
-            return True
-        code, theirs = source.read_bytes(), path.read_bytes()
-        if path.name == Path(inspect.getfile(StatefulConfigMixin)).name:  # it says which extras the checkpoint carries
-            code = with_extras(code.decode(), extras_of(theirs.decode(errors="replace"))).encode()
-        return code != theirs
+        if path.name == "extras.py":  # it says which further modules a checkpoint needs
+            return re.fullmatch(r"(from \.\w+ import \*\n)*", path.read_text(errors="replace")) is None
+        source = installed / path.name
+        return not source.is_file() or source.read_bytes() != path.read_bytes()
 
     return sorted(path.name for path in Path(folder).glob("*.py") if differs(path))
 

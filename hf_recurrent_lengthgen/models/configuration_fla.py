@@ -31,8 +31,10 @@ class FlaConfigMixin(StatefulConfigMixin):
     a parameter name from `fuse_norm`.
     """
 
-    activations: ClassVar[tuple[str, ...]] = ("swish", "silu")
-    has_l2warp: ClassVar[bool] = False  # whether its loss may have `use_l2warp`
+    choices: ClassVar[dict[str, tuple[Any, ...]]] = StatefulConfigMixin.choices | {
+        **{"attn": (None,), "attnres_block_size": (None,), "use_l2warp": (False,)},
+        "hidden_act": ("swish", "silu"),
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 2048
@@ -51,18 +53,15 @@ class FlaConfigMixin(StatefulConfigMixin):
     use_l2warp: bool = False
     attnres_block_size: int | None = None
 
-    def check(self) -> None:
-        super().check()
-        for name, neutral in (("attn", None), ("attnres_block_size", None), ("use_l2warp", False)):
-            if getattr(self, name) != neutral and not (name == "use_l2warp" and self.has_l2warp):
-                raise ValueError(f"{name} must be {neutral}, got {getattr(self, name)!r}: it is not supported.")
-        self.one_of("hidden_act", self.activations)
-
-    def parts(self, name: str, total: float, heads: int) -> int:
-        """Channels of each of `heads` equal heads that share `total` channels."""
-        if heads < 1 or total < heads or total % heads:
-            raise ValueError(f"{name} gives {total:g} channels, which {heads} heads cannot share evenly.")
-        return int(total) // heads
+    def check_heads(self, name: str) -> None:
+        """Refuse heads that cannot share the width: `num_heads` of the size `name`, one of which may be None."""
+        given = {"num_heads": self.num_heads, name: getattr(self, name)}
+        sizes = [size for size in given.values() if size is not None]
+        fits = sizes and (len(sizes) == 1 or sizes[0] * sizes[1] == self.hidden_size)
+        if not fits or min(sizes) < 1 or self.hidden_size % sizes[0]:
+            raise ValueError(f"num_heads * {name} must be hidden_size ({self.hidden_size}), got {given}.")
+        for count in self.layer_num_heads or ():
+            self.part("hidden_size", self.hidden_size, count)
 
     def exclude(self, name: str) -> None:
         """Refuse a number of heads of all layers beside `layer_num_heads`."""
@@ -87,8 +86,8 @@ class ExpandedHeadsConfig(FlaConfigMixin, PreTrainedConfig):
     def check(self) -> None:
         super().check()
         for count in {*(self.layer_num_heads or ()), self.num_heads}:
-            self.parts("expand_k * hidden_size", self.expand_k * self.hidden_size, count)
-            self.parts("expand_v * hidden_size", self.expand_v * self.hidden_size, count)
+            self.part("expand_k * hidden_size", self.expand_k * self.hidden_size, count)
+            self.part("expand_v * hidden_size", self.expand_v * self.hidden_size, count)
 
     def heads_of(self, layer: int) -> tuple[int, int, int]:
         """Of one layer: heads H, key dim N, value dim P."""
@@ -111,4 +110,54 @@ class GatedLinearAttentionConfig(ExpandedHeadsConfig):
         super().check()
         self.exclude("num_kv_heads")
         if self.num_kv_heads is not None:
-            self.parts("num_heads", self.num_heads, self.num_kv_heads)
+            self.part("num_heads", self.num_heads, self.num_kv_heads)
+
+
+class DeltaRuleConfig(FlaConfigMixin, PreTrainedConfig):
+    """Fields of `FlaConfigMixin`, and:
+
+    Args:
+        expand_v: Width of values over that of keys.
+        use_short_conv: Whether causal convolutions follow the projections to q, k and v.
+        conv_size: Their taps K.
+        allow_neg_eigval: Whether the rate beta of the rule goes up to 2 instead of 1, so that transitions have
+            negative eigenvalues (Grazzi et al. 2025, arXiv:2411.12537).
+    """
+
+    why_not_forget = KEYS_CHANGE_ALL
+
+    expand_v: int | float = 1.0
+    use_short_conv: bool = True
+    conv_size: int = 4
+    allow_neg_eigval: bool = False
+
+
+class HeadDimConfig(DeltaRuleConfig):
+    """Fields of `DeltaRuleConfig`, and:
+
+    Args:
+        num_heads: Heads of queries and keys.
+        num_v_heads: Heads of values, states, decays and rates, a multiple of `num_heads`; None for as many.
+        head_dim: Key dim N of each head; its value dim P is `expand_v` times that.
+    """
+
+    num_v_heads: int | None = None
+    head_dim: int = 128
+
+    def check(self) -> None:
+        super().check()
+        width = self.part("expand_v * head_dim", self.expand_v * self.head_dim, 1)
+        if self.num_v_heads is not None:
+            self.part("num_v_heads", self.num_v_heads, self.num_heads)
+        self.exclude("num_v_heads")
+        for count in self.layer_num_heads or ():
+            self.part("num_heads * head_dim", self.num_heads * self.head_dim, count)
+            self.part("num_heads * head_dim * expand_v", self.num_heads * width, count)
+
+    def heads_of(self, layer: int) -> tuple[int, int, int, int]:
+        """Of one layer: heads of keys, heads of values H, key dim N, value dim P."""
+        heads, N, P = self.num_heads, self.head_dim, int(self.expand_v * self.head_dim)
+        if self.layer_num_heads is None:
+            return heads, self.num_v_heads or heads, N, P
+        merged = self.layer_num_heads[layer]
+        return merged, merged, heads * N // merged, heads * P // merged

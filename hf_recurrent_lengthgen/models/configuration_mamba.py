@@ -1,11 +1,9 @@
 """What the configurations of the Mamba families share: initialization, sizes of layers, attention in some layers."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .configuration_stateful import StatefulConfigMixin, extra
-
-_RANGES = {"transformers": 0.1, "mamba-ssm": 0.02}  # defaults of initializer_range
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -35,7 +33,10 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
             `initializer_range`, by default 0.1, which makes rows of B and C eight times larger at a width of 2048.
     """
 
-    attention_kinds: ClassVar[tuple[str, ...]] = ("softmax", "linear")
+    choices: ClassVar[dict[str, tuple[Any, ...]]] = StatefulConfigMixin.choices | {
+        **{"initialization": ("transformers", "mamba-ssm"), "attention_kind": ("softmax", "linear")},
+        "hidden_act": ("silu", "swish"),
+    }
 
     attention_layers: list[int] | None = None
     attention_kind: str = "softmax"
@@ -48,16 +49,16 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
         sizes = self.layer_state_sizes
         return self.state_size if sizes is None else sizes[layer]  # type: ignore[attr-defined]
 
-    def check(self) -> None:
-        """See `StatefulConfigMixin.check`; also these fields, and the activation."""
-        super().check()
-        self.one_of("initialization", tuple(_RANGES))
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
         if self.initialization == "mamba-ssm":
             self.rescale_prenorm_residual: bool = True
-            if self.initializer_range == _RANGES["transformers"]:
-                self.initializer_range: float = _RANGES["mamba-ssm"]
-        if (given := self.hidden_act) not in ("silu", "swish"):  # type: ignore[attr-defined]
-            raise ValueError(f'hidden_act must be "silu", got {given!r}: the convolution is followed by SiLU.')
+            if self.initializer_range == type(self).initializer_range:
+                self.initializer_range: float = 0.02
+
+    def check(self) -> None:
+        """See `StatefulConfigMixin.check`; also the layers with attention."""
+        super().check()
         chosen: list[int] = list(self.attention_layers or ())
         layers: int = self.num_hidden_layers  # type: ignore[attr-defined]
         if not set(chosen) <= set(range(layers)) or len(set(chosen)) < len(chosen):
@@ -65,7 +66,6 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
                 f"attention_layers must be None or different numbers from 0 to {layers - 1}, "
                 f"got {self.attention_layers}."
             )
-        self.one_of("attention_kind", self.attention_kinds)
         if not chosen and (self.attention_kind != "softmax" or self.attention_head_dim is not None):
             raise ValueError(
                 "attention_kind and attention_head_dim do nothing without attention_layers: set attention_layers, too."

@@ -2,9 +2,6 @@
 
 To support a newer release of Transformers: run `make test-newest`, then raise `NEWEST` here, the bound in
 pyproject.toml and the pin in constraints.txt, which a test holds together.
-
-Releases before 5.10 copy of a checkpoint's code only the files that its entry file imports. So the entry files of
-configurations, which are loaded first, import all that they need, and their users get to the sentence below.
 """
 
 import inspect
@@ -14,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING as TYPE_CHECKING
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import transformers
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -60,36 +57,23 @@ def extra(name: str) -> Any:
         ) from error
 
 
+if TYPE_CHECKING:
+    from .extras import *  # noqa: F403
+
 EXTRAS = {"forgetting": "scan_forgetting", "learned_states": "state_learned", "attention_layers": "layers_attention"}
 """Modules that travel only with a checkpoint that needs them, by the field of its configuration that then is set."""
-_LINE = "    from .{} import *  # noqa: F403\n"
 
 
-def with_extras(code: str, names: Iterable[str]) -> str:
-    """This file, as it is in the package or in a checkpoint, with imports of these extras at its end.
-
-    Transformers copies the files that are imported in so many words.
-    """
-    lines = [_LINE.format(name) for name in EXTRAS.values() if name in names]
-    own = code.partition("\nif TYPE_CHECKING:\n")[0]
-    return "".join([own, *(["\nif TYPE_CHECKING:\n", *lines] if lines else [])])
-
-
-def extras_of(code: str) -> list[str]:
-    """The extras that a copy of this file imports at its end."""
-    return [name for name in EXTRAS.values() if _LINE.format(name) in code]
-
-
-def carry_extras(folder: str | os.PathLike[str], names: Iterable[str]) -> None:
-    """Give the code that was saved to a folder these extras."""
-    copy = Path(folder, Path(__file__).name)
-    if not copy.exists():  # a configuration alone
+def carry_extras(folder: Path, names: Iterable[str]) -> None:
+    """Let the code in a folder import these extras in its `extras.py`, by which Transformers finds and copies them."""
+    entry = folder / "extras.py"
+    if not entry.exists():  # a configuration alone
         return
-    for file in (Path(str(extra(name).__file__)) for name in names):
-        for needed in (file, *map(Path, get_relative_import_files(file))):
-            if needed.name != copy.name:
-                shutil.copyfile(needed, copy.with_name(needed.name))
-    copy.write_text(with_extras(Path(__file__).read_text(encoding="utf-8"), names), encoding="utf-8")
+    entry.write_text("".join(f"from .{name} import *\n" for name in names), encoding="utf-8")
+    for file in (str(extra(name).__file__) for name in names):
+        for needed in {file, *get_relative_import_files(file)}:
+            if Path(needed).name != entry.name:
+                shutil.copyfile(needed, folder / Path(needed).name)
 
 
 CODE_FORMAT_VERSION = 1
@@ -97,7 +81,12 @@ SCAN_BACKEND_SETTINGS = ("auto", "torch", "kernel")
 # one entry per layer, where layers differ, in the families that have them
 PER_LAYER_FIELDS = ("layer_num_heads", "layer_state_sizes")
 LAYER_FIELDS = (*PER_LAYER_FIELDS, "attention_layers")
-EPSILONS = ("norm_eps", "group_norm_eps", "layer_norm_epsilon", "mixer_rms_eps")
+BOUNDS = {
+    **dict.fromkeys(("norm_eps", "group_norm_eps", "layer_norm_epsilon", "mixer_rms_eps"), (0, inf)),
+    **dict.fromkeys(("clamp_min", "lower_bound"), (-inf, 0)),  # of log decays
+    "training_length": (1, inf),
+}
+"""The least and the largest value of numbers in all families; None is none."""
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -127,6 +116,7 @@ class StatefulConfigMixin:
     lora_target_modules: ClassVar[tuple[str, ...]] = ()  # linear layers of its mixers, as PEFT names them
     upstream_types: ClassVar[tuple[str, ...]] = ()  # model types whose files have the same fields and weights
     why_not_forget: ClassVar[str] = ""  # why it cannot be made to forget, in words
+    choices: ClassVar[dict[str, tuple[Any, ...]]] = {"scan_backend": SCAN_BACKEND_SETTINGS}  # all that fields may be
     layouts: ClassVar[tuple[str, ...]] = ()  # formats that it is converted from and to; the first has `upstream_types`
     tiny: ClassVar[dict[str, Any]] = {}  # further settings of a model of width 64, for trials
 
@@ -145,9 +135,7 @@ class StatefulConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[misc]
-        length = self.training_length
-        if length is not None and (not isinstance(length, int) or length < 1):
-            raise ValueError(f"training_length must be a number of tokens of at least 1, or None, got {length!r}.")
+        vars(self).pop("model_type", None)  # from the to_dict() of an upstream config; PEFT reads it
         self.check()
 
     @classmethod
@@ -183,18 +171,19 @@ class StatefulConfigMixin:
 
     def check(self) -> None:
         """Refuse fields that the stateful classes cannot honor; models call it too, since fields may be set later."""
-        vars(self).pop("model_type", None)  # from the to_dict() of an upstream config; PEFT reads it
         if self.code_format_version > CODE_FORMAT_VERSION:
             raise ValueError(
                 f"This checkpoint has code format version {self.code_format_version}, this code reads up to "
                 f"{CODE_FORMAT_VERSION}: update hf_recurrent_lengthgen."
             )
-        self.one_of("scan_backend", SCAN_BACKEND_SETTINGS)
-        self.check_forgetting()
-        for name, least in {**dict.fromkeys(EPSILONS, 0), "chunk_size": 1}.items():
+        for name, allowed in self.choices.items():
+            if (given := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {given!r}.")
+        for name, (least, most) in BOUNDS.items():
             value = getattr(self, name, None)
-            if value is not None and not value >= least:  # NaN, too
-                raise ValueError(f"{name} must be at least {least}, got {value}.")
+            if value is not None and not least <= value <= most:  # NaN, too
+                raise ValueError(f"{name} must be from {least} to {most}, got {value}.")
+        self.check_forgetting()
         for name in LAYER_FIELDS:
             value = getattr(self, name, None)
             if value is not None and not hasattr(type(self), name):
@@ -208,10 +197,11 @@ class StatefulConfigMixin:
                     f"layers, got {sizes}."
                 )
 
-    def one_of(self, name: str, allowed: tuple[str, ...]) -> None:
-        """Refuse a field with another value."""
-        if (given := getattr(self, name)) not in allowed:
-            raise ValueError(f"{name} must be one of {allowed}, got {given!r}.")
+    def part(self, name: str, total: float, count: int) -> int:
+        """The size of each of `count` equal parts of `total`, which has a `name`."""
+        if count < 1 or total < count or total % count:
+            raise ValueError(f"{name} ({total:g}) must be a multiple of {count}, the number of its parts.")
+        return int(total) // count
 
     def to_json_file(self, json_file_path: str | os.PathLike[str], use_diff: bool = True) -> None:
         """As in Transformers; code in the same folder gets the extras that this configuration asks for."""

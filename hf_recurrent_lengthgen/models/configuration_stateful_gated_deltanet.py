@@ -1,11 +1,6 @@
 """Configuration of Gated DeltaNet with an initial and a final state."""
 
-from .configuration_delta import HeadDimConfig
-from .configuration_fla import FlaConfigMixin as FlaConfigMixin
-from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-
-GATE_ACTIVATIONS = ("swish", "silu", "sigmoid")
+from .configuration_fla import HeadDimConfig
 
 
 class StatefulGatedDeltaNetConfig(HeadDimConfig):
@@ -13,7 +8,7 @@ class StatefulGatedDeltaNetConfig(HeadDimConfig):
 
     Args:
         use_gate: Whether outputs are multiplied by a gate.
-        output_gate_activation: Its activation, one of `GATE_ACTIVATIONS`.
+        output_gate_activation: Its activation, "swish", "silu" or "sigmoid".
     """
 
     model_type = "stateful_gated_deltanet"
@@ -24,13 +19,11 @@ class StatefulGatedDeltaNetConfig(HeadDimConfig):
     tiny = {"num_heads": 2, "head_dim": 16}  # noqa: RUF012
     lora_target_modules = ("q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "o_proj")
 
+    choices = HeadDimConfig.choices | {"output_gate_activation": ("swish", "silu", "sigmoid")}
+
     num_hidden_layers: int = 21
     num_heads: int = 6
     head_dim: int = 256
     expand_v: int | float = 2.0
     use_gate: bool = True
     output_gate_activation: str = "swish"
-
-    def check(self) -> None:
-        super().check()
-        self.one_of("output_gate_activation", GATE_ACTIVATIONS)

@@ -1,17 +1,14 @@
 """Configuration of GLA with an initial and a final state."""
 
 from .configuration_fla import GatedLinearAttentionConfig
-from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
-
-FEATURE_MAPS = ("relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")
 
 
 class StatefulGLAConfig(GatedLinearAttentionConfig):
     """Fields of fla's `GLAConfig`, of `GatedLinearAttentionConfig`, and:
 
     Args:
-        feature_map: Applied to queries and keys: one of `FEATURE_MAPS` or None.
+        feature_map: Applied to queries and keys: "relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu",
+            "gelu" or None.
         use_short_conv: Whether a causal convolution with SiLU follows the projections to q, k and v.
         conv_size: Its taps K.
         use_output_gate: Whether outputs are multiplied by silu(g_proj(x)).
@@ -28,6 +25,10 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
     tiny = {"num_heads": 4}  # noqa: RUF012
     lora_target_modules = ("q_proj", "k_proj", "v_proj", "g_proj", "gk_proj.0", "gk_proj.1", "o_proj")
 
+    choices = GatedLinearAttentionConfig.choices | {
+        "feature_map": (None, "relu", "sigmoid", "logsigmoid", "silu", "swish", "sqrelu", "gelu")
+    }
+
     expand_k: int | float = 0.5
     feature_map: str | None = None
     use_short_conv: bool = False
@@ -36,10 +37,3 @@ class StatefulGLAConfig(GatedLinearAttentionConfig):
     clamp_min: float | None = None
     gate_logit_normalizer: int | float = 16
     gate_low_rank_dim: int = 16
-
-    def check(self) -> None:
-        super().check()
-        if self.feature_map is not None and self.feature_map not in FEATURE_MAPS:
-            raise ValueError(f"feature_map must be None or one of {FEATURE_MAPS}, got {self.feature_map!r}.")
-        if self.clamp_min is not None and self.clamp_min > 0:
-            raise ValueError(f"clamp_min bounds log decays, which are at most 0, got {self.clamp_min}.")

@@ -2,7 +2,6 @@
 
 from .configuration_fla import FlaConfigMixin
 from .configuration_stateful import PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 
 class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
@@ -43,10 +42,4 @@ class StatefulHGRN2Config(FlaConfigMixin, PreTrainedConfig):
     def check(self) -> None:
         """See `FlaConfigMixin.check`; also sizes that do not go together."""
         super().check()
-        given = {"num_heads": self.num_heads, "expand_ratio": self.expand_ratio}
-        if not any(given.values()) or any(n is not None and (n < 1 or self.hidden_size % n) for n in given.values()):
-            raise ValueError(f"num_heads or expand_ratio must divide hidden_size ({self.hidden_size}), got {given}.")
-        if all(given.values()) and self.num_heads * self.expand_ratio != self.hidden_size:  # type: ignore[operator]
-            raise ValueError(f"num_heads * expand_ratio must be hidden_size ({self.hidden_size}), got {given}.")
-        for count in self.layer_num_heads or ():
-            self.parts("hidden_size", self.hidden_size, count)
+        self.check_heads("expand_ratio")

@@ -1,9 +1,6 @@
 """Configuration of Kimi Delta Attention with an initial and a final state."""
 
-from .configuration_delta import HeadDimConfig
-from .configuration_fla import FlaConfigMixin as FlaConfigMixin
-from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
+from .configuration_fla import HeadDimConfig
 
 
 class StatefulKDAConfig(HeadDimConfig):
@@ -30,10 +27,3 @@ class StatefulKDAConfig(HeadDimConfig):
     def gate_rank(self) -> int:
         """Rank of the projections to gates: value dim of the heads that `layer_num_heads` merges."""
         return int(self.expand_v * self.head_dim)
-
-    def check(self) -> None:
-        super().check()
-        if self.lower_bound is not None and self.lower_bound >= 0:
-            raise ValueError(f"lower_bound bounds log decays and must be below 0, got {self.lower_bound}.")
-        if self.safe_gate and self.lower_bound is None:
-            raise ValueError("safe_gate needs a lower_bound, for example -5, got None.")

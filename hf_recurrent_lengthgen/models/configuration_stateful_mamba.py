@@ -1,14 +1,11 @@
 """Configuration of Mamba-1 and FalconMamba with an initial and a final state."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import MambaConfig
 
 from .configuration_mamba import ReferenceLayersConfigMixin
-from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 FLA_NAMES = {
     **{f"dt_{name}": f"time_step_{name}" for name in ("rank", "scale", "init_scheme", "min", "max")},
@@ -38,6 +35,8 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
     tiny = {"state_size": 8}  # noqa: RUF012
     lora_target_modules = ("in_proj", "x_proj", "dt_proj", "out_proj")
 
+    choices = ReferenceLayersConfigMixin.choices | {"time_step_init_scheme": ("random", "constant")}
+
     mixer_rms_eps: float | None = None
 
     @classmethod
@@ -57,13 +56,3 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
         if config_dict.get("model_type") in cls.upstream_types:
             config_dict = {FLA_NAMES.get(name, name): value for name, value in config_dict.items()}
         return super().from_upstream(config_dict)
-
-    def check(self) -> None:
-        """See `ReferenceLayersConfigMixin.check`; also the rank and the initialization of steps."""
-        super().check()
-        if self.time_step_rank == "auto":  # set after the upstream class has made a number of it
-            self.time_step_rank = math.ceil(self.hidden_size / 16)
-        if self.time_step_init_scheme not in ("random", "constant"):
-            raise ValueError(
-                f'time_step_init_scheme must be "random" or "constant", got {self.time_step_init_scheme!r}.'
-            )

@@ -3,8 +3,6 @@
 from transformers import Mamba2Config
 
 from .configuration_mamba import ReferenceLayersConfigMixin
-from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 
 class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
@@ -24,17 +22,5 @@ class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
     lora_target_modules = ("in_proj", "out_proj")
 
     def check(self) -> None:
-        """See `ReferenceLayersConfigMixin.check`; also sizes that do not go together."""
         super().check()
-        limit = tuple(self.time_step_limit)
-        if len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
-            raise ValueError(
-                f"time_step_limit must be two ascending numbers of at least 0, got {self.time_step_limit}."
-            )
-        if self.num_heads % self.n_groups:
-            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of n_groups ({self.n_groups}).")
-        if self.num_heads * self.head_dim != self.hidden_size * self.expand:
-            raise ValueError(
-                f"num_heads * head_dim ({self.num_heads} * {self.head_dim}) must be hidden_size * expand "
-                f"({self.hidden_size} * {self.expand})."
-            )
+        self.part("num_heads", self.num_heads, self.n_groups)

@@ -1,10 +1,8 @@
 """Configuration of Mamba-3 with an initial and a final state."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .configuration_stateful import PreTrainedConfig, StatefulConfigMixin
-
-DECAY_ACTIVATIONS = ("softplus", "heavy_tail")
 
 
 class StatefulMamba3Config(StatefulConfigMixin, PreTrainedConfig):
@@ -45,6 +43,10 @@ class StatefulMamba3Config(StatefulConfigMixin, PreTrainedConfig):
         "time_step_floor": "dt_init_floor",
     }
     initialization: ClassVar[str] = "mamba-ssm"
+    choices = StatefulConfigMixin.choices | {
+        **{"is_mimo": (False,), "hidden_act": ("silu", "swish")},  # the scans write once per token
+        **{"decay_activation": ("softplus", "heavy_tail"), "rope_fraction": (0.5, 1.0)},
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 2048
@@ -80,32 +82,16 @@ class StatefulMamba3Config(StatefulConfigMixin, PreTrainedConfig):
         """Pairs of keys that are turned, A."""
         return int(self.state_size * self.rope_fraction) // 2
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_heads is None:
+            self.num_heads = self.expand * self.hidden_size // self.head_dim
+        super().__post_init__(**kwargs)
+
     def check(self) -> None:
-        """See `StatefulConfigMixin.check`; also sizes that do not go together, and what is not supported."""
         super().check()
-        if self.is_mimo:
-            raise ValueError(
-                "is_mimo must be False, got True: Mamba-3 with several inputs and outputs per head (MIMO) is not "
-                "supported, since the scans write once per token."
-            )
-        self.one_of("decay_activation", DECAY_ACTIVATIONS)
-        if self.hidden_act not in ("silu", "swish"):
-            raise ValueError(f'hidden_act must be "silu", got {self.hidden_act!r}.')
-        if self.rope_fraction not in (0.5, 1.0):
-            raise ValueError(f"rope_fraction must be 0.5 or 1, got {self.rope_fraction}.")
-        if not self.num_angles:
-            raise ValueError(
-                f"state_size ({self.state_size}) times rope_fraction ({self.rope_fraction}) must be at least 2, the "
-                "keys of one angle."
-            )
-        if self.dt_max < self.dt_min:
-            raise ValueError(f"dt_max must be at least dt_min ({self.dt_min}), got {self.dt_max}.")
-        heads, rest = divmod(self.expand * self.hidden_size, self.head_dim)
-        if rest or self.num_heads not in (None, heads):
+        if self.num_heads * self.head_dim != self.expand * self.hidden_size:  # type: ignore[operator]
             raise ValueError(
                 f"num_heads * head_dim ({self.num_heads} * {self.head_dim}) must be hidden_size * expand "
                 f"({self.hidden_size} * {self.expand})."
             )
-        self.num_heads = heads
-        if heads % self.n_groups:
-            raise ValueError(f"num_heads ({heads}) must be a multiple of n_groups ({self.n_groups}).")
+        self.part("num_heads", self.num_heads, self.n_groups)  # type: ignore[arg-type]

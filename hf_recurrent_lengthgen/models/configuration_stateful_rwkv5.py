@@ -12,7 +12,7 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
         head_size: Keys and values of each head, N = P.
         layer_num_heads: Heads of each layer, where they differ (StateX, Shen et al. 2025), of A / heads channels each;
             None for `head_size` in all.
-        num_attention_heads: None, A / head_size, or head_size as in early official files. It changes nothing.
+        num_attention_heads: A / head_size, or head_size as in early official files. It changes nothing.
         head_size_divisor: Outputs are divided by it before the norm of each head, which is an epsilon of
             1e-5 * head_size_divisor**2. Official code before March 2024 lacks this division of the training code.
         intermediate_size: Width of channel mixing; None for 3.5 * D, rounded down to a multiple of 32.
@@ -59,18 +59,6 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
     def check(self) -> None:
         """See `StatefulConfigMixin.check`; also sizes that do not go together."""
         super().check()
-        if self.inner_size % self.head_size:
-            raise ValueError(
-                f"The width of time mixing ({self.inner_size}) must be a multiple of head_size ({self.head_size})."
-            )
-        if self.num_attention_heads not in (None, self.inner_size // self.head_size, self.head_size):
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) contradicts {self.inner_size} channels in heads of "
-                f"head_size ({self.head_size}): leave it out."
-            )
+        self.part("attention_hidden_size", self.inner_size, self.head_size)
         for heads in self.layer_num_heads or ():
-            if self.inner_size % heads:
-                raise ValueError(
-                    f"The width of time mixing ({self.inner_size}) must be a multiple of every entry of "
-                    f"layer_num_heads, got {self.layer_num_heads}."
-                )
+            self.part("attention_hidden_size", self.inner_size, heads)

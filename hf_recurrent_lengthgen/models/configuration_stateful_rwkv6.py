@@ -1,8 +1,6 @@
 """Configuration of RWKV-6 with an initial and a final state."""
 
 from .configuration_fla import ExpandedHeadsConfig
-from .configuration_stateful import PreTrainedConfig as PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 
 class StatefulRWKV6Config(ExpandedHeadsConfig):
@@ -24,7 +22,7 @@ class StatefulRWKV6Config(ExpandedHeadsConfig):
     layouts = ("fla", "rwkv", "rwkv-hf")
     tiny = {"num_heads": 2, "expand_k": 1}  # noqa: RUF012
     lora_target_modules = ("r_proj.linear", "k_proj.linear", "v_proj.linear", "g_proj.linear", "o_proj")
-    activations = ("sqrelu",)
+    choices = ExpandedHeadsConfig.choices | {"hidden_act": ("sqrelu",)}
 
     expand_k: int | float = 0.5
     hidden_ratio: int | float | None = 3.5

@@ -2,7 +2,6 @@
 
 from .configuration_fla import KEYS_CHANGE_ALL, FlaConfigMixin
 from .configuration_stateful import PreTrainedConfig
-from .configuration_stateful import StatefulConfigMixin as StatefulConfigMixin
 
 
 class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
@@ -33,8 +32,7 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
     layouts = ("fla", "rwkv", "rwkv7-hf")
     tiny = {"head_dim": 32}  # noqa: RUF012
     lora_target_modules = ("r_proj", "k_proj", "v_proj", "o_proj")
-    activations = ("sqrelu",)
-    has_l2warp = True
+    choices = FlaConfigMixin.choices | {"hidden_act": ("sqrelu",), "use_l2warp": (False, True)}
     why_not_forget = KEYS_CHANGE_ALL
 
     num_heads: int | None = None  # type: ignore[assignment]
@@ -67,16 +65,7 @@ class StatefulRWKV7Config(FlaConfigMixin, PreTrainedConfig):
     def check(self) -> None:
         """See `FlaConfigMixin.check`; also sizes that do not go together."""
         super().check()
-        given = {"num_heads": self.num_heads, "head_dim": self.head_dim}
-        sizes = [size for size in given.values() if size is not None]
-        if not sizes or any(self.hidden_size % size for size in sizes):
-            raise ValueError(f"num_heads or head_dim must divide hidden_size ({self.hidden_size}), got {given}.")
-        if len(sizes) == 2 and sizes[0] * sizes[1] != self.hidden_size:
-            raise ValueError(
-                f"num_heads * head_dim must be hidden_size ({self.hidden_size}), got {given}: leave one of them None."
-            )
-        for count in self.layer_num_heads or ():
-            self.parts("hidden_size", self.hidden_size, count)
+        self.check_heads("head_dim")
         widths = self._value_widths
         if (
             len(widths) != self.num_hidden_layers

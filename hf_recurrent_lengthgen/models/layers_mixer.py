@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_stateful import extra
 from .rows import Rows
-from .scan_backends import ScanBackend, check_backend_setting, resolve_backend
+from .scan_backends import ScanBackend, resolve_backend
 from .state_value import LayerShape, LayerState, OwnLayerState
 
 
@@ -66,7 +66,6 @@ class ScanMixer(nn.Module):
 
     def __init__(self, config: Any, kernel_available: bool = False) -> None:
         super().__init__()
-        check_backend_setting(config.scan_backend, kernel_available)
         self.config, self.kernel_available = config, kernel_available
 
     @property

@@ -8,7 +8,8 @@ Shapes: B batch, T tokens, D hidden size, H heads, N key dim, P value dim.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -101,40 +102,44 @@ def layer_norm_of(config: Any) -> nn.LayerNorm:
 
 
 class RWKVBlock(MixerLayer):
-    """Pre-norm residual blocks of time mixing (`attn`) and channel mixing (`ffn`)."""
+    """Pre-norm residual blocks of time mixing and channel mixing, whose modules have the `names` of a checkpoint."""
 
     mixer_name = "attn"
+    names: ClassVar[tuple[str, ...]] = ("pre_norm", "attn_norm", "attn", "ffn_norm", "ffn")  # by their use
+    stored: ClassVar[tuple[str, ...]] = names  # in that of the parameters
 
-    def __init__(self, config: Any, layer: int, attn: RWKVTimeMixing, ffn: nn.Module) -> None:
+    def __init__(self, norm: Callable[[], nn.Module], first: bool, attn: RWKVTimeMixing, ffn: nn.Module) -> None:
+        """`first`: whether hidden states are normed before all else."""
         super().__init__()
-        self.pre_norm = layer_norm_of(config) if config.norm_first and layer == 0 else nn.Identity()
-        self.attn_norm = layer_norm_of(config)
-        self.attn = attn
-        self.ffn_norm = layer_norm_of(config)
-        self.ffn = ffn
+        modules = norm() if first else nn.Identity(), norm(), attn, norm(), ffn
+        for name in self.stored:
+            self.add_module(name, modules[self.names.index(name)])
 
     @over_groups
     def forward(
         self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None, *inputs: Tensor
     ) -> tuple[Any, ...]:
         """See `StatefulBackbone`; what the time mixing takes and gives beyond that goes through."""
+        pre_norm, attn_norm, attn, ffn_norm, ffn = [getattr(self, name) for name in self.names]
         attn_shift, ffn_shift = state.conv.chunk(2, dim=1)
-        hidden_states = self.pre_norm(hidden_states)
-        normed, before = self.attn_norm(hidden_states), state._replace(conv=attn_shift)
-        output, state, *further = self.attn(normed, before, rows, *inputs)
+        hidden_states = pre_norm(hidden_states)
+        output, state, *further = attn(attn_norm(hidden_states), state._replace(conv=attn_shift), rows, *inputs)
         hidden_states = hidden_states + output
-        output, ffn_shift = self.ffn(self.ffn_norm(hidden_states), ffn_shift, rows)
+        output, ffn_shift = ffn(ffn_norm(hidden_states), ffn_shift, rows)
         return hidden_states + output, state._replace(conv=torch.cat([state.conv, ffn_shift], dim=1)), *further
 
 
 class RWKVBackbone(StatefulBackbone):
-    """The backbone of families with these blocks. A family sets `config_class` and `block_class`."""
+    """The backbone of RWKV-6 and RWKV-7. A family sets `config_class` and its mixings."""
 
     base_model_prefix = "model"
-    block_class: Callable[[Any, int], RWKVBlock]
+    _no_split_modules = ["RWKVBlock"]  # noqa: RUF012
+    time_mixing: Callable[[Any, int], RWKVTimeMixing]
+    channel_mixing: Callable[[Any, int], nn.Module]
 
     def make_layer(self, config: Any, layer: int) -> RWKVBlock:
-        return self.block_class(config, layer)
+        mixings = self.time_mixing(config, layer), self.channel_mixing(config, layer)
+        return RWKVBlock(partial(layer_norm_of, config), config.norm_first and layer == 0, *mixings)
 
     def make_norm(self, config: Any) -> nn.Module:
         return layer_norm_of(config)

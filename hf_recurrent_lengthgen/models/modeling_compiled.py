@@ -51,39 +51,20 @@ def compile_steps(model: Any, generation_config: Any, cache: Any) -> None:
         ValueError: without a cache, and for models and machines for which nothing can be compiled.
     """
     config, generation_config.compile_config = generation_config.compile_config, None  # done: not by Transformers, too
-    what = "generate(compile_config=...)"
     model.check_has_states()
-    if model.config.forgetting:
-        raise ValueError(
-            f"{what} cannot compile a model that forgets by rule: leave compile_config or forgetting out."
-        )
-    if cache is None:
-        raise ValueError(f"{what} compiles the step from one state to the next: leave use_cache on.")
     places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
-    if len(places) > 1 or "disk" in places:
-        raise ValueError(f"{what} needs all weights on one device, they are on {places}: leave compile_config out.")
     quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None and not quantizer.is_compileable:
-        raise ValueError(
-            f"{what} cannot compile weights quantized by {type(quantizer).__name__}: leave compile_config out."
-        )
-    if config.backend == "inductor" and model.device.type == "cpu":
-        _check_compiler(what)
+    refused = {
+        "forgetting": model.config.forgetting,
+        "use_cache=False": cache is None,
+        f"weights on several devices, {places}": len(places) > 1 or "disk" in places,
+        f"weights quantized by {type(quantizer).__name__}": quantizer is not None and not quantizer.is_compileable,
+    }
+    if reasons := [reason for reason, holds in refused.items() if holds]:
+        raise ValueError(f"compile_config does not go with {' and '.join(reasons)}: leave one of them out.")
     settings = {name: getattr(config, name) for name in _SETTINGS}
     if (key := f"{settings} {model.config.to_json_string()}") not in _COMPILED:
         known = inspect.signature(torch.compile).parameters
         limits: Any = {name: value for name, value in _FOR_EACH_MODEL.items() if name in known}
         _COMPILED[key] = torch.compile(layer_step, **settings, **limits)
     cache.steps = CompiledSteps(_COMPILED[key])
-
-
-def _check_compiler(what: str) -> None:
-    from torch._inductor import cpp_builder, exc  # seconds to import
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
-        raise ValueError(
-            f"{what} needs a C++ compiler on a CPU, and found none ({error}): install g++, name one in the "
-            "environment variable CXX, or leave compile_config out."
-        ) from error

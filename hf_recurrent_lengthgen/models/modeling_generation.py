@@ -51,6 +51,7 @@ class RecurrentCache(Cache):
         ends: The tokens that end a row in the `generate` that runs; those after them are not read.
         prompt: Tokens of its prompt; None before they were read.
         before_beams: What this cache was before its beams first parted; None without beam search.
+        chunk: The most tokens of the prompt that are read at once; None for all.
     """
 
     is_compileable = False
@@ -63,6 +64,7 @@ class RecurrentCache(Cache):
         self.ends: Any = None
         self.prompt: int | None = None
         self.before_beams: Any = None
+        self.chunk: int | None = None
         self.steps: Any = None  # compiled, of the `generate` that runs (modeling_compiled.py)
 
     def state_for(self, batch_size: int) -> RecurrentState | None:
@@ -79,7 +81,7 @@ class RecurrentCache(Cache):
 
     def set_in_generate(self, begins: bool, ends: Any = None) -> None:
         """Whether a `generate` begins or ends: the states before and after it belong to the caller."""
-        self._in_generate, self._is_own, self.steps = begins, False, None
+        self._in_generate, self._is_own, self.steps, self.chunk = begins, False, None, None
         self.ends, self.prompt, self.before_beams = ends, None, None
 
     def still_read(self, input_ids: Tensor, length: int, mask: Tensor | None) -> Tensor | None:
@@ -199,13 +201,12 @@ def virtual_tokens(model: Any) -> int:
     return int(config.num_virtual_tokens)
 
 
-def given_cache(cache: RecurrentCache | None, others: dict[str, Any]) -> RecurrentCache | None:
-    """The cache of a call, also from the other arguments, under an older name; `ValueError` if it does not fit."""
-    for name in OLD_CACHE_NAMES:
-        older = others.pop(name, None)
-        if cache is not None and older is not None:
-            raise ValueError(f"cache and {name} are two names of one argument: give cache.")
-        cache = older if cache is None else cache
+def given_cache(initial_state: RecurrentState | None = None, **names: Any) -> RecurrentCache | None:
+    """The cache of a call under one of its names; `ValueError` if it is none, or not the only state to start from."""
+    found = {name: cache for name, cache in names.items() if cache is not None}
+    if len(found) + (initial_state is not None) > 1:
+        raise ValueError("Give initial_state or cache, not both, under one name: each is the state to start from.")
+    cache = next(iter(found.values()), None)
     if cache is not None and not isinstance(cache, RecurrentCache):
         raise ValueError(
             f"cache must be a RecurrentCache, got {type(cache).__name__}; give a state as initial_state. If PEFT gave "
@@ -241,40 +242,38 @@ class RecurrentGenerationMixin(GenerationMixin):
             model_kwargs[CACHE_NAME] = RecurrentCache()
         if (cache := model_kwargs.get(CACHE_NAME)) is not None:
             cache.set_in_generate(True, generation_config.eos_token_id)
+            cache.chunk, generation_config.prefill_chunk_size = generation_config.prefill_chunk_size, None
             repeats = max(generation_config.num_beams, generation_config.num_return_sequences)
             if repeats > 1 and cache.state is not None and state_batch_size(cache.state) == batch_size:
                 cache.batch_repeat_interleave(repeats)
         if generation_config.compile_config is not None and not generation_config.disable_compile:
             extra("modeling_compiled").compile_steps(self, generation_config, cache)
 
-    def _prefill(
-        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """As in Transformers; with `prefill_chunk_size`, the cache first reads all chunks but the last."""
+    def _last_chunk(self, inputs: dict[str, Any], name: str, cache: RecurrentCache, virtual: int) -> dict[str, Any]:
+        """The inputs of the last `cache.chunk` tokens or less, after the cache has read those before them.
+
+        `name` is that of the tokens or embeddings.
+        """
         model: Any = self
-        prefill: Any = super()._prefill  # type: ignore[misc]
-        size, cache = generation_config.prefill_chunk_size, model_kwargs.get(CACHE_NAME)
-        if size is None or cache is None:
-            return prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
-        if virtual_tokens(self):
-            raise ValueError("PEFT reads its virtual tokens at once with the prompt: leave prefill_chunk_size out.")
-        inputs = self.prepare_inputs_for_generation(input_ids, **model_kwargs)
-        text = "input_ids" if "input_ids" in inputs else "inputs_embeds"
-        shape, mask = inputs[text].shape[:2], inputs.get("attention_mask")
-        if mask is not None and not bool(mask[:, -1].all()):
-            raise ValueError("prefill_chunk_size needs prompts padded on the left: set padding_side='left'.")
-        if read_rows(inputs, cache.tokens_seen).starts is not None:
-            raise ValueError("Sequences begin inside the prompt: leave prefill_chunk_size out.")
-        last = (shape[1] - 1) // size * size
-        for start in range(0, last, size):
-            piece = {
-                name: value[:, start : start + size] if name in (text, *_PER_TOKEN) and value is not None else value
-                for name, value in inputs.items()
+        size: Any = cache.chunk
+        length, mask = inputs[name].shape[1], inputs["attention_mask"]
+        refused = {
+            "virtual tokens of PEFT": virtual,
+            "padding at the end of prompts (set padding_side='left')": mask is not None and not mask[:, -1].all(),
+            "sequences that begin inside a prompt": read_rows(inputs, cache.tokens_seen).starts is not None,
+        }
+        if reasons := [reason for reason, holds in refused.items() if holds]:
+            raise ValueError(f"prefill_chunk_size does not go with {' and '.join(reasons)}: leave it out.")
+        chunks = [
+            {
+                key: value[:, start : start + size] if key in (name, *_PER_TOKEN) and value is not None else value
+                for key, value in inputs.items()
             }
-            model(**piece | {"logits_to_keep": 1, "output_final_state": False, "output_hidden_states": False})
-        rest = copy.copy(generation_config)
-        rest.prefill_chunk_size = None
-        return prefill(input_ids, rest, model_kwargs, *args, **kwargs)
+            for start in range(0, length, size)
+        ]
+        for chunk in chunks[:-1]:
+            model(**chunk | {"logits_to_keep": 1, "output_final_state": False, "output_hidden_states": False})
+        return chunks[-1]
 
     def prepare_inputs_for_generation(
         self,
@@ -306,8 +305,6 @@ class RecurrentGenerationMixin(GenerationMixin):
         if length == 0:
             given = "input_ids" if inputs_embeds is None else "inputs_embeds"
             width = (input_ids if inputs_embeds is None else inputs_embeds).shape[1]
-            if width == 0:
-                raise ValueError(f"The prompt, {given}, has no tokens: give at least one.")
             raise ValueError(
                 f"The cache has read {seen} tokens and {given} has {width}: give the whole text so far "
                 "with the cache, or only the new tokens with initial_state=cache.state (a hybrid needs "
@@ -319,7 +316,10 @@ class RecurrentGenerationMixin(GenerationMixin):
         if cache is not None and not (virtual and inputs_embeds is not None):
             width = input_ids.shape[1] if virtual else length  # PEFT puts the columns of its tokens before all others
             inputs["attention_mask"] = cache.still_read(input_ids, width, inputs["attention_mask"])
-        return inputs | {name: unread}
+        inputs[name] = unread
+        if cache is not None and cache.chunk is not None and length > cache.chunk:
+            return self._last_chunk(inputs, name, cache, virtual)
+        return inputs
 
     def generate(
         self,
@@ -339,37 +339,21 @@ class RecurrentGenerationMixin(GenerationMixin):
         length takes the memory of that many tokens. With `compile_config=CompileConfig()`, single tokens are compiled.
 
         Raises:
-            ValueError: if the state does not fit the prompt, holds NaN, or comes with a cache or
-                `use_cache=False`; for a `cache_implementation`, since the cache is a state; for ids outside the
-                vocabulary; for a `compile_config` that cannot be obeyed (no C++ compiler, several devices).
+            ValueError: if the state does not fit the prompt, holds NaN, or comes with a cache; for a
+                `cache_implementation`, since the cache is a state; and for a `compile_config` that cannot be obeyed.
         """
         model: Any = self
-        given = given_cache(kwargs.pop("cache", None), kwargs)
+        cache = given_cache(initial_state, **{name: kwargs.pop(name, None) for name in ("cache", *OLD_CACHE_NAMES)})
         check_prompts(kwargs)
-        if virtual_tokens(self) and given is not None:
+        if virtual_tokens(self) and cache is not None:
             raise ValueError("PEFT reads only the last token after a cache: leave it out and give the whole text.")
-        if initial_state is None:
-            return self._generate(given, inputs, *args, **kwargs)
-        if given is not None:
-            raise ValueError("Give initial_state or cache, not both: each of them is the state to start from.")
-        config = (args[0] if args else kwargs.get("generation_config")) or self.generation_config
-        if kwargs.get("use_cache", config.use_cache) is False:
-            raise ValueError("generate(initial_state=...) carries the state in the cache: leave use_cache on.")
-        prompt = next(
-            (x for x in (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None), None
-        )
-        if prompt is None:
-            raise ValueError("generate(initial_state=...) needs a prompt of at least one token.")
-        state = check_state(
-            initial_state, model.state_shapes(), prompt.shape[0], model.device, state_dtype(model.dtype)
-        )
-        check_finite_state(state)
-        return self._generate(RecurrentCache(state), inputs, *args, **kwargs)
-
-    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
-        """As in Transformers; the cache is an argument under PEFT's `prepare_inputs_for_generation`, too."""
-        others = {name: value for name, value in model_kwargs.items() if name != CACHE_NAME}
-        super()._validate_model_kwargs(others)  # type: ignore[misc]
+        if initial_state is not None:
+            prompts = (inputs, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+            rows = next((len(prompt) for prompt in prompts if prompt is not None), 1)
+            state = check_state(initial_state, model.state_shapes(), rows, model.device, state_dtype(model.dtype))
+            check_finite_state(state)
+            cache = RecurrentCache(state)
+        return self._generate(cache, inputs, *args, **kwargs)
 
     def _generate(self, cache: RecurrentCache | None, *args: Any, **kwargs: Any) -> Any:
         """`GenerationMixin.generate`; then the cache is the caller's."""

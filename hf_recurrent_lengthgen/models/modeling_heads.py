@@ -33,14 +33,6 @@ class StatefulCausalLMOutput(OutputWithCache):
     hidden_states: tuple[Tensor, ...] | None = None
 
 
-def _keeps_all(logits_to_keep: int | Tensor) -> bool:
-    if not isinstance(logits_to_keep, int):
-        return False
-    if logits_to_keep < 0:
-        raise ValueError(f"logits_to_keep must be 0 (all), a positive number or positions, got {logits_to_keep}.")
-    return logits_to_keep == 0
-
-
 class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
     """A `StatefulBackbone` and a head. A family sets `backbone_class`.
 
@@ -49,6 +41,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
             token of a row has nothing before it and is not scored, nor is the first token of a sequence in a packed
             row.
         logits_to_keep: Compute only the last so many logits, or those at the given positions; 0 for all.
+        past_key_values: `cache` under its name before Transformers 5.24.
         num_items_in_batch: Number of tokens that the summed loss is divided by, as Trainer passes it. Transformers'
             own Trainer also counts labels that are not scored, which makes loss and gradients too small: set those
             labels to -100 in the data. The trainers of hf_recurrent_lengthgen count scored labels only.
@@ -97,6 +90,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         output_final_state: bool = True,
         inputs_embeds: Tensor | None = None,
         cache: RecurrentCache | None = None,
+        past_key_values: RecurrentCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -109,16 +103,14 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         """Run T tokens from a state; arguments as in the class.
 
         Raises:
-            ValueError: for labels of either kind together with `logits_to_keep`, and as in `StatefulBackbone.forward`.
+            ValueError: for labels that are not one for each logit, and as in `StatefulBackbone.forward`.
         """
         shift_labels: Tensor | None = others.pop("shift_labels", None)
-        cache = given_cache(cache, others)
+        names = {"past_key_values": past_key_values, "cache_params": others.pop("cache_params", None)}
+        cache = given_cache(initial_state, cache=cache, **names)
         rows = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
         if sequence_group is not None:
             extra("rows_shared").check_targets(labels, shift_labels, rows.real, sequence_group)
-        keep_all = _keeps_all(logits_to_keep)
-        if not (labels is None and shift_labels is None) and not keep_all:
-            raise ValueError("labels need all logits: drop logits_to_keep.")
         output = self.base_model(
             input_ids,
             rows=rows,
@@ -132,7 +124,7 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
             token_type_ids=token_type_ids,
         )
         hidden_states = output.last_hidden_state
-        if not keep_all:
+        if not isinstance(logits_to_keep, int) or logits_to_keep:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             hidden_states = hidden_states[:, kept]
         head = self.get_output_embeddings()

@@ -19,15 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import can_return_tuple
 
-from .configuration_stateful import extra
+from .configuration_stateful import OLD_CACHE_NAMES, extra
 from .layers_mixer import MixerLayer
 from .modeling_generation import OutputWithCache, RecurrentCache, given_cache
-from .rows import Rows, check_token_types, read_inputs
+from .rows import Rows, read_inputs
 from .rows_moved import MovedRows
 from .state_value import (
     LayerShape,
@@ -59,6 +58,15 @@ class StatefulModelOutput(OutputWithCache):
     final_state: RecurrentState | None = None
     cache: RecurrentCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
+
+
+def refuse_reentrant(settings: dict[str, Any] | None) -> None:
+    """Raise a `ValueError` for reentrant activation checkpointing, torch's default of given settings."""
+    if settings is not None and settings.get("use_reentrant", True):
+        raise ValueError(
+            "Reentrant activation checkpointing loses the gradients through recurrent states: "
+            'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
+        )
 
 
 class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
@@ -123,16 +131,23 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
         if use_kernels:
             extra("scan_hub_kernels").use_hub_kernels(self)
 
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *args: Any, **kwargs: Any
-    ) -> None:
-        keywords = getattr(gradient_checkpointing_func, "keywords", {})
-        if enable and keywords.get("use_reentrant", True):  # torch takes a missing value as True
-            raise ValueError(
-                "Reentrant activation checkpointing loses the gradients through recurrent states: "
-                'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
-            )
-        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
+    if hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+
+        def activation_checkpointing_enable(
+            self, activation_checkpointing_kwargs: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            """As in Transformers; reentrant checkpointing is refused."""
+            refuse_reentrant(activation_checkpointing_kwargs)
+            super().activation_checkpointing_enable(activation_checkpointing_kwargs, *args, **kwargs)
+
+    else:  # its name before Transformers 5.24
+
+        def gradient_checkpointing_enable(
+            self, gradient_checkpointing_kwargs: Any = None, *args: Any, **kwargs: Any
+        ) -> None:
+            """As in Transformers; reentrant checkpointing is refused."""
+            refuse_reentrant(gradient_checkpointing_kwargs)
+            super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, *args, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in Transformers, with the code for every Auto class; older weights there go."""
@@ -183,7 +198,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             so that packed sequences give exactly what each gives alone. The first sequence of a row starts from the
             initial state, and `final_state` is that of the last one. Under torch.compile, reading positions breaks
             the graph.
-        token_type_ids: (B, T), all 0, as tokenizers return them.
+        token_type_ids: (B, T), as tokenizers return them; ignored, since there are no token types.
         sequence_group: Processes that share the rows, each with a piece of them, in the order of time
             (rows_shared.py). All give the same `initial_state`, that before the whole rows, and get the same
             `final_state`, that after them. Packed rows need `seq_idx`, counted over the pieces.
@@ -247,16 +262,11 @@ class StatefulBackbone(StatefulPreTrainedModel):
         Raises:
             ValueError: for arguments that contradict each other, do not fit, or do not apply to recurrent models.
         """
-        cache = given_cache(cache, others)
+        names = {name: others.pop(name, None) for name in OLD_CACHE_NAMES}
+        cache = given_cache(initial_state, cache=cache, **names)
         if rows is None:
             rows = read_inputs(input_ids, inputs_embeds, attention_mask, cache, position_ids, others, sequence_group)
-        elif others or not (attention_mask is None and position_ids is None and sequence_group is None):
-            raise ValueError("rows say what masks, positions and other arguments say: leave these out, or rows.")
         batch_size, length = rows.shape
-        if initial_state is not None and cache is not None:
-            raise ValueError("Give initial_state or cache, not both: each of them is the state to start from.")
-        if use_cache and torch.compiler.is_exporting():
-            raise ValueError("A program of torch.export gives no cache: leave use_cache out, and carry states.")
         if use_cache is None:
             use_cache = self.config.use_cache and output_final_state and rows.group is None
             use_cache = use_cache and not (self.training or self.stateless_layers or torch.compiler.is_exporting())
@@ -267,7 +277,6 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        check_token_types(token_type_ids, rows.real)
         state = self._starting_state(initial_state, cache, batch_size, hidden_states.device)
         moved = MovedRows.of(rows)
         if own and moved is None:

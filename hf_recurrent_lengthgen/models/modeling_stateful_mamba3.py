@@ -17,10 +17,9 @@ from torch.nn.functional import silu, softplus
 from transformers import initialization as init
 
 from .configuration_stateful_mamba3 import StatefulMamba3Config
-from .layers_mamba import MixerBlock, init_output, init_steps
+from .layers_mamba import MixerBackbone, MixerBlock, init_output, init_steps
 from .layers_mixer import RMSNorm, ScanMixer, rms_normalize
 from .modeling_heads import StatefulForCausalLM
-from .modeling_stateful import StatefulBackbone
 from .rows import Rows
 from .rows_moved import inputs_around, over_groups, zero_past_end
 from .scan_backends import repeat_heads
@@ -160,16 +159,12 @@ class StatefulMamba3Block(MixerBlock):
         return hidden_states, state
 
 
-class StatefulMamba3Model(StatefulBackbone):
+class StatefulMamba3Model(MixerBackbone):
     config_class = StatefulMamba3Config
     _no_split_modules = ["StatefulMamba3Block"]  # noqa: RUF012
-    norm_name = "norm_f"
 
     def make_layer(self, config: StatefulMamba3Config, layer: int) -> StatefulMamba3Block:
         return StatefulMamba3Block(config, layer)
-
-    def make_norm(self, config: StatefulMamba3Config) -> nn.Module:
-        return RMSNorm(config.hidden_size, config.norm_eps)
 
 
 class StatefulMamba3ForCausalLM(StatefulForCausalLM):

@@ -10,18 +10,19 @@ recurrence are in full precision.
 Shapes: B batch, T tokens, D hidden size, A inner size.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu, silu
 from transformers import initialization as init
 
 from .configuration_stateful_rwkv5 import StatefulRWKV5Config
-from .layers_mixer import MixerLayer
-from .layers_rwkv import HeadNorm, RWKVTimeMixing, token_shift
+from .layers_rwkv import HeadNorm, RWKVBlock, RWKVTimeMixing, token_shift
 from .modeling_heads import StatefulForCausalLM
 from .modeling_stateful import StatefulBackbone
 from .rows import Rows
-from .rows_moved import over_groups, zero_past_end
+from .rows_moved import zero_past_end
 from .scan_rwkv6 import chunk_rwkv6, scan_rwkv6
 from .state_value import LayerState
 
@@ -121,33 +122,12 @@ class StatefulRWKV5ChannelMixing(nn.Module):
             init.copy_(parameter, (channel**self.shallow).view_as(parameter))
 
 
-class StatefulRWKV5Block(MixerLayer):
-    """Pre-norm residual blocks of time mixing (`attention`) and channel mixing (`feed_forward`)."""
+class StatefulRWKV5Block(RWKVBlock):
+    """With the names of the official checkpoints."""
 
     mixer_name = "attention"
-
-    def __init__(self, config: StatefulRWKV5Config, layer: int) -> None:
-        super().__init__()
-        D, eps = config.hidden_size, config.layer_norm_epsilon
-        if layer == 0:
-            self.pre_ln = nn.LayerNorm(D, eps)
-        self.first = layer == 0
-        self.ln1 = nn.LayerNorm(D, eps)
-        self.ln2 = nn.LayerNorm(D, eps)
-        self.attention = StatefulRWKV5TimeMixing(config, layer)
-        self.feed_forward = StatefulRWKV5ChannelMixing(config, layer)
-
-    @over_groups
-    def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
-        """See `StatefulBackbone`."""
-        attention_shift, feed_forward_shift = state.conv.chunk(2, dim=1)
-        if self.first:
-            hidden_states = self.pre_ln(hidden_states)
-        output, state = self.attention(self.ln1(hidden_states), state._replace(conv=attention_shift), rows)
-        hidden_states = hidden_states + output
-        output, feed_forward_shift = self.feed_forward(self.ln2(hidden_states), feed_forward_shift, rows)
-        conv = torch.cat([state.conv, feed_forward_shift], dim=1)
-        return hidden_states + output, state._replace(conv=conv)
+    names = ("pre_ln", "ln1", "attention", "ln2", "feed_forward")
+    stored = ("pre_ln", "ln1", "ln2", "attention", "feed_forward")
 
 
 class StatefulRWKV5Model(StatefulBackbone):
@@ -159,7 +139,9 @@ class StatefulRWKV5Model(StatefulBackbone):
     blocks: nn.ModuleList
 
     def make_layer(self, config: StatefulRWKV5Config, layer: int) -> StatefulRWKV5Block:
-        return StatefulRWKV5Block(config, layer)
+        mixings = StatefulRWKV5TimeMixing(config, layer), StatefulRWKV5ChannelMixing(config, layer)
+        norm = partial(nn.LayerNorm, config.hidden_size, config.layer_norm_epsilon)
+        return StatefulRWKV5Block(norm, layer == 0, *mixings)
 
     def make_norm(self, config: StatefulRWKV5Config) -> nn.Module:
         return nn.LayerNorm(config.hidden_size)  # official code: 1e-5, whatever layer_norm_epsilon

@@ -16,7 +16,7 @@ from torch.nn.functional import relu, silu
 from transformers import initialization as init
 
 from .configuration_stateful_rwkv6 import StatefulRWKV6Config
-from .layers_rwkv import HeadNorm, LowRank, RWKVBackbone, RWKVBlock, RWKVTimeMixing, token_shift
+from .layers_rwkv import HeadNorm, LowRank, RWKVBackbone, RWKVTimeMixing, token_shift
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
@@ -107,7 +107,7 @@ class StatefulRWKV6TimeMixing(RWKVTimeMixing):
 class StatefulRWKV6ChannelMixing(nn.Module):
     """`sigmoid(receptance) * value(relu(key)^2)`; a width that is not given is rounded up to a multiple of 32."""
 
-    def __init__(self, config: StatefulRWKV6Config) -> None:
+    def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
         super().__init__()
         D, size = config.hidden_size, config.intermediate_size
         if size is None:
@@ -123,15 +123,10 @@ class StatefulRWKV6ChannelMixing(nn.Module):
         return self.receptance(x, delta).sigmoid() * self.value(relu(self.key(x, delta)).square()), state
 
 
-class StatefulRWKV6Block(RWKVBlock):
-    def __init__(self, config: StatefulRWKV6Config, layer: int) -> None:
-        super().__init__(config, layer, StatefulRWKV6TimeMixing(config, layer), StatefulRWKV6ChannelMixing(config))
-
-
 class StatefulRWKV6Model(RWKVBackbone):
     config_class = StatefulRWKV6Config
-    block_class = StatefulRWKV6Block
-    _no_split_modules = ["StatefulRWKV6Block"]  # noqa: RUF012
+    time_mixing = StatefulRWKV6TimeMixing
+    channel_mixing = StatefulRWKV6ChannelMixing
 
 
 class StatefulRWKV6ForCausalLM(StatefulForCausalLM):

@@ -22,7 +22,7 @@ from torch.nn.functional import normalize, relu
 from transformers import initialization as init
 
 from .configuration_stateful_rwkv7 import StatefulRWKV7Config
-from .layers_rwkv import HeadNorm, LowRank, RWKVBackbone, RWKVBlock, RWKVTimeMixing, token_shift
+from .layers_rwkv import HeadNorm, LowRank, RWKVBackbone, RWKVTimeMixing, token_shift
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
@@ -154,16 +154,10 @@ class StatefulRWKV7ChannelMixing(nn.Module):
         init.zeros_(self.value.weight)
 
 
-class StatefulRWKV7Block(RWKVBlock):
-    def __init__(self, config: StatefulRWKV7Config, layer: int) -> None:
-        mixings = StatefulRWKV7TimeMixing(config, layer), StatefulRWKV7ChannelMixing(config, layer)
-        super().__init__(config, layer, *mixings)
-
-
 class StatefulRWKV7Model(RWKVBackbone):
     config_class = StatefulRWKV7Config
-    block_class = StatefulRWKV7Block
-    _no_split_modules = ["StatefulRWKV7Block"]  # noqa: RUF012
+    time_mixing = StatefulRWKV7TimeMixing
+    channel_mixing = StatefulRWKV7ChannelMixing
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

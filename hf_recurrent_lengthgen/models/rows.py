@@ -110,11 +110,6 @@ def read_rows(given: Mapping[str, Any], seen: int = 0) -> Rows:
     shape = token_shape(given.get("input_ids"), given.get("inputs_embeds"))
     real = real_tokens(mask_of_new_tokens(given.get("attention_mask"), seen, shape))
     said = {name: given[name] for name in ("position_ids", "seq_idx", *BORDERS) if given.get(name) is not None}
-    if said and torch.compiler.is_exporting():
-        raise ValueError(
-            f"A program of torch.export cannot take {sorted(said)}: they decide how many sequences there are. Leave "
-            "them out, with one sequence in each row."
-        )
     if said:
         return Rows(shape, real, _starts(said, shape, real))
     if real is None and not torch.compiler.is_compiling():
@@ -166,14 +161,12 @@ def mask_of_new_tokens(mask: Any, seen: int, shape: tuple[int, int]) -> Tensor |
     """The last T columns of a mask, (B, T), or (B, seen + T) with the `seen` tokens before."""
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"attention_mask must be a tensor of shape {shape}, got {type(mask).__name__}.")
-    if mask.shape == shape:
-        return mask
-    if mask.shape == (shape[0], seen + shape[1]):
-        return mask[:, seen:]
-    past = f", or with the tokens that the cache has read {(shape[0], seen + shape[1])}" if seen else ""
-    raise ValueError(f"attention_mask must have the shape of the tokens, {shape}{past}, got {tuple(mask.shape)}.")
+    whole = (shape[0], seen + shape[1])
+    if not isinstance(mask, Tensor) or mask.shape not in (shape, whole):
+        past = f", or with the tokens that the cache has read {whole}" if seen else ""
+        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must have the shape of the tokens, {shape}{past}, got {found}.")
+    return mask if mask.shape == shape else mask[:, seen:]
 
 
 def real_tokens(mask: Tensor | None) -> Tensor | None:
@@ -192,10 +185,12 @@ def real_tokens(mask: Tensor | None) -> Tensor | None:
 
 def checked_numbers(name: str, values: Any, shape: tuple[int, int]) -> Tensor:
     """Integers of shape (B, T), from (B, T) or (1, T)."""
-    if not isinstance(values, Tensor) or values.is_floating_point() or values.dtype == torch.bool:
-        raise ValueError(f"{name} must be a tensor of integers, got {getattr(values, 'dtype', type(values))}.")
-    if values.shape not in (shape, (1, shape[1])):
-        raise ValueError(f"{name} must have the shape of the tokens, {shape}, got {tuple(values.shape)}.")
+    integers = isinstance(values, Tensor) and not values.is_floating_point() and values.dtype != torch.bool
+    if not integers or values.shape not in (shape, (1, shape[1])):
+        found = (
+            f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        )
+        raise ValueError(f"{name} must be integers of the shape of the tokens, {shape}, got {found}.")
     return values.expand(shape)
 
 
@@ -249,11 +244,3 @@ def changes(numbers: Tensor, real: Tensor | None) -> Tensor:
     if bool((followed & (numbers < previous)).any()):
         raise ValueError("seq_idx goes down: a recurrent model cannot return to an earlier sequence of the row.")
     return followed & (numbers > previous)
-
-
-def check_token_types(token_type_ids: Tensor | None, real: Tensor | None) -> None:
-    """Raise a `ValueError` for a real token whose type is not 0."""
-    if token_type_ids is None or torch.compiler.is_compiling():
-        return
-    if bool((token_type_ids if real is None else token_type_ids.masked_fill(~real, 0)).any()):
-        raise ValueError("token_type_ids must be 0 at all tokens: a recurrent language model has no token types.")

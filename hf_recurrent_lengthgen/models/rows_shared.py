@@ -94,13 +94,29 @@ def _with_later(before: Tensor, rows: Rows) -> Tensor:
     return before if rows.ended is None else torch.cat([before, torch.zeros_like(before)])
 
 
+# their names since torch 2.13, and before
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+        _all_gather(whole, x.contiguous(), group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        own = grad.new_empty(len(grad) // dist.get_world_size(ctx.group), *grad.shape[1:])
+        _reduce_scatter(own, grad.contiguous(), group=ctx.group)
+        return own, None
+
+
 def gathered(x: Tensor, group: ProcessGroup) -> tuple[Tensor, ...]:
     """The tensors of all processes, of one shape, in the order of their ranks; differentiable."""
-    from torch.distributed import _functional_collectives as collectives  # not in every build of torch
-
-    gather: Any = getattr(collectives, "all_gather_single_autograd", None)
-    gather = gather or collectives.all_gather_tensor_autograd  # its name before torch 2.13
-    whole: Tensor = gather(x.contiguous(), 0, group)
+    whole: Tensor = _Gather.apply(x, group)
     return whole.chunk(dist.get_world_size(group))
 
 

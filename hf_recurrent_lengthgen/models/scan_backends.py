@@ -37,14 +37,6 @@ _OPERATORS = f"{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}_{zlib.crc32(__name__.enc
 INSTALL_HINT = 'pip install "hf_recurrent_lengthgen[kernels]"'
 
 
-def check_backend_setting(setting: str, kernel_available: bool) -> None:
-    """Raise a `ValueError` for "kernel" where its packages are missing, with what to install."""
-    if setting == "kernel" and not kernel_available:
-        raise ValueError(
-            f'scan_backend="kernel" needs kernels that are not installed: {INSTALL_HINT}, or use "auto" or "torch".'
-        )
-
-
 @cache
 def _log_choice(setting: str, device_type: str, backend: ScanBackend, limit: str) -> None:
     reason = f" (the kernels need {limit})" if limit else ""
@@ -58,11 +50,11 @@ def resolve_backend(setting: str, device_type: str, kernel_available: bool, limi
     `limit` is what it does not meet, in words. The choice never depends on the sequence length. Raises a `ValueError`
     for "kernel" where it cannot run.
     """
-    check_backend_setting(setting, kernel_available)
-    if setting == "kernel" and device_type != "cuda":
-        raise ValueError(f'scan_backend="kernel" runs on CUDA devices only, the inputs are on {device_type!r}.')
-    if setting == "kernel" and limit:
-        raise ValueError(f'scan_backend="kernel": the kernels need {limit}; use "auto" or "torch".')
+    missing = f"to be installed ({INSTALL_HINT})" if not kernel_available else limit
+    if kernel_available and device_type != "cuda":
+        missing = f"a CUDA device, the inputs are on {device_type!r}"
+    if setting == "kernel" and missing:
+        raise ValueError(f'scan_backend="kernel": the kernels need {missing}; use "auto" or "torch".')
     use_kernel = setting != "torch" and kernel_available and device_type == "cuda" and not limit
     backend: ScanBackend = "kernel" if use_kernel else "torch"
     if not torch.compiler.is_compiling():  # it would break the graph

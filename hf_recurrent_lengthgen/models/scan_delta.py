@@ -57,8 +57,6 @@ def scan_delta(
         chunk_size: Tokens per chunk of the torch form, which takes the next power of two; it changes speed and
             memory, and the result by rounding only. By default N / 4, from 4 to 32: near rates of 2 what tokens
             write cancels where they are many for the dimensions of a key. The kernel has its own.
-        backend: "torch" (chunked form) or "kernel" (fla).
-        in_place: As in all scans.
     """
     inputs = q, k, v, g, beta
     if chunk_size is None:
@@ -90,9 +88,6 @@ def scan_dplr(
         a: What a token reads from the state before it, (B, T, H, N).
         b: Where it writes what it reads, (B, T, H, N). Where g, k and b are 0, the state does not change.
         initial_state: As in `scan_delta`, like the other arguments.
-        chunk_size: As there.
-        backend: As there.
-        in_place: As there.
     """
     inputs = q, k, v, g, a, b
     return run_scan(_chunked_dplr, _dplr_with_kernel, _dplr_step, inputs, initial_state, chunk_size, backend, in_place)

@@ -41,8 +41,6 @@ def scan_gla(
         g: Logarithms of the decays, at most 0, (B, T, H, N). Where g and k are 0, the state does not change.
         initial_state: State before the first token, (B, H, P, N).
         chunk_size: Tokens per chunk of the torch form, which takes the next power of two.
-        backend: "torch" (chunked form) or "kernel" (fla).
-        in_place: As in all scans.
     """
     inputs = q, k, v, g
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)

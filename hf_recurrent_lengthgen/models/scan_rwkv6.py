@@ -41,8 +41,6 @@ def scan_rwkv6(
         u: Bonus of the current token, (H, N).
         initial_state: State before the first token, (B, H, P, N).
         chunk_size: Tokens per chunk of the torch form, which takes the next power of two.
-        backend: "torch" (chunked form) or "kernel" (fla).
-        in_place: As in all scans.
     """
     inputs = r, k, v, w, u
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)

@@ -77,8 +77,6 @@ def scan_selective(
         D: Skip weights, (D,).
         initial_state: State before the first token, (B, D, N).
         chunk_size: Tokens per state that the torch form keeps for its backward pass.
-        backend: "torch" or "kernel" (mamba-ssm).
-        in_place: As in all scans.
     """
     inputs = x, dt, A, B, C, D
     return run_scan(_scan_with_torch, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)

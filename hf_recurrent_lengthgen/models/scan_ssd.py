@@ -74,8 +74,6 @@ def scan_ssd(
         D: Skip weights, (H,).
         initial_state: State before the first token, (B, H, P, N).
         chunk_size: Tokens per chunk, about; the kernel takes the next power of two, from 16 to 256.
-        backend: "torch" (chunked form) or "kernel" (mamba-ssm).
-        in_place: As in all scans.
     """
     inputs = x, dt, A, B, C, D
     return run_scan(_chunked, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)

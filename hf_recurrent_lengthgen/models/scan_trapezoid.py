@@ -66,8 +66,6 @@ def scan_trapezoid(
         D: Skip weights, (H,).
         initial_state: State before the first token, in the frame of the token before, (B, H, P, N).
         chunk_size: Tokens per chunk of the torch form, about.
-        backend: "torch" (chunked form) or "kernel" (fla, whose matrix products are in the dtype of `x`).
-        in_place: As in all scans.
 
     Returns:
         Outputs in the dtype of `dt`, (B, T, H, P), and the state after the last token, in its frame.

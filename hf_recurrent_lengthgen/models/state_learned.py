@@ -175,8 +175,7 @@ def active_row(model: Any) -> RecurrentState | None:
     """One row of the state that sequences of a model start from, with gradients; None for the zero state.
 
     Raises:
-        ValueError: if the config names learned states that the model lacks, that have other shapes, or that are
-            offloaded.
+        ValueError: if the config names learned states that the model lacks, or that have other shapes.
     """
     record = recorded(model.config)
     if record["active"] is None:
@@ -189,11 +188,6 @@ def active_row(model: Any) -> RecurrentState | None:
             "or set model.config.learned_states = None to start from zero."
         )
     state: RecurrentState = map_state(lambda part: part.to(state_dtype(model.dtype)), states.state())
-    if state[0][0].is_meta and model.device.type != "meta":
-        raise ValueError(
-            f"The learned state {record['active']!r} was offloaded with the model (accelerate): offload the model "
-            "first, then add or load the learned state."
-        )
     return check_state(
         state, model.state_shapes(), 1, model.device, state_dtype(model.dtype), f"learned state {record['active']!r}"
     )

@@ -94,8 +94,6 @@ def fingerprint(model: Any) -> str:
     """
     digest, samples = hashlib.sha256(), []
     for name, parameter in _own_parameters(model.base_model):
-        if parameter.is_meta:
-            raise ValueError(f"{name} holds no values (meta device): load the weights first.")
         digest.update(f"{name} {tuple(parameter.shape)}\n".encode())
         flat, count = parameter.detach().flatten(), min(parameter.numel(), SAMPLES)
         places = torch.arange(count, device=flat.device) * (len(flat) - 1) // max(count - 1, 1)
@@ -153,12 +151,9 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
         about = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): copy or download it again.") from error
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(f"{path} describes no learned state: its format must be {FORMAT!r}.")
-    version = about.get("format_version")
-    if type(version) is not int or version > FORMAT_VERSION:
+    if not isinstance(about, dict) or (about.get("format"), about.get("format_version")) != (FORMAT, FORMAT_VERSION):
         raise ValueError(
-            f"{path} has format version {version!r}, this code reads up to {FORMAT_VERSION}: update "
-            "hf_recurrent_lengthgen."
+            f"{path} must describe a learned state, with the format {FORMAT!r} and the format version "
+            f"{FORMAT_VERSION}: update hf_recurrent_lengthgen for a newer one."
         )
     return about

@@ -142,16 +142,11 @@ def load_state(
         UserWarning: for a file without a checksum, as earlier versions wrote it.
     """
     header, tensors, has_checksum = read_tensors(path, device)
-    if header.get("format") != STATE_FORMAT:
+    if (header.get("format"), header.get("format_version")) != (STATE_FORMAT, str(STATE_FORMAT_VERSION)):
         raise ValueError(
-            f"{path} holds no recurrent state: its format is {header.get('format')!r}. load_state reads a state "
-            "alone, load_text_state of hf_recurrent_lengthgen.state_files one with its text, model, keys and values."
-        )
-    version = header.get("format_version", "")
-    if not version.isdecimal() or int(version) > STATE_FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has recurrent state format version {version!r}, this code reads up to {STATE_FORMAT_VERSION}: "
-            "update hf_recurrent_lengthgen."
+            f"{path} has the format {header.get('format')!r}, version {header.get('format_version')!r}, and must have "
+            f"{STATE_FORMAT!r}, {STATE_FORMAT_VERSION}: update hf_recurrent_lengthgen for a newer version; files with "
+            "their text, model, keys and values are read by load_text_state of hf_recurrent_lengthgen.state_files."
         )
     if not has_checksum:
         warnings.warn(no_checksum(path), stacklevel=2)

@@ -141,11 +141,6 @@ def take_rows(state: RecurrentState, rows: Tensor | slice) -> RecurrentState:
 
 def keep_rows(state: RecurrentState, keep: Tensor) -> RecurrentState:
     """The rows where the boolean mask `keep` (B,) is true; the others become zero, also where they hold NaN."""
-    if keep.dtype != torch.bool or keep.shape != (state_batch_size(state),):
-        raise ValueError(
-            f"keep must be a boolean tensor of shape ({state_batch_size(state)},), "
-            f"got {keep.dtype} of shape {tuple(keep.shape)}."
-        )
     return map_state(
         lambda part: torch.where(keep.to(part.device).reshape(-1, *[1] * (part.ndim - 1)), part, 0), state
     )
@@ -223,18 +218,16 @@ def check_state(
         raise ValueError(f"{name} has {len(state)} layers, the model has {len(shapes)}.")
     for index, (layer, layer_shape) in enumerate(zip(state, shapes, strict=True)):
         for part_name, part, shape in zip(layer_shape._fields, layer, layer_shape, strict=True):
-            place = f"{name}: layer {index}, part '{part_name}'"
             expected = (batch_size, *shape)
-            if not isinstance(part, Tensor):
-                raise ValueError(f"{place} must be a tensor, got {type(part).__name__}.")
-            if tuple(part.shape) != expected:
-                raise ValueError(
-                    f"{place} has shape {tuple(part.shape)}, expected {expected} (batch of {batch_size} rows first)."
+            fits = isinstance(part, Tensor) and tuple(part.shape) == expected and part.dtype == dtype
+            if not fits or part.device != device:
+                found = (
+                    f"{tuple(part.shape)}, {part.dtype} on {part.device}" if isinstance(part, Tensor) else type(part)
                 )
-            if part.dtype != dtype:
-                raise ValueError(f"{place} has dtype {part.dtype}, expected {dtype}: states stay in full precision.")
-            if part.device != device:
-                raise ValueError(f"{place} is on {part.device}, the inputs are on {device}: use state_to.")
+                raise ValueError(
+                    f"{name}: layer {index}, part '{part_name}' must be a tensor {expected}, the rows first, {dtype} "
+                    f"on {device} (states stay in full precision; state_to moves them), got {found}."
+                )
     return tuple(layer_state(map(_outside_inference_mode, layer)) for layer in state)
 
 
@@ -249,8 +242,7 @@ def learned_row(model: Any) -> RecurrentState | None:
     """One row of the learned state that sequences of a model start from, with gradients; None for the zero state.
 
     Raises:
-        ValueError: if the config names learned states that the model lacks, that have other shapes, or that are
-            offloaded.
+        ValueError: if the config names learned states that the model lacks, or that have other shapes.
     """
     if getattr(model.config, "learned_states", None) is None:
         return None

@@ -23,7 +23,7 @@ from tests.hybrids.measures import (
 )
 from tests.hybrids.padded_rows import PACKED, positions_and_mask, real_of, tokens_of
 from tests.hybrids.tiny_models import tiny_model
-from tests.packing_forms import PADDED, WHOLE, forms_of, places_of, wrong_forms
+from tests.row_forms import PADDED, WHOLE, forms_of, places_of, wrong_forms
 from tests.versions import SINCE_5_23
 
 QUICK = ["falcon_h1", "minimax", "qwen3_next", "xlstm", "zaya"]

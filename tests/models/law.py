@@ -1,15 +1,25 @@
 """What the core law compares: everything that comes out of a model or a scan run in pieces."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 
 Step = Callable[[Tensor, Tensor | None, RecurrentState], tuple[Tensor, RecurrentState]]
+
+
+def checkpointed(model: Any) -> Any:
+    """A model in training with activation checkpointing."""
+    for layer in model.train().base_model.layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    return model
 
 
 def model_step(model: Any) -> Step:
@@ -34,7 +44,10 @@ def run_in_pieces(
     cuts: Sequence[int] = (),
     mask: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Outputs, final state and all gradients of a random functional of both, cut before the positions `cuts`."""
+    """Outputs, final state and all gradients of a random functional of both, cut before the positions `cuts`.
+
+    `mask` (B, T) is 0 at padding, and goes to the step.
+    """
     embeds = embeds.detach().clone().requires_grad_()
     state = map_state(lambda part: part.detach().clone().requires_grad_(), state)
     carried, outputs = state, []
@@ -44,7 +57,7 @@ def run_in_pieces(
         outputs.append(output)
     logits = torch.cat(outputs, 1)
     if mask is not None:
-        logits = logits * mask[..., None]
+        logits = logits * (mask != 0)[..., None]
     objective = (logits * weights_like(logits, 0)).sum()
     named = {"logits": logits}
     for index, layer in enumerate(carried):
@@ -55,9 +68,8 @@ def run_in_pieces(
     for index, layer in enumerate(state):
         leaves |= {f"initial {name} {index}": part for name, part in zip(LayerState._fields, layer, strict=True)}
     gradients = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
-    missing = [name for name, gradient in zip(leaves, gradients, strict=True) if gradient is None]
-    assert all(name.endswith("embeddings.weight") for name in missing), missing
-    named |= {f"gradient of {n}": g for n, g in zip(leaves, gradients, strict=True) if g is not None}
+    pairs = zip(leaves.items(), gradients, strict=True)
+    named |= {f"gradient of {n}": torch.zeros_like(x) if g is None else g for (n, x), g in pairs}
     return {name: value.detach() for name, value in named.items()}
 
 

@@ -12,7 +12,7 @@ from hf_recurrent_lengthgen.models.scan_gla import scan_gla
 from hf_recurrent_lengthgen.models.scan_rwkv6 import scan_rwkv6
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
-from hf_recurrent_lengthgen.models.scan_trapezoid import scan_trapezoid, turned
+from hf_recurrent_lengthgen.models.scan_trapezoid import scan_trapezoid
 
 from .scan_definitions import (
     scan_delta_reference,
@@ -45,7 +45,6 @@ class Scan(NamedTuple):
         decays: Arguments that the decays are made of: one over time, and Mamba's A.
         paced: Inputs, a factor for each token (T,) and one for each head (H,), to inputs whose log decays have these
             factors: in Mamba the first in dt, the second in A.
-        decay: Of the first token, against the state; in `MATRICES` its transition, (B, H, N, N).
         kernel: Name of the kernel in the scan's file.
         package: That brings the kernel.
         error: Of float32 against float64, relative to the largest entry.
@@ -62,7 +61,6 @@ class Scan(NamedTuple):
     resets: Callable[[], Inputs]
     decays: tuple[str, ...]
     paced: Callable[[Inputs, Tensor, Tensor], Inputs]
-    decay: Callable[[Inputs], Tensor]
     kernel: str
     package: str
     error: float
@@ -120,7 +118,6 @@ def ssd(groups: int) -> Scan:
         resets=partial(ssd_resets, groups),
         decays=("dt", "A"),
         paced=lambda inputs, steps, rates: inputs | {"dt": inputs["dt"] * steps[:, None], "A": inputs["A"] * rates},
-        decay=lambda inputs: (inputs["dt"][:, 0] * inputs["A"]).exp()[..., None, None],
         kernel="mamba_chunk_scan_combined",
         package="mamba-ssm",
         error=2e-6,
@@ -166,7 +163,6 @@ SELECTIVE = Scan(
     resets=selective_resets,
     decays=("dt", "A"),
     paced=_paced_channels,
-    decay=lambda inputs: (inputs["dt"][:, 0, :, None] * inputs["A"]).exp(),
     kernel="selective_scan_fn",
     package="mamba-ssm",
     error=1e-6,
@@ -212,7 +208,6 @@ GLA = Scan(
     resets=partial(_resets, gla_inputs, "g"),
     decays=("g",),
     paced=lambda inputs, steps, rates: inputs | {"g": inputs["g"] * torch.outer(steps, rates)[..., None]},
-    decay=lambda inputs: inputs["g"][:, 0, :, None].exp(),
     kernel="chunk_gla",
     package="flash-linear-attention",
     error=1e-6,
@@ -228,7 +223,6 @@ RWKV6 = Scan(
     resets=partial(_resets, rwkv6_inputs, "w"),
     decays=("w",),
     paced=lambda inputs, steps, rates: inputs | {"w": inputs["w"] * torch.outer(steps, rates)[..., None]},
-    decay=lambda inputs: inputs["w"][:, 0, :, None].exp(),
     kernel="chunk_rwkv6",
     package="flash-linear-attention",
     error=1e-6,
@@ -279,22 +273,10 @@ def delta(scalar: bool) -> Scan:
         resets=partial(_resets, make_inputs, "g"),
         decays=("g",),
         paced=lambda inputs, steps, rates: inputs | {"g": inputs["g"] * torch.outer(steps, rates)[..., None]},
-        decay=_transition_of_delta,
         kernel="chunk_gated_delta_rule" if scalar else "chunk_kda",
         package="flash-linear-attention",
         error=2e-6,
     )
-
-
-def _transition_of_delta(inputs: Inputs) -> Tensor:
-    k, decay = inputs["k"][:, 0], inputs["g"][:, 0].exp().expand_as(inputs["k"][:, 0])
-    kept = torch.eye(N, dtype=k.dtype) - inputs["beta"][:, 0, :, None, None] * k[..., :, None] * k[..., None, :]
-    return decay[..., :, None] * kept
-
-
-def _transition_of_dplr(inputs: Inputs) -> Tensor:
-    a, b, g = (inputs[name][:, 0] for name in "abg")
-    return torch.diag_embed(g.exp()) + a[..., :, None] * b[..., None, :]
 
 
 DPLR = Scan(
@@ -308,7 +290,6 @@ DPLR = Scan(
     resets=partial(_resets, dplr_inputs, "g"),
     decays=("g",),
     paced=lambda inputs, steps, rates: inputs | {"g": inputs["g"] * torch.outer(steps, rates)[..., None]},
-    decay=_transition_of_dplr,
     kernel="chunk_dplr_delta_rule",
     package="flash-linear-attention",
     error=2e-6,
@@ -335,12 +316,6 @@ def trapezoid_inputs(
     }
 
 
-def _transition_of_trapezoid(inputs: Inputs) -> Tensor:
-    angles = (inputs["dt"][:, 0, :, None] * inputs["w"][:, 0, None])[:, :, None]
-    eye = torch.eye(N, dtype=angles.dtype).expand(BATCH, HEADS, N, N)
-    return inputs["g"][:, 0, :, None, None].exp() * turned(eye, angles.cos(), -angles.sin())
-
-
 TRAPEZOID = Scan(
     name="trapezoid",
     scan=scan_trapezoid,
@@ -353,12 +328,10 @@ TRAPEZOID = Scan(
     resets=partial(_resets, trapezoid_inputs, "g"),
     decays=("g",),
     paced=lambda inputs, steps, rates: inputs | {"g": inputs["g"] * torch.outer(steps, rates)},
-    decay=_transition_of_trapezoid,
     kernel="chunk_simple_gla",
     package="flash-linear-attention",
     error=2e-6,
 )
 
 DELTA = [delta(True), delta(False), DPLR]
-MATRICES = [*DELTA, TRAPEZOID]
-SCANS = [ssd(1), ssd(2), ssd(4), SELECTIVE, GLA, RWKV6, *MATRICES]
+SCANS = [ssd(1), ssd(2), ssd(4), SELECTIVE, GLA, RWKV6, *DELTA, TRAPEZOID]

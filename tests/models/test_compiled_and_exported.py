@@ -152,20 +152,6 @@ def test_a_program_without_a_state_gives_one(family: Family) -> None:
         torch.testing.assert_close(found["final_state"], map_state(Tensor.detach, expected.final_state))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"use_cache": True}, "gives no cache: leave use_cache out"),
-        ({"position_ids": torch.arange(5)[None]}, r"cannot take \['position_ids'\]"),
-        ({"seq_idx": torch.zeros(1, 5).long()}, r"cannot take \['seq_idx'\]"),
-    ],
-)
-def test_what_no_program_can_do_is_refused(options: dict[str, Any], message: str) -> None:
-    model = build(MAMBA2)
-    with pytest.raises(ValueError, match=message):
-        torch.export.export(model, (random_tokens(1, 5),), options)
-
-
 @every_family
 def test_a_second_derivative_is_refused(family: Family) -> None:
     model, tokens = build(family, num_hidden_layers=1), random_tokens(2, 6)

@@ -1,6 +1,7 @@
 """Configurations, Auto classes and types: Transformers' own everywhere, nothing of theirs replaced."""
 
 import importlib
+import json
 import math
 import re
 from pathlib import Path
@@ -8,8 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, Mamba2Model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    Mamba2Model,
+    MambaConfig,
+)
 
+from hf_recurrent_lengthgen.models import STATEFUL_CLASSES, StatefulMambaConfig, StatefulMambaForCausalLM
 from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import StatefulMamba2Config
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM
 
@@ -19,7 +31,6 @@ from .families import (
     GATED_DELTANET,
     GROWING,
     KDA,
-    MAMBA,
     MAMBA3,
     RWKV7,
     VOCABULARY,
@@ -29,6 +40,7 @@ from .families import (
     random_tokens,
     variant_id,
 )
+from .family import TINY
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 growing_families = pytest.mark.parametrize("family", GROWING, ids=variant_id)
@@ -88,13 +100,12 @@ def test_infinite_step_limits_survive_saving(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"code_format_version": 2}, "code format version 2, this code reads up to 1: update"),
-        ({"layer_norm_epsilon": -1e-5}, "layer_norm_epsilon must be at least 0, got -1e-05"),
-        ({"layer_norm_epsilon": math.nan}, "layer_norm_epsilon must be at least 0, got nan"),
-        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
-        ({"scan_backend": "triton"}, "scan_backend must be one of ('auto', 'torch', 'kernel'), got 'triton'"),
-        ({"hidden_act": "gelu"}, "hidden_act must be \"silu\", got 'gelu'"),
-        ({"n_groups": 3}, "num_heads (4) must be a multiple of n_groups (3)"),
-        ({"training_length": 0}, "training_length must be a number of tokens of at least 1, or None, got 0"),
+        ({"layer_norm_epsilon": -1e-5}, "layer_norm_epsilon must be from 0 to inf, got -1e-05"),
+        ({"layer_norm_epsilon": math.nan}, "layer_norm_epsilon must be from 0 to inf, got nan"),
+        ({"scan_backend": "triton"}, "scan_backend must be 'auto' or 'torch' or 'kernel', got 'triton'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu' or 'swish', got 'gelu'"),
+        ({"n_groups": 3}, "num_heads (4) must be a multiple of 3"),
+        ({"training_length": 0}, "training_length must be from 1 to inf, got 0"),
     ],
 )
 def test_a_configuration_that_cannot_be_honored_is_refused(changes: dict[str, object], message: str) -> None:
@@ -123,7 +134,7 @@ def test_fields_of_layers_that_a_family_lacks_are_refused(family: Family) -> Non
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if "mamba" not in family.name], ids=variant_id)
 def test_heads_of_a_layer_must_divide_its_channels(family: Family) -> None:
-    with pytest.raises(ValueError, match=r"5 heads cannot share evenly|must be a multiple of every entry"):
+    with pytest.raises(ValueError, match=r"must be a multiple of 5"):
         family.causal_lm_class(family.config(layer_num_heads=[2, 5]))
 
 
@@ -131,28 +142,25 @@ def test_heads_of_a_layer_must_divide_its_channels(family: Family) -> None:
     ("family", "change", "message"),
     [
         (GATED_DELTANET, {"layer_num_heads": [2, 1], "num_v_heads": 4}, "layer_num_heads and num_v_heads exclude"),
-        (DELTA_NET, {"qk_norm": "l1"}, r"qk_norm must be one of \('l2', 'sum'\), got 'l1'"),
-        (DELTA_NET, {"qk_activation": "gelu"}, "qk_activation must be one of .* got 'gelu'"),
+        (DELTA_NET, {"qk_norm": "l1"}, "qk_norm must be 'l2' or 'sum', got 'l1'"),
+        (DELTA_NET, {"qk_activation": "gelu"}, "qk_activation must be 'silu' or .* got 'gelu'"),
         (DELTA_NET, {"use_output_norm": False}, "use_output_norm must be True"),
-        (DELTA_NET, {"num_heads": 3}, "expand_k .* 3 heads cannot share evenly"),
-        (GATED_DELTANET, {"num_v_heads": 3}, "num_v_heads must be a multiple of 2 heads, got 3"),
-        (GATED_DELTANET, {"expand_v": 0.3}, r"expand_v \* head_dim must be an integer above 0, got 1.8"),
-        (GATED_DELTANET, {"output_gate_activation": "tanh"}, "output_gate_activation must be one of .* got 'tanh'"),
-        (KDA, {"lower_bound": 0.5}, "lower_bound bounds log decays and must be below 0, got 0.5"),
-        (KDA, {"safe_gate": True}, "safe_gate needs a lower_bound"),
-        (RWKV7, {"num_heads": 4}, r"num_heads \* head_dim must be hidden_size \(16\), got .* leave one of them None"),
-        (RWKV7, {"head_dim": 3}, r"num_heads or head_dim must divide hidden_size \(16\), got .*3"),
-        (RWKV7, {"head_dim": None}, "num_heads or head_dim must divide hidden_size"),
+        (DELTA_NET, {"num_heads": 3}, r"expand_k \* hidden_size \(16\) must be a multiple of 3"),
+        (GATED_DELTANET, {"num_v_heads": 3}, r"num_v_heads \(3\) must be a multiple of 2"),
+        (GATED_DELTANET, {"expand_v": 0.3}, r"expand_v \* head_dim \(1.8\) must be a multiple of 1"),
+        (GATED_DELTANET, {"output_gate_activation": "tanh"}, "output_gate_activation must be .* got 'tanh'"),
+        (KDA, {"lower_bound": 0.5}, "lower_bound must be from -inf to 0, got 0.5"),
+        (RWKV7, {"num_heads": 4}, r"num_heads \* head_dim must be hidden_size \(16\), got"),
+        (RWKV7, {"head_dim": 3}, r"num_heads \* head_dim must be hidden_size \(16\), got .*3"),
+        (RWKV7, {"head_dim": None}, r"num_heads \* head_dim must be hidden_size"),
         (RWKV7, {"value_dim": 24}, r"value_dim must be a multiple of hidden_size \(16\).*got 24"),
         (RWKV7, {"value_dim": [16, 32]}, r"value_dim must be .*got \[16, 32\]"),
         (RWKV7, {"value_dim": [16]}, r"for each of the num_hidden_layers \(2\) layers, got \[16\]"),
-        (MAMBA3, {"is_mimo": True}, r"is_mimo must be False, got True: .* \(MIMO\) is not supported"),
-        (MAMBA3, {"decay_activation": "relu"}, "decay_activation must be one of .*'heavy_tail'.*, got 'relu'"),
-        (MAMBA3, {"rope_fraction": 0.25}, "rope_fraction must be 0.5 or 1, got 0.25"),
-        (MAMBA3, {"state_size": 3}, r"state_size \(3\) times rope_fraction \(0.5\) must be at least 2"),
-        (MAMBA3, {"dt_min": 1.0}, r"dt_max must be at least dt_min \(1.0\), got 0.1"),
+        (MAMBA3, {"is_mimo": True}, "is_mimo must be False, got True"),
+        (MAMBA3, {"decay_activation": "relu"}, "decay_activation must be .*'heavy_tail', got 'relu'"),
+        (MAMBA3, {"rope_fraction": 0.25}, "rope_fraction must be 0.5 or 1.0, got 0.25"),
         (MAMBA3, {"num_heads": 3}, r"num_heads \* head_dim \(3 \* 8\) must be hidden_size \* expand \(16 \* 2\)"),
-        (MAMBA3, {"n_groups": 3}, r"num_heads \(4\) must be a multiple of n_groups \(3\)"),
+        (MAMBA3, {"n_groups": 3}, r"num_heads \(4\) must be a multiple of 3"),
     ],
     ids=variant_id,
 )
@@ -161,34 +169,42 @@ def test_settings_of_the_delta_rule_are_refused_by_name(family: Family, change: 
         family.config(**change)
 
 
-def test_sizes_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"num_heads \* head_dim|hidden_size \* expand|Inconsistent configuration"):
-        StatefulMamba2ForCausalLM(mamba2_config(head_dim=9))
-
-
-def test_an_automatic_rank_of_steps_may_be_set_after_creation() -> None:
-    config = MAMBA.config(hidden_size=40, time_step_rank=6)
-    config.time_step_rank = "auto"
-    model = MAMBA.causal_lm_class(config)
-    assert model.config.time_step_rank == 3  # 40 / 16, rounded up
-    assert model.backbone.layers[0].mixer.dt_proj.in_features == 3
-
-
 @every_family
 def test_the_kernel_backend_is_refused_where_it_cannot_run(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     file, name = family.kernel
     layers = importlib.import_module(f"hf_recurrent_lengthgen.models.{file}")
-    monkeypatch.setattr(layers, name, None)
-    with pytest.raises(ValueError, match=r'not installed: pip install "hf_recurrent_lengthgen\[kernels\]"'):
-        build(family, scan_backend="kernel")
-    monkeypatch.setattr(layers, name, True)
-    with pytest.raises(ValueError, match="runs on CUDA devices only, the inputs are on 'cpu'"):
-        build(family, scan_backend="kernel")(random_tokens(1, 2))
+    for available, message in (
+        (None, r"to be installed \(pip install"),
+        (True, "a CUDA device, the inputs are on 'cpu'"),
+    ):
+        monkeypatch.setattr(layers, name, available)
+        with pytest.raises(ValueError, match=message):
+            build(family, scan_backend="kernel")(random_tokens(1, 2))
     assert build(family, scan_backend="auto")(random_tokens(1, 2)).logits.shape == (1, 2, VOCABULARY)
 
 
 def test_a_whole_number_is_a_number_in_every_family() -> None:
     for family in FAMILIES:
         assert family.config(initializer_range=0).initializer_range == 0.0
-    with pytest.raises(ValueError, match="time_step_limit must be two ascending"):
-        mamba2_config(time_step_limit=(0.7, 0.2))
+
+
+def test_a_falcon_mamba_file_without_epsilon_has_its_norms(tmp_path: Path) -> None:
+    stock = FalconMambaForCausalLM(FalconMambaConfig(**TINY, state_size=4)).eval()
+    stock.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "mixer_rms_eps"}))
+    config = StatefulMambaConfig.from_pretrained(tmp_path)
+    tokens = torch.arange(9)[None]
+    logits = StatefulMambaForCausalLM.from_pretrained(tmp_path, config=config)(tokens).logits
+    torch.testing.assert_close(logits, stock(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(STATEFUL_CLASSES))
+def test_a_config_from_an_upstream_file_has_our_type(name: str) -> None:
+    config_class: Any = STATEFUL_CLASSES[name].config_class
+    assert config_class.from_dict({"model_type": name}).model_type == config_class.model_type
+
+
+def test_a_config_from_upstream_fields_has_our_type() -> None:
+    config = StatefulMambaConfig(**MambaConfig(**TINY).to_dict())
+    assert config.model_type == "stateful_mamba"  # as "mamba", PEFT refuses adapters on out_proj

@@ -53,7 +53,7 @@ def test_the_cache_has_the_names_of_old_and_new_releases(family: Family) -> None
         output = model.generate(tokens, **{name: cache}, return_dict_in_generate=True, **GREEDY)
         assert output.cache is cache
         assert torch.equal(output.sequences, model.generate(tokens, **GREEDY))
-    with pytest.raises(ValueError, match="cache and past_key_values are two names of one argument"):
+    with pytest.raises(ValueError, match="under one name"):
         model(tokens, cache=cache, past_key_values=cache)
 
 
@@ -156,10 +156,10 @@ def test_what_generation_has_no_meaning_for_is_refused(family: Family) -> None:
     with pytest.raises(ValueError, match="without a cache"):
         model.generate(prompt, prefill_chunk_size=2, use_cache=False, **GREEDY)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
-    with pytest.raises(ValueError, match="prefill_chunk_size needs prompts padded on the left"):
+    with pytest.raises(ValueError, match="not go with padding at the end of prompts"):
         model.generate(prompt, attention_mask=mask, prefill_chunk_size=2, **GREEDY)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
-    with pytest.raises(ValueError, match="leave prefill_chunk_size out"):
+    with pytest.raises(ValueError, match="not go with sequences that begin inside"):
         model.generate(prompt, position_ids=positions, prefill_chunk_size=2, **GREEDY)
     with pytest.raises(ValueError, match="output_attentions"):
         model.generate(prompt, output_attentions=True, return_dict_in_generate=True, **GREEDY)

@@ -81,15 +81,6 @@ def test_a_window_restarts_each_layer_on_its_last_inputs(variant: str, window: i
         assert error(found.recurrent, restarted.recurrent) < 1e-12
 
 
-@torch.no_grad()
-def test_a_window_longer_than_the_text_changes_nothing() -> None:
-    model, tokens = build(MAMBA2, torch.float64), random_tokens(2, 50)
-    expected = model(tokens)
-    with forgetting(model, window=50):
-        output = model(tokens)
-    assert error(output.logits, expected.logits) < 1e-12
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 @torch.no_grad()
 def test_multipliers_of_one_are_the_identity(family: Family) -> None:
@@ -152,26 +143,6 @@ def test_generation_forgets_too() -> None:
         beams = generate(model, prompt, num_beams=3)
         assert torch.equal(generate(model, prompt[:, -4:], initial_state=state, num_beams=3)[:, 4:], beams[:, 12:])
         assert error(model(prompt).logits, plain) > 1e-3
-
-
-@torch.no_grad()
-def test_bfloat16_models_keep_their_window_in_full_precision() -> None:
-    model, tokens = build(MAMBA2, torch.bfloat16), random_tokens(2, 60)
-    with forgetting(model, window=16):
-        whole = model(tokens)
-        assert {part.dtype for layer in whole.final_state for part in layer} == {torch.float32}
-        pieces, _ = in_pieces(model, tokens, 7)
-    assert error(pieces, whole.logits) < 0.05
-
-
-@torch.no_grad()
-def test_streams_and_generation_under_autocast() -> None:
-    model, tokens = build(MAMBA2), random_tokens(2, 30)
-    with forgetting(model, window=8), torch.autocast("cpu", torch.bfloat16):
-        whole, (pieces, state) = model(tokens).logits, in_pieces(model, tokens, 3)
-        generate(model, tokens)
-    assert {part.dtype for layer in state for part in layer} == {torch.float32}
-    assert error(pieces.float(), whole.float()) < 0.05
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])

@@ -224,15 +224,6 @@ def test_autocast_changes_nothing(groups: int) -> None:
 
 
 @every_case
-def test_the_smallest_retention_keeps_nothing(groups: int) -> None:
-    rule = Forgetting(retention=1e-44)
-    case = ssd(1, 8, groups, rule, torch.float32, 0.1)
-    y, state = in_pieces(case, rule, [])
-    assert bool(y.isfinite().all())
-    assert error(state.recurrent, case.written[:, -1]) < 1e-6
-
-
-@every_case
 def test_gradients_are_those_of_the_sums(groups: int) -> None:
     rule = Forgetting(window=5, retention=0.9, insertion=0.8)
     case = ssd(1, 14, groups, rule, torch.float64, 0.5)

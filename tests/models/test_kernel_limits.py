@@ -3,7 +3,10 @@
 Where packages are not installed, `use_kernels=True` takes kernels from the Hub; loops from the definitions stand in.
 """
 
+import importlib.util
 import sys
+import types
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,7 +31,6 @@ from hf_recurrent_lengthgen.models import (
 from hf_recurrent_lengthgen.models import scan_ssd as scan_module
 from hf_recurrent_lengthgen.models.layers_conv import causal_conv
 from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
-from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2Mixer
 from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_hub_kernels import HUB_KERNELS, hub_kernel
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
@@ -41,11 +43,14 @@ from .families import (
     RWKV7,
     Family,
     build,
-    mamba2_config,
     random_tokens,
     variant_id,
 )
+from .law import assert_equal_up_to
 from .scan_definitions import scan_gla_reference, scan_ssd_reference
+from .scans import DPLR, RWKV6, SELECTIVE, TRAPEZOID, Scan
+from .scans import GLA as GLA_SCAN
+from .test_scans import run
 
 CHANNELS, TAPS = 16, 4
 
@@ -157,49 +162,67 @@ def test_the_scan_kernel_gets_chunks_of_a_power_of_two(
     assert seen == [given]
 
 
-@pytest.mark.parametrize(
-    ("changes", "dtype", "message"),
-    [
-        ({"conv_kernel": 5}, torch.float32, "a convolution of 2, 3 or 4 taps, got 5"),
-        ({"conv_kernel": 1}, torch.float32, "a convolution of 2, 3 or 4 taps, got 1"),
-        ({"state_size": 5}, torch.float32, "to be a multiple of 8, got 52"),
-        ({"layer_state_sizes": [8, 5]}, torch.float32, "to be a multiple of 8, got 52"),
-        ({}, torch.float64, "float32, float16 or bfloat16, got torch.float64"),
-    ],
-)
-def test_auto_takes_torch_and_kernel_refuses_what_the_kernels_cannot_run(
-    changes: dict[str, int], dtype: torch.dtype, message: str
-) -> None:
-    limit = StatefulMamba2Mixer(mamba2_config(**({"state_size": 8} | changes)), 1).kernel_limit(dtype)
-    assert message in limit
-    assert resolve_backend("auto", "cuda", True, limit) == "torch"
-    assert resolve_backend("torch", "cuda", True, limit) == "torch"
-    with pytest.raises(ValueError, match=f'scan_backend="kernel": the kernels need .*{message}'):
-        resolve_backend("kernel", "cuda", True, limit)
+def limits_of(family: Family, dtype: torch.dtype = torch.float32, **sizes: Any) -> list[str]:
+    with torch.device("meta"):
+        layers = family.causal_lm_class(family.config(**sizes)).base_model.layers
+    return [layer.scan_mixer.kernel_limit(dtype) for layer in layers]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_configuration_within_the_limits_takes_the_kernels(dtype: torch.dtype) -> None:
-    limit = StatefulMamba2Mixer(mamba2_config(state_size=8), 0).kernel_limit(dtype)
-    assert limit == ""
-    assert resolve_backend("auto", "cuda", True, limit) == resolve_backend("kernel", "cuda", True, limit) == "kernel"
-    assert resolve_backend("auto", "cpu", True, limit) == resolve_backend("auto", "cuda", False, limit) == "torch"
+WIDE, TAPS_5 = "keys of at most 256 dimensions, got 512", "a convolution of 2, 3 or 4 taps, got 5"
+DTYPE = "float32, float16 or bfloat16, got torch.float64"
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"),
+    ("family", "sizes", "dtype", "expected"),
     [
-        (GATED_DELTANET, {"num_heads": 2, "head_dim": 256, "layer_num_heads": [2, 1]}),
-        (RWKV7, {"hidden_size": 512, "head_dim": 256, "layer_num_heads": [2, 1]}),
+        (MAMBA, {}, torch.float32, ["", ""]),
+        (MAMBA, {}, torch.bfloat16, ["", ""]),
+        (MAMBA, {}, torch.float64, [DTYPE] * 2),
+        (MAMBA, {"conv_kernel": 5}, torch.float32, [TAPS_5] * 2),
+        (MAMBA, {"hidden_size": 10}, torch.float32, ["convolved channels to be a multiple of 8, got 20"] * 2),
+        (MAMBA, {"layer_state_sizes": [5, 300]}, torch.float32, ["", "a state_size of at most 256, got 300"]),
+        (MAMBA2, {"state_size": 8}, torch.float16, ["", ""]),
+        (MAMBA2, {"state_size": 8, "conv_kernel": 5}, torch.float32, [TAPS_5] * 2),
+        (
+            MAMBA2,
+            {"layer_state_sizes": [8, 5]},
+            torch.float32,
+            ["", "convolved channels to be a multiple of 8, got 52"],
+        ),
+        # fla's kernels take 256; heads that StateX merges may have more
+        (
+            GATED_DELTANET,
+            {"num_heads": 2, "head_dim": 256, "layer_num_heads": [2, 1]},
+            torch.float32,
+            ["", WIDE],
+        ),
+        (RWKV7, {"hidden_size": 512, "head_dim": 256, "layer_num_heads": [2, 1]}, torch.float32, ["", WIDE]),
     ],
     ids=variant_id,
 )
-def test_wide_keys_of_the_delta_rule_are_kept_from_its_kernels(family: Family, sizes: dict[str, Any]) -> None:
-    """fla's kernels take 256; heads that StateX merges may have more."""
-    with torch.device("meta"):
-        layers = family.causal_lm_class(family.config(**sizes)).model.layers
-    limits = [layer.scan_mixer.kernel_limit(torch.float32) for layer in layers]
-    assert limits == ["", "keys of at most 256 dimensions, got 512"]
+def test_what_the_kernels_cannot_run_is_named(
+    family: Family, sizes: dict[str, Any], dtype: torch.dtype, expected: list[str]
+) -> None:
+    assert limits_of(family, dtype, **sizes) == expected
+
+
+def test_auto_takes_torch_and_kernel_refuses_what_the_kernels_cannot_run() -> None:
+    for setting, device, available, limit, backend in (
+        ("auto", "cuda", True, "", "kernel"),
+        ("kernel", "cuda", True, "", "kernel"),
+        ("torch", "cuda", True, "", "torch"),
+        ("auto", "cuda", True, DTYPE, "torch"),
+        ("auto", "cpu", True, "", "torch"),
+        ("auto", "cuda", False, "", "torch"),
+    ):
+        assert resolve_backend(setting, device, available, limit) == backend
+    for device, available, limit, message in (
+        ("cuda", True, DTYPE, f"the kernels need {DTYPE}"),
+        ("cpu", True, "", "the kernels need a CUDA device, the inputs are on 'cpu'"),
+        ("cuda", False, "", r"to be installed \(pip install"),
+    ):
+        with pytest.raises(ValueError, match=f'scan_backend="kernel": .*{message}'):
+            resolve_backend("kernel", device, available, limit)
 
 
 CALLS: list[str] = []
@@ -373,3 +396,142 @@ def test_gates_of_heads_are_repeated_where_fla_refuses_them(
             assert not where()
     finally:
         scan_fla_kernels._compiled_wrongly.cache_clear()
+
+
+@pytest.mark.parametrize("scan", [GLA_SCAN, RWKV6], ids=lambda scan: scan.name)
+@pytest.mark.parametrize(
+    ("limits", "calls"),
+    [
+        ({}, [(2, 65)]),
+        ({"_KERNEL_MAX_TOKENS": 30}, [(2, 30), (2, 30), (2, 5)]),
+        ({"_KERNEL_MAX_HEADS": 4}, [(1, 65), (1, 65)]),
+        ({"_KERNEL_MAX_ELEMENTS": 2 * 64 * 4 * 5}, [(1, 65), (1, 65)]),
+        ({"_KERNEL_MAX_ELEMENTS": 100}, [(1, 64), (1, 1), (1, 64), (1, 1)]),
+    ],
+)
+def test_large_inputs_go_through_the_kernels_of_fla_in_rows_and_pieces(
+    scan: Scan, limits: dict[str, int], calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in with the kernel's interface and its states (B, H, N, P)."""
+    seen = []
+
+    def kernel(q, k, v, g, *u, scale, initial_state, output_final_state):  # type: ignore[no-untyped-def]
+        assert scale == 1
+        assert output_final_state
+        assert initial_state.shape == (len(q), 4, 5, 3)
+        seen.append(tuple(q.shape[:2]))
+        y, state = scan.reference(q, k, v, g, *u, initial_state.mT)
+        return y, state.mT
+
+    monkeypatch.setattr(scan_gla if scan is GLA_SCAN else scan_rwkv6, scan.kernel, kernel)
+    for name, value in limits.items():
+        monkeypatch.setattr(scan_fla_kernels, name, value)
+    inputs = scan.make_inputs(65)
+    actual = run(scan, scan.scan, inputs, backend="kernel")
+    assert seen == calls
+    assert_equal_up_to(1e-12, actual, run(scan, scan.reference, inputs))
+
+
+def test_the_kernel_of_rwkv7_keeps_a_state_for_each_16_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def kernel(q, k, v, a, b, g, scale, initial_state, output_final_state):  # type: ignore[no-untyped-def]
+        seen.append(tuple(q.shape[:2]))
+        y, state = DPLR.reference(q, k, v, g, a, b, initial_state.mT)
+        return y, state.mT
+
+    monkeypatch.setattr(scan_delta, DPLR.kernel, kernel)
+    inputs = DPLR.make_inputs(65)
+    states, five = inputs["initial_state"][0].numel(), 2 * 5 * 16 * 4 * 5  # of both rows, five chunks
+    expected = run(DPLR, DPLR.reference, inputs)
+    for elements, pieces in ((five, [(2, 65)]), (five - 1, [(1, 65)] * 2), (states, [*[(1, 16)] * 4, (1, 1)] * 2)):
+        monkeypatch.setattr(scan_fla_kernels, "_KERNEL_MAX_ELEMENTS", elements)
+        assert_equal_up_to(1e-12, run(DPLR, DPLR.scan, inputs, backend="kernel"), expected)
+        assert seen == pieces
+        seen.clear()
+
+
+# --- the kernel of Mamba-1, which has no states ---
+
+
+run_selective = partial(run, SELECTIVE)
+
+
+def float32_selective(length: int, **options: float) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in SELECTIVE.make_inputs(length, **options).items()}
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, 1e3, 1e6], ids="rate {:g}".format)
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_states_pass_through_a_kernel_that_has_none_as_tokens(
+    length: int, rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    CALLS.clear()
+    monkeypatch.setattr(scan_selective, "selective_scan_fn", selective)
+    inputs = float32_selective(length, rate=rate)
+    inputs["dt"][:, 1::2] *= 1e-4
+    exact = run_selective(SELECTIVE.reference, {name: value.double() for name, value in inputs.items()})
+    kernel = run_selective(SELECTIVE.scan, inputs, backend="kernel")
+    for name, value in exact.items():
+        assert (kernel[name].double() - value).norm() <= max(2e-6, rate * 1e-11) * value.norm() + 1e-12, name
+    assert ["scan"] * (length > 1) == CALLS  # one token needs no kernel
+
+
+def test_large_inputs_go_through_the_selective_kernel_in_rows_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def kernel(u: Tensor, *others: Tensor) -> Tensor:
+        shapes.append(tuple(u.shape))
+        return selective(u, *others)
+
+    monkeypatch.setattr(scan_selective, "selective_scan_fn", kernel)
+    inputs = float32_selective(25)
+    expected = run_selective(SELECTIVE.scan, inputs)
+    for elements, pieces in (
+        (8 * 35, [(1, 8, 35), (1, 8, 35)]),
+        (8 * 20, 2 * [(1, 8, 20), (1, 8, 20), (1, 8, 15)]),
+        (1, 50 * [(1, 8, 11)]),
+    ):
+        shapes.clear()
+        monkeypatch.setattr(scan_selective, "_KERNEL_MAX_ELEMENTS", elements)
+        assert_equal_up_to(1e-5, run_selective(SELECTIVE.scan, inputs, backend="kernel"), expected)
+        assert shapes == pieces
+
+
+@pytest.mark.parametrize("extension", [None, object()], ids=["without extension", "with extension"])
+def test_the_kernel_counts_as_installed_only_with_its_cuda_extension(
+    extension: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interface = types.ModuleType("mamba_ssm.ops.selective_scan_interface")
+    interface.selective_scan_cuda, interface.selective_scan_fn = extension, selective  # type: ignore[attr-defined]
+    for name in ("mamba_ssm", "mamba_ssm.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    name = f"{scan_selective.__package__}.scan_selective_again"
+    spec = importlib.util.spec_from_file_location(name, scan_selective.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (module.selective_scan_fn is None) == (extension is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_kernel_gets_turned_keys_and_scaled_values(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fla's `chunk_simple_gla`, whose states are (B, H, N, P) and gates (B, T, H), played by the definition of GLA."""
+    inputs = TRAPEZOID.make_inputs(20)
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor, **_: Any) -> Any:
+        assert (q.dtype, k.dtype, v.dtype, scale) == (dtype, dtype, dtype, 1.0)
+        assert g.shape == q.shape[:3]
+        y, state = scan_gla_reference(*(t.double() for t in (q, k, v)), g[..., None].expand_as(q), initial_state.mT)
+        return y, state.mT
+
+    monkeypatch.setattr(scan_trapezoid, "chunk_simple_gla", kernel)
+    low = {name: inputs[name].to(dtype) for name in ("x", "B", "C")}
+    found = run(TRAPEZOID, TRAPEZOID.scan, inputs | low, backend="kernel")
+    widened = {name: value.to(torch.float64) for name, value in low.items()}
+    expected = run(TRAPEZOID, TRAPEZOID.scan, inputs | widened)
+    assert found["y"].dtype == torch.float64
+    found |= {name: value.double() for name, value in found.items()}
+    assert_equal_up_to(1e-12 if dtype == torch.float64 else 0.03, found, expected)

@@ -21,8 +21,7 @@ from hf_recurrent_lengthgen.trainers import (
 from tests.without_package import clean_process
 
 from .families import MAMBA, MAMBA2, Family, build, random_state, random_tokens, variant_id
-from .law import assert_equal_up_to, model_step, run_in_pieces
-from .test_core_law import CountedCheckpoint
+from .law import assert_equal_up_to, checkpointed, model_step, run_in_pieces
 
 both_families = pytest.mark.parametrize("family", [MAMBA, MAMBA2], ids=variant_id)
 LINEAR = {"attention_layers": [1], "attention_kind": "linear", "attention_head_dim": 3}
@@ -41,14 +40,6 @@ def ran(model: Any, **inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     hook.remove()
     (x, state, *_), y = seen
     return x[0], y[0], state.recurrent[0]
-
-
-def checkpointed(model: Any) -> CountedCheckpoint:
-    """Put a model into training with activation checkpointing; what counts that of layer 1."""
-    for layer in model.train().backbone.layers:
-        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, CountedCheckpoint()
-    counted: CountedCheckpoint = model.backbone.layers[1]._gradient_checkpointing_func
-    return counted
 
 
 @both_families
@@ -102,9 +93,8 @@ def test_with_linear_attention_the_pieces_equal_the_whole(family: Family, checkp
 
     whole = law([])
     if checkpointing:
-        counted = checkpointed(model)
+        checkpointed(model)
     assert_equal_up_to(1e-10, law([1, 2, 30, 64]), whole)
-    assert not checkpointing or counted.calls == 5
 
 
 @both_families
@@ -132,9 +122,8 @@ def test_softmax_attention_under_activation_checkpointing(family: Family) -> Non
 
     plain = gradients()
     assert all(bool(gradient.abs().sum() > 0) for gradient in plain.values())
-    counted = checkpointed(model)
+    checkpointed(model)
     assert_equal_up_to(1e-12, gradients(), plain)
-    assert counted.calls == 1
 
 
 def test_a_model_with_softmax_attention_refuses_states_and_caches() -> None:
@@ -239,7 +228,7 @@ for name in ("softmax", "linear"):
         ({"attention_layers": [1, 1]}, "different numbers from 0 to 1"),
         (
             {"attention_layers": [0], "attention_kind": "flash"},
-            r"attention_kind must be one of \('softmax', 'linear'\)",
+            "attention_kind must be 'softmax' or 'linear'",
         ),
         ({"attention_kind": "linear"}, "do nothing without attention_layers"),
         ({"attention_head_dim": 8}, "do nothing without attention_layers"),

@@ -82,16 +82,3 @@ def test_code_in_checkpoints_touches_few_names_of_transformers() -> None:
                 found.setdefault(str(node.module), set()).update(alias.name for alias in node.names)
             assert not (isinstance(node, ast.Import) and any(a.name.startswith("transformers") for a in node.names))
     assert found == TOUCHED
-
-
-def _imported(name: str) -> set[str]:
-    return set(re.findall(r"^from \.(\w+) import", (MODELS / f"{name}.py").read_text(encoding="utf-8"), re.MULTILINE))
-
-
-def test_entry_files_of_configurations_import_all_they_need_themselves() -> None:
-    """Releases before 5.10 copy these files alone; with them, they get to the sentence that refuses the release."""
-    for path in MODELS.glob("configuration_stateful_*.py"):
-        direct = _imported(path.stem)
-        assert "configuration_stateful" in direct
-        for name in direct:
-            assert _imported(name) <= direct, (path.stem, name)

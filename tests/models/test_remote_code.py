@@ -32,13 +32,13 @@ one_family = pytest.mark.parametrize("checkpoint", [MAMBA2], ids=variant_id, ind
 # The code that a checkpoint carries, without ".py": of every family, and of each beside that.
 SHARED_FILES = {
     *("configuration_stateful", "layers_mixer", "modeling_generation", "modeling_heads", "modeling_stateful"),
-    *("rows", "rows_moved", "scan_backends", "state_value"),
+    *("extras", "rows", "rows_moved", "scan_backends", "state_value"),
 }
 MAMBA_FILES = {"configuration_mamba", "layers_conv", "layers_mamba"}
 GATED_FILES = {"scan_decays", "scan_fla_kernels", "scan_gated_chunked"}
 FLA_FILES = GATED_FILES | {"configuration_fla", "layers_fla", "scan_gla"}
 DELTA_SCANS = {"scan_decays", "scan_delta", "scan_delta_chunked", "scan_fla_kernels"}
-DELTA_FILES = DELTA_SCANS | {"configuration_delta", "configuration_fla", "layers_conv", "layers_delta", "layers_fla"}
+DELTA_FILES = DELTA_SCANS | {"configuration_fla", "layers_conv", "layers_delta", "layers_fla"}
 RWKV_FILES = GATED_FILES | {"layers_rwkv", "scan_rwkv6"}
 FILES_OF = {
     "mamba": MAMBA_FILES | {"scan_selective"},

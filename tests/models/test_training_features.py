@@ -141,36 +141,6 @@ def test_generation_and_caches_work_with_checkpointing_on(family: Family, checkp
 
 @pytest.mark.thinned(5)
 @every_family
-@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_bf16_autocast_trains_with_float32_states_and_gradients(
-    family: Family, inside: bool, checkpointed: bool
-) -> None:
-    model = build(family).train()
-    loss, exact = loss_and_gradients(model)
-    if checkpointed:
-        enable_by("gradient_checkpointing_enable")(model)
-    model.zero_grad()
-    tokens = random_tokens(2, 20)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = model(tokens[:, :10], labels=tokens[:, :10], initial_state=random_state(model, 2))
-        second = model(tokens[:, 10:], labels=tokens[:, 10:], initial_state=output.final_state)
-        total = output.loss + second.loss
-        if inside:
-            total.backward()
-    if not inside:
-        total.backward()
-    assert {part.dtype for layer in output.final_state for part in layer} == {torch.float32}
-    assert total.dtype == torch.float32
-    assert abs(total - loss) < 0.02 * loss
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.dtype == torch.float32
-        assert (parameter.grad - exact[name]).norm() < 1.2 * family.autocast_error * exact[name].norm(), name
-
-
-@pytest.mark.thinned(5)
-@every_family
 def test_every_lora_parameter_moves_and_merging_keeps_the_logits(family: Family) -> None:
     base = build(family)
     model = get_peft_model(
@@ -299,37 +269,3 @@ def test_input_embeddings_can_be_given_and_replaced(family: Family) -> None:
     model.set_input_embeddings(replacement)
     assert model.base_model.embeddings is replacement
     torch.testing.assert_close(model(tokens).logits, model(inputs_embeds=replacement(tokens)).logits)
-
-
-@every_family
-def test_a_deep_copy_is_independent_and_the_same(family: Family) -> None:
-    model, tokens = build(family), random_tokens(2, 6)
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(tokens).logits, model(tokens).logits)
-    with torch.no_grad():
-        for parameter in twin.base_model.layers[0].parameters():
-            parameter.mul_(1.5).add_(0.1)
-    assert not torch.equal(twin(tokens).logits, model(tokens).logits)
-
-
-@every_family
-def test_gradients_flow_into_the_initial_and_out_of_the_final_state_of_every_layer(family: Family) -> None:
-    """Each entry of the numeric derivative along a random direction of all states at once."""
-    model = build(family, torch.float64).train()
-    tokens, state = random_tokens(2, 5), random_state(model, 2)
-    direction = random_state(model, 2, seed=8)
-    weights = random_state(model, 2, seed=9)
-
-    def functional(scale: float) -> Tensor:
-        moved = tuple(
-            type(layer)(*(part + scale * step for part, step in zip(layer, steps, strict=True)))
-            for layer, steps in zip(state, direction, strict=True)
-        )
-        final = model(tokens, initial_state=moved).final_state
-        return sum((p * w).sum() for f, ws in zip(final, weights, strict=True) for p, w in zip(f, ws, strict=True))
-
-    numeric = (functional(1e-5) - functional(-1e-5)) / 2e-5
-    scale = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    (analytic,) = torch.autograd.grad(functional(scale), scale)  # type: ignore[arg-type]
-    torch.testing.assert_close(analytic, numeric.detach(), rtol=1e-6, atol=1e-8)
-    assert analytic.abs() > 1e-3
