@@ -338,6 +338,15 @@ class AlignmentSettings:
             settings._check(settings.length, f"With alignment_length {settings.length}")
         return settings
 
+    @staticmethod
+    def share_overlap(trainer: Any, losses: list[CropLoss]) -> None:
+        """Tell the losses of a step the number of aligned pairs of all of them, over all processes."""
+        overlap = sum(loss.overlap for loss in losses)
+        if trainer.args.world_size > 1:
+            overlap = int(trainer.accelerator.reduce(torch.tensor(overlap, device=trainer.args.device), "sum"))
+        for loss in losses:
+            loss.step_overlap = overlap
+
     @property
     def length(self) -> int | None:
         """T, tokens of a crop; None for as many as the rows allow."""

@@ -7,24 +7,26 @@ says otherwise. All other differences from Trainer are in `run/`.
 """
 
 import re
+import signal
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import DataCollatorWithFlattening
+from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_recurrent_lengthgen.checkpoints.methods import PLAIN, Method
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
-from hf_recurrent_lengthgen.data.segments import unpacked
+from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
-from hf_recurrent_lengthgen.models.rows import read_rows
-from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
+from hf_recurrent_lengthgen.models.rows import Rows
+from hf_recurrent_lengthgen.models.state_value import states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.attention_windows import drawn_window
 from hf_recurrent_lengthgen.trainers.checks import (
     UPDATE_IN_BACKWARD,
@@ -33,17 +35,28 @@ from hf_recurrent_lengthgen.trainers.checks import (
     check_train_data,
     check_trainer,
     check_windows,
+    takes_states,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import evaluation_chunk, forward_in_chunks
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
-from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, BatchPlace, InitialStateSource, MicroBatch
+from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, InitialStateSource, MicroBatch
 from hf_recurrent_lengthgen.trainers.row_layout import lay_out, rows_of_all_lengths
-from hf_recurrent_lengthgen.trainers.run.arguments import check_config
-from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback, RunCallback
-from hf_recurrent_lengthgen.trainers.run.resumable_runs import ResumableTrainer
-from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
+from hf_recurrent_lengthgen.trainers.run import resume
+from hf_recurrent_lengthgen.trainers.run.callback import AttachedCallback, RunCallback, is_finished
+from hf_recurrent_lengthgen.trainers.run.dataloaders import DealtBatches, evaluation_loader, more_columns, train_loader
+from hf_recurrent_lengthgen.trainers.run.evaluation import WeightedLoss, predict
+from hf_recurrent_lengthgen.trainers.run.pushes import prepare_push, write_card
+from hf_recurrent_lengthgen.trainers.run.records import RunFacts, RunRecord, record_model
+from hf_recurrent_lengthgen.trainers.run.scored_targets import with_scored_labels
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
-from hf_recurrent_lengthgen.trainers.run.step_checks import ModelCalls, StepChecks, StepLogs, say_lost, say_passed_by
+from hf_recurrent_lengthgen.trainers.run.step_checks import (
+    ModelCalls,
+    StepChecks,
+    StepLogs,
+    raise_bypassed,
+    raise_ignored,
+)
+from hf_recurrent_lengthgen.trainers.states_of_batches import observe, with_evaluation_states, with_training_states
 from hf_recurrent_lengthgen.trainers.windows import plan_windows, train_in_windows
 
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.|time_|x_[rwkvag]$|r_k$|bonus$|lora\.\d|x_proj\.\d)")
@@ -52,7 +65,7 @@ INTERVENTIONS: dict[str, type["InitialStateTrainer"]] = {}
 """The trainers by the name of their method. A class with an `about` of its own is registered when it is defined."""
 
 
-class InitialStateTrainer(ResumableTrainer, ABC):
+class InitialStateTrainer(Trainer, ABC):
     """`Trainer` for models that take `initial_state` and return `final_state`. Takes Trainer's arguments; `model` may
     also be a checkpoint folder or Hub name, which `load_model` loads.
 
@@ -60,6 +73,14 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     (`config_class`). A subclass with an `about` of its own is a method: `lengthgen train --intervention` and mixtures
     take it by its name, records and cards describe it. Checkpoints also hold the state of the source, so that a
     resumed run continues bit for bit. SIGINT and SIGTERM end the run after the current step, with a checkpoint.
+
+    Attributes:
+        initial_states: Source of the initial states.
+        run_record: Settings, tokens and time of the run.
+        facts: Facts for the lineage that a command knows and the trainer does not, or None.
+        data_description: Description of the training data for the lineage, or None.
+        card_writer: Writes the card of a folder with a lineage (`checkpoints.cards.write_card_of_run`), and
+            returns whether it did; `lengthgen train` sets it. None for the card of Trainer.
 
     Raises:
         ValueError: at construction, if the model cannot take states, if the arguments are not a `config_class`, or for
@@ -74,7 +95,19 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     learns_state = False
     gives_states = True  # whether the method consists of nothing but nonzero initial states
     is_mixable = True  # whether mixtures may draw from its source
+    drops_columns = True  # whether the columns of a stream that the model does not take are left out
+    evaluates_in_chunks = True  # whether its loss in evaluation needs no logits
+    args: InitialStateConfig
+    initial_states: InitialStateSource
+    facts: RunFacts | None = None
+    data_description: DataSource | str | None = None
+    card_writer: Callable[[str, str | None, bool], bool] | None = None
+    shared = SharedRows()
+    sampler: Any = None
     _align: Any  # AlignmentSettings, or None
+    _current: MicroBatch | None = None  # between `training_step` and `compute_loss`
+    _resumed: str | None = None  # the checkpoint from which a run goes on
+    _trained: TrainOutput | None = None
 
     def __init__(
         self,
@@ -85,31 +118,39 @@ class InitialStateTrainer(ResumableTrainer, ABC):
     ) -> None:
         if args is None:
             args = self.config_class("tmp_trainer")
-        check_config(type(self), args)
+        if not isinstance(args, self.config_class):
+            raise ValueError(
+                f"{type(self).__name__} needs args of class {self.config_class.__name__}, which has all fields of "
+                f"TrainingArguments; got {type(args).__name__}."
+            )
         if isinstance(model, str):
             from hf_recurrent_lengthgen.checkpoints.loading import load_model  # reaches all hybrids
 
             model = load_model(model, needs_states=self.needs_states)
-        self._shared = SharedRows.of(args)
+        self.shared = SharedRows.of(args)
         super().__init__(self.prepared(model, args), args, *positional, **keyword)
         self.data_collator = rows_of_all_lengths(self.data_collator)
         check_trainer(self)
         self._own_loss = self.compute_loss_func
+        self.given_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
         self._set_up_alignment()
         if self.train_dataset is not None:
-            self._check_train_data()
+            check_train_data(self, self._align)
         self._make_source()
-        self._evaluation_batches = 0
-        self._calls, self._logs = ModelCalls(), StepLogs()
-        self._checks = StepChecks(self.resume_hint)
+        self.run_record = RunRecord(self)
+        self.evaluated, self.evaluation_batches = WeightedLoss(), 0
+        self.calls, self.logs = ModelCalls(), StepLogs()
+        self.checks = StepChecks(partial(resume.hint, self.args.output_dir))
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AttachedCallback):
                 callback.attach(self)
-        self.add_callback(RunCallback(self))
-        self.add_callback(self._interrupts)
+        self._run = RunCallback(self)
+        self.callback_handler.callbacks.insert(1, self._run)  # after Trainer's own, before what measures the model
 
     def __init_subclass__(cls, **keyword: Any) -> None:
         super().__init_subclass__(**keyword)
+        if "compute_loss" in vars(cls):
+            cls.evaluates_in_chunks = False  # it may read logits
         if "about" not in vars(cls):
             return
         other = INTERVENTIONS.get(cls.about.name, cls)
@@ -150,20 +191,26 @@ class InitialStateTrainer(ResumableTrainer, ABC):
 
     def _not_aligned(self, *_: Any, **__: Any) -> NoReturn:
         """Called in place of the loss of a micro-batch, which `compute_loss` gives."""
-        say_passed_by(self)
+        raise_bypassed(self)
 
     def _make_source(self) -> None:
         self.initial_states = self.initial_state_source(self.args, self)
         self.initial_states.sum_over_processes = partial(self.accelerator.reduce, reduction="sum")
 
-    def _check_train_data(self) -> None:
-        check_train_data(self, self._align)
+    @cached_property
+    def takes_states(self) -> bool:
+        assert self.model is not None
+        return takes_states(self.model)
 
-    def _hp_search_setup(self, trial: Any) -> None:
-        super()._hp_search_setup(trial)
-        if trial is not None:  # the trial may have changed settings of the method
-            self._set_up_alignment()
-            self._make_source()
+    @property
+    def bptt_window(self) -> int | None:
+        """Chunks between which the gradient is stopped; 1 for TBTT on examples, unless another number is given."""
+        by_chunk = self.args.bptt_chunk_length is not None and self.needs_continued_data and not self.continues
+        return 1 if by_chunk and self.args.bptt_window is None else self.args.bptt_window
+
+    def scored(self, batch: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
+        """A batch with only the labels that the model scores; unchanged for a model without states."""
+        return with_scored_labels(base_of(self.model), batch, rows) if self.takes_states else batch
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Trainer's, without parameters of one dimension, Mamba's A_log, all small ones of RWKV and a learned state.
@@ -174,44 +221,158 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         names: list[str] = super().get_decay_parameter_names(model)
         return [name for name in names if name not in spared and not _NEVER_DECAYED.search(name)]
 
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """See `ResumableTrainer.train`.
+    # --- runs ---
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train; `resume_from_checkpoint=True` resumes from the newest checkpoint that is complete.
+
+        For a run that has all its steps, only the weights are loaded.
 
         Raises:
-            ValueError: as in `ResumableTrainer.train`, and for a model that is made to forget.
+            ValueError: if there is no such checkpoint, or the given folder is incomplete; for data that make no step;
+                and for a model that is made to forget.
+            KeyboardInterrupt: after SIGINT, when the current step is done and a checkpoint is written.
+            SystemExit: after SIGTERM, likewise.
         """
         check_no_forgetting(self.model)
-        self._checks = StepChecks(self.resume_hint)
+        self._resumed = resume.chosen_checkpoint(self, resume_from_checkpoint)
+        self.run_record = RunRecord(self, self._resumed)
+        self.initial_states.reset()
+        self.checks = StepChecks(partial(resume.hint, self.args.output_dir))
         # Trainer's filter reads each loss, to leave those that are not finite out of the log; here they end the run.
         asked, self.args.logging_nan_inf_filter = self.args.logging_nan_inf_filter, False
         try:
-            return super().train(*args, **kwargs)
+            with self._run.listening():
+                output: TrainOutput = super().train(self._resumed, *args, **kwargs)
+        except KeyboardInterrupt:
+            self._say_interrupted()
+            raise
         finally:
             self.args.logging_nan_inf_filter = asked
-            self._calls.stop()
+            self.calls.stop()
+            if (noise := getattr(self, "neftune_hook_handle", None)) is not None:
+                noise.remove()  # Trainer leaves it on the embeddings after an error, and the next run adds another
+        if self.any_process(self._run.received is not None):
+            self._say_interrupted()
+            raise SystemExit(128 + signal.SIGTERM) if self._run.received == signal.SIGTERM else KeyboardInterrupt
+        self._trained = output
+        return output
 
-    # --- batches ---
+    def any_process(self, condition: bool) -> bool:
+        """Whether a condition holds in any process."""
+        if self.args.world_size == 1:
+            return condition
+        flag = torch.tensor(float(condition), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum") > 0)
+
+    def _say_interrupted(self) -> None:
+        if self.is_world_process_zero():
+            hint = resume.hint(self.args.output_dir)
+            print(f"\nInterrupted after step {self.state.global_step}. {hint}", flush=True)
+
+    def load_initial_states(self) -> None:
+        """Give the source of a resumed run what the checkpoint holds, once Trainer has loaded all else."""
+        if self._resumed is not None:
+            tensors = resume.load_initial_states(resume.own_file(self, self._resumed), resume.run_of(self))
+            self.initial_states.load_state_dict(tensors, self.args.device)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainer's; after `train`, also lineage.json, which tells from which checkpoint the model was made, and how.
+
+        With an adapter, adapter_base.json names the weights that it belongs to. A checkpoint also holds the initial
+        states of each process.
+        """
+        if _internal_call and output_dir is not None:
+            resume.save_states(self, output_dir)
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call and self.is_world_process_zero():
+            record_model(self, Path(output_dir or str(self.args.output_dir)), self._trained)
+
+    def load_weights(self, checkpoint: str) -> bool:
+        """Load weights of a checkpoint in the layout in which they were published, and return whether it has such."""
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        return not sharded and resume.load_converted_weights(self.model, checkpoint)  # type: ignore[arg-type]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self.load_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = str(self.state.best_model_checkpoint)
+        if self.load_weights(best):
+            return
+        self.state.best_model_checkpoint = resume.best_folder(self.model, best)
+        try:
+            super()._load_best_model()
+        finally:
+            self.state.best_model_checkpoint = best
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The card of `card_writer` if a lineage records the run and no arguments are given; else Trainer's.
+
+        A card from elsewhere stays. A folder that is uploaded next is prepared for it (`prepare_push`).
+        """
+        if not self.is_world_process_zero():
+            return
+        asked = bool(args) or any(value for name, value in kwargs.items() if name != "model_name")
+        if not write_card(self, asked):
+            super().create_model_card(*args, **kwargs)
+        if str(self.hub_model_id or ""):
+            prepare_push(str(self.args.output_dir), self.args.hub_token)
+
+    # --- data ---
+
+    def get_train_dataloader(self) -> Any:
+        """Trainer's, with the same rows on any number of processes; see `train_loader`."""
+        if str(self.hp_search_backend or ""):  # a trial may have changed settings of the method
+            self._set_up_alignment()
+            self._make_source()
+        if self.train_dataset is not None:  # it may have been replaced
+            check_train_data(self, self._align)
+        with more_columns(self):
+            return train_loader(self, super().get_train_dataloader)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Trainer's, with each row once; see `evaluation_loader`."""
+        data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        data = self.eval_dataset[data] if isinstance(data, str) else data  # type: ignore[index]
+        return evaluation_loader(self, data, partial(super().get_eval_dataloader, eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Trainer's, in the order of the data, which is how predictions are told apart, also if rows are grouped."""
+        asked, self.args.train_sampling_strategy = self.args.train_sampling_strategy, "random"
+        try:
+            return evaluation_loader(self, test_dataset, partial(super().get_test_dataloader, test_dataset))
+        finally:
+            self.args.train_sampling_strategy = asked
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Trainer's, counting the rows of a group of processes once."""
+        return int(super().get_total_train_batch_size(args)) // args.context_parallel_size
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
-        """Trainer's micro-batches of a step, laid out before Trainer counts their labels."""
-        laid_out = (lay_out(self, batch, index) for index, batch in enumerate(self._place.checked(epoch_iterator)))
+        """Trainer's micro-batches of a step, laid out before Trainer counts their labels; none of a finished run.
+
+        Raises:
+            ValueError: for a stream without rows.
+        """
+        if is_finished(self.state):
+            return [], None
+        laid_out = (lay_out(self, batch, index) for index, batch in enumerate(epoch_iterator))
         batches, num_items = super().get_batch_samples(laid_out, num_batches, device)
+        if not batches:
+            raise ValueError("The training data have no rows for a step: give more data.")
         if self.args.optim not in UPDATE_IN_BACKWARD:
             for batch in batches[:-1]:
                 batch[MICRO_BATCH].is_last = False
-        if self.args.bptt_window is not None and batches:
+        if self.bptt_window is not None:
             plan_windows(self, batches)
         if self._align is None:  # whose rows have one length
             self.run_record.count_tokens(self, batches)
-        if self._align is not None:
-            losses = [batch[MICRO_BATCH].crop_loss for batch in batches]
-            overlap = sum(loss.overlap for loss in losses)
-            if self.args.world_size > 1:
-                overlap = int(self.accelerator.reduce(torch.tensor(overlap, device=device), "sum"))
-            for loss in losses:
-                loss.step_overlap = overlap
+        else:
+            self._align.share_overlap(self, [batch[MICRO_BATCH].crop_loss for batch in batches])
         return batches, num_items
 
     # --- loss ---
@@ -222,23 +383,24 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         Raises:
             ValueError: if the loss comes from a `compute_loss` that does not call the method's.
         """
-        step = partial(self._training_step, model)
-        with nullcontext() if self.args.attention_windows is None else drawn_window(self):
-            if self.args.bptt_window is None or MICRO_BATCH not in inputs:
-                return step(inputs, *args, **kwargs)
-            return train_in_windows(self, model, inputs, lambda window: step(window, *args, **kwargs))
+        inputs, stock = dict(inputs), super().training_step
+        micro_batch: MicroBatch | None = inputs.pop(MICRO_BATCH, None)
 
-    def _training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        try:
-            with states_checked_by_caller():
-                loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
-        except (TypeError, ValueError) as error:  # from a model that got the method's own input
-            if MICRO_BATCH not in str(error):
-                raise
-            say_passed_by(self, error)
-        if MICRO_BATCH in inputs and not inputs[MICRO_BATCH].is_trained:
-            say_passed_by(self)
-        return loss
+        def step(inputs: dict[str, Any], micro_batch: MicroBatch | None) -> Tensor:
+            self._current = micro_batch
+            try:
+                with states_checked_by_caller():
+                    loss: Tensor = stock(model, inputs, *args, **kwargs)
+            finally:
+                self._current = None
+            if micro_batch is not None and not micro_batch.is_trained:
+                raise_bypassed(self)
+            return loss
+
+        with nullcontext() if self.args.attention_windows is None else drawn_window(self):
+            if self.bptt_window is None or micro_batch is None:
+                return step(inputs, micro_batch)
+            return train_in_windows(self, model, inputs, micro_batch, step)
 
     def compute_loss(
         self,
@@ -259,75 +421,34 @@ class InitialStateTrainer(ResumableTrainer, ABC):
                 num_items_in_batch = None  # the mean of this process; `prediction_step` averages over processes
             with self._loss_function(None if self._align else self.compute_loss_func):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
-        if self.args.bptt_window is not None:
-            check_windows(self, inputs, num_items_in_batch)
-        if MICRO_BATCH not in inputs:  # called by hand, outside of `train`
+        if self.bptt_window is not None:
+            check_windows(self, self._current, num_items_in_batch)
+        micro_batch = self._current
+        if micro_batch is None:  # called by hand, outside of `train`
             inputs = lay_out(self, inputs, 0)
-        micro_batch, inputs = self.given(inputs)
+            micro_batch = inputs.pop(MICRO_BATCH)
+        inputs = self.with_states(micro_batch, inputs)
         crop_loss = micro_batch.crop_loss
-        length = None if self.args.bptt_window == 1 else self.args.bptt_chunk_length
+        length = None if self.bptt_window == 1 else self.args.bptt_chunk_length
         with (
             self._loss_function(crop_loss or self.compute_loss_func),
             nullcontext() if length is None else forward_in_chunks(model, length),
         ):
             result = self._loss(model, inputs, return_outputs, num_items_in_batch)
-        self._checks.ask_loss(result[0] if return_outputs else result, micro_batch.where)
+        self.checks.ask_loss(result[0] if return_outputs else result, micro_batch.where)
         if crop_loss is not None:
             if crop_loss.misalignment is None:
-                say_lost(self, "the alignment loss was not computed", "compute_loss_func")
-            self._logs.add(misalignment=crop_loss.misalignment)
-        self.observe(micro_batch, inputs)
+                raise_ignored(self, "the alignment loss was not computed", "compute_loss_func")
+            self.logs.add(misalignment=crop_loss.misalignment)
+        observe(self, micro_batch, inputs)
         micro_batch.is_trained = True
         if not self.is_in_train:
-            self._calls.stop()
+            self.calls.stop()
         return result
 
-    def given(self, inputs: dict[str, Any]) -> tuple[MicroBatch, dict[str, Any]]:
-        """The facts of a micro-batch or window, and what the model gets, which is watched from now on."""
-        inputs = dict(inputs)
-        micro_batch: MicroBatch = inputs.pop(MICRO_BATCH)
-        place, state = micro_batch.place, micro_batch.carried
-        if self._takes_states:
-            if state is None:
-                state = self.initial_states.initial_state(place)
-                source = type(self.initial_states).__name__
-                from_zero = self._checks.ask_initial_state(state, micro_batch.where, source)
-                self.run_record.given = self.run_record.given + place.rows * (1 - from_zero.double())
-                sequences = micro_batch.sequences
-                share = from_zero if sequences is None else 1 - (1 - from_zero) * place.rows / sequences
-                self._logs.add(zero_states=share)
-                if state is None and self.args.torch_compile and not self.initial_states.always_zero:
-                    state = base_of(self.model).zero_state(place.rows)  # or a second graph is compiled for None
-            inputs |= {"initial_state": micro_batch.layout.scatter(state), "output_final_state": True}
-        if micro_batch.keys is not None:
-            inputs["attention_cache"] = micro_batch.keys
-        if self._shared.group is not None:
-            inputs["sequence_group"] = self._shared.group
-        if micro_batch.crop_loss is not None:
-            inputs.pop("shift_labels")  # Trainer counted them
-        unwrap = partial(self.accelerator.unwrap_model, keep_torch_compile=False)
-        self._calls.watch(self.model, lambda wrapped: base_of(unwrap(wrapped)))
-        return micro_batch, inputs
-
-    def observe(self, micro_batch: MicroBatch, inputs: dict[str, Any]) -> None:
-        """Show the source the final states that the model returned, or keep them for the next window; zeros in broken
-        rows if these are reset. Before weights change, answer the questions of the step."""
-        if self._takes_states:
-            if inputs["initial_state"] is not None and not self._calls.got_state:
-                say_lost(self, "the model got no initial_state", "the initial_state of the inputs")
-            final_state = self._calls.take_final_state()
-            if final_state is None:
-                say_lost(self, "the model returned no final_state", "the output_final_state of the inputs")
-            state = micro_batch.layout.gather(final_state)
-            resets = self.args.nonfinite_states == "reset"
-            broken = self._checks.ask_final_state(state, micro_batch.where, resets, self._logs)
-            state = keep_rows(state, ~broken) if resets else state
-            if micro_batch.ends:
-                self.initial_states.observe(micro_batch.place, state, broken if resets else None)
-            else:
-                micro_batch.carried = state
-        if micro_batch.is_last:
-            self._checks.read()
+    def with_states(self, micro_batch: MicroBatch, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the model gets for a micro-batch or window; see `with_training_states`."""
+        return with_training_states(self, micro_batch, inputs)
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
         """The training loss of the trainer that the method is combined with."""
@@ -349,16 +470,20 @@ class InitialStateTrainer(ResumableTrainer, ABC):
 
     # --- evaluation ---
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation_batches = 0
-        return super().evaluation_loop(*args, **kwargs)
-
-    @property
-    def _unpacks_evaluation(self) -> bool:
-        """Whether packed sequences are evaluated as rows: those that start from a state, or that processes share."""
-        from_zero = type(self.initial_states).evaluation_state is InitialStateSource.evaluation_state
-        shared = self.args.world_size > 1 and isinstance(self.data_collator, DataCollatorWithFlattening)
-        return not from_zero or shared
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        self.evaluated, self.evaluation_batches = WeightedLoss(), 0
+        # Trainer sets it after each loop; before the first it may gather objects, of which accelerate loses rows
+        self.gather_function = self.accelerator.gather_for_metrics
+        if self.shared.group is not None:
+            self.gather_function = partial(self.shared.gather_once, self.accelerator)
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        if isinstance(dataloader, DealtBatches):
+            output = output._replace(num_samples=dataloader.dealt)
+        loss = self.evaluated.mean()
+        if loss is not None and output.metrics is not None:  # Trainer's gives all batches one weight
+            prefix = [*args[3:], kwargs.get("metric_key_prefix", "eval")][0]
+            output.metrics[f"{prefix}_loss"] = loss
+        return output
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -369,31 +494,20 @@ class InitialStateTrainer(ResumableTrainer, ABC):
         Raises:
             ValueError: for rows with resets inside them, which are for training only.
         """
-        inputs = dict(inputs)
-        resets = inputs.pop("state_resets", None)
-        if resets is not None and bool(resets[:, 1:].any()):
-            raise ValueError(
-                "The evaluation data reset states inside rows (reset_at_document), which only training supports: "
-                "evaluate on PackedBlocks."
-            )
-        if self._takes_states:
-            if self._unpacks_evaluation and (packed := read_rows(inputs)).starts is not None:
-                inputs = unpacked(inputs, packed)
-            rows = token_shape_of(inputs)[0]
-            first_row = self.args.row_process_index * rows
-            place = BatchPlace(self.args.seed, self.state.global_step, self._evaluation_batches, first_row, rows)
-            state = self.initial_states.evaluation_state(place)
-            plain = None if state is None else tuple(tuple(layer) for layer in state)  # Trainer moves no others
-            inputs |= {"initial_state": plain, "output_final_state": False}
-            self._evaluation_batches += 1
+        inputs = with_evaluation_states(self, dict(inputs))
         length = evaluation_chunk(self, model, inputs) if prediction_loss_only else None
+        stock = super().prediction_step
+
+        def step(inputs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            return stock(model, inputs, prediction_loss_only, *args, **kwargs)
+
         with nullcontext() if length is None else forward_in_chunks(model, length):
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+            return predict(self, step, inputs, prediction_loss_only)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's, with the values of the method beside the training loss."""
         if "loss" in logs:
-            logs |= self._logs.take(gather_object)
+            logs |= self.logs.take(gather_object)
             if self.initial_states.always_zero:  # all sequences start from zero, and no state is passed on
                 logs.pop("zero_states", None)
                 if self.args.nonfinite_states == "stop":

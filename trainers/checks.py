@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 from transformers.training_args import OptimizerNames
 
@@ -16,10 +16,9 @@ from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
-from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH
 from hf_recurrent_lengthgen.trainers.run.arguments import check_arguments, keep_states_in_full_precision
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels
-from hf_recurrent_lengthgen.trainers.run.step_checks import first_with, recurrent_layers
+from hf_recurrent_lengthgen.trainers.run.step_checks import recurrent_layers
 
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
@@ -90,11 +89,8 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_chunks(trainer: Any) -> None:
-    """Raise a `ValueError` for a model or settings with which rows cannot be read in chunks or windows. For TBTT on
-    examples the window is 1, unless another is given."""
+    """Raise a `ValueError` for a model or settings with which rows cannot be read in chunks or windows."""
     args = trainer.args
-    if trainer.needs_continued_data and not trainer.continues and args.bptt_window is None:
-        args.bptt_window = 1
     if any(adapter.is_prompt_learning for adapter in getattr(trainer.model, "peft_config", {}).values()):
         raise ValueError(
             "The adapter puts virtual tokens before what the model is given, so before each piece of a row: choose "
@@ -106,7 +102,7 @@ def check_chunks(trainer: Any) -> None:
             "compute_loss_func gets the logits and labels of whole rows, which chunks do not have: leave it or "
             "bptt_chunk_length out."
         )
-    if args.bptt_window is None:
+    if trainer.bptt_window is None:
         return
     if trainer.learns_state:
         raise ValueError(
@@ -126,17 +122,17 @@ def check_chunks(trainer: Any) -> None:
         )
 
 
-def check_windows(trainer: Any, inputs: Mapping[str, Any], num_items: Tensor | int | None) -> None:
+def check_windows(trainer: Any, micro_batch: Any, num_items: Tensor | int | None) -> None:
     """Raise a `ValueError` for a loss computed by hand where windows would have to be trained on one by one, and for
     the loss of a window without the number of targets of the step, by which the losses of windows add up."""
-    if MICRO_BATCH not in inputs:
+    if micro_batch is None:
         raise ValueError(
             "With bptt_window each window has a backward pass of its own, in training_step of a run: call train(), or "
             "leave bptt_window out."
         )
     if num_items is None:
         raise ValueError(
-            f"{first_with(type(trainer), 'compute_loss')} does not hand on num_items_in_batch, so each window would "
+            f"The compute_loss of {type(trainer).__name__} does not hand on num_items_in_batch, so each window would "
             "count as much as the whole step: take it as an argument, and give it to super().compute_loss(...)."
         )
 
@@ -163,7 +159,7 @@ def check_shuffled(trainer: Any, dataset: Any) -> None:
     if getattr(trainer.args, "assume_shuffled", False):
         return
     streamed = isinstance(dataset, IterableDataset) or not has_length(dataset)
-    if streamed or not isinstance(trainer._get_train_sampler(), RandomSampler):
+    if streamed or trainer.args.train_sampling_strategy != "random":
         raise ValueError(
             f"{name} passes states between different sequences, so the data must be shuffled: use Trainer's "
             "default random sampler, or, for a stream or data that are shuffled already, set assume_shuffled=True."

@@ -195,11 +195,10 @@ def check_chunkable(model: Any) -> None:
 def evaluation_chunk(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) -> int | None:
     """C, where chunks have the loss of the rows that a trainer evaluates, and nobody asks for logits; None otherwise.
 
-    A `compute_loss` beside those of `InitialStateTrainer` and Trainer may read logits. With padding inside a row, the
-    output for the first target of a chunk may be in the one before.
+    With padding inside a row, the output for the first target of a chunk may be in the one before.
     """
-    losses = [each for each in type(trainer).__mro__ if "compute_loss" in vars(each)]
-    if trainer.args.bptt_chunk_length is None or len(losses) > 2 or not set(inputs) <= set(TAKEN):
+    chunk = trainer.args.bptt_chunk_length
+    if chunk is None or not trainer.evaluates_in_chunks or not set(inputs) <= set(TAKEN):
         return None
     try:
         check_chunkable(innermost_model(model))

@@ -68,7 +68,8 @@ def _combined(method: Any, other: Any, config: Any) -> tuple[type[Any], type[Any
     bases = (_OnTexts, method, other) if from_trl else (method, other)
     name = method.__name__.removesuffix("Trainer") + other.__name__
     doc = f"{other.__name__} with the initial states of {method.__name__}."
-    return type(name, bases, {"config_class": made_config, "__doc__": doc, "__module__": __name__}), made_config
+    own = {"evaluates_in_chunks": other.compute_loss is Trainer.compute_loss}
+    return type(name, bases, {"config_class": made_config, "__doc__": doc, "__module__": __name__, **own}), made_config
 
 
 def _config_of(trainer: type[Trainer]) -> Any:
@@ -109,6 +110,7 @@ def _restored(method: Any, other: Any, values: dict[str, Any]) -> Any:
 class _OnTexts(InitialStateTrainer):
     """What a method needs with TRL's SFTTrainer."""
 
+    drops_columns = False  # its collator takes what it knows
     _total_train_tokens: int
 
     def __init__(self, model: Any = None, args: Any = None, *positional: Any, **keyword: Any) -> None:
@@ -157,14 +159,14 @@ class _OnTexts(InitialStateTrainer):
         """Real tokens of all runs of this trainer, over all processes; 0 if TRL does not count them."""
         return self._total_train_tokens
 
-    def given(self, inputs: dict[str, Any]) -> tuple[MicroBatch, dict[str, Any]]:
-        micro_batch, inputs = super().given(inputs)
+    def with_states(self, micro_batch: MicroBatch, inputs: dict[str, Any]) -> dict[str, Any]:
+        inputs = super().with_states(micro_batch, inputs)
         if micro_batch.windows is not None:
             inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))  # SFTTrainer counts tokens in it
             if not torch.is_grad_enabled():  # a window without targets, which SFTTrainer does not see
                 tokens = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum()
                 self._total_train_tokens += int(tokens)
-        return micro_batch, inputs
+        return inputs
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
         if self._align is None:

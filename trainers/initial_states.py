@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.models.state_value import (
 )
 
 MICRO_BATCH = "micro_batch_facts"
-"""The key of a `MicroBatch` in the inputs, between `get_batch_samples` and `compute_loss`."""
+"""The key of a `MicroBatch` in the inputs, between `get_batch_samples` and `training_step`."""
 
 
 def keyed_generator(*key: int | str, device: torch.device | str = "cpu") -> torch.Generator:
@@ -91,7 +91,7 @@ class RowLayout:
 
 @dataclass
 class MicroBatch:
-    """What is known of a micro-batch. (Not a tuple: Trainer rebuilds tuples when it moves a batch to the device.)
+    """What is known of a micro-batch.
 
     Attributes:
         place: Its place in the run.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import LEARNED_STATE
@@ -150,13 +150,8 @@ class LearnedStateTrainer(InitialStateTrainer):
         if not self.args.train_model and self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
 
-    def _load_best_model(self) -> None:
-        if self.args.train_model:
-            super()._load_best_model()
-        beside = os.path.join(str(self.state.best_model_checkpoint), STATE_FILE)
+    def load_weights(self, checkpoint: str) -> bool:
+        beside = os.path.join(checkpoint, STATE_FILE)
         if os.path.isfile(beside):
             self._learned.set(load_state(beside)[0])
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.args.train_model:  # the learned state comes back with the initial states
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        return not self.args.train_model or super().load_weights(checkpoint)

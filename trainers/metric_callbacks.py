@@ -3,8 +3,8 @@
     metrics = [context_harm(tokens, 2048), effective_remembrance_at(tokens, 2048)]
     MetricCallback(metrics, every_steps=50).attach(trainer)
 
-A metric is any function from a model to a number, to several numbers by name, or to a result of `evaluation`, whose
-picture goes to TensorBoard, Weights & Biases and Trackio. Some are ready-made, see `ready_metrics.py`.
+A metric is any function from a model to a number, to several numbers by name, or to a result of `evaluation`. Some are
+ready-made, see `ready_metrics.py`.
 """
 
 import math
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
-from hf_recurrent_lengthgen.trainers.run.callbacks import AttachedCallback
-from hf_recurrent_lengthgen.trainers.run.tracker_figures import send_figures
+from hf_recurrent_lengthgen.trainers.run.callback import AttachedCallback
 
 MetricFunction = Callable[[Any], Any]
 BARS = ContextVar("bars", default=False)  # whether metrics show progress bars: as the trainer does
@@ -49,13 +48,6 @@ class Metric(NamedTuple):
             )
             return next(parts, None)
         return better if f"{key}_".startswith(f"eval_{self.name}_") else None
-
-
-class Pictured(NamedTuple):
-    """What a metric may return: a value to log, and the result whose `figure()` is its picture."""
-
-    value: Any
-    result: Any
 
 
 class MetricCallback(AttachedCallback):
@@ -101,7 +93,6 @@ class MetricCallback(AttachedCallback):
         self._measured_at: int | None = None
         self._training = False
         self._measured: dict[str, float] = {}
-        self._pictures: dict[str, Callable[[], Any]] = {}
 
     def attach(self, trainer: Trainer) -> "MetricCallback":
         """Add this callback, unless it is there already, to the trainer that logs the values.
@@ -190,8 +181,6 @@ class MetricCallback(AttachedCallback):
         training, model.training = model.training, False  # in training mode, TRL would add its training metrics
         self._trainer.log(dict(self._measured))
         model.training = training
-        if self._trainer.is_world_process_zero():
-            send_figures(self._trainer, self._pictures)
         control.should_log = should_log
         self._measured_at = state.global_step
 
@@ -199,13 +188,10 @@ class MetricCallback(AttachedCallback):
         """The values to log, or the error of the first metric that fails."""
         assert self._trainer is not None
         values: dict[str, float] = {}
-        self._pictures = {}
         for name, function, _ in self.metrics:
             try:
                 with undisturbed(model, bars=not self._trainer.args.disable_tqdm):
-                    found = function(model)
-                value, result = found if isinstance(found, Pictured) else (found, found)
-                numbers = numbers_of(f"eval_{name}", value)
+                    numbers = numbers_of(f"eval_{name}", function(model))
                 if not numbers or numbers.keys() & values.keys():
                     raise ValueError(f"it returned {'names of another metric' if numbers else 'no number'}")
             except Exception as error:
@@ -214,8 +200,6 @@ class MetricCallback(AttachedCallback):
                 failure.__cause__ = error
                 return failure
             values |= numbers
-            if callable(draw := getattr(result, "figure", None)):
-                self._pictures[f"eval/{name}"] = draw
         return values
 
 

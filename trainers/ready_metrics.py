@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from transformers.utils import logging
@@ -16,7 +17,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
 from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINING, effective_remembrance
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
-from hf_recurrent_lengthgen.trainers.metric_callbacks import BARS, Metric, Pictured
+from hf_recurrent_lengthgen.trainers.metric_callbacks import BARS, Metric
 
 logger = logging.get_logger(__name__)
 MOST_TOKENS = 2**20
@@ -46,11 +47,11 @@ def length_evaluation(
     check_training_length(training_length)
     tokens = at_most(tokens, max_tokens, name)
 
-    def measure(model: nn.Module) -> Pictured:
+    def measure(model: nn.Module) -> dict[str, Any]:
         _check_reach(tokens, training_length)
         found = evaluate_model(model, tokens, training_length, settings=EvaluationSettings(progress=BARS.get()))
         holds_to = found.verdict.holds_to
-        return Pictured({"harm": found.harm.last, "loss": found.in_window.loss, "holds_to": holds_to}, found)
+        return {"harm": found.harm.last, "loss": found.in_window.loss, "holds_to": holds_to}
 
     return Metric(name, measure, {"harm": False, "loss": False, "holds_to": True})
 
@@ -147,13 +148,13 @@ def retrieval(grid: RetrievalGrid, lengths: Sequence[int], name: str = "retrieva
         name: Name of the metric; the length is appended: "retrieval_2048".
     """
 
-    def measure(model: nn.Module) -> Pictured:
+    def measure(model: nn.Module) -> dict[str, Any]:
         result = retrieval_accuracy(model, grid, lengths, settings=EvaluationSettings(progress=BARS.get()))
         found = {length: n for length, n in zip(sorted(lengths), result.by_length, strict=True) if n.samples}
         if without := sorted(set(lengths) - found.keys()):
             raise ValueError(f"no question fits into {without[0]} tokens together with its facts: leave it out")
         shares = {str(n): Estimate(share.right / share.samples, *share.interval()) for n, share in found.items()}
-        return Pictured(shares, result)
+        return shares
 
     return Metric(name, measure, greater_is_better=True)
 

@@ -48,11 +48,11 @@ def rows_of_all_lengths(collator: Any) -> Any:
 def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
     """The inputs of the model for a micro-batch of a trainer: labels that are not scored are -100, resets inside rows
     are sequences that begin there, or rows are cropped in pairs; a `MicroBatch` describes the layout."""
-    args, shared, align = trainer.args, trainer._shared, trainer._align
-    inputs = usable_ids(trainer.model, batch, trainer._checks.ask)
+    args, shared, align = trainer.args, trainer.shared, trainer._align
+    inputs = usable_ids(trainer.model, batch, trainer.checks.ask)
     resets, sequences = inputs.pop("state_resets", None), None
-    inputs = inputs if args.bptt_window is None else ended_together(inputs)
-    given = read_rows(inputs) if trainer._takes_states else None
+    inputs = inputs if trainer.bptt_window is None else ended_together(inputs)
+    given = read_rows(inputs) if trainer.takes_states else None
     packed = given is not None and given.starts is not None
     if packed and (trainer.continues or resets is not None):
         raise ValueError(
@@ -64,13 +64,13 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
         given = read_rows({**inputs, "seq_idx": numbers})
         if given.starts is not None:
             inputs["seq_idx"], sequences = numbers, len(resets) + given.starts.sum()
-    inputs = dict(trainer._scored(inputs, given))
-    first_row = args.row_process_index * trainer._train_batch_size
+    inputs = dict(trainer.scored(inputs, given))
+    first_row = args.row_process_index * args.train_batch_size
     from_zero = trainer.initial_states.always_zero and align is None
     if given is not None and packed and not (from_zero and not args.bptt_chunk_length):
         inputs = unpacked(inputs, given)  # a model takes one state per row; from zero it runs rows packed
-        if args.bptt_window is not None:
-            inputs = dict(trainer._scored(ended_together(inputs)))
+        if trainer.bptt_window is not None:
+            inputs = dict(trainer.scored(ended_together(inputs)))
         if not isinstance(trainer.data_collator, DataCollatorWithFlattening):  # whose examples are one sequence each
             first_row = args.row_process_index << 20  # the rows of the processes before this one are unknown
     rows = token_shape_of(inputs)[0]
@@ -78,7 +78,7 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
     place = place if resets is None else replace(place, continues=~resets[:, 0])
     layout, loss = RowLayout(), None
     if shared.group is not None:
-        trainer._checks.ask(shared.differ(inputs), refuse_other_rows)
+        trainer.checks.ask(shared.differ(inputs), refuse_other_rows)
         inputs = piece_of_rows(inputs, shared.rank, shared.size)
     elif resets is not None or align is not None:
         if "attention_mask" in inputs and bool((inputs["attention_mask"] == 1).all()):
@@ -88,4 +88,6 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
                 inputs = {name: value for name, value in inputs.items() if name not in LAYOUT[1:]}
             inputs, loss = align.crop(inputs, place)
             layout = RowLayout(crops=2, later_from_zero=align.second_from_zero)
+    if "shift_labels" in inputs:
+        inputs.setdefault("labels", inputs["shift_labels"])  # where Trainer looks before it counts targets
     return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss, sequences=sequences)}

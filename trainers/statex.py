@@ -40,10 +40,10 @@ class StateXConfig(MixedStatesConfig):
     expand_num_heads: int | None = option(
         None, "Number of heads of these layers in families other than Mamba. Default: see expand_factor."
     )
-    expand_initialization: Literal["reinit", "reinit-transformers", "inherit", "inherit-zero"] | None = option(
+    expand_initialization: Literal["reinit", "inherit", "inherit-zero"] | None = option(
         None,
         "reinit initializes the recurrence of these layers anew, as in the paper (section 4.3), Mamba's "
-        "as mamba-ssm does; reinit-transformers as Transformers does; inherit keeps the trained weights, and new "
+        "as mamba-ssm does; inherit keeps the trained weights, and new "
         "ones can learn; inherit-zero is the paper's baseline (5.5), whose new weights do not learn. Default: "
         "reinit.",
     )

@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +33,7 @@ from hf_recurrent_lengthgen.models.rows import BORDERS, LONGEST, read_rows
 from hf_recurrent_lengthgen.models.state_value import keep_rows, states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, MicroBatch
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
+from hf_recurrent_lengthgen.trainers.states_of_batches import observe
 
 logger = logging.get_logger(__name__)
 
@@ -52,7 +54,7 @@ def ended_together(inputs: Inputs) -> Inputs:
 def plan_windows(trainer: Any, batches: list[Inputs]) -> None:
     """Say in each `MicroBatch` of a step which windows have targets, the same on all processes, and give rows the
     same length on all of them."""
-    length = _length(trainer.args)
+    length = _length(trainer)
     targets = [_targets(batch) for batch in batches]
     if trainer.args.world_size > 1:
         own = torch.tensor([each.shape[1] for each in targets], device=trainer.args.device)
@@ -84,9 +86,9 @@ def plan_windows(trainer: Any, batches: list[Inputs]) -> None:
         batch[MICRO_BATCH].windows = list(islice(given, -(-each.shape[1] // length)))
 
 
-def _length(args: Any) -> int:
+def _length(trainer: Any) -> int:
     """Tokens of a window."""
-    return int(args.bptt_window * args.bptt_chunk_length)
+    return int(trainer.bptt_window * trainer.args.bptt_chunk_length)
 
 
 def _by_window(columns: Tensor, length: int) -> Tensor:
@@ -94,22 +96,23 @@ def _by_window(columns: Tensor, length: int) -> Tensor:
     return pad(columns, (-len(columns) % length, 0)).view(-1, length).any(1)
 
 
-def train_in_windows(trainer: Any, model: Any, inputs: Inputs, train: Callable[[Inputs], Tensor]) -> Tensor:
+def train_in_windows(
+    trainer: Any, model: Any, inputs: Inputs, micro_batch: MicroBatch, train: Callable[[Inputs, MicroBatch], Tensor]
+) -> Tensor:
     """The loss of a micro-batch, whose gradients were added to those of the weights.
 
     Args:
         train: Trains on the inputs of a window, and returns its part of the loss.
     """
-    length = _length(trainer.args)
+    length = _length(trainer)
     model.train()
     if callable(of_optimizer := getattr(trainer.optimizer, "train", None)):  # it averages weights for evaluation
         of_optimizer()
-    inputs = dict(trainer._prepare_inputs(inputs))
-    micro_batch: MicroBatch = inputs.pop(MICRO_BATCH)
+    inputs = send_to_device(inputs, trainer.args.device)
     assert micro_batch.windows is not None
     (rows, columns), windows = token_shape_of(inputs), micro_batch.windows
     mask = inputs.get("attention_mask", torch.ones(rows, columns, device=trainer.args.device))
-    trainer._logs.add(idle_tokens=1 - mask.float().mean())
+    trainer.logs.add(idle_tokens=1 - mask.float().mean())
     borders = [0, *range(columns - (len(windows) - 1) * length, columns + 1, length)]
     pieces = cut_rows(inputs, borders)
     synchronized = max((index for index, (scored, _) in enumerate(windows) if scored), default=None)
@@ -123,29 +126,29 @@ def train_in_windows(trainer: Any, model: Any, inputs: Inputs, train: Callable[[
             carried, keys = keep_rows(carried, ~begins), None if keys is None else keys.kept(~begins)
         ends = index == len(windows) - 1
         window = replace(micro_batch, carried=carried, keys=keys, ends=ends, is_last=micro_batch.is_last and ends)
-        given = {**piece, "labels": piece["shift_labels"], MICRO_BATCH: window}  # stock models need both
+        given = {**piece, "labels": piece["shift_labels"]}  # stock models need both
         if not padded:
             given.pop("attention_mask", None)  # to read it is to wait for the device
         waits = micro_batch.is_last and index != synchronized and isinstance(model, DistributedDataParallel)
         if not scored:
-            _read(trainer, model, given)
+            _read(trainer, model, given, window)
         elif waits:
             with model.no_sync():
-                loss += train(given)
+                loss += train(given, window)
         else:
-            loss += train(given)
+            loss += train(given, window)
         carried, keys = window.carried, None if keys is None else keys.detached()
     return loss
 
 
 @torch.no_grad()
-def _read(trainer: Any, model: Any, inputs: Inputs) -> None:
+def _read(trainer: Any, model: Any, inputs: Inputs, window: MicroBatch) -> None:
     """Run the model on a window without targets."""
-    micro_batch, inputs = trainer.given(inputs)
+    inputs = trainer.with_states(window, inputs)
     tokens = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
     with trainer.compute_loss_context_manager(), states_checked_by_caller():
         model(**tokens, logits_to_keep=1)
-    trainer.observe(micro_batch, inputs)
+    observe(trainer, window, inputs)
 
 
 def _targets(batch: Inputs) -> Tensor:

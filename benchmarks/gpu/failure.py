@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.evaluation.settings import CONFIDENCE, HARM_THRESHOL
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingTrainer, ZeroStateTrainer
-from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
+from hf_recurrent_lengthgen.trainers.run.resume import newest_complete_checkpoint
 
 SECONDS, EVALUATION_SECONDS, CHECKPOINT_SECONDS = 30.0, 40.0, 120.0
 

@@ -35,8 +35,8 @@ from hf_recurrent_lengthgen.trainers import (
     retrieval,
 )
 from hf_recurrent_lengthgen.trainers.checks import takes_states
-from hf_recurrent_lengthgen.trainers.run.checkpoints import checkpoints_of, newest_complete_checkpoint
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
+from hf_recurrent_lengthgen.trainers.run.resume import checkpoints_of, newest_complete_checkpoint
 
 
 def run(arguments: Sequence[str]) -> int:

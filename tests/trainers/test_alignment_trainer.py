@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.trainers import (
     ZeroStateTrainer,
 )
 from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
+from hf_recurrent_lengthgen.trainers.run.dataloaders import train_sampler
 from tests.trainers import toys
 
 ALPHA, SEED = 0.3, 4
@@ -152,7 +153,7 @@ def test_tbtt_carries_the_state_of_the_first_crop(tmp_path: Path) -> None:
     trainer = TbttTrainer(model, config, train_dataset=data)
     trainer.train()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
-    keys = list(trainer._get_train_sampler())
+    keys = list(train_sampler(trainer))
     state = expected.zero_state(2)
     for number in range(steps):
         items = [data[key] for key in keys[2 * number : 2 * number + 2]]

@@ -12,7 +12,6 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import SequentialSampler
 from transformers import (
     ByT5Tokenizer,
     DataCollatorForLanguageModeling,
@@ -29,6 +28,7 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingTrainer,
     ZeroStateTrainer,
 )
+from hf_recurrent_lengthgen.trainers.run.dataloaders import train_sampler
 from tests.trainers import toys
 from tests.versions import SINCE_5_23
 
@@ -244,16 +244,6 @@ def test_settings_that_do_not_go_with_states_are_refused(
         StatePassingTrainer(toys.tiny_model(), make_config(**fields), train_dataset=toys.sequences(4))
 
 
-def test_a_trainer_with_its_own_sampler_is_asked_about_it(make_config: MakeConfig) -> None:
-    class InOrder(StatePassingTrainer):
-        def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
-
-    with pytest.raises(ValueError, match="data that are shuffled already, set assume_shuffled=True"):
-        InOrder(toys.tiny_model(), make_config(), train_dataset=toys.sequences(4))
-    InOrder(toys.tiny_model(), make_config(assume_shuffled=True), train_dataset=toys.sequences(4)).train()
-
-
 def test_several_gpus_in_one_process_are_refused(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config()
     monkeypatch.setattr(type(config), "n_gpu", 2)
@@ -280,8 +270,9 @@ def test_rows_that_say_their_lengths_are_grouped_without_being_made(make_config:
             rows.item_lengths = lengths  # type: ignore[attr-defined]
         made.clear()
         trainer = ZeroStateTrainer(toys.SumModel(), config, train_dataset=rows)
-        torch.manual_seed(3)
-        orders.append([*trainer._get_train_sampler()])
+        sampler = train_sampler(trainer)
+        sampler.set_epoch(1)
+        orders.append([*sampler])
         assert bool(made) == (lengths is None)
     assert orders[0] == orders[1]
     assert sorted(orders[0]) == [*range(40)] != orders[0]

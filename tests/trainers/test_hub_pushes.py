@@ -13,7 +13,6 @@ from hf_recurrent_lengthgen.checkpoints.records import Lineage, write_lineage
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
-from hf_recurrent_lengthgen.trainers.run.hub_pushes import check_texts, has_card_of_another
 from tests.checkpoints.hub.client import run_stranger
 from tests.checkpoints.hub.conftest import hub as hub
 from tests.checkpoints.hub.endpoint import Endpoint
@@ -41,7 +40,7 @@ def test_every_push_holds_code_and_tokenizer_and_no_pickle(hub: Endpoint, make_c
     )
     trainer.train()
     trainer.push_to_hub()
-    code = {path.name for path in Path(trainer.output_dir).glob("checkpoint-1/*.py")}
+    code = {path.name for path in Path(trainer.args.output_dir).glob("checkpoint-1/*.py")}
     assert "modeling_stateful_mamba2.py" in code
     for title, files in pushes(hub).items():
         assert {*code, "config.json", "model.safetensors", "tokenizer_config.json"} <= files.keys(), title
@@ -67,7 +66,7 @@ model = AutoModelForCausalLM.from_pretrained("user/run", trust_remote_code=True,
 torch.save(model(torch.arange(1, 6)[None]).logits, "logits.pt")
 """
     run_stranger(hub, tmp_path, code)
-    expected = type(trainer.model).from_pretrained(f"{trainer.output_dir}/checkpoint-1")
+    expected = type(trainer.model).from_pretrained(f"{trainer.args.output_dir}/checkpoint-1")
     with torch.no_grad():
         found = torch.load(tmp_path / "logits.pt")
         torch.testing.assert_close(found, expected(torch.arange(1, 6)[None]).logits, rtol=0, atol=0)
@@ -87,11 +86,10 @@ def test_checkpoints_that_are_pushed_to_be_resumed_hold_no_arguments(hub: Endpoi
 @pytest.mark.parametrize(("tags", "kept"), [("generated_from_trainer", False), ("state-passing", True), (None, False)])
 def test_a_card_from_elsewhere_is_kept(tmp_path: Path, make_config: MakeConfig, tags: str | None, kept: bool) -> None:
     trainer = StatePassingTrainer(toys.tiny_model(), make_config(), train_dataset=toys.sequences(8))
-    card = Path(trainer.output_dir) / "README.md"
+    card = Path(trainer.args.output_dir) / "README.md"
     card.parent.mkdir(exist_ok=True)
     if tags is not None:
         card.write_text(f"---\ntags:\n- {tags}\n---\nMine")
-    assert has_card_of_another(trainer.output_dir) is kept
     trainer.train()
     trainer.create_model_card()
     assert ("generated_from_trainer" not in card.read_text()) is kept
@@ -130,9 +128,9 @@ def test_a_card_with_what_was_asked_for_is_trainers(make_config: MakeConfig, tmp
     trainer.train()
     trainer.save_model()
     trainer.card_writer = write_card_of_run
-    write_lineage(trainer.output_dir, Lineage())
+    write_lineage(trainer.args.output_dir, Lineage())
     trainer.create_model_card()
-    card = Path(trainer.output_dir) / "README.md"
+    card = Path(trainer.args.output_dir) / "README.md"
     assert "generated_from_trainer" not in card.read_text()
     card.unlink()
     trainer.create_model_card(license="mit")
@@ -140,22 +138,11 @@ def test_a_card_with_what_was_asked_for_is_trainers(make_config: MakeConfig, tmp
     assert "generated_from_trainer" in card.read_text()
 
 
-def test_secrets_are_refused_and_paths_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("hf_recurrent_lengthgen.trainers.run.hub_pushes.logger.warning", told.append)
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/alice/base"}')
-    check_texts(tmp_path, "hf_test")
-    assert "adapter_config.json, line 1: a path of your machine: /home/alice/base" in told[0]
-    (tmp_path / "lineage.json").write_text('{"command": "--x hf_test"}')
-    with pytest.raises(ValueError, match=r"not uploaded: lineage.json, line 1: your Hub token"):
-        check_texts(tmp_path, "hf_test")
-
-
 def test_a_trainer_does_not_upload_secrets(hub: Endpoint, make_config: MakeConfig) -> None:
     trainer = StatePassingTrainer(
         toys.tiny_model(), make_config(**PUSHING, hub_strategy="end"), train_dataset=toys.sequences(8)
     )
-    (Path(trainer.output_dir) / "notes.md").write_text("hf_" + "a" * 34)
+    (Path(trainer.args.output_dir) / "notes.md").write_text("hf_" + "a" * 34)
     with pytest.raises(ValueError, match=r"not uploaded: notes.md, line 1: a Hub token"):
         trainer.push_to_hub()
     assert not [c for c in hub.repositories["user/run"].history("main") if c.title.startswith("End")]

@@ -19,6 +19,7 @@ from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.trainers import (
     InitialStateConfig,
     TbttConfig,
+    TbttTrainer,
     ZeroStateTrainer,
 )
 from tests.hybrids.measures import relative_error
@@ -26,7 +27,7 @@ from tests.hybrids.test_law import InFloat64
 from tests.hybrids.tiny_models import tiny_composite, tiny_model
 from tests.trainers import toys
 from tests.trainers.test_hybrid_chunks import LFM, in_float64
-from tests.trainers.test_windows import PLAIN, InOrder, loop, windows_from_the_end
+from tests.trainers.test_windows import PLAIN, loop, windows_from_the_end
 from tests.versions import SINCE_5_23
 
 METHODS = ["zero state", "random noise", "fitted noise", "state passing", "learned state", "learned state and model"]
@@ -131,7 +132,7 @@ def test_windows_are_those_of_a_loop_that_detaches_states_and_keys(
     rows, model, expected = toys.examples(6), hybrid(model_type), hybrid(model_type)
     given = {"per_device_train_batch_size": 3, "save_strategy": "no", "num_train_epochs": 1} | toys.QUIET | PLAIN
     args = TbttConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=window, **given)
-    InOrder(model, args, train_dataset=rows).train()
+    TbttTrainer(model, args, train_dataset=rows).train()
     wanted = loop(expected, rows, 3, 4 * window)
     assert relative_error([*toys.weights(model).values()], [*wanted.values()]) < 1e-9
 
@@ -157,7 +158,7 @@ def test_windows_are_those_of_the_stock_model_that_detaches_what_came_before(tmp
     stock = tiny_model("lfm2", dtype=torch.float64).train()
     given = {"per_device_train_batch_size": 5, "save_strategy": "no", "max_steps": 1} | toys.QUIET | PLAIN
     args = TbttConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=window, **given)
-    InOrder(model, args, train_dataset=rows).train()
+    TbttTrainer(model, args, train_dataset=rows).train()
     losses, count = [], 0
     with InFloat64():
         for row in rows:

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer
-from hf_recurrent_lengthgen.trainers.run.checkpoints import newest_complete_checkpoint
+from hf_recurrent_lengthgen.trainers.run.resume import newest_complete_checkpoint
 from tests.trainers import toys
 from tests.versions import SINCE_5_23
 

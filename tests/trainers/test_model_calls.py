@@ -46,7 +46,7 @@ def test_a_loss_that_goes_past_the_method_stops_before_the_first_update(
     args = chosen.config(str(tmp_path), **settings | chosen.settings)
     trainer = Past(model, args, train_dataset=chosen.data(16))
     before = toys.weights(model)
-    with pytest.raises(ValueError, match=r"\(Past\) had no effect in step 0: .* from Alone\.compute_loss.*combine"):
+    with pytest.raises(ValueError, match=r"\(Past\) had no effect in step 0: .* of Past does not call .*combine"):
         trainer.train()
     toys.assert_same_weights(toys.weights(model), before)
 

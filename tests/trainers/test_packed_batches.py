@@ -25,7 +25,6 @@ from hf_recurrent_lengthgen.trainers import (
     ZeroStateTrainer,
 )
 from hf_recurrent_lengthgen.trainers.row_layout import lay_out
-from hf_recurrent_lengthgen.trainers.run.same_rows import stream_loader
 from tests.hybrids.tiny_models import tiny_model as tiny_hybrid
 from tests.trainers import toys
 
@@ -140,6 +139,7 @@ def test_the_log_counts_sequences(tmp_path: Path, hybrid: bool) -> None:
         state_drop_probability=0.0,
         per_device_train_batch_size=1,
         assume_shuffled=True,
+        train_sampling_strategy="sequential",
     )
     positions = [[*range(16)], [0, 1] * 8]
     ids = toys.token_stream(32).view(2, 16)
@@ -147,7 +147,6 @@ def test_the_log_counts_sequences(tmp_path: Path, hybrid: bool) -> None:
         {"input_ids": x, "labels": x, "position_ids": torch.tensor(p)} for x, p in zip(ids, positions, strict=True)
     ]
     trainer = StatePassingTrainer(model, arguments, train_dataset=rows)
-    trainer._get_train_sampler = lambda *_: None  # type: ignore[method-assign]
     trainer.train()
     assert [entry["zero_states"] for entry in trainer.state.log_history[:-1]] == [1.0, 0.875]
 
@@ -172,10 +171,11 @@ def test_packed_rows_of_a_stream_are_not_dealt_to_processes(tmp_path: Path, monk
     trainer = toys.resumable_trainer(tmp_path, 4, assume_shuffled=True, max_steps=1)
     monkeypatch.setattr(InitialStateConfig, "row_processes", 2)
     monkeypatch.setattr(InitialStateConfig, "world_size", 2)
+    trainer.train_dataset = toys.Stream(unequal(8))
     for collator in (DataCollatorWithFlattening(), SimpleNamespace(padding_free=True)):
         trainer.data_collator = collator
         with pytest.raises(ValueError, match="makes one row of all examples of a batch"):
-            stream_loader(trainer, toys.Stream(unequal(8)))
+            trainer.get_train_dataloader()
 
 
 @pytest.mark.slow

@@ -1,18 +1,29 @@
-"""An interrupted run continues bit for bit: after a stop, a kill or a broken loss."""
+"""An interrupted run continues bit for bit: after a stop, a kill or a broken loss; what it cannot do is refused."""
 
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import TrainerState
 
-import hf_recurrent_lengthgen.trainers.run.checkpoints as checkpoints
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
+from hf_recurrent_lengthgen.trainers.run.resume import (
+    begin_save,
+    initial_states_file,
+    load_initial_states,
+    newest_complete_checkpoint,
+    save_initial_states,
+    saved_run,
+    what_is_missing,
+)
 from tests.trainers import toys
 
 STEPS = 8  # of toys.resumable_trainer; 4 per epoch
@@ -130,11 +141,11 @@ def test_a_run_killed_at_any_moment_resumes_bit_for_bit(
     if name != "step":
         broken = output_dir / "checkpoint-6"
         assert broken.is_dir()
-        assert checkpoints.what_is_missing(broken) is not None
+        assert what_is_missing(broken) is not None
         with pytest.raises(ValueError, match=r"Cannot resume from .*checkpoint-6.*checkpoint-5"):
             toys.resumable_trainer(output_dir).train(resume_from_checkpoint=str(broken))
     assert_same(resume(output_dir), whole)
-    assert checkpoints.what_is_missing(output_dir / f"checkpoint-{STEPS}") is None
+    assert what_is_missing(output_dir / f"checkpoint-{STEPS}") is None
 
 
 def test_a_loss_that_is_nan_stops_the_run_before_it_can_spoil_anything(
@@ -155,3 +166,195 @@ def test_a_checkpoint_of_another_trainer_is_refused(tmp_path: Path, by_name: boo
     message = "initial_states_0.safetensors is missing.*from_pretrained" if by_name else "no complete checkpoint"
     with pytest.raises(ValueError, match=message):
         resume(tmp_path, str(tmp_path / "checkpoint-1") if by_name else True)
+
+
+# --- what a resume may change ---
+
+MAY_CHANGE: dict[str, Any] = {
+    **{"logging_steps": 3, "per_device_eval_batch_size": 3, "save_steps": 2, "run_name": "b"},
+    **{"dataloader_pin_memory": False, "torch_empty_cache_steps": 1, "ddp_timeout": 60, "save_total_limit": 1},
+}
+FIXED = [
+    ({"learning_rate": 0.01}, "learning_rate was 0.05 and is 0.01"),
+    ({"warmup_steps": 2}, "warmup_steps was 0 and is 2"),
+    ({"lr_scheduler_type": "linear"}, "lr_scheduler_type was 'cosine' and is 'linear'"),
+    ({"optim": "sgd"}, "optim was 'adamw_torch_fused' and is 'sgd'"),
+    ({"seed": 4}, "seed was 3 and is 4"),
+    ({"batch_size": 3}, "per_device_train_batch_size was 2 and is 3"),
+    ({"state_drop_probability": 0.7}, "state_drop_probability was 0.3 and is 0.7"),
+    (
+        {"train_sampling_strategy": "group_by_length", "assume_shuffled": True},
+        "train_sampling_strategy was .random. and is",
+    ),
+    ({"rows": 14}, "train_dataset.rows was 15 and is 14"),
+    ({"method": "zero state"}, "source was 'PassedStates' and is 'ZeroStates'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "difference"), FIXED, ids=[next(iter(changes)) for changes, _ in FIXED])
+def test_what_decides_the_training_is_refused(
+    whole_run: tuple[Path, Outcome], tmp_path: Path, changes: dict[str, Any], difference: str
+) -> None:
+    with pytest.raises(ValueError, match=f"Cannot resume exactly from .*checkpoint-3: .*{difference}.*Restore"):
+        resume(tmp_path, str(whole_run[0] / "checkpoint-3"), **changes)
+
+
+def test_what_has_no_part_in_the_training_may_change(whole_run: tuple[Path, Outcome], tmp_path: Path) -> None:
+    on = resume(tmp_path, str(whole_run[0] / "checkpoint-3"), **MAY_CHANGE)
+    torch.testing.assert_close(on[:3], whole_run[1][:3], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "expected"),
+    [
+        ({}, "max_grad_norm", [(0, 1.0)]),
+        ({"max_grad_norm": 0.5}, "max_grad_norm", [(0, 1.0), (3, 0.5)]),
+        ({"bf16": True}, "precision", [(0, "float32"), (3, "bfloat16")]),
+        ({"num_train_epochs": 3}, "max_steps", [(0, 8), (3, 12)]),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha", [(0, None), (3, 5.0)]),
+    ],
+)
+def test_what_changes_from_a_step_on_is_recorded(
+    whole_run: tuple[Path, Outcome], tmp_path: Path, changes: dict[str, Any], name: str, expected: list[Any]
+) -> None:
+    trainer = toys.resumable_trainer(tmp_path, **changes)
+    trainer.train(str(whole_run[0] / "checkpoint-3"))
+    assert [(part.from_step, getattr(part, name)) for part in trainer.run_record.settings(trainer)] == expected
+
+
+def one_cycle(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[Any], Any]:
+    def own(parameters: Any) -> Any:
+        optimizer = kind(parameters, lr=0.01, **settings)  # type: ignore[call-arg]
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS)
+
+    return own
+
+
+@pytest.mark.parametrize(
+    ("own", "recorded"),
+    [
+        (one_cycle(torch.optim.AdamW), ("adamw_torch_fused", (0.95, 0.999), None, "OneCycleLR")),
+        (one_cycle(torch.optim.SGD, momentum=0.9), ("SGD", None, 0.95, "OneCycleLR")),
+    ],
+    ids=["betas", "momentum"],
+)
+def test_what_a_schedule_moves_goes_on_and_is_recorded_as_it_began(
+    tmp_path: Path, own: Callable[[Any], Any], recorded: tuple[Any, ...]
+) -> None:
+    runs = []
+    for folder in ("whole", "resumed"):
+        trainer = toys.resumable_trainer(tmp_path / folder)
+        optimizers = own(trainer.model.parameters())
+        trainer = StatePassingTrainer(
+            trainer.model, trainer.args, train_dataset=trainer.train_dataset, optimizers=optimizers
+        )
+        trainer.train(str(tmp_path / "whole" / "checkpoint-3") if runs else None)
+        runs.append(trainer)
+    assert_same(outcome(runs[1]), outcome(runs[0]))
+    (settings,) = runs[1].run_record.settings(runs[1])
+    assert (settings.optim, settings.betas, settings.momentum, settings.lr_scheduler_type) == recorded
+
+
+# --- checkpoint folders ---
+
+RUN: dict[str, str | int] = {"source": "PassedStates", "num_processes": 1, "per_device_train_batch_size": 2}
+TENSORS = {"micro_batches.0.layers.0.recurrent": torch.tensor([[1.5, -2.0]])}
+
+
+def make_checkpoint(output_dir: Path, step: int, processes: int = 1) -> Path:
+    folder = output_dir / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    for index in range(processes):
+        save_initial_states(initial_states_file(folder, index), TENSORS, RUN | {"num_processes": processes})
+        torch.save({}, folder / ("rng_state.pth" if processes == 1 else f"rng_state_{index}.pth"))
+    torch.save({}, folder / "optimizer.pt")
+    torch.save({}, folder / "scheduler.pt")
+    save_file(TENSORS, folder / "model.safetensors")
+    TrainerState(global_step=step).save_to_json(str(folder / "trainer_state.json"))
+    return folder
+
+
+def test_a_file_of_states_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "states.safetensors"
+    save_initial_states(path, TENSORS, RUN)
+    torch.testing.assert_close(load_initial_states(path, RUN), TENSORS, rtol=0, atol=0)
+    assert saved_run(path) == RUN
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def _newer(path: Path) -> None:
+    save_file(TENSORS, path, {"format": "initial_states", "format_version": "2"})
+
+
+BROKEN: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
+    (lambda path: path.unlink(), {}, "is missing, so this run cannot be resumed exactly"),
+    (_truncate, {}, r"is damaged .*resume from an earlier checkpoint"),
+    (_newer, {}, r"has format .* version .*, this code reads 'initial_states' up to"),
+    (lambda path: save_file(TENSORS, path), {}, r"has format None"),
+    (lambda path: None, {"num_processes": 2}, r"num_processes was 1 and is 2\. Restore the old value, or load the"),
+]
+
+
+@pytest.mark.parametrize(("damage", "now", "message"), BROKEN, ids=["missing", "cut off", "newer", "other", "changed"])
+def test_a_file_of_states_that_does_not_fit_is_refused(
+    tmp_path: Path, damage: Callable[[Path], Any], now: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "states.safetensors"
+    save_initial_states(path, TENSORS, RUN)
+    damage(path)
+    with pytest.raises(ValueError, match=message):
+        load_initial_states(path, RUN | now)
+
+
+ALWAYS = ["trainer_state.json", "initial_states_0.safetensors", "optimizer.pt", "scheduler.pt"]
+NEEDED = {1: [*ALWAYS, "rng_state.pth"], 2: [*ALWAYS, "initial_states_1.safetensors", "rng_state_1.pth"]}
+
+
+@pytest.mark.parametrize(("processes", "name"), [(n, name) for n, names in NEEDED.items() for name in names])
+def test_every_missing_file_is_named(tmp_path: Path, processes: int, name: str) -> None:
+    folder = make_checkpoint(tmp_path, 5, processes)
+    assert what_is_missing(folder) is None
+    (folder / name).unlink()
+    assert name in str(what_is_missing(folder))
+
+
+@pytest.mark.parametrize("text", ["", '{"epoch": 1.0,', "[]", '{"unknown_field": 1}', "\x00\x00"])
+def test_an_unreadable_trainer_state_is_an_interrupted_save(tmp_path: Path, text: str) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    (folder / "trainer_state.json").write_text(text)
+    assert "trainer_state.json cannot be read" in str(what_is_missing(folder))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors"])
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path, name: str, share: float) -> None:
+    older, newer = make_checkpoint(tmp_path, 5), make_checkpoint(tmp_path, 6)
+    path = newer / name
+    os.truncate(path, int(path.stat().st_size * share))
+    assert what_is_missing(newer) == f"damaged or cut off: {name}"
+    assert newest_complete_checkpoint(tmp_path) == older
+
+
+def test_the_newest_complete_checkpoint_counts_steps_not_letters_or_times(tmp_path: Path) -> None:
+    assert newest_complete_checkpoint(tmp_path / "nowhere") is None
+    for step in (10, 9, 11, 2):
+        make_checkpoint(tmp_path, step)
+    (tmp_path / "checkpoint-11" / "trainer_state.json").unlink()
+    (tmp_path / "checkpoint-12").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
+    (tmp_path / "checkpoint-13").touch()
+    assert newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_a_folder_that_is_written_over_is_incomplete_from_the_start(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, 5)
+    (folder / ".initial_states_0.safetensors.x1.tmp").touch()
+    begin_save(folder)
+    assert "trainer_state.json is missing" in str(what_is_missing(folder))
+    assert not list(folder.glob(".*"))
+    begin_save(tmp_path / "checkpoint-6")
+    assert not (tmp_path / "checkpoint-6").exists()

@@ -8,10 +8,10 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
-from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer, combine
+from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer
 from tests.trainers import toys
 
 datasets.disable_progress_bars()
@@ -45,7 +45,6 @@ def hub(shuffle: dict[str, Any], begins: tuple[int, ...] = (1, 7, 13, 19)) -> An
 
 STREAMS: dict[str, Callable[[], Any]] = {
     "in order": lambda: Drawn(lambda: list(range(1, ROWS + 1))),
-    "torch": lambda: Drawn(lambda: (torch.randperm(ROWS) + 1).tolist()),
     "hub": lambda: hub({"seed": 3}),
 }
 
@@ -69,9 +68,10 @@ def rows_of(
 def test_a_finite_stream_goes_on_in_every_pass(tmp_path: Path, name: str, accumulation: int) -> None:
     settings = {"gradient_accumulation_steps": accumulation, "max_steps": STEPS // accumulation}
     whole = rows_of(STREAMS[name](), tmp_path / "whole", **settings)
-    per_pass = 5 // accumulation * accumulation
-    if name == "in order":
-        assert whole[0] == whole[per_pass] == [1, 2, 3, 4]
+    read = [row for batch in whole for row in batch]
+    per_pass = len(set(read))
+    assert (read[:per_pass] == read[per_pass : 2 * per_pass]) == (name == "in order")
+    assert sorted(read[:per_pass]) == sorted(read[per_pass : 2 * per_pass])
     for step in (3, 5, 6, 8, 11) if accumulation == 1 else (1, 2, 3):
         checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
         rest = rows_of(STREAMS[name](), tmp_path / str(step), checkpoint, **settings)
@@ -79,37 +79,26 @@ def test_a_finite_stream_goes_on_in_every_pass(tmp_path: Path, name: str, accumu
 
 
 def test_each_pass_over_a_shuffled_stream_has_the_order_of_its_epoch(tmp_path: Path) -> None:
-    expected = []
+    expected: list[int] = []
     for epoch in range(3):
         data = hub({"seed": 3})
         data.set_epoch(epoch)
-        rows = [row["input_ids"][0] for row in data]
-        expected += [rows[first : first + 4] for first in range(0, 24, 4)]
-    assert rows_of(hub({"seed": 3}), tmp_path) == expected[:STEPS]
-    assert rows_of(hub({"seed": 3}), tmp_path / "on", tmp_path / "checkpoint-7") == expected[7:STEPS]
+        expected += [row["input_ids"][0] for row in data]
+    assert list(chain(*rows_of(hub({"seed": 3}), tmp_path))) == expected[: 4 * STEPS]
 
 
-@pytest.mark.thinned(2)
-@pytest.mark.parametrize("step", [2, 6, 7])  # 6: a pass is over
-@pytest.mark.parametrize("changed", ["no seed", "other data"])
-def test_a_stream_that_gives_other_rows_is_refused(tmp_path: Path, step: int, changed: str) -> None:
-    def data(begin: int) -> Any:
-        return hub({}) if changed == "no seed" else hub({"seed": 3}, (begin, 7, 13, 19))
-
-    rows_of(data(1), tmp_path, max_steps=step)
-    with pytest.raises(ValueError, match=r"Cannot resume exactly: the first \d batches .* Shuffle it with a seed"):
-        rows_of(data(30), tmp_path / "on", tmp_path / f"checkpoint-{step}")
+def test_a_stream_without_rows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="The training data have no rows for a step"):
+        rows_of(Drawn(list), tmp_path)
 
 
 @pytest.mark.slow
-def test_data_workers_read_on_and_are_checked(tmp_path: Path) -> None:
+def test_data_workers_read_on(tmp_path: Path) -> None:
     settings = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     whole = rows_of(hub({"seed": 3}), tmp_path / "whole", **settings)
     for step in (2, 7):
         checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
         assert rows_of(hub({"seed": 3}), tmp_path / str(step), checkpoint, **settings) == whole[step:]
-        with pytest.raises(ValueError, match="Shuffle it with a seed, leave its data and dataloader_num_workers"):
-            rows_of(hub({"seed": 3}), tmp_path / "other", checkpoint)
 
 
 def padded(rows: list[Any]) -> dict[str, Any]:
@@ -125,22 +114,9 @@ def test_rows_come_in_the_order_of_trainer(tmp_path: Path, strategy: str) -> Non
     data = [{"input_ids": [row] * length, "labels": [row] * length} for row, length in enumerate(lengths, 1)]
     settings = {"train_sampling_strategy": strategy, "data_collator": padded}
     stock = rows_of(data, tmp_path / "stock", trainer=Trainer, **settings)
-    assert rows_of(data, tmp_path / "ours", **settings) == stock
-    assert rows_of(data, tmp_path / "on", tmp_path / "ours" / "checkpoint-8", **settings) == stock[8:]
-    assert rows_of(data, tmp_path / "twice", tmp_path / "ours" / "checkpoint-6", **settings) == stock[6:]  # an epoch
-    assert rows_of(data, tmp_path / "again", tmp_path / "twice" / "checkpoint-8", **settings) == stock[8:]
-
-
-def test_a_generator_of_ones_own_goes_on_in_the_second_epoch(tmp_path: Path) -> None:
-    class Ordered(Trainer):
-        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            return RandomSampler(self.train_dataset, generator=torch.Generator().manual_seed(5))  # type: ignore[arg-type]
-
-    trainer, _ = combine(Ordered, ZeroStateTrainer)
-    data = [item(row) for row in range(1, 21)]
-    settings = {"trainer": trainer, "accelerator_config": {"use_seedable_sampler": False}}
-    whole = rows_of(data, tmp_path / "whole", **settings)
-    assert sorted(chain(*whole[:5])) == sorted(chain(*whole[5:10])) != chain(*whole[:5])
-    for step, run in ((8, "whole"), (5, "whole"), (8, "5")):  # 5: an epoch is over
-        checkpoint = tmp_path / run / f"checkpoint-{step}"
-        assert rows_of(data, tmp_path / str(step), checkpoint, **settings) == whole[step:], run
+    whole = rows_of(data, tmp_path / "ours", **settings)
+    grouped = strategy == "group_by_length"  # in an order of ours, which a resumed run repeats
+    assert whole == stock or (grouped and sorted(chain(*whole[:6])) == sorted(chain(*stock[:6])))
+    assert rows_of(data, tmp_path / "on", tmp_path / "ours" / "checkpoint-8", **settings) == whole[8:]
+    assert rows_of(data, tmp_path / "twice", tmp_path / "ours" / "checkpoint-6", **settings) == whole[6:]  # an epoch
+    assert rows_of(data, tmp_path / "again", tmp_path / "twice" / "checkpoint-8", **settings) == whole[8:]

@@ -16,6 +16,7 @@ from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.state_value import clone_state, detach_state
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, TbttConfig, TbttTrainer, ZeroStateTrainer
+from hf_recurrent_lengthgen.trainers.run.dataloaders import train_sampler
 from tests.hybrids.tiny_models import tiny_model
 from tests.trainers import toys
 
@@ -124,7 +125,7 @@ def test_chunks_train_as_one_long_pass_with_the_gradient_stopped_at_the_borders(
 
     # The stream rows, from the order of the sampler; their targets are the next tokens, over the borders of chunks,
     # too.
-    keys = list(trainer._get_train_sampler())
+    keys = list(train_sampler(trainer))
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     state, losses = None, []
     for step in range(steps):

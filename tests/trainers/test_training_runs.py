@@ -1,13 +1,15 @@
 """What a trainer writes of itself when a person saves the model."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.checkpoints.records import last_training, read_lineage
+from hf_recurrent_lengthgen.checkpoints.methods import PLAIN
+from hf_recurrent_lengthgen.checkpoints.records import TrainingRun, last_training, read_lineage
 from hf_recurrent_lengthgen.data import PackedBlocks, PaddingCollator
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
@@ -87,6 +89,45 @@ def test_a_model_may_be_given_by_its_folder(tmp_path: Path) -> None:
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     with pytest.raises(ValueError, match="nowhere is no checkpoint folder"):
         StatePassingTrainer(model="nowhere", args=arguments)
+
+
+def trained_and_recorded(base: Path, folder: Path, own: Any = None, **changes: Any) -> TrainingRun:
+    """The record of a training of a saved model; `own` makes optimizer and schedule of its parameters."""
+    model().save_pretrained(base)
+    start = StatefulMamba2ForCausalLM.from_pretrained(base)
+    arguments = StatePassingConfig(str(folder), **QUICK | changes)
+    given = {} if own is None else {"optimizers": own(start.parameters())}
+    trainer = StatePassingTrainer(start, arguments, train_dataset=blocks(), eval_dataset=blocks(), **given)
+    trainer.train()
+    trainer.save_model()
+    lineage = read_lineage(folder)
+    assert lineage is not None
+    training = lineage.steps[-1].training
+    assert training is not None
+    return training
+
+
+def test_an_optimizer_of_ones_own_is_recorded_as_it_is(tmp_path: Path) -> None:
+    def own(parameters: Any) -> Any:
+        optimizer = torch.optim.SGD(parameters, lr=0.3, momentum=0.9)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    (settings,) = trained_and_recorded(tmp_path / "base", tmp_path / "run", own).settings
+    assert (settings.optim, settings.momentum, settings.weight_decay, settings.betas) == ("SGD", 0.9, 0, None)
+    assert (settings.learning_rate, settings.lr_scheduler_type) == (0.3, "StepLR")
+
+
+@pytest.mark.parametrize("probability", [0.1, 1.0])
+def test_a_method_that_gave_no_state_is_not_recorded(tmp_path: Path, probability: float) -> None:
+    run = trained_and_recorded(tmp_path / "base", tmp_path / "run", state_drop_probability=probability)
+    assert run.methods == (StatePassingTrainer.about if probability < 1 else PLAIN,)
+
+
+def test_the_best_weights_are_recorded_as_such(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first
+    each_step = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "learning_rate": 0.01}
+    run = trained_and_recorded(tmp_path / "base", tmp_path / "run", **best, **each_step)
+    assert (run.best_step, run.best_metric) == (1, "loss")
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["without padding", "padded"])

@@ -31,7 +31,10 @@ from tests.hybrids.tiny_models import tiny_model as stock_model
 from tests.trainers.toys import QUIET, assert_same_weights, chunks, examples, sequences, tiny_model, weights
 
 RATE = 0.3
-PLAIN: dict[str, Any] = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": RATE, "max_grad_norm": 0.0}
+PLAIN: dict[str, Any] = {
+    **{"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": RATE, "max_grad_norm": 0.0},
+    "train_sampling_strategy": "sequential",
+}
 
 
 def windows_from_the_end(size: int, length: int | None) -> Iterator[slice]:
@@ -72,16 +75,10 @@ def loop(model: Any, rows: list[dict[str, Tensor]], per_step: int, window: int |
     return weights(model)
 
 
-class InOrder(TbttTrainer):
-    """Rows as they stand in the data."""
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return torch.utils.data.SequentialSampler(self.train_dataset)
-
-
-def trained(folder: Any, model: Any, data: Any, collator: Any = None, **settings: Any) -> InOrder:
-    given = {"save_strategy": "no", "num_train_epochs": 1, "per_device_train_batch_size": 3, **QUIET, **PLAIN}
-    trainer = InOrder(model, TbttConfig(str(folder), **given | settings), train_dataset=data, data_collator=collator)
+def trained(folder: Any, model: Any, data: Any, collator: Any = None, **settings: Any) -> TbttTrainer:
+    few = {"save_strategy": "no", "num_train_epochs": 1, "per_device_train_batch_size": 3}
+    args = TbttConfig(str(folder), **QUIET | PLAIN | few | settings)
+    trainer = TbttTrainer(model, args, train_dataset=data, data_collator=collator)
     trainer.train()
     return trainer
 
@@ -97,7 +94,7 @@ def test_weights_are_those_of_a_loop_over_single_examples(
     settings |= {"logging_steps": 6 // accumulation}
     model, expected = tiny_model().double(), tiny_model().double()
     trainer = trained(tmp_path, model, rows, **settings)
-    assert trainer.args.bptt_window == (window or 1)
+    assert trainer.bptt_window == (window or 1)
     idle = [entry["idle_tokens"] for entry in trainer.state.log_history if "idle_tokens" in entry]
     sizes = [int(row["attention_mask"].sum()) for row in rows]
     assert trainer.run_record.given == sum(
@@ -150,7 +147,7 @@ def test_a_step_without_targets_is_told_once_and_changes_no_weight_also_with_mom
         row["labels"] = torch.full_like(row["labels"], -100)
     seen: list[dict[str, Tensor]] = []
 
-    class Watched(InOrder):
+    class Watched(TbttTrainer):
         def training_step(self, *arguments: Any, **keyword: Any) -> Tensor:
             seen.append(weights(self.model))
             return super().training_step(*arguments, **keyword)
@@ -173,7 +170,13 @@ def test_first_windows_start_from_passed_states_and_later_ones_from_the_row(tmp_
     """Windows go with every source: the first of a row starts from the source's state, which sees the last one's."""
     model = tiny_model().double()
     args = StatePassingConfig(
-        str(tmp_path), save_strategy="no", max_steps=2, bptt_chunk_length=4, bptt_window=1, **QUIET, **PLAIN
+        str(tmp_path),
+        save_strategy="no",
+        max_steps=2,
+        bptt_chunk_length=4,
+        bptt_window=1,
+        **QUIET,
+        **PLAIN | {"train_sampling_strategy": "random"},
     )
     args.per_device_train_batch_size = 1
     data, states = sequences(2), []
@@ -217,7 +220,7 @@ def test_rows_of_several_lengths_need_no_collator(tmp_path: Any, tokenizer: Any)
         model = tiny_model().double()
         args = TbttConfig(str(tmp_path), bptt_chunk_length=4, max_steps=2, save_strategy="no", **QUIET, **PLAIN)
         args.per_device_train_batch_size = 3
-        trainer = InOrder(model, args, train_dataset=given, data_collator=collator, processing_class=tokenizer)
+        trainer = TbttTrainer(model, args, train_dataset=given, data_collator=collator, processing_class=tokenizer)
         trainer.train()
         found.append((weights(model), trainer.evaluate(given)["eval_loss"]))
     assert_same_weights(found[0][0], found[1][0])
@@ -277,7 +280,7 @@ def test_rows_with_padding_inside_are_evaluated_whole(tmp_path: Any) -> None:
 def test_a_loss_that_does_not_hand_on_the_number_of_targets_is_refused(tmp_path: Any) -> None:
     """Each window would count as much as the whole step."""
     args = TbttConfig(str(tmp_path), bptt_chunk_length=4, max_steps=1, save_strategy="no", **QUIET)
-    with pytest.raises(ValueError, match=r"WithoutCount.compute_loss.* hand on num_items_in_batch"):
+    with pytest.raises(ValueError, match=r"compute_loss of WithoutCount does not hand on num_items_in_batch"):
         WithoutCount(tiny_model(), args, train_dataset=examples(8)).train()
 
 
@@ -304,8 +307,7 @@ def test_sequences_that_begin_inside_rows_begin_from_zero_in_windows(tmp_path: A
             max_steps=2,
             bptt_chunk_length=chunk,
             bptt_window=window,
-            **QUIET,
-            **PLAIN,
+            **QUIET | PLAIN | {"train_sampling_strategy": "random"},
         )
         args.per_device_train_batch_size = 2
         TbttTrainer(model, args, train_dataset=data).train()
@@ -359,7 +361,7 @@ def test_a_mixture_on_examples_may_pass_states_and_truncate(tmp_path: Any) -> No
     )
     trainer = MixedStatesTrainer(tiny_model(), args, train_dataset=examples(24))
     trainer.train()
-    assert trainer.args.bptt_window == 1
+    assert trainer.bptt_window == 1
 
 
 @pytest.mark.parametrize(

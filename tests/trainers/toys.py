@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainingArguments, default_data_collator, modeling_utils, trainer_callback
 from transformers.utils import logging
 
-import hf_recurrent_lengthgen.trainers.run.checkpoints as checkpoints
+import hf_recurrent_lengthgen.trainers.run.resume as checkpoints
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState

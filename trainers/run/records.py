@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,13 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.checkpoints.adapters import adapter_of, holds_adapter, holds_learned_state
+from hf_recurrent_lengthgen.checkpoints.adapters import (
+    adapter_folder,
+    adapter_of,
+    holds_adapter,
+    holds_learned_state,
+    write_adapter_base,
+)
 from hf_recurrent_lengthgen.checkpoints.methods import (
     ATTENTION_WINDOWS,
     MIMETIC_INITIALIZATION,
@@ -30,6 +35,7 @@ from hf_recurrent_lengthgen.checkpoints.records import Hardware, InitialWeights,
 from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, from_plain, to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
+from hf_recurrent_lengthgen.trainers.run.resume import own_file, saved_run, step_of
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 
 if TYPE_CHECKING:
@@ -37,10 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-_MAY_CHANGE = ("learning_rate", "max_steps", "warmup_steps", "max_grad_norm", "precision", "neftune_noise_alpha")
-"""What a resume may change (`APPLIED`)."""
-_OF_OPTIMIZER = ("optim", "epsilon", "weight_decay")
-"""What it may not, since it loads the optimizer; betas and momentum may have been moved by a schedule."""
+_MAY_CHANGE = ("max_steps", "max_grad_norm", "precision", "neftune_noise_alpha")
+"""What a resume may change; what else the optimizer has, it loads, and a schedule may have moved it."""
 _NO_EFFECT = ("assume_shuffled", "nonfinite_states")
 """Settings that only control what is refused, so they do not change the result."""
 
@@ -64,12 +68,20 @@ class RunFacts:
     initial_weights: InitialWeights | None = None
 
 
-def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: str | os.PathLike[str]) -> None:
-    """Write the lineage of a model that a trainer trained and saved.
+def record_model(trainer: "InitialStateTrainer", folder: Path, output: TrainOutput | None) -> None:
+    """Record a model that a trainer saved: the base of an adapter, and after a training (`output`) the lineage.
 
-    Nothing is written if neither `trainer.facts` nor the model names the checkpoint that the model was loaded from.
+    No lineage is written if neither `trainer.facts` nor the model names the checkpoint that the model was loaded from.
     """
-    if not (holds_adapter(folder) or holds_learned_state(folder) or (Path(folder) / "config.json").is_file()):
+    adapter = adapter_folder(folder, trainer.model)
+    if hasattr(trainer.model, "peft_config") and holds_adapter(adapter):
+        write_adapter_base(adapter, trainer.model)
+    for each in {folder, adapter} if output is not None else ():
+        _record_lineage(trainer, output, each)  # type: ignore[arg-type]
+
+
+def _record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: Path) -> None:
+    if not (holds_adapter(folder) or holds_learned_state(folder) or (folder / "config.json").is_file()):
         return
     from hf_recurrent_lengthgen.checkpoints.records import record_step
     from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
@@ -81,7 +93,7 @@ def record_lineage(trainer: "InitialStateTrainer", output: TrainOutput, folder: 
         return
     if facts is not None:
         run = training_run(trainer, output, facts)
-        record_step(Path(folder), facts.start, "train", "", facts.command, run)
+        record_step(folder, facts.start, "train", "", facts.command, run)
 
 
 def _facts_of(trainer: "InitialStateTrainer", lineage_of: Callable[[str], Lineage]) -> RunFacts | None:
@@ -130,7 +142,7 @@ def training_run(trainer: Trainer, output: TrainOutput, facts: RunFacts) -> Trai
         facts: Facts that the trainer cannot know.
     """
     args, state = trainer.args, trainer.state
-    record = getattr(trainer, "run_record", None) or RunRecord()
+    record = getattr(trainer, "run_record", None) or RunRecord(trainer)
     readers = getattr(args, "row_processes", args.world_size)
     rows = args.train_batch_size * args.gradient_accumulation_steps * readers
     batches, dataset = _length(trainer.callback_handler.train_dataloader), _length(trainer.train_dataset)
@@ -159,52 +171,39 @@ def training_run(trainer: Trainer, output: TrainOutput, facts: RunFacts) -> Trai
 class RunRecord:
     """The record of a run over all its parts, from resume to resume; checkpoints keep it.
 
+    Args:
+        trainer: The trainer of the run.
+        checkpoint: The checkpoint from which the run goes on, or None.
+
     Attributes:
-        given: Number of sequences of this process that started from a nonzero state, or of pieces with TBTT.
+        given: Number of sequences of this process that started from a nonzero state, or of chunks with TBTT.
         read: Real tokens that were read since the run began or was continued, over all processes.
         seconds_before: Seconds of training in the previous parts.
-        changes: The settings that differ from the previous part, by name: old and new value.
     """
 
-    def __init__(self) -> None:
-        self.given: float | Tensor = 0.0
-        self.read: int | Tensor = 0
-        self.seconds_before = 0.0
-        self.changes: dict[str, tuple[Any, Any]] = {}
-        self._began = time.monotonic()
-        self._tokens = 0
-        self._rows: int | Tensor = 0
-        self._longest = 0
-        self._before: tuple[Settings, ...] = ()
-        self._now: tuple[Settings, ...] = ()
-        self._start = 0
-
-    def begin(self, trainer: Trainer, saved: dict[str, Any] | None = None, step: int = 0) -> None:
-        """Begin a new run of a trainer, or continue at `step` the run whose record is `saved`."""
-        saved = saved or {}
+    def __init__(self, trainer: Trainer, checkpoint: str | None = None) -> None:
+        saved = {} if checkpoint is None else saved_run(own_file(trainer, checkpoint))["record"]
+        self._start = 0 if checkpoint is None else step_of(checkpoint)
         self._tokens = int(saved.get("tokens", 0)) - _tokens_read(trainer)  # a trainer counts over all its runs
         self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
-        self.given, self.read, self._start = float(saved.get("given", 0.0)), 0, step
-        self._rows, self._longest = 0, 0
-        self._before = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
-        self._now, self.changes = (), {}
+        self.given: float | Tensor = float(saved.get("given", 0.0))
+        self.read: int | Tensor = 0
+        self._rows: int | Tensor = 0
+        self._longest = 0
+        self._settings = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
 
     def note_settings(self, trainer: Trainer) -> None:
-        """Note the settings of this part, when optimizer and schedule are made and nothing is loaded into them."""
-        now = replace(settings(trainer), from_step=self._start)
-        if self._before:
-            last = self._before[-1]
-            pairs = {item.name: (getattr(last, item.name), getattr(now, item.name)) for item in fields(Settings)}
-            wrong = [name for name in _OF_OPTIMIZER if pairs[name][0] != pairs[name][1]]
-            if wrong:
-                words = ", ".join(f"{name} was {pairs[name][0]} and is {pairs[name][1]}" for name in wrong)
-                raise ValueError(f"Cannot resume with another optimizer: {words}. Give that of the first part.")
-            self.changes = {name: pair for name, pair in pairs.items() if name in _MAY_CHANGE and pair[0] != pair[1]}
-            now = replace(last, from_step=self._start, **{name: pair[1] for name, pair in self.changes.items()})
-        self._now = (now,)
+        """Note the settings of this part, when optimizer and schedule are made; a new entry where they changed."""
+        now = settings(trainer)
+        if self._settings:
+            last = self._settings[-1]
+            now = replace(last, **{name: getattr(now, name) for name in _MAY_CHANGE})
+            if now == last:
+                return
+        self._settings = (*self._settings, replace(now, from_step=self._start))
 
     def saved(self, trainer: Trainer) -> dict[str, Any]:
-        """The record as `begin` takes it."""
+        """The record, as the next part reads it from a checkpoint."""
         seconds = self.seconds_before + time.monotonic() - self._began
         done = {"given": float(self.given), "tokens": self.tokens(trainer), "seconds": seconds}
         return done | {"settings": [to_plain(part) for part in self.settings(trainer)]}
@@ -225,15 +224,14 @@ class RunRecord:
     def tokens(self, trainer: Trainer) -> int:
         """Real tokens of all steps if the trainer counts them, reads windows, or has rows of several lengths; else 0,
         since all rows have the training length."""
-        in_windows = getattr(trainer.args, "bptt_window", None) is not None
+        in_windows = getattr(trainer, "bptt_window", None) is not None
         several = bool(self.read != self._rows * self._longest)
         return self._tokens + (_tokens_read(trainer) or (int(self.read) if in_windows or several else 0))
 
     def settings(self, trainer: Trainer) -> tuple[Settings, ...]:
-        """The settings of the run, with a new entry wherever they changed."""
-        if self._before and (trainer.state.global_step <= self._start or not self.changes):
-            return self._before
-        return (*self._before, *self._now)
+        """The settings of the run, with a new entry wherever they changed and a step was made."""
+        parts = tuple(part for part in self._settings if part.from_step < trainer.state.global_step)
+        return parts or (settings(trainer),)
 
 
 def _tokens_read(trainer: Trainer) -> int:
@@ -291,7 +289,7 @@ def settings(trainer: Trainer) -> Settings:
         precision="bfloat16" if args.bf16 else "float16" if args.fp16 else "float32",
         seed=args.seed,
         neftune_noise_alpha=args.neftune_noise_alpha,
-        method=_of_method(args) if isinstance(args, InitialStateConfig) else {},
+        method=_of_method(trainer, args) if isinstance(args, InitialStateConfig) else {},
         others=_of_other(args),
         **_of_optimizer(args, trainer.optimizer, groups),
     )
@@ -315,9 +313,10 @@ def _of_optimizer(args: TrainingArguments, optimizer: Any, groups: list[dict[str
     }
 
 
-def _of_method(args: InitialStateConfig) -> dict[str, Value]:
+def _of_method(trainer: Any, args: InitialStateConfig) -> dict[str, Value]:
     """Settings of the method that have an effect."""
-    given = {name: value for name, value in args.method_settings().items() if name not in _NO_EFFECT}
+    used = args.method_settings() | {"bptt_window": trainer.bptt_window}
+    given = {name: value for name, value in used.items() if name not in _NO_EFFECT}
     if not args.alignment_alpha:
         given = {name: value for name, value in given.items() if not name.startswith("alignment_")}
     return {name: _plain(value) for name, value in given.items() if value is not None}

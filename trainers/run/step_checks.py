@@ -219,24 +219,19 @@ class ModelCalls:
             self.final_state = detach_state(state)
 
 
-def say_lost(trainer: Any, what: str, needed: str) -> NoReturn:
-    """Raise a `ValueError`: the loss dropped what the method puts into the inputs."""
+def raise_ignored(trainer: Any, what: str, needed: str) -> NoReturn:
+    """Raise a `ValueError`: the loss ignored what the method puts into the inputs."""
     raise ValueError(
-        f"{trainer.describe_method()} had no effect in step {trainer.state.global_step}: {what}. "
-        f"{first_with(type(trainer), 'compute_loss')}, or a compute_loss that it calls, must use {needed}."
+        f"{trainer.describe_method()} had no effect in step {trainer.state.global_step}: {what}. The compute_loss of "
+        f"{type(trainer).__name__}, or one that it calls, must use {needed}."
     )
 
 
-def say_passed_by(trainer: Any, error: Exception | None = None) -> NoReturn:
+def raise_bypassed(trainer: Any) -> NoReturn:
     """Raise a `ValueError`: the loss was computed without the method."""
     raise ValueError(
-        f"{trainer.describe_method()} had no effect in step {trainer.state.global_step}: the training loss came from "
-        f"{first_with(type(trainer), 'compute_loss')}, which does not call the compute_loss of InitialStateTrainer. "
-        "Call super().compute_loss(...) in it, or, if it belongs to another trainer, join the two with "
+        f"{trainer.describe_method()} had no effect in step {trainer.state.global_step}: the compute_loss of "
+        f"{type(trainer).__name__} does not call that of InitialStateTrainer. Call super().compute_loss(...) in it, "
+        "or, if it belongs to another trainer, join the two with "
         "hf_recurrent_lengthgen.trainers.combine(method, trainer)."
-    ) from error
-
-
-def first_with(cls: type[Any], name: str) -> str:
-    """The method that a class resolves a name to, as "Class.name"."""
-    return next(f"{base.__name__}.{name}" for base in cls.__mro__ if name in vars(base))
+    )

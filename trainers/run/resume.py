@@ -1,37 +1,70 @@
-"""`Trainer` does not save atomically: which checkpoints are complete, and the file of initial states in them.
+"""`Trainer` neither saves atomically nor keeps the state of a method: the file of each process, and what is complete.
 
-A process killed during a save leaves a folder from which Trainer would then try to resume. Here each process writes
-its file of initial states atomically after all its other files, and `trainer_state.json` is removed before a save and
-written when all processes are done. So a folder with a parsable `trainer_state.json` and the file of every process is
-complete.
+Each process writes its file of initial states, with what a resumed run must share, into the checkpoint before Trainer
+writes its own files. `trainer_state.json` is removed before a save, and Trainer writes it when its other files are
+written. So a folder with a parsable `trainer_state.json` and the files of every process is complete.
 """
 
 import copy
 import functools
+import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_recurrent_lengthgen.checkpoints.adapters import adapter_folder, holds_adapter
+from hf_recurrent_lengthgen.checkpoints.records import Lineage
+from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
+from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
+from hf_recurrent_lengthgen.trainers.checks import layout_of
 
 TRAINER_STATE_FILE = "trainer_state.json"
 FORMAT, FORMAT_VERSION = "initial_states", 1
+
+FIXED = {
+    *("seed", "data_seed", "per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy"),
+    *("length_column_name", "remove_unused_columns", "label_names", "accelerator_config", "parallelism_config"),
+    *("optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"),
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio"),
+    *("average_tokens_across_devices", "fsdp", "fsdp_config", "deepspeed"),
+}
+"""Arguments of Trainer that a resume may not change: they decide rows or their order, or come with the optimizer. Nor
+may settings of methods change, and those of trainers that they are combined with (`fixed_arguments`)."""
 
 
 def initial_states_file(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
     """Path of one process's initial states in a checkpoint."""
     return Path(checkpoint) / f"initial_states_{process_index}.safetensors"
+
+
+def fixed_arguments(args: TrainingArguments) -> dict[str, Any]:
+    """The arguments that a resume may not change, as they come back from JSON."""
+    of_trainer = {item.name for item in fields(TrainingArguments)}
+    names = [item.name for item in fields(args) if item.name in FIXED or item.name not in of_trainer]
+    return {name: as_json(getattr(args, name)) for name in names}
+
+
+def as_json(value: Any) -> Any:
+    """A setting as it comes back from JSON: tuples as lists, choices as their values, other types as strings."""
+    if isinstance(value, Enum):
+        value = value.value
+    return json.loads(json.dumps(value.to_dict() if hasattr(value, "to_dict") else value, default=str))
 
 
 def save_initial_states(path: Path, tensors: dict[str, Tensor], run: dict[str, Any]) -> None:
@@ -41,10 +74,8 @@ def save_initial_states(path: Path, tensors: dict[str, Tensor], run: dict[str, A
         save_file(tensors, temporary, header)
 
 
-def load_initial_states(
-    path: Path, run: dict[str, Any], defaults: Mapping[str, Any] | None = None
-) -> dict[str, Tensor]:
-    """Read what `save_initial_states` wrote; an argument that it does not name had its default, if those are given.
+def load_initial_states(path: Path, run: dict[str, Any]) -> dict[str, Tensor]:
+    """Read what `save_initial_states` wrote.
 
     Raises:
         ValueError: if the file is missing, damaged, of a newer format, or from a run that differs in `run`.
@@ -69,7 +100,6 @@ def load_initial_states(
     saved = json.loads(header.get("run", "{}"))
     changed = {key: (saved.get(key), run[key]) for key in run.keys() - {"arguments"} if saved.get(key) != run[key]}
     before, now = saved.get("arguments", {}), run.get("arguments", {})  # each of its own versions
-    before = {**defaults, **before} if before and defaults else before
     changed |= {key: (before[key], now[key]) for key in now.keys() & before.keys() if before[key] != now[key]}
     if changed:
         pairs = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in sorted(changed.items()))
@@ -162,7 +192,7 @@ def checkpoint_to_resume(asked: str | os.PathLike[str] | Literal[True], output_d
     Raises:
         ValueError: if there is none, or if the one asked for is incomplete.
     """
-    newest = newest_complete_checkpoint(output_dir)
+    newest = newest_complete_checkpoint(str(output_dir))
     if asked is not True:
         if wrong := what_is_missing(asked):
             raise ValueError(
@@ -202,3 +232,97 @@ def load_converted_weights(model: nn.Module, checkpoint: str | os.PathLike[str])
         raise ValueError(f"The weights in {checkpoint} do not fit this {type(model).__name__}: {misfits}.")
     model.load_state_dict(loaded.state_dict())
     return True
+
+
+def best_folder(model: Any, best: str) -> str:
+    """The folder of the best checkpoint with the weights; Trainer looks for an adapter without a name of its own."""
+    adapter = adapter_folder(best, model)
+    return os.fspath(adapter) if holds_adapter(adapter) else best
+
+
+def own_file(trainer: Any, checkpoint: str | os.PathLike[str]) -> Path:
+    """The file of initial states of this process."""
+    return initial_states_file(checkpoint, trainer.args.process_index)
+
+
+def run_of(trainer: Any) -> dict[str, Any]:
+    """What a resumed run must share."""
+    parameters = sum(parameter.numel() for parameter in base_of(trainer.model).parameters())
+    return {
+        "model": f"{type(base_of(trainer.model)).__name__} with {parameters:,} parameters",
+        "attention_window": attention_window(trainer.model),
+        **({} if trainer.facts is None else {"start": _digest_of(trainer.facts.start)}),
+        "source": type(trainer.initial_states).__name__,
+        **trainer.initial_states.settings(),
+        **layout_of(trainer.train_dataset),
+        "num_processes": trainer.args.world_size,
+        "arguments": fixed_arguments(trainer.args),
+    }
+
+
+def save_states(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
+    """Begin a checkpoint: the file of this process.
+
+    Raises:
+        ValueError: for trained weights that are NaN or infinite, so that good checkpoints remain.
+    """
+    trained = [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+    parts = ((name, getattr(weight.detach(), "to_local", weight.detach)()) for name, weight in trained)
+    broken = next((name for name, part in parts if not bool(part.isfinite().all())), None)
+    if trainer.any_process(broken is not None):
+        raise ValueError(
+            f"The weights after step {trainer.state.global_step} have NaN or infinite values, first in {broken}: no "
+            f"checkpoint is written. {hint(trainer.args.output_dir)} Lower the learning rate, or look for what makes "
+            "gradients NaN."
+        )
+    if trainer.args.should_save:
+        begin_save(checkpoint)
+    trainer.accelerator.wait_for_everyone()
+    path = own_file(trainer, checkpoint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run = run_of(trainer) | {"record": trainer.run_record.saved(trainer)}
+    save_initial_states(path, trainer.initial_states.state_dict(), run)
+
+
+def chosen_checkpoint(trainer: Any, asked: str | bool | None) -> str | None:
+    """The folder to resume from, chosen by the main process for all processes; None for a new run.
+
+    Raises:
+        ValueError: if there is none, or for another run. Trainer has loaded nothing into the model by then.
+    """
+    if not asked:
+        return None
+    chosen: list[str | None] = [None, None]  # the folder, and why there is none
+    if trainer.is_world_process_zero():
+        try:
+            chosen[0] = checkpoint_to_resume(asked, str(trainer.args.output_dir))
+        except ValueError as error:
+            chosen[1] = str(error)
+    checkpoint, refused = broadcast_object_list(chosen)
+    if refused is not None:
+        raise ValueError(refused)
+    load_initial_states(own_file(trainer, checkpoint), run_of(trainer))
+    if trainer.is_world_process_zero():
+        print(f"Resuming from {checkpoint}, after step {step_of(checkpoint)}.", flush=True)
+    return str(checkpoint)
+
+
+def step_of(checkpoint: str | os.PathLike[str]) -> int:
+    """Steps that were done when a checkpoint was written."""
+    return TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_FILE)).global_step
+
+
+def _digest_of(start: Lineage) -> str | None:
+    """Digest of the weights that training starts from, independent of their path; None for random weights."""
+    if start.source is None:
+        return None
+    made = [start.source.files, [to_plain(step) for step in start.steps]]
+    return hashlib.blake2b(json.dumps(made, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def hint(output_dir: Any) -> str:
+    """How to continue a run that ends now, in a sentence."""
+    newest = newest_complete_checkpoint(str(output_dir))
+    if newest is None:
+        return f"There is no complete checkpoint in {output_dir} yet."
+    return f"The newest complete checkpoint is {newest}: train(resume_from_checkpoint=True) continues from it."

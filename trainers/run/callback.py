@@ -1,0 +1,106 @@
+"""What a run does between the steps of `Trainer`: states begin and end, and a signal ends it with a checkpoint."""
+
+import os
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.trainers.run.pushes import prepare_push
+
+logger = logging.get_logger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class AttachedCallback(TrainerCallback, ABC):
+    """A callback that needs its trainer, which `Trainer` does not pass to it; trainers of this package attach it."""
+
+    @abstractmethod
+    def attach(self, trainer: Trainer) -> Any:
+        """Add this callback to its trainer, unless it is there already."""
+
+
+def is_finished(state: TrainerState) -> bool:
+    """Whether a run has all its steps."""
+    return 0 < state.max_steps <= state.global_step
+
+
+class RunCallback(TrainerCallback):
+    """Gives a run its initial states, tells its source when steps end, and ends it when it is finished or interrupted.
+
+    Attributes:
+        received: The signal that arrived in this process, or None.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.received: int | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.load_initial_states()
+        self._trainer.run_record.note_settings(self._trainer)
+        if is_finished(state) and state.is_world_process_zero:
+            logger.warning(f"Nothing is left to train: the run has completed all of its {state.max_steps} steps.")
+
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if hasattr(self._trainer.sampler, "set_epoch"):  # also when a run is resumed inside the epoch
+            self._trainer.sampler.set_epoch(int(state.epoch or 0))
+        self._had_steps_left = not is_finished(state)
+        if is_finished(state):  # Trainer itself would take one more step
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not self._had_steps_left:
+            control.should_log = control.should_evaluate = control.should_save = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._trainer.initial_states.end_step()
+        self.on_evaluate(args, state, control)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self._trainer.any_process(self.received is not None):
+            control.should_save = control.should_training_stop = True
+            args.save_only_model = False  # otherwise the run could not be resumed
+
+    def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        checkpoint = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        prepare_push(str(args.output_dir), args.hub_token, checkpoint if checkpoint.is_dir() else None)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the first SIGINT or SIGTERM; a second one goes to the previous handler. Only in the main thread."""
+        self.received = None
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        owner = os.getpid()
+
+        def note(number: int, frame: Any) -> None:
+            if os.getpid() != owner:  # a data worker that was forked from this process
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+                return
+            self.received = number
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            print(
+                "\nInterrupted: finishing this step and writing a checkpoint. Interrupt again to stop at once.",
+                flush=True,
+            )
+
+        for number in SIGNALS:
+            signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

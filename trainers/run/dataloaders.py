@@ -1,0 +1,250 @@
+"""`Trainer` gives several processes other sequences than one; here they are the same on any number of processes.
+
+Training leaves out the rows that do not fill a batch over all processes; accelerate would complete it with rows of the
+first batch. A stream without a length is read again and again, as one endless pass, so that a count of batches is a
+place in it. Evaluation deals each row once: Trainer would evaluate streams in batches of one length, or count rows
+twice.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderStateMixin, prepare_data_loader
+from accelerate.utils import broadcast_object_list, send_to_device
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import DataCollatorWithFlattening
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import RemoveColumnsCollator, has_length
+from transformers.utils import logging
+
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks, StreamRowSampler
+from hf_recurrent_lengthgen.models.modeling_protocols import base_of
+
+logger = logging.get_logger(__name__)
+
+COLUMNS = ("shift_labels", "state_resets", "position_ids", "seq_idx")
+"""Columns of training data that no signature of a model names, and that reach it, or `lay_out`."""
+
+# workers that persist would not hear of a new epoch
+_SETTINGS = ("num_workers", "pin_memory", "prefetch_factor", "multiprocessing_context", "in_order")
+
+
+@contextmanager
+def more_columns(trainer: Any) -> Iterator[None]:
+    """Within the `with` block, Trainer makes loaders whose rows keep `COLUMNS`, by naming these as labels."""
+    names = trainer.label_names
+    trainer.label_names = [*names, *COLUMNS]
+    try:
+        yield
+    finally:
+        trainer.label_names = names
+
+
+def _collator(trainer: Any) -> Callable[[Any], Any]:
+    """The collator, without columns that the model does not take, as Trainer has it; SFTTrainer's takes its own."""
+    if not trainer.args.remove_unused_columns or not trainer.drops_columns:
+        return trainer.data_collator
+    names = inspect.signature(base_of(trainer.model).forward).parameters
+    columns = [*names, *trainer.label_names, "label", "label_ids", *COLUMNS]
+    return RemoveColumnsCollator(trainer.data_collator, columns)
+
+
+def _settings(trainer: Any) -> dict[str, Any]:
+    return {name: getattr(trainer.args, f"dataloader_{name}") for name in _SETTINGS}
+
+
+def packs_all(trainer: Any) -> bool:
+    """Whether the collator, of TRL, makes one row of all examples, which may hold several sequences each."""
+    return getattr(trainer.data_collator, "padding_free", False)
+
+
+class GroupedByLength(LengthGroupedSampler):
+    """Rows of like lengths together, in an order that depends on seed and epoch only."""
+
+    seed: int
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed + epoch)
+
+
+def train_sampler(trainer: Any) -> Any:
+    """The sampler of chunks that continue, and of rows grouped by length; None for data in Trainer's own order."""
+    dataset, args = trainer.train_dataset, trainer.args
+    seed = args.seed if args.data_seed is None else args.data_seed
+    if isinstance(dataset, ContinuedChunks):
+        stream_rows = args.row_processes * args.train_batch_size * args.gradient_accumulation_steps
+        return StreamRowSampler(dataset, stream_rows, seed)
+    if args.train_sampling_strategy != "group_by_length":
+        return None
+    lengths = getattr(dataset, "item_lengths", None)
+    if args.length_column_name in getattr(dataset, "column_names", ()):
+        lengths = list(dataset[args.length_column_name])
+    sampler = GroupedByLength(args.train_batch_size * args.gradient_accumulation_steps, dataset, lengths)
+    sampler.seed = seed
+    return sampler
+
+
+def train_loader(trainer: Any, stock: Callable[[], DataLoader]) -> DataLoader:
+    """Trainer's, without the rows at the end of an epoch that do not fill a batch over all processes.
+
+    Raises:
+        ValueError: for data that do not fill one batch.
+    """
+    dataset, args = trainer.train_dataset, trainer.args
+    trainer.sampler = None
+    if isinstance(dataset, IterableDataset):
+        return _stream_loader(trainer, dataset)
+    trainer.sampler = train_sampler(trainer)
+    with trainer.shared.dealing(trainer.accelerator):
+        if trainer.sampler is None:
+            asked, args.dataloader_drop_last = args.dataloader_drop_last, True
+            try:
+                loader = stock()
+            finally:
+                args.dataloader_drop_last = asked
+        else:
+            settings = {"batch_size": args.train_batch_size, "collate_fn": _collator(trainer), **_settings(trainer)}
+            loader = DataLoader(dataset, sampler=trainer.sampler, drop_last=True, **settings)
+            loader = trainer.accelerator.prepare(loader)
+    _check_batches(trainer, len(loader))
+    return loader
+
+
+def _check_batches(trainer: Any, batches: int) -> None:
+    """Raise a `ValueError` if an epoch has no batch, and warn about the rows that it leaves out."""
+    dataset, args = trainer.train_dataset, trainer.args
+    rows = args.train_batch_size * args.row_processes
+    if not batches:
+        raise ValueError(
+            f"The training data have {len(dataset)} rows, fewer than one batch of {rows} rows "
+            f"({args.train_batch_size} on each of {args.row_processes} processes): give a smaller "
+            "per_device_train_batch_size or more data."
+        )
+    dropped = len(dataset) - batches * rows
+    ends = not 0 < args.max_steps * args.gradient_accumulation_steps <= batches
+    if dropped and ends and trainer.is_world_process_zero():
+        logger.warning(f"Each epoch leaves out {dropped} of {len(dataset)} rows, which do not fill a batch of {rows}.")
+
+
+class Endless(IterableDataset[Any]):
+    """A stream read again and again; it gets the number of each pass by `set_epoch`. It ends if a pass has no rows."""
+
+    def __init__(self, stream: IterableDataset[Any]) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        for epoch in count():
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(epoch)
+            is_empty = True
+            for row in self.stream:
+                is_empty = False
+                yield row
+            if is_empty:
+                return
+
+
+def _stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
+    """Batches of a stream: one process reads the batch of all processes and distributes it."""
+    args, sized = trainer.args, has_length(stream)
+    processes = args.row_processes
+    if processes < args.world_size:
+        raise ValueError(
+            "Processes that share rows (context_parallel_size) read them from data with a length, got "
+            f"{type(stream).__name__}: give such data."
+        )  # of a stream, accelerate would deal other rows to each
+    if processes > 1 and (packs_all(trainer) or isinstance(trainer.data_collator, DataCollatorWithFlattening)):
+        raise ValueError(
+            f"{type(trainer.data_collator).__name__} makes one row of all examples of a batch, but the rows of a "
+            f"stream are dealt to {processes} processes: give data with a length, or a collator that pads (TRL's does "
+            "with padding_free=False and packing=False)."
+        )
+    loader = DataLoader(
+        stream if sized or not trainer.is_in_train else Endless(stream),
+        batch_size=args.train_batch_size * processes,
+        collate_fn=_collator(trainer),
+        drop_last=True,
+        **_settings(trainer),
+    )
+    if sized:
+        _check_batches(trainer, len(loader))
+    return prepare_data_loader(
+        loader,
+        trainer.accelerator.device,
+        num_processes=processes,
+        process_index=args.process_index if processes > 1 else 0,
+        split_batches=processes > 1,
+        put_on_device=True,
+        dispatch_batches=processes > 1,
+        non_blocking=trainer.accelerator.non_blocking,
+        use_stateful_dataloader=trainer.accelerator.use_stateful_dataloader,
+    )
+
+
+def evaluation_loader(trainer: Any, dataset: Any, stock: Callable[[], DataLoader]) -> Any:
+    """Trainer's, or `DealtBatches` of a stream, and of rows that a collator packs on several processes."""
+    args = trainer.args
+    packs = packs_all(trainer) and args.row_processes > 1
+    if not packs and not isinstance(dataset, IterableDataset):
+        with trainer.shared.dealing(trainer.accelerator), more_columns(trainer):
+            return stock()
+    place = args.row_process_index, args.row_processes
+    loader = DataLoader(dataset, args.eval_batch_size * place[1], collate_fn=list, **_settings(trainer))
+    return DealtBatches(loader, _collator(trainer), trainer.accelerator, *place, packs=packs)
+
+
+@dataclass(eq=False)
+class DealtBatches(DataLoaderStateMixin):
+    """The batches of one process in an evaluation: the main process reads rows and deals them, each collates its own.
+
+    All processes get the same number of rows, some of them twice at the end: accelerate and `present_rows` leave out
+    what is behind `remainder`. If the collator `packs` them into one row, it gets each once; where none is left, its
+    row is behind `remainder`. `process` and `processes` count groups that share rows once; `dealt` are the rows of the
+    last pass.
+    """
+
+    loader: DataLoader
+    collate: Callable[[Any], Any]
+    accelerator: Accelerator
+    process: int
+    processes: int
+    packs: bool
+    dealt: int = 0
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        self.gradient_state, self.dealt = self.accelerator.gradient_state, 0
+        self.begin()
+        self.reset()  # `begin` would have batches of data with a length be full, up to the last
+        for rows, is_last in self._read():
+            self.dealt += len(rows)
+            share = -(-len(rows) // self.processes)
+            own = rows[self.process * share : (self.process + 1) * share]
+            own += rows[:1] * (not own if self.packs else share - len(own))
+            if is_last:
+                self.end_of_dataloader = True
+                self.remainder = -(-len(rows) // share) if self.packs else len(rows)
+            yield send_to_device(self.collate(own), self.accelerator.device)
+        self.end()
+
+    def _read(self) -> Iterator[tuple[list[Any], bool]]:
+        """The rows of a batch of all processes, and whether it is the last."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(0)  # as accelerate does: each evaluation reads the same rows
+        read = chain.from_iterable(self.loader if self.accelerator.is_main_process else ())
+        batches = iter(lambda: list(islice(read, self.loader.batch_size)), [])  # workers give short ones in between
+        ahead, is_last = next(batches, []), False
+        while not is_last:
+            rows, ahead = ahead, next(batches, [])
+            rows, is_last = broadcast_object_list([rows, not ahead])
+            if rows:
+                yield rows, is_last
