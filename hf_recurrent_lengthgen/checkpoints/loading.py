@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -43,8 +44,6 @@ from hf_recurrent_lengthgen.models.configuration_stateful import CODE_FORMAT_VER
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 
 logger = logging.get_logger(__name__)
-
-WEIGHT_SUFFIXES = (".pth", ".pt", ".bin", ".safetensors")
 
 
 @contextmanager
@@ -86,17 +85,6 @@ def _check_tied(name: str, model: Any) -> None:
             f"The config of {name} ties head and embeddings, but its files hold another head: set tie_word_embeddings "
             "in config.json to false to use the head, or leave the head out of the files."
         )
-
-
-def _check_finite(name: str, model: torch.nn.Module) -> None:
-    """Raise a `ValueError` for weights that are NaN or infinite."""
-    for key, weight in model.named_parameters():
-        if weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.numel() and not weight.is_meta:
-            lowest, highest = weight.detach().aminmax()  # the sum is NaN if any value is
-            if not (lowest.isfinite() and highest.isfinite()):
-                raise ValueError(
-                    f"The weights in {name} hold NaN or infinite numbers, first in {key}: use an earlier checkpoint."
-                )
 
 
 def differing_code(folder: str | os.PathLike[str]) -> list[str]:
@@ -179,12 +167,9 @@ def load_language_model(
     dtype: torch.dtype = torch.float32,
     attention_window: int | str | None = None,
 ) -> Any:
-    """Load any causal language model for evaluation. Arguments and errors are those of `load_model`.
-
-    Models that take states load as in `load_model`, others (Llama, GPT-NeoX, code of a checkpoint) as in Transformers,
-    with adapters merged.
-    """
-    return with_window(_load(name, trust_remote_code, dtype, stateless=True, merge=True), attention_window)
+    """Load any causal language model for evaluation, as `load_model` with `needs_states=False` and `merge=True`."""
+    more: Any = {"merge": True, "needs_states": False, "attention_window": attention_window}
+    return load_model(name, trust_remote_code, dtype, **more)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -196,20 +181,19 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     if name == "bytes":
         return ByT5Tokenizer()
     check_name(name)
-    # the error of Transformers for a folder without tokenizer is long
     patterns = ("*token*", "*vocab*", "*.model", "merges.txt")
     nothing = Path(name).is_dir() and not any(file for pattern in patterns for file in Path(name).glob(pattern))
     if nothing and (base := base_of_part(name)) is not None:
         return load_tokenizer(base, trust_remote_code)
-    advice = "give one with --tokenizer (lengthgen harness: tokenizer=FOLDER)."
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        # without files, Transformers guesses a class from the model type, which then has special tokens only
+        reason = "" if {*tokenizer.get_vocab()} - {*tokenizer.all_special_tokens} else " (special tokens alone)"
     except (OSError, ValueError, ImportError) as error:
-        reason = "" if nothing else f" ({error})"
-        raise ValueError(f"{name} holds no tokenizer{reason}: {advice}") from error
-    # Without files, Transformers guesses a class from the model type, which then has special tokens only.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError(f"{name} holds no tokenizer: {advice}")
+        reason = "" if nothing else f" ({error})"  # of Transformers, which is long for a folder without tokenizer
+    if reason or nothing:
+        advice = "give one with --tokenizer (lengthgen harness: tokenizer=FOLDER)"
+        raise ValueError(f"{name} holds no tokenizer{reason}: {advice}.")
     return tokenizer
 
 
@@ -276,7 +260,7 @@ def _load(
             )
         loading["trust_remote_code"] = trust_remote_code
     elif says_more(config):
-        loader = described_class(loader._model_mapping[type(config)])
+        loader = described_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     model, report = _read_weights(name, loader, loading)
     problems = {what: sorted(map(str, report[f"{what}_keys"])) for what in ("missing", "unexpected", "mismatched")}
     if any(problems.values()):
@@ -287,36 +271,35 @@ def _load(
     if "quantization_config" not in settings:
         _check_dtypes(Path(name), model)
         _check_tied(name, model)
-    _check_finite(name, model)
     return stateful(model) if model_type in SUPPORTED and model_type not in STATEFUL_CLASSES else model
 
 
 def _check_place(name: str) -> None:
     """Raise a `ValueError` unless `name` is a checkpoint folder or a name on the Hub."""
-    if Path(name).is_file() and name.endswith(WEIGHT_SUFFIXES):
-        raise ValueError(f"{name} is a file of weights without a config: {_to_convert(name)}")
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        advice = f": {_to_convert(name)}" if any(Path(name).glob("*.pth")) else ", so it is no checkpoint."
-        if below := sorted(str(file.parent) for file in Path(name).glob("*/adapter_config.json")):
-            advice = f", but folders of adapters: give one of them, {', '.join(below)}."
-        raise ValueError(f"{name} holds no config.json{advice}")
     check_name(name)
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        below = ", ".join(sorted(str(file.parent) for file in Path(name).glob("*/adapter_config.json")))
+        advice = f"but folders of adapters: give one of them, {below}." if below else f"so {_to_convert(name)}"
+        raise ValueError(f"{name} holds no config.json, {advice}")
+
+
+def read_settings(name: str) -> dict[str, Any]:
+    """The content of config.json of a folder or a name on the Hub; a `ValueError` if there is none."""
+    try:
+        return PreTrainedConfig.get_config_dict(name)[0]
+    except OSError as error:
+        raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
 
 
 def read_config(name: str, trust_remote_code: bool) -> tuple[dict[str, Any], PreTrainedConfig]:
     """The settings of config.json, and the config of the class that `load_model` would use."""
-    try:
-        settings, _ = PreTrainedConfig.get_config_dict(name)
-        model_type = settings.get("model_type")
-        if model_type is None and {"d_model", "n_layer"} <= settings.keys():
-            raise ValueError(
-                f"{name} is a checkpoint of mamba-ssm, whose config and weights have other names: {_to_convert(name)}"
-            )
-        if model_type in STATEFUL_CLASSES:
-            return settings, STATEFUL_CLASSES[model_type].config_class.from_dict(settings)
-        return settings, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise ValueError(f"{name} is no checkpoint folder here, and no model on the Hub: {error}") from error
+    settings = read_settings(name)
+    model_type = settings.get("model_type")
+    if model_type is None and {"d_model", "n_layer"} <= settings.keys():
+        raise ValueError(f"{name} has the names of mamba-ssm in config and weights: {_to_convert(name)}")
+    if model_type in STATEFUL_CLASSES:
+        return settings, STATEFUL_CLASSES[model_type].config_class.from_dict(settings)
+    return settings, AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def _read_weights(name: str, loader: Any, loading: dict[str, Any]) -> tuple[Any, Any]:
@@ -324,21 +307,12 @@ def _read_weights(name: str, loader: Any, loading: dict[str, Any]) -> tuple[Any,
     try:
         with quiet_transformers():  # its warning about weights is an error here
             return loader.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **loading)
-    except SafetensorError as error:
-        raise ValueError(f"The weights in {name} are damaged ({error}): copy or download them again.") from error
-    except (pickle.UnpicklingError, EOFError, RuntimeError, TypeError, OSError) as error:
-        if not isinstance(error, pickle.UnpicklingError) and not any(Path(name).glob("pytorch_model*.bin")):
-            if isinstance(error, OSError):
-                raise ValueError(f"The weights in {name} cannot be read: {error}") from error
+    except (SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError, TypeError, OSError) as error:
+        pickled = any(Path(name).glob("pytorch_model*.bin"))
+        if isinstance(error, RuntimeError | TypeError) and not pickled:
             raise
+        why = "pickles that are damaged or would run code; if you trust them, convert them to safetensors"
         raise ValueError(
-            f"The weights in {name} were not opened: they are pickles that are damaged or would run code "
-            f"({str(error).partition(chr(10))[0]}). Do not use them; if you trust them, convert them to safetensors."
-        ) from error
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        raise ValueError(
-            f"AutoModelForCausalLM of Transformers does not load {name}, so it is no causal language model, or one "
-            "beside others: load it with its own class, and give that to stateful."
+            f"The weights in {name} cannot be read ({str(error).partition(chr(10))[0]}): they are "
+            f"{why if pickled else 'missing or are damaged, copy or download them again'}."
         ) from error

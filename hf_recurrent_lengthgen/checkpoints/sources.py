@@ -1,16 +1,15 @@
 """From where checkpoints come: folders, files and models on the Hub, and the lineage that a new one continues."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import hf_hub_download, metadata_load, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import PreTrainedConfig
 
 from hf_recurrent_lengthgen.checkpoints.adapters import base_of_part, holds_adapter, holds_learned_state
-from hf_recurrent_lengthgen.checkpoints.loading import check_name
+from hf_recurrent_lengthgen.checkpoints.loading import check_name, read_settings
 from hf_recurrent_lengthgen.checkpoints.records import (
     LINEAGE_FILE,
     TOKENIZER_FILES,
@@ -110,9 +109,7 @@ def _downloaded(repo_id: str, revision: str | None, file: str | None, weights: b
     if not weights:
         return folder, commit
     if file is not None:
-        _snapshot(repo_id, commit, [file])
-        if not (folder / file).is_file():
-            raise ValueError(f"{repo_id} holds no {file} at {commit}.")
+        hf_hub_download(repo_id, file, revision=commit)
         return folder, commit
     for patterns in CONTAINERS:
         _snapshot(repo_id, commit, patterns)
@@ -142,14 +139,19 @@ def lineage_of(model: str) -> Lineage:
         own = read_lineage(model)
         return lineage_of(str(base_of_part(model))) if own is None else own
     on_hub = not Path(model).is_dir()
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(model)
-    except OSError as error:
-        raise ValueError(f"{model} is no checkpoint folder here, and no model on the Hub: {error}") from error
+    values = read_settings(model)
     folder = _loaded_commit(model) if on_hub else Path(model)
     revision = folder.name if on_hub else None
-    known = read_lineage(folder)
-    return known if known is not None else Lineage(_new_source(model, folder, on_hub, revision, values))
+    if (known := read_lineage(folder)) is not None:
+        return known
+    model_type = str(values.get("model_type"))
+    config_class = family_config(model_type)
+    layout = "transformers" if config_class is None else config_class.layouts[0]
+    if model_type.startswith("stateful_"):
+        layout = "lengthgen"
+    files = {path.name: file_digest(path) for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))}
+    name = model if on_hub else folder.resolve().name
+    return Lineage(Origin(name, on_hub, revision, layout, license_of(folder), files))
 
 
 def _loaded_commit(name: str) -> Path:
@@ -157,27 +159,11 @@ def _loaded_commit(name: str) -> Path:
 
     It is the commit in the cache, which was loaded, even if the Hub has a newer one.
     """
-    config = _download(name, "config.json", local_files_only=True) or _download(name, "config.json")
-    if config is None:
-        raise ValueError(f"{name} has no config.json on the Hub, so it is no checkpoint.")
-    for file in (LINEAGE_FILE, "README.md"):
-        _download(name, file, revision=config.parent.name)
-    return config.parent
-
-
-def _download(name: str, file: str, **options: Any) -> Path | None:
-    """Path of a file in the cache; None if there is no such file."""
     try:
-        return Path(hf_hub_download(name, file, **options))
-    except (HfHubHTTPError, LocalEntryNotFoundError):  # no such file, or offline and not in the cache
-        return None
-
-
-def _new_source(model: str, folder: Path, on_hub: bool, revision: str | None, values: dict[str, Any]) -> Origin:
-    model_type = str(values.get("model_type"))
-    config_class = family_config(model_type)
-    layout = "transformers" if config_class is None else config_class.layouts[0]
-    if model_type.startswith("stateful_"):
-        layout = "lengthgen"
-    files = {path.name: file_digest(path) for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))}
-    return Origin(model if on_hub else folder.resolve().name, on_hub, revision, layout, license_of(folder), files)
+        folder = Path(hf_hub_download(name, "config.json", local_files_only=True)).parent
+    except LocalEntryNotFoundError:
+        folder = Path(hf_hub_download(name, "config.json")).parent
+    for file in (LINEAGE_FILE, "README.md"):
+        with suppress(HfHubHTTPError, LocalEntryNotFoundError):  # no such file, or offline and not in the cache
+            hf_hub_download(name, file, revision=folder.name)
+    return folder

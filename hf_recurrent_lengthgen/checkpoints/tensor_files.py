@@ -6,7 +6,7 @@ and one tensor. `tensor_writing.py` is the other direction.
 
 import os
 import pickle
-from collections.abc import Iterable
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,13 +40,8 @@ DTYPES = {
 }
 """Dtypes by their names in safetensors files."""
 
-ROOTS = ("backbone.", "blocks.", "model.", "module.")
-"""How the names of a whole model may begin."""
 COMPILED = "_orig_mod."
 """In the names of the parameters of a module that `torch.compile` wraps."""
-GGML = {b"fmgg": "ggml", b"lmgg": "ggml", b"tjgg": "ggml", b"GGUF": "GGUF"}
-"""First bytes of files of rwkv.cpp and llama.cpp (0x67676d66 and others), and what they are called."""
-
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Dtypes to which weights can be converted."""
 
@@ -73,8 +68,8 @@ class TensorFiles:
 
     Attributes:
         paths: The weight files.
-        metas: Shape and dtype of each tensor, in the order of the files. What `torch.compile` (`_orig_mod.`) and
-            classes around a model (`model.`, `module.`) put into all names is left out of them.
+        metas: Shape and dtype of each tensor, in the order of the files, without what `torch.compile` puts into names
+            (`_orig_mod.`).
 
     Raises:
         ValueError: without weights, and for files that are damaged, missing, outside the folder, or hold anything but
@@ -94,9 +89,6 @@ class TensorFiles:
                 raise ValueError(f"{file} and files before it both hold {', '.join(twice)}: {AGAIN}.")
             self.metas |= metas
             self._stored |= {name: (file, kept) for name, kept in zip(metas, stored, strict=True)}
-        around = _wrapper(self.metas)
-        self.metas = {name.removeprefix(around): meta for name, meta in self.metas.items()}
-        self._stored = {name.removeprefix(around): place for name, place in self._stored.items()}
         self.close()
 
     def keys(self) -> list[str]:
@@ -122,38 +114,18 @@ class TensorFiles:
         return self._opened[1]
 
 
-def _wrapper(names: Iterable[str]) -> str:
-    """What classes around a model, of training scripts and DistributedDataParallel, put before all names."""
-    prefix, rest = "", list(names)
-    while rest:
-        wrapper = rest[0].partition(".")[0] + "."
-        inner = [name.removeprefix(wrapper) for name in rest]
-        if wrapper not in ("model.", "module.") or not all(name.startswith(wrapper) for name in rest):
-            break
-        if wrapper == "model." and not any(name.startswith(ROOTS) for name in inner):
-            break  # the layers of a model without head
-        prefix, rest = prefix + wrapper, inner
-    return prefix
-
-
 def _weight_file(source: Path) -> Path:
     """The index of the weights, or the only file."""
     if source.is_file():
-        if not source.name.endswith((".safetensors", ".bin", ".pth", ".pt")):
-            raise ValueError(f"{source} is no weight file: give a folder, or a .safetensors, .bin, .pth or .pt file.")
         return source
-    if not source.is_dir():
-        raise ValueError(f"{source} does not exist: give a checkpoint folder, or one weight file.")
     for name in WEIGHT_FILES:
         if (source / name).is_file():
             return source / name
     single = sorted(source.glob("*.pth"))
-    if len(single) > 1:
-        raise ValueError(
-            f"{source} holds several .pth files ({', '.join(path.name for path in single)}): give the path of one."
-        )
-    if not single:
-        raise ValueError(f"{source} holds no weights: there is none of {', '.join(WEIGHT_FILES)}, *.pth.")
+    if len(single) != 1:
+        several = f"several .pth files ({', '.join(path.name for path in single)})"
+        held = several if single else f"no weights ({', '.join(WEIGHT_FILES)}, *.pth)"
+        raise ValueError(f"{source} holds {held}: give a checkpoint folder, or the path of one weight file.")
     return single[0]
 
 
@@ -188,25 +160,17 @@ class _Safetensors:
 
 class _Pickled:
     def __init__(self, path: Path) -> None:
-        with open(path, "rb") as file:
-            begins = file.read(4)
-        if begins in GGML:
-            raise ValueError(
-                f"{path} is a {GGML[begins]} file, of rwkv.cpp or llama.cpp, which cannot be converted: give the "
-                ".pth or .safetensors file that it was made from."
-            )
-        mappable = begins == b"PK\x03\x04"  # torch before 1.6 wrote no zip archives
+        mappable = zipfile.is_zipfile(path)  # torch before 1.6 wrote no zip archives
         try:
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
         except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
             raise ValueError(
-                f"{path} was not opened: it is damaged, or would run code ({str(error).partition(chr(10))[0]}). Do "
-                "not use it; if you trust it, convert its weights to safetensors."
+                f"{path} was not opened: it is damaged, no pickle of torch, or would run code "
+                f"({str(error).partition(chr(10))[0]}). Do not use it; if you trust it, convert it to safetensors."
             ) from error
         named = value if isinstance(value, dict) else {"": value}
-        for name, part in named.items():
-            if not isinstance(part, Tensor):
-                raise ValueError(f"{path} must hold tensors by name, but {name!r} is a {type(part).__name__}.")
+        if others := {name: type(part).__name__ for name, part in named.items() if not isinstance(part, Tensor)}:
+            raise ValueError(f"{path} must hold tensors by name, and holds {others}.")
         self._tensors: dict[str, Tensor] = named
         self.metas = {name: Meta(tuple(part.shape), part.dtype) for name, part in named.items()}
 

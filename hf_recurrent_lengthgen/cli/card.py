@@ -8,7 +8,7 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser
 DESCRIPTION = """\
 Write the model card of a checkpoint into its folder: README.md with the metadata of the Hub, figures/ and results/.
 How the checkpoint was made comes from its lineage.json, which the commands of this package write. Numbers come from
-result files only, which must belong to these weights. The last lines of the output say what the card lacks.
+result files only, which must belong to these weights. Its section Limits says what it lacks.
 
 A card can be written again: options that are not given keep their last values, and your own words stay, between the
 comments "own words" and "end of own words". Changes elsewhere are lost. A README.md of another origin is replaced with
@@ -50,8 +50,4 @@ def run(arguments: Sequence[str]) -> int:
     print(f"Written: {card.path}")
     if card.kept is not None:
         print(f"The previous README.md is kept as {card.kept}")
-    if card.missing:
-        print("The card lacks:")
-        for what in card.missing:
-            print(f"  {what}")
     return 0

@@ -93,9 +93,9 @@ def test_weights_saved_before_in_the_folder_make_way(sizes: tuple[str, str], tmp
 def test_missing_files_of_weights_are_named(tmp_path: Path) -> None:
     StatefulMambaForCausalLM(StatefulMambaConfig(**SIZES)).save_pretrained(tmp_path, max_shard_size="2KB")
     next(tmp_path.glob("model-00002-of-*.safetensors")).unlink()
-    with pytest.raises(ValueError, match=r"cannot be read: .*model-00002-of-"):
+    with pytest.raises(ValueError, match=r"cannot be read .*model-00002-of-"):
         load_model(str(tmp_path))
     for file in tmp_path.glob("model*.safetensors*"):
         file.unlink()
-    with pytest.raises(ValueError, match=r"cannot be read: .*no file named model\.safetensors"):
+    with pytest.raises(ValueError, match=r"cannot be read .*no file named model\.safetensors"):
         load_model(str(tmp_path))

@@ -52,7 +52,7 @@ def test_pickles_and_a_named_file_are_downloaded_where_there_is_no_safetensors(h
     assert hub.asked("GET", r"/resolve/.*\.pth") == []
     source = locate("user/several/b.pth")
     assert (source.path.name, source.name) == ("b.pth", "user/several")
-    with pytest.raises(ValueError, match=r"user/several holds no c\.pth"):
+    with pytest.raises(ValueError, match=r"user/several/c\.pth is no local checkpoint, and cannot be downloaded"):
         locate("user/several/c.pth")
 
 

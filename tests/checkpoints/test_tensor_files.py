@@ -150,7 +150,7 @@ def save(value: Any) -> Callable[[Path], None]:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pickle that runs code": (
         write_malicious,
-        "was not opened: it is damaged, or would run code .*convert its weights",
+        "was not opened: it is damaged, no pickle of torch, or would run code .*convert it to",
     ),
     "truncated safetensors": (write_truncated("model.safetensors"), r"model\.safetensors is damaged"),
     "truncated zip": (write_truncated("pytorch_model.bin"), r"pytorch_model\.bin was not opened: it is damaged"),
@@ -159,8 +159,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"pytorch_model\.bin was not opened: it is damaged",
     ),
     "not weights": (write_file("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "is damaged"),
-    "a list": (save([torch.ones(1)]), "must hold tensors by name, but '' is a list"),
-    "nested": (save({"model": {"a": torch.ones(1)}}), "'model' is a dict"),
+    "a list": (save([torch.ones(1)]), "must hold tensors by name, and holds .'': 'list'"),
+    "nested": (save({"model": {"a": torch.ones(1)}}), "holds .'model': 'dict'"),
     "a shard that is missing": (remove_shard, "not beside it .model-00002-of-00002.safetensors.: copy or download"),
     "an index that leads outside": (write_index(a="../model-00001-of-00002.safetensors"), "not beside it"),
     "a tensor in two files": (add_to_both_shards, "both hold a"),
@@ -168,7 +168,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nothing": (lambda folder: None, "holds no weights"),
     "several .pth files": (
         lambda folder: [torch.save({}, folder / name) for name in ("a.pth", "b.pth")],
-        r"several .pth files \(a.pth, b.pth\)",
+        r"several .pth files \(a.pth, b.pth\): give",
     ),
 }
 

@@ -115,10 +115,6 @@ def pickled(folder: Path, change: Callable[[Path], Any]) -> None:
     change(folder / "pytorch_model.bin")
 
 
-def set_weight(folder: Path, value: float) -> None:
-    damage_weights(folder, lambda tensors: tensors.update({NAME: torch.full_like(tensors[NAME], value)}))
-
-
 WRONG_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "not a valid JSON"),
@@ -128,8 +124,6 @@ WRONG_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shape": (lambda f: damage_config(f, state_size=8), "do not fit its config.json, mismatched: .*conv1d"),
     "extra": (lambda f: damage_config(f, num_hidden_layers=1), "unexpected: backbone.layers.1"),
     "missing": (lambda f: damage_weights(f, lambda tensors: tensors.pop(NAME)), f"missing: {NAME}"),
-    "NaN weight": (lambda f: set_weight(f, float("nan")), f"NaN or infinite numbers, first in {NAME}"),
-    "infinite weight": (lambda f: set_weight(f, float("-inf")), f"NaN or infinite numbers, first in {NAME}"),
     "code": (lambda f: pickled(f, lambda b: torch.save({"a": RunsCode()}, b)), "would run code"),
     "cut pickle": (lambda f: pickled(f, lambda b: b.write_bytes(b.read_bytes()[:999])), "pickles that are damaged"),
 }

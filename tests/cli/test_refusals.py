@@ -51,7 +51,7 @@ REFUSED = [
     (f"{PASSKEY} --task keys --data {{text}} --task-keys 99 --lengths 1k", "99 keys of 1 values needs"),
     (f"{NIAH} --lengths 1m", "that does not repeat, but the data have"),
     (f"{PASSKEY} --task babilong --task-files nowhere --data {{text}}", "nowhere has 0 files qa1_*_test.txt"),
-    ("card {out}", "has no config.json, so it is not a checkpoint: give the folder of a checkpoint."),
+    ("card {out}", "No such file or directory"),
     ("card {ours} --results {out}/none.json", "none.json cannot be read as a result file"),
     ("card {ours} --repo a/b/c", "Repo id must be in the form"),
 ]

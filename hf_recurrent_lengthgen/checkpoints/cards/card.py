@@ -80,10 +80,9 @@ class CardSettings:
 
 
 class WrittenCard(NamedTuple):
-    """Path of a card, what it lacks, and the copy of the README.md that it replaced, if that was not ours."""
+    """Path of a card, and the copy of the README.md that it replaced, if that was not ours."""
 
     path: Path
-    missing: list[str]
     kept: Path | None = None
 
 
@@ -150,7 +149,7 @@ def write_card(
     for file in old:
         if file.relative_to(path).as_posix() not in wrote:
             file.unlink(missing_ok=True)
-    return WrittenCard(readme, missing(checkpoint, evidence, card), kept)
+    return WrittenCard(readme, kept)
 
 
 def write_card_of_run(output: str, repo_id: str | None, overwrite: bool) -> bool:
@@ -271,27 +270,6 @@ def _set_aside(readme: Path) -> Path:
     free = next(name for number in numbers if not (name := readme.with_name(f"README.old{number}.md")).exists())
     shutil.copyfile(readme, free)
     return free
-
-
-def missing(checkpoint: Checkpoint, evidence: Sequence[Evidence], card: ModelCard) -> list[str]:
-    """What a card lacks, and how to provide it."""
-    facts: dict[str, Any] = {
-        "a license (--license)": card.data.get("license"),
-        "the language of its training text (--language)": card.data.get("language"),
-        "the training data on the Hub (--datasets)": card.data.get("datasets"),
-        "its lineage (lineage.json)": checkpoint.lineage,
-    }
-    if checkpoint.learned is not None:
-        facts["a base on the Hub (base_model_name_or_path in learned_state_config.json)"] = base_on_hub(checkpoint)
-    else:
-        facts |= {
-            "results on long texts (lengthgen evaluate, --results)": results_of.own_evaluations(evidence),
-            "results on retrieval (lengthgen retrieve, --results)": results_of.own_retrievals(evidence),
-            "a verification of these files (lengthgen verify)": checkpoint.verification,
-            "a training length (config.json)": checkpoint.training_length,
-            "a tokenizer": checkpoint.tokenizer,
-        }
-    return [what for what, there in facts.items() if not there]
 
 
 def _version(checkpoint: Checkpoint) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -140,13 +140,11 @@ class Evidence:
 
 
 def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
-    """Read the facts of a folder; a `ValueError` for adapters, damaged files and folders without a checkpoint."""
+    """Read the facts of a folder; a `ValueError` for adapters and damaged files, an `OSError` without a checkpoint."""
     path = Path(folder)
     learned = read_about(path / CONFIG_FILE) if holds_learned_state(path) else None
     if learned is None:
         refuse_adapter(path)
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{path} has no config.json, so it is not a checkpoint: give the folder of a checkpoint.")
     verification, files = read_verification(path), verified_files(path)
     return Checkpoint(
         name=path.resolve().name,
@@ -175,21 +173,14 @@ def _weights_of(folder: Path) -> Callable[[set[str]], str | None]:
     return lambda wanted: next((weights for dtype in _DTYPES if (weights := digest(dtype)) in wanted), None)
 
 
-class _Read(NamedTuple):
-    """A result file with the index of the checkpoint among its models."""
-
-    kind: str
-    result: Result
-    own: int
-
-
 def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]]) -> tuple[Evidence, ...]:
     """Read result files; a `ValueError` for files of another kind and other weights, forgetting or window."""
-    items = [_checked(checkpoint, Path(file)) for file in files]
-    items.sort(key=lambda item: item.kind == "diagnosis")
+    read = [(file, *_read(Path(file))) for file in files]
+    read.sort(key=lambda item: item[1] == "diagnosis")
+    kinds = [kind for _, kind, _ in read]
     evidence = []
-    for place, (kind, result, own) in enumerate(items):
-        count = [item.kind for item in items[:place]].count(kind)
+    for place, (path, kind, result) in enumerate(read):
+        own, count = _place_of(checkpoint, result, path), kinds[:place].count(kind)
         file = kind.removesuffix("_comparison") + (f"-{count + 1}.json" if count else ".json")
         if isinstance(result, RetrievalComparison):
             retrievals = [*result.models]
@@ -201,66 +192,44 @@ def read_evidence(checkpoint: Checkpoint, files: Sequence[str | os.PathLike[str]
         named = replace(mine.evaluation, model=OWN_NAME)
         compared.insert(0, replace(mine, evaluation=named))
         diagnosed = replace(result.models[own], evaluation=named) if isinstance(result, Diagnosis) else None
-        repeated = diagnosed is not None and any(item.kind == "comparison" for item in items)
+        repeated = diagnosed is not None and "comparison" in kinds
         evidence.append(Evidence(file, result, () if repeated else compared, diagnosed))
     return tuple(evidence)
 
 
-def _checked(checkpoint: Checkpoint, file: Path) -> _Read:
-    kind, result = _read(file)
-    results = _results(result)
-    labels = [evaluated.model for evaluated in results]
+def _place_of(checkpoint: Checkpoint, result: Result, file: str | os.PathLike[str]) -> int:
+    """The index of the checkpoint among the models of a result; a `ValueError` if it is of others."""
+    models: Any = result.models
+    results = models if isinstance(result, RetrievalComparison) else [model.evaluation for model in models]
     own = checkpoint.find_weights({evaluated.weights for evaluated in results})
-    if own is None:
-        raise ValueError(
-            f"{file} holds results of other weights ({', '.join(labels)}) than those in {checkpoint.name}: evaluate "
-            "this checkpoint, or give its own results."
-        )
+    rule, window = ForgettingRule(**checkpoint.forgets._asdict()), checkpoint.attention_window
     same = [index for index, evaluated in enumerate(results) if evaluated.weights == own]
-    rule = ForgettingRule(**checkpoint.forgets._asdict())
-    window = checkpoint.attention_window
     places = [i for i in same if (results[i].forgetting, results[i].attention_window) == (rule, window)]
-    if not places:
-        raise ValueError(
-            f"{file} holds results of these weights as {', '.join(labels[index] for index in same)}, but "
-            f"{checkpoint.name} needs results with {in_words(checkpoint.forgets)}, and attention to "
-            f"{'all' if window is None else f'the last {window}'} tokens: evaluate this folder."
-        )
-    length = results[places[0]].training_length
-    if length is not None and checkpoint.training_length not in (None, length):
-        raise ValueError(
-            f"{file} measured {checkpoint.name} with a training length of {length}, but its config.json has "
-            f"{checkpoint.training_length}: correct the config, or evaluate this checkpoint again."
-        )
-    return _Read(kind, result, places[0])
-
-
-def _results(result: Result) -> Sequence[EvaluationResult | RetrievalResult]:
-    """The evaluation or retrieval result of each model."""
-    if isinstance(result, RetrievalComparison):
-        return result.models
-    return [model.evaluation for model in result.models]
+    lengths = (results[places[0]].training_length, checkpoint.training_length) if places else (None, None)
+    if places and (None in lengths or lengths[0] == lengths[1]):
+        return places[0]
+    labels = ", ".join(results[index].model for index in same or range(len(results)))
+    needed = f"{in_words(checkpoint.forgets)}, and attention to {f'the last {window}' if window else 'all'} tokens"
+    if places:
+        labels, needed = f"{labels} with a training length of {lengths[0]}", f"{lengths[1]}, as its config.json says"
+    held = f"these weights as {labels}" if same else f"other weights ({labels})"
+    raise ValueError(
+        f"{file} holds results of {held}, but {checkpoint.name} needs results with {needed}: evaluate this folder, "
+        "give its own results, or correct its config."
+    )
 
 
 def _read(file: Path) -> tuple[str, Result]:
-    """A result file, without folders of this machine."""
+    """The kind and content of a result file, without folders of this machine."""
     try:
         plain = json.loads(file.read_text(encoding="utf-8"))
+        kind = plain.get("kind") if isinstance(plain, dict) else None
+        result: Any = from_json(json.dumps(_portable(plain)), KINDS.get(str(kind), Comparison))
     except (OSError, ValueError) as error:
         held = [str(file / name) for name in ("result.json", "retrieval.json") if (file / name).is_file()]
-        remedy = f" Give {' or '.join(held)}." if held else ""
-        raise ValueError(f"{file} cannot be read as a result file: {error}.{remedy}") from error
-    kind = plain.get("kind") if isinstance(plain, dict) else None
-    if kind not in KINDS:
-        raise ValueError(
-            f"{file} has the kind {kind!r}, but must have one of {', '.join(KINDS)}: give result.json of lengthgen "
-            "evaluate or diagnose, or retrieval.json of lengthgen retrieve."
-        )
-    try:
-        result: Any = from_json(json.dumps(_portable(plain)), KINDS[kind])
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-    return kind, result
+        which = " or ".join(held or ["result.json of lengthgen evaluate or diagnose, or retrieval.json of retrieve"])
+        raise ValueError(f"{file} cannot be read as a result file: {error}. Give {which}.") from error
+    return str(kind), result
 
 
 _SHORTENED: dict[str, Callable[[str], str]] = {

@@ -56,9 +56,8 @@ def write_time_state(model: Any, file: str | os.PathLike[str]) -> None:
         )
     plain = [layer.recurrent[0].detach().float().cpu().clone() for layer in state]
     tensors = {NAME.format(layer=index): tensor for index, tensor in enumerate(plain)}
-    with replacing(Path(file)) as path:
-        with path.open("wb") as opened:
-            torch.save(tensors, opened)
+    with replacing(Path(file)) as path, path.open("wb") as opened:
+        torch.save(tensors, opened)
 
 
 def _check_rwkv(model: Any) -> None:

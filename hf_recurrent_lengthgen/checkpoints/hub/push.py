@@ -1,15 +1,12 @@
 """Push a checkpoint, or a learned state, to the Hub as one commit, completely or not at all."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
-from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_recurrent_lengthgen.checkpoints.adapters import holds_learned_state
@@ -18,9 +15,6 @@ from hf_recurrent_lengthgen.checkpoints.hub.contents import LOADED, PUSHED, choo
 from hf_recurrent_lengthgen.checkpoints.records import unverified, verified_files
 from hf_recurrent_lengthgen.versions import installed_versions
 from hf_recurrent_lengthgen.yaml_files import UniqueKeys
-
-# Of the HTTP library of this huggingface_hub: errors of connections and answers share it.
-_HTTP_ERROR: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 
 
 @dataclass(frozen=True)
@@ -55,11 +49,9 @@ def plan_push(folder: str | os.PathLike[str], token: str | None = None) -> PushP
         token: Token of the Hub (default: HF_TOKEN, or that of `hf auth login`), which no file may hold.
 
     Raises:
-        ValueError: if the folder does not exist.
+        OSError: if the folder does not exist.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder: give the folder of a checkpoint.")
     names, left_out = choose_files(folder)
     refusals = refusals_of_files(folder, names, token or get_token())
     now = verified_files(folder)
@@ -89,16 +81,6 @@ def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
     return []
 
 
-@contextmanager
-def _telling(doing: str) -> Iterator[None]:
-    """Turn errors of the client and of connections into a `ValueError` that says what failed."""
-    try:
-        yield
-    except (_HTTP_ERROR, OSError, RuntimeError) as error:
-        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        raise ValueError(f"{doing} failed: {' '.join(str(cause).split())}. Run the command again.") from error
-
-
 def do_push(
     plan: PushPlan, repo_id: str, *, private: bool = True, overwrite: bool = False, token: str | None = None
 ) -> PushResult:
@@ -125,27 +107,34 @@ def do_push(
         raise ValueError(f"{plan.folder} cannot be pushed: {'; '.join(refusals)}.")
     version = installed_versions()["hf_recurrent_lengthgen"]
     api = HfApi(token=token, library_name="hf_recurrent_lengthgen", library_version=version)
-    with _telling(f"Looking for {repo_id}, or creating it,"):
-        name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        info = api.model_info(name)
-    if info.private is not private:
+    try:
+        return _pushed(api, plan, repo_id, private, overwrite)
+    except ValueError:
+        raise
+    except Exception as error:  # of the HTTP library of this huggingface_hub, files, and threads
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         raise ValueError(
-            f"{name} is {'private' if info.private else 'public'}: push with{'out' if info.private else ''} --public, "
-            "or change it in its settings. Nothing was sent."
-        )
+            f"Pushing to {repo_id} failed: {' '.join(str(cause).split())}. Run the command again."
+        ) from error
+
+
+def _pushed(api: HfApi, plan: PushPlan, repo_id: str, private: bool, overwrite: bool) -> PushResult:
+    name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    info = api.model_info(name)
     others = [file.rfilename for file in info.siblings or () if file.rfilename not in plan.files]
+    problems = []
+    if info.private is not private:
+        option = f"push with{'out' if info.private else ''} --public, or change it in its settings"
+        problems.append(f"is {'private' if info.private else 'public'}: {option}")
     if not overwrite and (loaded := [other for other in others if matches(other, LOADED)]):
-        raise ValueError(
-            f"{name} holds files that this push does not have and that would be loaded with it ({', '.join(loaded)}): "
-            "choose another name, or give --overwrite to delete them in the same commit."
+        problems.append(
+            f"holds files that this push does not have and that would be loaded with it ({', '.join(loaded)}): choose "
+            "another name, or give --overwrite to delete them in the same commit"
         )
+    if problems:
+        raise ValueError(f"{name} {'; it '.join(problems)}. Nothing was sent.")
     stale = [other for other in others if overwrite and matches(other, (*LOADED, *PUSHED))]
-    additions = [CommitOperationAdd(file, plan.folder / file) for file in plan.files]
-    with _telling(f"Pushing to {name}"):
-        commit = api.create_commit(
-            name,
-            [*additions, *map(CommitOperationDelete, stale)],
-            commit_message="Upload checkpoint",
-            parent_commit=info.sha,
-        ).oid
+    changes = [CommitOperationAdd(file, plan.folder / file) for file in plan.files], map(CommitOperationDelete, stale)
+    message = "Upload checkpoint"
+    commit = api.create_commit(name, [*changes[0], *changes[1]], commit_message=message, parent_commit=info.sha).oid
     return PushResult(f"{api.endpoint}/{name}/commit/{commit}", commit, commit != info.sha)

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import add_code
@@ -54,7 +53,7 @@ def verify_checkpoint(
     Memory: the weights once in `dtype`, and three times the logits, ROWS x length x vocabulary.
 
     Args:
-        length: Tokens to read, at least 4; with an attention_window, which Transformers alone does not know, at most
+        length: Tokens to read; with an attention_window, which Transformers alone does not know, at most
             so many.
         trust_remote_code: Whether code in the folder that differs from the installed package may run.
 
@@ -66,8 +65,6 @@ def verify_checkpoint(
             meanwhile.
     """
     folder = _checked_folder(checkpoint, trust_remote_code)
-    if length < 4:
-        raise ValueError(f"Give a length of 4 tokens or more, got {length}.")
     files = verified_files(folder)
     (folder / VERIFICATION_FILE).unlink(missing_ok=True)
     model = load_model(str(folder), trust_remote_code, getattr(torch, dtype)).to(device)
@@ -107,18 +104,11 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 def _checked_folder(checkpoint: str | os.PathLike[str], trust_remote_code: bool) -> Path:
     folder = Path(checkpoint)
-    if not folder.is_dir():
-        raise ValueError(
-            f"{checkpoint} is no folder here: give the folder of a checkpoint. Download one from the Hub with "
-            "`hf download OWNER/NAME --local-dir FOLDER` first."
-        )
     refuse_adapter(folder)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no config.json, so it is no checkpoint.")
-    settings, _ = PreTrainedConfig.get_config_dict(folder)
-    if settings.get("model_type") not in CONFIG_MAPPING and "auto_map" not in settings:
         raise ValueError(
-            f"{folder} is no checkpoint for Transformers: convert it with lengthgen convert, then verify that."
+            f"{folder} holds no config.json here: give the folder of a checkpoint. Download one from the Hub with "
+            "`hf download OWNER/NAME --local-dir FOLDER` first."
         )
     add_code(folder)
     if (other := differing_code(folder)) and not trust_remote_code:

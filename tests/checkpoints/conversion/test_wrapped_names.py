@@ -16,7 +16,7 @@ from tests.models.families import DELTA_NET, MAMBA2, build
 TOKENS = torch.arange(3, 12)[None]
 
 
-@pytest.mark.parametrize("prefix", ["model.", "module.", "module._orig_mod.", "module.model."])
+@pytest.mark.parametrize("prefix", ["_orig_mod."])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("family", "layout"), [(MAMBA2, "transformers"), (DELTA_NET, "fla")])
 def test_names_behind_a_wrapper_convert(family: Any, layout: str, tied: bool, prefix: str, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_visibility_is_that_asked_for_or_refused(hub: Endpoint, folder: Path) ->
     ("token", "name", "message"),
     [
         (None, "user/name", "no token for the Hub: set one with hf auth login"),
-        ("hf_wrong", "user/name", "Looking for user/name, or creating it, failed: .*Invalid username"),
+        ("hf_wrong", "user/name", "Pushing to user/name failed: .*Invalid username"),
         ("hf_test", "other/name", "You don't have the rights to create a model under this namespace"),
     ],
 )

@@ -99,7 +99,7 @@ def test_damaged_weights_are_named_and_leave_no_verification(checkpoint: Path) -
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     write_verification(checkpoint, STALE)
-    with pytest.raises(ValueError, match=r"are damaged .*: copy or download them again"):
+    with pytest.raises(ValueError, match="are damaged, copy or download them again"):
         verify_checkpoint(checkpoint, length=9)
     assert read_verification(checkpoint) is None
 
@@ -153,13 +153,9 @@ def test_a_model_with_a_window_is_compared_inside_it(window: int, tmp_path: Path
 
 
 def test_what_cannot_be_verified_is_refused_with_the_reason(checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is no folder here.*hf download"):
+    with pytest.raises(ValueError, match=r"user/name holds no config\.json here.*hf download"):
         verify_checkpoint("user/name")
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
+    (tmp_path / "config.json").write_text(json.dumps({"d_model": 8, "n_layer": 1}))  # of mamba-ssm
+    with pytest.raises(ValueError, match="convert it to a checkpoint of this package, `lengthgen convert"):
         verify_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match="Give a length of 4 tokens or more, got 1"):
-        verify_checkpoint(checkpoint, length=1)
-    for config in ({"d_model": 8, "n_layer": 1}, {"model_type": "gated_deltanet"}):  # of mamba-ssm and of fla
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match="convert it with lengthgen convert"):
-            verify_checkpoint(tmp_path)
+    assert [verify_checkpoint(checkpoint, length=length).passed for length in (1, 2)] == [True, True]
