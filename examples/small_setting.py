@@ -189,7 +189,7 @@ class Stages:
         if self.report_only:
             return None
         batch = training.batch_size or self.settings.batch_size
-        with quiet_libraries("warnings", "bars"):
+        with quiet_libraries():
             if training.start:
                 model = self.loaded(self.start(training.start, seed))
             else:

@@ -68,30 +68,3 @@ except AttributeError as error:
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     assert hf_recurrent_lengthgen.models.StatefulMamba2Config.model_type == "stateful_mamba2"
-
-
-@pytest.mark.parametrize(
-    ("line", "shown"),
-    [
-        ("--help", "usage: lengthgen"),
-        ("--version", "lengthgen"),
-        ("evalute", "did you mean evaluate?"),
-        ("recipe list", "tasks/symbols"),
-        ("train --model m --learnig_rate 1", "for --learnig-rate, did you mean --learning-rate?"),
-        ("train --help", "usage: lengthgen train"),
-        ("evaluate m --lenght=64", "for --lenght, did you mean --length?"),
-        ("state ask book m --promt x", "for --promt, did you mean --prompt?"),
-    ],
-)
-def test_what_needs_no_model_loads_nothing_heavy(line: str, shown: str) -> None:
-    code = """
-import sys
-from hf_recurrent_lengthgen.cli.main import main
-try:
-    main(sys.argv[1:])
-except SystemExit:
-    pass
-assert not {"torch", "transformers", "numpy", "pydantic"} & sys.modules.keys()
-"""
-    done = subprocess.run([sys.executable, "-c", code, *line.split()], check=True, capture_output=True, text=True)
-    assert shown in done.stdout + done.stderr

@@ -233,7 +233,7 @@ def study(stage: Stage, family: str, setting: Setting) -> None:
 
 def run(stage: Stage) -> None:
     """Each family."""
-    with quiet_libraries("warnings", "bars"):
+    with quiet_libraries():
         for family, setting in (TINY if stage.tiny else SETTINGS).items():
             study(stage, family, setting)
 

@@ -74,7 +74,7 @@ def search(study: SlowStudy, seed: int) -> tuple[Forgetting, dict[str, float]]:
     """The best multipliers on texts of the training split, and the mean loss under all that were tried."""
     texts = evaluation_sequences(study.stream, max(1, study.settings.sequences // 2), study.length + 1)
     folder = study.folder("base", seed)
-    with quiet_libraries("warnings", "bars"):
+    with quiet_libraries():
         searched = search_forgetting(
             load_model(str(folder)),
             texts,
@@ -97,7 +97,7 @@ def measure(
     kept = study.kept.get(f"forgetting/{name}", seed)
     if kept is not None and kept["key"] == json.loads(json.dumps(key)):
         return
-    with quiet_libraries("warnings", "bars"):
+    with quiet_libraries():
         model = load_model(str(folder))
         with forgetting(model, **rule._asdict()):
             results = study.measure(model, study.settings.training_length, seed, misalignment=False)

@@ -113,7 +113,7 @@ def run(stage: Stage, seed: int, setting: Setting, output: Path) -> Result:
         dataloader_pin_memory=False,
         use_cpu=True,
     )
-    with quiet_libraries("warnings", "bars"):
+    with quiet_libraries():
         trainer = Trainer(model, arguments, PaddingCollator(), train_dataset=data)
         trainer.remove_callback(PrinterCallback)
         trainer.train()

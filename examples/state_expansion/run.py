@@ -104,7 +104,7 @@ class Study:
         """Train the arms that have no result."""
         for stage, train in self.arms(name).items():
             if (name == HEADS or stage.rpartition("_")[0] in arms) and seed not in self.measured(name, stage):
-                with quiet_libraries("warnings", "bars"):
+                with quiet_libraries():
                     train(seed)
 
 

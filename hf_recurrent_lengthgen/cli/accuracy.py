@@ -4,22 +4,15 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_recurrent_lengthgen.checkpoints.loading import load_model
-from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
-from hf_recurrent_lengthgen.cli.measuring import model_label, on_device
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
-from hf_recurrent_lengthgen.cli.report import draw
 from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
-from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
-from hf_recurrent_lengthgen.evaluation.files import write_result
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure, accuracy_over_steps_figure
-from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
-from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
-from hf_recurrent_lengthgen.metrics.tables import keep_csv
 from hf_recurrent_lengthgen.plotting.names import short_names
+
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.metrics import AccuracyComparison
 
 DESCRIPTION = """\
 Measure how many symbols models copy, recall or sort right, as in "Mimetic initialization" (Trockman et al., 2024): of
@@ -48,6 +41,11 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    from hf_recurrent_lengthgen.checkpoints.loading import load_model
+    from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
+    from hf_recurrent_lengthgen.cli.measuring import model_label, on_device, task_of
+    from hf_recurrent_lengthgen.metrics import AccuracyComparison, measure_accuracy
+
     check_given_once(options.models)
     runs = _runs(options.models)
     names = [name for steps in runs.values() for name in steps.values()] or options.models
@@ -89,22 +87,7 @@ def _runs(models: Sequence[str]) -> dict[str, dict[int, str]]:
     return {name: dict(sorted(run.items())) for name, run in zip(short_names([*runs]), runs.values(), strict=True)}
 
 
-def task_of(models: Sequence[str], records: Sequence[Any]) -> TaskStrings:
-    """The task in the configs of all models."""
-    for model, record in zip(models, records, strict=True):
-        if record is None:
-            raise ValueError(f"The config of {model} names no task: give checkpoints of lengthgen train --task.")
-        if record != records[0]:
-            raise ValueError(
-                f"{models[0]} was trained on the task {records[0]}, {model} on {record}: measure them one by one."
-            )
-    try:
-        return string_task(**records[0])
-    except TypeError as error:
-        raise ValueError(f"The task in the config of {models[0]} is damaged ({error}): {records[0]!r}.") from error
-
-
-def _table(comparison: AccuracyComparison) -> str:
+def _table(comparison: "AccuracyComparison") -> str:
     first = comparison.models[0]
     width = max(len("model"), *(len(result.model) for result in comparison.models))
     head = "".join(f"{each.length:>17,}" for each in first.lengths)
@@ -116,7 +99,7 @@ def _table(comparison: AccuracyComparison) -> str:
     return "\n".join(["model".ljust(width) + head, *rows, note])
 
 
-def _curves(comparison: AccuracyComparison) -> dict[str, dict[int, tuple[float, float]]]:
+def _curves(comparison: "AccuracyComparison") -> dict[str, dict[int, tuple[float, float]]]:
     """Model -> length -> share of right symbols, and of right answers."""
     return {
         result.model: {
@@ -126,8 +109,13 @@ def _curves(comparison: AccuracyComparison) -> dict[str, dict[int, tuple[float, 
     }
 
 
-def _write(folder: Path, comparison: AccuracyComparison, csv: bool, runs: Mapping[str, Iterable[int]]) -> Path:
+def _write(folder: Path, comparison: "AccuracyComparison", csv: bool, runs: Mapping[str, Iterable[int]]) -> Path:
     """Write JSON, table and picture; returns the path of the picture."""
+    from hf_recurrent_lengthgen.cli.report import draw
+    from hf_recurrent_lengthgen.evaluation.files import write_result
+    from hf_recurrent_lengthgen.metrics.accuracy.figure import accuracy_figure, accuracy_over_steps_figure
+    from hf_recurrent_lengthgen.metrics.tables import keep_csv
+
     write_result(folder / "accuracy.json", comparison)
     keep_csv(folder / "accuracy.csv", comparison, csv)
     first, curves = comparison.models[0], _curves(comparison)

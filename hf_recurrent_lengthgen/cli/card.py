@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, write_card
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 
 DESCRIPTION = """\
@@ -43,6 +42,8 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, write_card
+
     settings = CardSettings(
         options.repo, options.license, tuple(options.language), tuple(options.datasets), tuple(options.authors)
     )

@@ -9,20 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedConfig
-
-from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.export import our_config
-from hf_recurrent_lengthgen.checkpoints.conversion.formats import told_settings
-from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, TITLES
-from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import tokenizer_files
-from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
-from hf_recurrent_lengthgen.checkpoints.private_text import portable_command
-from hf_recurrent_lengthgen.checkpoints.records import read_lineage
-from hf_recurrent_lengthgen.checkpoints.tensor_files import FLOATS, TensorFiles
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.shared_options import HOW, add_new_folder, add_shared, help_of
+from hf_recurrent_lengthgen.cli.shared_options import (
+    DTYPES,
+    FORMATS,
+    HOW,
+    TITLES,
+    add_new_folder,
+    add_shared,
+    help_of,
+)
 
 DESCRIPTION = """\
 Convert a checkpoint of another library into one of this package, which takes and returns states, can be post-trained,
@@ -55,7 +51,7 @@ def command_parser() -> CommandParser:
         "--set", dest="told", action="append", type=_setting, default=[], metavar="NAME=VALUE", help=what
     )
     what = "dtype of all weights in the result (default: that of each tensor in SOURCE)"
-    parser.method.add_argument("--dtype", choices=FLOATS, help=what)
+    parser.method.add_argument("--dtype", choices=DTYPES, help=what)
     add_new_folder(parser)
     return parser
 
@@ -72,6 +68,10 @@ def _setting(text: str) -> tuple[str, Any]:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
+    from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
+    from hf_recurrent_lengthgen.checkpoints.private_text import portable_command
+
     output = Path(options.output)
     convert_checkpoint(
         options.source,
@@ -90,6 +90,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def _summary(name: str, output: Path) -> str:
     """The message after a conversion: what was written, and what is missing."""
+    from transformers import PreTrainedConfig
+
+    from hf_recurrent_lengthgen.checkpoints.conversion import registry
+    from hf_recurrent_lengthgen.checkpoints.conversion.export import our_config
+    from hf_recurrent_lengthgen.checkpoints.conversion.formats import told_settings
+    from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import tokenizer_files
+    from hf_recurrent_lengthgen.checkpoints.records import read_lineage
+    from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
+
     lineage = read_lineage(output)
     assert lineage is not None and lineage.source is not None  # noqa: PT018
     source = lineage.source
@@ -99,7 +108,7 @@ def _summary(name: str, output: Path) -> str:
         f"Converted {source.name} ({source.format}{f', revision {source.revision}' if source.revision else ''}, "
         f"licence {source.license or 'not stated'}): {parameters:,} parameters in {len(files.paths)} file(s)."
     ]
-    settings, layout = PreTrainedConfig.get_config_dict(output)[0], FORMATS[source.format]
+    settings, layout = PreTrainedConfig.get_config_dict(output)[0], registry.FORMATS[source.format]
     config = our_config(settings, str(output))
     told = told_settings(config)
     if assumed := {name: value for name, value in layout.assumed(config).items() if name not in told}:
@@ -127,8 +136,10 @@ def _suggested_length(names: Sequence[str]) -> str:
     return f" Its name says {named[0]}: --training-length {named[1]}." if named else ""
 
 
-def _rounded(files: TensorFiles, dtype: str) -> str:
+def _rounded(files: Any, dtype: str) -> str:
     """A message on the tensors that `from_pretrained` rounds to the dtype of the config; empty if there are none."""
+    import torch
+
     size = getattr(torch, dtype).itemsize
     finer = {name: meta.dtype for name, meta in files.metas.items() if meta.dtype.itemsize > size}
     if not finer:

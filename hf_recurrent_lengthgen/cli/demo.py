@@ -15,21 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_recurrent_lengthgen.checkpoints.records import read_json_object
-from hf_recurrent_lengthgen.cli import evaluate, retrieve, train
-from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
+from hf_recurrent_lengthgen.cli import evaluate, retrieve
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.report import summary_table, write_report
 from hf_recurrent_lengthgen.cli.shared_options import add_shared
-from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.evaluation.files import read_result
-from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
-from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, retrieval_accuracy_figure
-from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison
-from hf_recurrent_lengthgen.models import StatefulDeltaNetConfig
-from hf_recurrent_lengthgen.plotting.html import picture
+
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.metrics import Comparison
+    from hf_recurrent_lengthgen.models import StatefulDeltaNetConfig
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ def run_demo(
     memory_base: Path | None = None,
     settings: DemoSettings = DEFAULTS,
     memory: MemoryBudget = MEMORY,
-) -> Comparison:
+) -> "Comparison":
     """Train base, cured and control, evaluate them on the same held-out text, and write the report.
 
     With `memory_base`, a checkpoint folder, two more are trained from it and asked for keys (`memory_stages`).
@@ -131,6 +125,11 @@ def run_demo(
         ValueError: if a folder of a checkpoint holds files that no demo wrote, which are not overwritten, and for a
             `memory_base` that is no checkpoint with a training length.
     """
+    from hf_recurrent_lengthgen.cli import train
+    from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
+    from hf_recurrent_lengthgen.cli.report import summary_table, write_report
+    from hf_recurrent_lengthgen.data import byte_tokenizer
+
     began = time.perf_counter()
     stages = harm_stages(output, settings)
     if memory_base is not None:
@@ -141,7 +140,7 @@ def run_demo(
         shutil.rmtree(folder, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
     base_config(settings, len(byte_tokenizer())).to_json_file(output / START)
-    with quiet_libraries("warnings", "bars"):
+    with quiet_libraries():
         for number, (what, line) in enumerate(stages.items(), 1):
             command, *words = shlex.split(f"{line} --seed {seed}" if line.startswith("train ") else line)
             print(f"\n[{number}/{len(stages)}] {what}\n  lengthgen {shlex.join([command, *words])}", flush=True)
@@ -186,6 +185,8 @@ def memory_stages(base: Path, output: Path, budget: MemoryBudget) -> dict[str, s
     Raises:
         ValueError: if `base` is no checkpoint whose config.json has a training length, or one that a demo overwrites.
     """
+    from hf_recurrent_lengthgen.checkpoints.records import read_json_object
+
     if base.resolve() in [(output / role).resolve() for role in (*ROLES, *FAR_ROLES)]:
         raise ValueError(f"This demo would overwrite --memory-base {base}: give another --output.")
     config = base / "config.json"
@@ -216,6 +217,11 @@ def memory_stages(base: Path, output: Path, budget: MemoryBudget) -> dict[str, s
 
 def memory_section(folder: Path) -> str:
     """The second act as HTML, from the results of `lengthgen retrieve` in `folder`."""
+    from hf_recurrent_lengthgen.evaluation.files import read_result
+    from hf_recurrent_lengthgen.metrics import RetrievalComparison
+    from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, retrieval_accuracy_figure
+    from hf_recurrent_lengthgen.plotting.html import picture
+
     models = read_result(folder / "retrieval.json", RetrievalComparison).models
     lengths = models[0].lengths
     shown = (0, len(lengths) // 2, -1)
@@ -236,8 +242,10 @@ def memory_section(folder: Path) -> str:
     return f'<section><h2>Far memory</h2><p>{escape(said)}</p><div class="pair">{drawn}</div>{note}</section>'
 
 
-def base_config(settings: DemoSettings, vocab_size: int) -> StatefulDeltaNetConfig:
+def base_config(settings: DemoSettings, vocab_size: int) -> "StatefulDeltaNetConfig":
     """The config of the base model."""
+    from hf_recurrent_lengthgen.models import StatefulDeltaNetConfig
+
     return StatefulDeltaNetConfig(
         hidden_size=settings.hidden_size,
         num_heads=settings.num_heads,

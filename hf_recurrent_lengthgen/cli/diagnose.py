@@ -3,25 +3,22 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_recurrent_lengthgen.cli.measuring import add_options, load_inputs, ready, settings_of, told_of_cache
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns
-from hf_recurrent_lengthgen.cli.report import summary_table, write_figures
-from hf_recurrent_lengthgen.evaluation.files import write_result
+from hf_recurrent_lengthgen.cli.shared_options import add_options, settings_of
 from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
-from hf_recurrent_lengthgen.metrics.diagnosis.measure import chosen_parts, diagnose_model
-from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
-from hf_recurrent_lengthgen.metrics.diagnosis.page import facts, reasons
-from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
-from hf_recurrent_lengthgen.metrics.parts import PARTS
-from hf_recurrent_lengthgen.metrics.repeated_token import CONSTANT_PROMPT, single_token
-from hf_recurrent_lengthgen.metrics.tables import keep_csv
 
-DESCRIPTION = f"""\
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.metrics import Diagnosis
+
+DESCRIPTION = """\
 Measure how language models generalize in length, and why they fail: everything that `lengthgen evaluate` measures, and
 
-{chr(10).join(f"  {part.name:<16} {part.summary}" for part in PARTS.values())}
+  states           which heads' states leave the range of training, and their harm, in hybrids apart from attention's
+  remembrance      how much distant tokens change predictions (Effective Remembrance)
+  misalignment     how far predictions move when the context is cut a little shorter
+  constant prompt  the loss and the states on a text of line breaks only
 
 Writes result.json, index.html and figures. What cannot be measured on a model is left out, with the reason. Each token
 is read four times, and the first 4 T tokens of each text 32 times more for Effective Remembrance; --parts leaves it
@@ -41,7 +38,17 @@ def command_parser() -> CommandParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = command_parser().parse_args(arguments)
+    parser = command_parser()
+    options = parser.parse_args(arguments)
+    from hf_recurrent_lengthgen.cli.measuring import load_inputs, ready, told_of_cache
+    from hf_recurrent_lengthgen.cli.report import summary_table, write_figures
+    from hf_recurrent_lengthgen.evaluation.files import write_result
+    from hf_recurrent_lengthgen.metrics.diagnosis.measure import chosen_parts, diagnose_model
+    from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
+    from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
+    from hf_recurrent_lengthgen.metrics.repeated_token import CONSTANT_PROMPT
+    from hf_recurrent_lengthgen.metrics.tables import keep_csv
+
     settings = settings_of(DiagnosisSettings, options, ["lengthgen", "diagnose", *arguments])
     parts = [part.name for part in chosen_parts(settings)]
     if settings.repeated_text is not None and CONSTANT_PROMPT.name not in parts:
@@ -72,6 +79,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _repeated_token(tokenizer: Any, text: str | None) -> int | None:
     """None for a tokenizer without a line break; a `ValueError` for a given text that is not one token."""
+    from hf_recurrent_lengthgen.metrics.repeated_token import single_token
+
     token = single_token(tokenizer, "\n" if text is None else text)
     if token is None and text is not None:
         count = len(tokenizer.encode(text, add_special_tokens=False))
@@ -81,8 +90,10 @@ def _repeated_token(tokenizer: Any, text: str | None) -> int | None:
     return token
 
 
-def why_table(diagnosis: Diagnosis) -> str:
+def why_table(diagnosis: "Diagnosis") -> str:
     """One row per model with the facts of all parts, and below what could not be measured."""
+    from hf_recurrent_lengthgen.metrics.diagnosis.page import facts, reasons
+
     by_model = [
         (model.evaluation.model, {fact.name: fact.value for fact in facts(model)}) for model in diagnosis.models
     ]

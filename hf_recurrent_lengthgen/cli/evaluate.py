@@ -3,16 +3,15 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hf_recurrent_lengthgen.checkpoints.records import last_training, read_lineage
-from hf_recurrent_lengthgen.cli.measuring import add_options, load_inputs, ready, settings_of, told_of_cache
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.report import summary_table, write_report
-from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
+from hf_recurrent_lengthgen.cli.shared_options import add_options, settings_of
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.metrics.context_harm.measure import differences, evaluate_model
-from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
-from hf_recurrent_lengthgen.metrics.tables import keep_csv
+
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
+    from hf_recurrent_lengthgen.metrics import Comparison
 
 DESCRIPTION = """\
 Measure language models beyond their training length T: loss by position, how much the context beyond T harms
@@ -40,6 +39,10 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    from hf_recurrent_lengthgen.cli.measuring import told_of_cache
+    from hf_recurrent_lengthgen.cli.report import summary_table, write_report
+    from hf_recurrent_lengthgen.metrics.tables import keep_csv
+
     comparison, cache = compare(options, arguments)
     print(f"\n{summary_table(comparison)}")
     page = write_report(comparison, Path(options.output))
@@ -48,8 +51,13 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def compare(options: argparse.Namespace, arguments: Sequence[str]) -> tuple[Comparison, ResultCache | None]:
+def compare(options: argparse.Namespace, arguments: Sequence[str]) -> "tuple[Comparison, ResultCache | None]":
     """Measure all models; also the cache of results."""
+    from hf_recurrent_lengthgen.checkpoints.records import last_training, read_lineage
+    from hf_recurrent_lengthgen.cli.measuring import load_inputs, ready
+    from hf_recurrent_lengthgen.metrics.context_harm.measure import differences, evaluate_model
+    from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
+
     settings = settings_of(EvaluationSettings, options, ["lengthgen", "evaluate", *arguments])
     inputs = load_inputs(options)
     compared = []

@@ -4,14 +4,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
-from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, save_checkpoint
-from hf_recurrent_lengthgen.checkpoints.loading import load_model, read_config
-from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
-from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
-from hf_recurrent_lengthgen.surgery.expansion_plan import layers_of
 
 DESCRIPTION = """\
 Expand the recurrent states of some layers of a trained model (StateX; Shen et al., 2025): Mamba gets a larger state
@@ -53,6 +47,13 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
+    from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, save_checkpoint
+    from hf_recurrent_lengthgen.checkpoints.loading import load_model, read_config
+    from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
+    from hf_recurrent_lengthgen.surgery import expand_state, expansion_report
+    from hf_recurrent_lengthgen.surgery.expansion_plan import layers_of
+
     refuse_adapter(options.model)
     expansion = {
         "layers": layers_of(options.layers, "--layers"),

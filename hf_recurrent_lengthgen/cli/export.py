@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, TITLES
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
+from hf_recurrent_lengthgen.cli.shared_options import FORMATS, TITLES, add_new_folder, add_shared
 
 DESCRIPTION = """\
 Write a checkpoint of this package in the layout of another library, which then loads it by itself. Weights are copied
@@ -38,6 +36,8 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
+
     output = Path(options.output)
     export_checkpoint(options.checkpoint, output, options.format, revision=options.revision)
     print(f"Exported to {output}, for {options.format}: {', '.join(sorted(path.name for path in output.iterdir()))}.")

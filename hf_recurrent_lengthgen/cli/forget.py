@@ -1,22 +1,12 @@
 """`lengthgen forget`: a copy of a checkpoint that forgets more at inference than it has learned to."""
 
-import argparse
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedConfig
-
-from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
-from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, save_checkpoint
-from hf_recurrent_lengthgen.checkpoints.loading import load_model
-from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
-from hf_recurrent_lengthgen.evaluation.streaming import state_elements
-from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words
 
 DESCRIPTION = """\
 Make a copy of a checkpoint that forgets at inference, without training (Chen et al., 2024): its states hold the last
@@ -37,9 +27,9 @@ def command_parser() -> CommandParser:
     parser.model.add_argument("model", metavar="MODEL", help=what)
     add = parser.method.add_argument
     add("--window", type=some_tokens, metavar="N", help="tokens that the state of each layer holds")
-    add("--retention", type=float, metavar="X", help="factor on the decays, above 0 and at most 1")
-    add("--insertion", type=float, metavar="X", help="factor on what is written into the state")
-    add("--delta-scale", type=float, metavar="X", help="factor on the step sizes of Mamba, at most 1")
+    add("--retention", type=float, default=1.0, metavar="X", help="factor on the decays, above 0 and at most 1")
+    add("--insertion", type=float, default=1.0, metavar="X", help="factor on what is written into the state")
+    add("--delta-scale", type=float, default=1.0, metavar="X", help="factor on the step sizes of Mamba, at most 1")
     add_new_folder(parser)
     add_shared(parser, "--trust-remote-code")
     return parser
@@ -47,22 +37,25 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    given = {name: getattr(options, name) for name in Forgetting._fields if getattr(options, name) is not None}
+    import torch
+    from transformers import PreTrainedConfig
+
+    from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
+    from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, save_checkpoint
+    from hf_recurrent_lengthgen.checkpoints.loading import load_model
+    from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
+    from hf_recurrent_lengthgen.evaluation.streaming import state_elements
+    from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words
+
+    rule = Forgetting(options.retention, options.insertion, options.window, options.delta_scale)
     refuse_adapter(options.model)
     output = Path(options.output)
     check_new(output)
-    rule = Forgetting(**given)
     if rule == Forgetting():
         raise ValueError("Nothing would be forgotten: give --window, --retention, --insertion or --delta-scale.")
-    _save(options, rule, output, ["lengthgen", "forget", *arguments])
-    return 0
-
-
-def _save(options: argparse.Namespace, rule: Forgetting, output: Path, command: list[str]) -> None:
-    """Write the copy, with the weights in the dtype of the checkpoint."""
     values, _ = PreTrainedConfig.get_config_dict(options.model)
     dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "float32"), torch.float32)
-    model: Any = load_model(options.model, options.trust_remote_code, dtype)
+    model: Any = load_model(options.model, options.trust_remote_code, dtype)  # weights stay in their dtype
     if (before := Forgetting.of(model.config)) != Forgetting():
         raise ValueError(
             f"{options.model} forgets already ({in_words(before)}): give the checkpoint that it was made from."
@@ -72,9 +65,11 @@ def _save(options: argparse.Namespace, rule: Forgetting, output: Path, command: 
         done = [*(getattr(model.config, "interventions", None) or ()), f"forgetting at inference: {in_words(rule)}"]
         model.config.interventions = done
         given = options.model, options.trust_remote_code
+        command = ["lengthgen", "forget", *arguments]
         save_checkpoint(model, output, *given, lineage_of(options.model), "forget", done[-1], command)
         if rule.window is not None:
             print(f"State of a sequence: {plain:,} -> {state_elements(model):,} numbers.")
     remote = ["--trust-remote-code"] if options.trust_remote_code else []
     compare = shlex.join(["lengthgen", "evaluate", options.model, str(output), *remote])
     print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")
+    return 0

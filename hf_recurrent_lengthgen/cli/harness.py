@@ -4,8 +4,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.yaml_files import read_yaml
 
@@ -49,6 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         command_parser().print_help()
         return 0
+    import torch
+
     try:
         from lm_eval.__main__ import cli_evaluate
 

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -15,10 +14,10 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen import data as sources
 from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
+from hf_recurrent_lengthgen.cli.shared_options import STANDARD_LIBRARY
 from hf_recurrent_lengthgen.data import load_texts, split_names, token_stream
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 
-STANDARD_LIBRARY = "stdlib"
 RESULT_FILES = ("result.json", "retrieval.json", "accuracy.json")
 standard_library_corpus = cache(sources.standard_library_corpus)  # which takes a fifth of a second
 
@@ -31,35 +30,16 @@ class Stream(NamedTuple):
 
 
 @contextmanager
-def quiet_libraries(*what: Literal["warnings", "bars"]) -> Iterator[None]:
-    """Silence warnings of Transformers, or its progress bars and those of `load_rows`, and restore them at the end."""
+def quiet_libraries() -> Iterator[None]:
+    """Silence warnings and progress bars of Transformers, and restore them at the end."""
     bars = logging.is_progress_bar_enabled()
-    if "bars" in what:
-        logging.disable_progress_bar()
+    logging.disable_progress_bar()
     try:
-        with quiet_transformers() if "warnings" in what else nullcontext():
+        with quiet_transformers():
             yield
     finally:
-        if "bars" in what and bars:
+        if bars:
             logging.enable_progress_bar()
-
-
-@contextmanager
-def no_word_of_missing_kernels() -> Iterator[None]:
-    """Let Transformers not say that kernels are missing where there is no GPU, which they need."""
-
-    def is_shown(record: Any) -> bool:
-        text = record.getMessage().lower()
-        return torch.cuda.is_available() or not ("falling back to" in text or "fast path is not available" in text)
-
-    handlers = logging.get_logger("transformers").handlers
-    for handler in handlers:
-        handler.addFilter(is_shown)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(is_shown)
 
 
 def make_output_folder(name: str) -> Path:

@@ -1,21 +1,18 @@
-"""The command line: `lengthgen COMMAND`, with one file for each command."""
+"""The command line: `lengthgen COMMAND`, with one file for each command.
+
+A file imports torch and Transformers in the functions that run, so that a help and a wrong option take no time. Only
+`train`, whose options are those of Transformers too, imports both at once.
+"""
 
 import argparse
-import contextlib
-import gc
 import os
-import re
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from types import FrameType, ModuleType
 
 from safetensors import SafetensorError
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, mistyped, suggestion
+from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.versions import installed_versions
 
 PURPOSES = {
@@ -47,12 +44,9 @@ PURPOSES = {
     },
 }
 COMMANDS = {name: what for commands in PURPOSES.values() for name, what in commands.items()}
-"""Modules beside this one, which take long to import, so that only the one that runs is imported."""
+"""Modules beside this one."""
 CONTINUED = ("convert", "evaluate", "diagnose", "push", "retrieve", "state")
 """Commands that keep what they have done when they are interrupted."""
-HELPS = Path(__file__).with_name("help.txt")
-"""The helps of commands, each below its `HELP_HEADING`; their parsers take seconds to import (`tests.cli.helps`)."""
-HELP_HEADING = "==== {} ====\n"
 DESCRIPTION = "\n\n".join(
     ["Recurrent language models that keep working far beyond the length they were trained on."]
     + [
@@ -69,93 +63,26 @@ lengthgen evaluate --help
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_or_interrupt)
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = command_parser()
-    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     own = next((index for index, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     parsed = parser.parse_args(arguments[: own + 1])
-    if (name := parsed.command) not in COMMANDS:
-        parser.error(f"invalid choice: {name!r} (choose from {', '.join(COMMANDS)}){suggestion(name, COMMANDS)}")
-    *words, last = arguments[own:]
-    known = "hf_recurrent_lengthgen.trainers" in sys.modules  # and maybe interventions of the user's own
-    if last in ("-h", "--help") and not known and (shown := _stored_help(words)):
-        print(shown, end="")
-        return 0
+    name, arguments = parsed.command, arguments[own + 1 :]
+    if not sys.stderr.isatty():  # progress bars would fill a log; read where Transformers is imported
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        if "torch" not in sys.modules and name != "harness":
-            _refuse_mistyped(name, arguments[own + 1 :])
-        command = _imported(f"hf_recurrent_lengthgen.cli.{name}")
-        with contextlib.ExitStack() as quiet:
-            if "transformers" in sys.modules:
-                from hf_recurrent_lengthgen.cli.inputs import no_word_of_missing_kernels, quiet_libraries
-
-                quiet.enter_context(no_word_of_missing_kernels())
-                if not sys.stderr.isatty():  # progress bars would fill a log
-                    quiet.enter_context(quiet_libraries("bars"))
-            return int(command.run(arguments[own + 1 :]))
-    except (ValueError, OSError, SafetensorError, RuntimeError) as error:  # safetensors and torch on a full disk
-        full = isinstance(error, RuntimeError) and re.search("StreamWriter|unexpected pos", str(error))
-        if parsed.debug or (isinstance(error, RuntimeError) and not full):
+        return int(import_module(f"hf_recurrent_lengthgen.cli.{name}").run(arguments))
+    except (ValueError, OSError, SafetensorError) as error:
+        if parsed.debug:
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        message = f"torch could not write a file; is the disk full? ({message})" if full else message
-        print(f"lengthgen {name}: {message}", file=sys.stderr)
+        print(f"lengthgen {name}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         kept = name in CONTINUED and "--no-cache" not in arguments
         hint = ": the same command continues with what is left" if kept else ""
         print(f"lengthgen {name}: interrupted{hint}", file=sys.stderr)
         return 130
-
-
-def _end_or_interrupt(number: int, frame: FrameType | None) -> None:
-    """End the process where modules are imported, as libraries swallow a `KeyboardInterrupt` there; else raise one."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            print("lengthgen: interrupted", file=sys.stderr, flush=True)
-            os._exit(130)
-        frame = frame.f_back
-    raise KeyboardInterrupt
-
-
-def _imported(name: str) -> ModuleType:
-    """A module, without a search for garbage among the million objects of Transformers, which would take a third."""
-    if "torch" in sys.modules:
-        return import_module(name)
-    gc.disable()
-    try:
-        return import_module(name)
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-def _stored_help(words: Sequence[str]) -> str:
-    """The help of "COMMAND [ACTION]"; "" for others."""
-    rest = HELPS.read_text(encoding="utf-8").partition(HELP_HEADING.format(" ".join(words)))[2]
-    return rest.partition(HELP_HEADING[:5])[0]
-
-
-def _refuse_mistyped(name: str, arguments: Sequence[str]) -> None:
-    """Exit, before imports, for an option that no help has; `train` also takes those of Transformers and of files."""
-    shown = _stored_help([name, *arguments[:1]]) or _stored_help([name])
-    files = name == "train" and ("--import" in "".join(arguments) or not "".join(arguments[:1]).startswith("-"))
-    unknown = mistyped([argument.replace("_", "-") for argument in arguments], known := known_options(name, shown))
-    if unknown and not files:
-        parser = argparse.ArgumentParser(f"lengthgen {name}", shown.partition("\n\n")[0].removeprefix("usage: "))
-        hints = [suggestion(option, known) for option in unknown]
-        parser.error("".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
-
-
-def known_options(name: str, shown: str) -> list[str]:
-    """The options in a help, for `train` also those of the installed transformers.TrainingArguments."""
-    known = re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, flags=re.MULTILINE)
-    if name == "train" and (package := find_spec("transformers")) and package.origin:
-        text = Path(package.origin).with_name("training_args.py").read_text(encoding="utf-8")
-        known += [f"--{no}{field}" for field in re.findall(r"^    (\w+): ", text, re.MULTILINE) for no in ("", "no_")]
-    return [option.replace("_", "-") for option in known]
 
 
 def command_parser() -> CommandParser:

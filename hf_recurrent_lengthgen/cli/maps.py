@@ -2,25 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
-from hf_recurrent_lengthgen.cli.accuracy import task_of
-from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
-from hf_recurrent_lengthgen.cli.measuring import shared_tokenizer
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
-from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
-from hf_recurrent_lengthgen.data.tasks.strings import DELIMITER_ID, END_ID
-from hf_recurrent_lengthgen.data.tokens import text_ids
-from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
-from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
-from hf_recurrent_lengthgen.metrics.maps.result import AttentionMaps, save_maps
-from hf_recurrent_lengthgen.models.modeling_protocols import base_of
-from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.names import short_names
+
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.metrics import AttentionMaps
 
 MOST_TOKENS = 1024
 DESCRIPTION = """\
@@ -54,6 +42,16 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    import torch
+
+    from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
+    from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
+    from hf_recurrent_lengthgen.metrics import attention_maps, save_maps
+    from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
+    from hf_recurrent_lengthgen.models.modeling_protocols import base_of
+    from hf_recurrent_lengthgen.plotting.images import save_png
+    from hf_recurrent_lengthgen.plotting.names import short_names
+
     check_given_once(options.models)
     how: dict[str, Any] = {"attention_window": options.attention_window}
     models = [base_of(load_language_model(name, options.trust_remote_code, **how)) for name in options.models]
@@ -75,6 +73,11 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _tokens(options: argparse.Namespace, models: Sequence[Any]) -> tuple[list[int], list[str]]:
+    from hf_recurrent_lengthgen.cli.measuring import shared_tokenizer, task_of
+    from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
+    from hf_recurrent_lengthgen.data.tasks.strings import DELIMITER_ID, END_ID
+    from hf_recurrent_lengthgen.data.tokens import text_ids
+
     if options.task_length is not None:
         task = task_of(options.models, [getattr(model.config, "task", None) for model in models])
         ids = task.resized(options.task_length, 1, EVALUATION_SEED)[0]["input_ids"].tolist()
@@ -86,7 +89,7 @@ def _tokens(options: argparse.Namespace, models: Sequence[Any]) -> tuple[list[in
     return ids, [str(tokenizer.decode([token])) for token in ids]
 
 
-def table(maps: AttentionMaps) -> str:
+def table(maps: "AttentionMaps") -> str:
     rows = ["layer  kind                    cos(W_B, W_C)  W_C^T W_B ~ I  off linear attention  first token left"]
     for layer in maps.layers:
         values = (layer.cosine, layer.identity, layer.linear_distance, float(layer.mask[-1, 0]))

@@ -1,12 +1,9 @@
-"""What the commands that measure models share: options, models, texts and the result cache."""
+"""What the commands that measure models share: models, texts and the result cache."""
 
 import argparse
-import shlex
-import sys
 from collections.abc import Sequence
-from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -21,26 +18,15 @@ from hf_recurrent_lengthgen.cli.inputs import (
     make_output_folder,
     token_unit,
 )
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive, some_tokens
-from hf_recurrent_lengthgen.cli.shared_options import DTYPES, HOW, MODELS, add_shared
 from hf_recurrent_lengthgen.data import evaluation_sequences
+from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache, default_cache_folder
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, Role
-from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.streaming import check_tokens
 from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
 from hf_recurrent_lengthgen.plotting.names import short_names
-
-Settings = TypeVar("Settings", bound=EvaluationSettings)
-TEXT: Any = str | None
-"""Type of a setting that is a text as it is, and not names."""
-MODEL_OPTIONS = (
-    *("--tokenizer", "--training-length", "--attention-window"),
-    *("--device", "--dtype", "--cache", "--no-cache", "--trust-remote-code"),
-)
-"""How models are loaded and run, and where results are kept."""
 
 
 class Subject(NamedTuple):
@@ -67,38 +53,6 @@ class Inputs(NamedTuple):
     tokens: np.ndarray
     data: DataRecord
     cache: ResultCache | None
-
-
-def add_options(parser: CommandParser, settings: type[EvaluationSettings], output: str, sequences: int) -> None:
-    """Add the options that `load_inputs` reads, and those of the settings."""
-    several = "; a folder of checkpoints seed0, seed1, ... is a method with several seeds"
-    parser.model.add_argument("models", **MODELS | {"help": MODELS["help"] + several})
-    what = f"what each model is, of {', '.join(get_args(Role))}: the page compares cured and control with the base"
-    parser.model.add_argument("--roles", metavar="ROLE,...", help=what)
-    add_shared(parser, "--data", "--split", "--text-column")
-    what = "tokens per sequence, such as 65536, 64k or 1M (default: 64 T)"
-    parser.data.add_argument("--length", type=some_tokens, metavar="N", help=what)
-    what = "number of sequences (default: %(default)s)"
-    parser.data.add_argument("--sequences", type=positive, default=sequences, metavar="N", help=what)
-    fields = {f"--{field.name.replace('_', '-')}": field for field in _options_of(settings)}
-    add_shared(parser, *MODEL_OPTIONS, "--output", "--csv", *HOW.keys() & fields.keys(), output=output)
-    for name, field in fields.items():
-        if name not in HOW:
-            kind, metavar = {int: (int, "N"), TEXT: (None, "TEXT")}.get(field.type, (None, "NAME,..."))
-            parser.method.add_argument(name, type=kind, default=field.default, metavar=metavar, **field.metadata)
-
-
-def _options_of(settings: type[EvaluationSettings]) -> list[Field[Any]]:
-    return [field for field in fields(settings) if "help" in field.metadata]
-
-
-def settings_of(settings: type[Settings], options: argparse.Namespace, command: Sequence[str]) -> Settings:
-    """The settings from the options of a command; options of several names have commas between them."""
-    given = {field.name: getattr(options, field.name) for field in _options_of(settings)}
-    for field in _options_of(settings):
-        if isinstance(value := given[field.name], str) and field.type != TEXT:
-            given[field.name] = tuple(filter(None, (one.strip() for one in value.split(","))))
-    return settings(**given, command=shlex.join(command), progress=sys.stderr.isatty())
 
 
 def load_inputs(options: argparse.Namespace) -> Inputs:
@@ -155,7 +109,7 @@ def _seeds(name: str) -> list[str]:
 
 def load_models(options: argparse.Namespace, window: str | None) -> list[Any]:
     """The models of a command with `MODEL_OPTIONS`."""
-    how = options.trust_remote_code, DTYPES[options.dtype], window
+    how = options.trust_remote_code, getattr(torch, options.dtype), window
     return [load_language_model(name, *how) for name in options.models]
 
 
@@ -169,7 +123,7 @@ def _windows(given: str | None) -> list[str | None]:
     return windows
 
 
-def ready(subject: Subject, inputs: Inputs, what: str, device: str) -> Any:
+def ready(subject: Subject, inputs: Inputs, what: str, device: str | None) -> Any:
     """The model of a subject on the device, with its window, after a line that says what is done with it."""
     sequences, length = inputs.tokens.shape
     print(f"{what} {subject.label} on {sequences} texts of {length - 1:,} {inputs.data.token_unit}s")
@@ -251,8 +205,24 @@ def shared_tokenizer(options: argparse.Namespace) -> PreTrainedTokenizerBase:
     return first
 
 
-def on_device(model: Any, device: str) -> Any:
-    """Move the model to a device, or raise a `ValueError`."""
+def task_of(models: Sequence[str], records: Sequence[Any]) -> TaskStrings:
+    """The task in the configs of all models."""
+    for model, record in zip(models, records, strict=True):
+        if record is None:
+            raise ValueError(f"The config of {model} names no task: give checkpoints of lengthgen train --task.")
+        if record != records[0]:
+            raise ValueError(
+                f"{models[0]} was trained on the task {records[0]}, {model} on {record}: measure them one by one."
+            )
+    try:
+        return string_task(**records[0])
+    except TypeError as error:
+        raise ValueError(f"The task in the config of {models[0]} is damaged ({error}): {records[0]!r}.") from error
+
+
+def on_device(model: Any, device: str | None) -> Any:
+    """Move the model to a device, None for an accelerator if there is one, or raise a `ValueError`."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return model.to(torch.device(device))
     except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA

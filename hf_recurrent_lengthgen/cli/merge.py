@@ -5,14 +5,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_recurrent_lengthgen.checkpoints.adapters import adapter_of, base_of_adapter, holds_adapter
-from hf_recurrent_lengthgen.checkpoints.adapters import merged as merge_adapter
-from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, save_checkpoint
-from hf_recurrent_lengthgen.checkpoints.loading import load_model
-from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
-from hf_recurrent_lengthgen.trainers.checks import takes_states
 
 DESCRIPTION = """\
 Add the weights of an adapter (LoRA of PEFT) to its base model and save a whole checkpoint: with code, tokenizer and
@@ -37,6 +31,13 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    from hf_recurrent_lengthgen.checkpoints.adapters import adapter_of, base_of_adapter, holds_adapter
+    from hf_recurrent_lengthgen.checkpoints.adapters import merged as merge_adapter
+    from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, save_checkpoint
+    from hf_recurrent_lengthgen.checkpoints.loading import load_model
+    from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
+    from hf_recurrent_lengthgen.trainers.checks import takes_states
+
     adapter, output, trust = options.adapter, Path(options.output), options.trust_remote_code
     if not holds_adapter(adapter):
         raise ValueError(f"{adapter} holds no adapter_config.json, so there is nothing to merge.")

@@ -1,12 +1,11 @@
 """Options of `lengthgen train`: the paper's defaults, overridden by a YAML file, overridden by flags."""
 
 import argparse
-import difflib
 import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,14 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser
 
-from hf_recurrent_lengthgen.cli.parsing import HelpFormatter, add_headings, examples_text, tokens, windows
+from hf_recurrent_lengthgen.cli.parsing import (
+    HelpFormatter,
+    add_headings,
+    examples_text,
+    parse_all,
+    tokens,
+    windows,
+)
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, goes_with
 from hf_recurrent_lengthgen.cli.shared_options import HOW
 from hf_recurrent_lengthgen.trainers import (
@@ -113,20 +119,18 @@ def read_options(
         ValueError: for a file that cannot be used, for options without effect or in contradiction, and as the config
             raises.
     """
+    arguments = [*([] if config_file is None else _flags_of(config_file)), *arguments]
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--import", dest="file")
+    own.add_argument("--import", "--import_file", "--import-file", dest="file")
     if (file := own.parse_known_args(arguments)[0].file) is not None:
-        _run_file(file)
-    given = [*([] if config_file is None else _flags_of(config_file)), *arguments]
-    values = parse(given)
-    trainer = INTERVENTIONS[values["intervention"]]
-    config = trainer.config_class
-    run = RunArguments(**{name: values[name] for name in _names(RunArguments) & values.keys()})
-    training = config(**{name: values[name] for name in _names(config) & values.keys()})
-    named = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in given}
-    _check_named(values, named)
-    _check(run, training, named)
-    if run.lengths_differ and "train_sampling_strategy" not in named and not _shuffles(training, trainer):
+        _run_file(file)  # before the options that it defines are known
+    given = vars(RunParser().parse_args(arguments))
+    run = RunArguments(**{name: given[name] for name in _names(RunArguments) & given.keys()})
+    trainer = INTERVENTIONS[run.intervention]
+    values = _defaults(given) | given
+    training = trainer.config_class(**{name: values[name] for name in _names(trainer.config_class) & values.keys()})
+    _check(run, training, given.keys())
+    if run.lengths_differ and "train_sampling_strategy" not in given and not _shuffles(training, trainer):
         training.train_sampling_strategy = "group_by_length"
     return run, training, trainer
 
@@ -135,58 +139,46 @@ def _run_file(file: str) -> None:
     """Run a Python file, whose trainers are interventions from then on.
 
     Raises:
-        ValueError: for a file that cannot be run, with the reason.
+        ValueError: for a file that cannot be imported by its name.
     """
     path, name = Path(file).resolve(), Path(file).stem
     if getattr(sys.modules.get(name), "__file__", None) == str(path):
         return  # it was run already
-    spec = importlib.util.spec_from_file_location(name, path) if path.suffix == ".py" and path.is_file() else None
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or name in sys.modules:
-        raise ValueError(f"--import {file}: give a Python file that is there and not called as another module.")
+        raise ValueError(f"--import {file}: give a Python file that is not called as another module.")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # its classes are pickled by this name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ValueError(f"--import {file} fails: {type(error).__name__}: {error}") from error
+    spec.loader.exec_module(module)
 
 
-def parse(arguments: Sequence[str]) -> dict[str, Any]:
-    """All options by name, given or by default.
+def _defaults(given: dict[str, Any]) -> dict[str, Any]:
+    """The paper's settings, as far as the options that were given leave them open.
 
     Raises:
-        SystemExit: for unknown options, after a message.
         ValueError: unless exactly one of max_steps and num_train_epochs limits the training.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--intervention", nargs="?", default="state_passing")
-    chosen = first.parse_known_args(arguments)[0].intervention
-    trainer = INTERVENTIONS.get(chosen, InitialStateTrainer)  # the parser refuses unknown names
-    values = vars(RunParser([trainer.config_class]).parse_args(arguments))
-    steps, epochs = values["max_steps"], values["num_train_epochs"]
-    if steps is None:
-        values["max_steps"] = PAPER_STEPS if epochs is None else -1
-    elif not (steps >= 1 if epochs is None else steps == -1):
+    steps, epochs = given.get("max_steps"), given.get("num_train_epochs")
+    if steps is not None and (steps < 1 if epochs is None else steps != -1):
         raise ValueError(
             f"max_steps is {steps}, num_train_epochs {'not given' if epochs is None else epochs}: give either "
             "max_steps of at least 1 or num_train_epochs (max_steps -1 overrides that of a file)."
         )
-    if epochs is None:
-        del values["num_train_epochs"]
-    if values["lr_scheduler_kwargs"] is None and values["lr_scheduler_type"] == PAPER_SCHEDULE:
+    values = DEFAULTS | {"max_steps": PAPER_STEPS if epochs is None else -1}
+    if given.get("lr_scheduler_type", PAPER_SCHEDULE) == PAPER_SCHEDULE:
         values["lr_scheduler_kwargs"] = dict(PAPER_SCHEDULE_SETTINGS)
+    if not torch.accelerator.is_available():  # torch warns of pinned memory, the default of Transformers
+        values["dataloader_pin_memory"] = False
+    if not sys.stderr.isatty():
+        values["disable_tqdm"] = True
     return values
 
 
 class RunParser(HfArgumentParser):
-    """Parser of `RunArguments` and the arguments of trainers.
+    """Parser of `RunArguments` and the configs of all trainers, which reads nothing but what was given."""
 
-    Args:
-        configs: Their config classes; the first that has an option defines it.
-    """
-
-    def __init__(self, configs: Iterable[type[Any]]) -> None:
+    def __init__(self) -> None:
         self._groups: dict[str, Any] = {}
+        configs = [trainer.config_class for _, trainer in sorted(INTERVENTIONS.items())]
         super().__init__(
             (RunArguments, *configs),  # type: ignore[arg-type]
             prog="lengthgen train",
@@ -194,72 +186,45 @@ class RunParser(HfArgumentParser):
             description=DESCRIPTION,
             epilog=examples_text(EXAMPLES),
             formatter_class=HelpFormatter,
+            argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
             add_help=False,
         )
-        # without an accelerator torch warns of pinned memory, the default of Transformers
-        pinned = {} if torch.accelerator.is_available() else {"dataloader_pin_memory": False}
-        quiet = {"disable_tqdm": None if sys.stderr.isatty() else True}
-        self.set_defaults(**DEFAULTS, **quiet, **pinned, max_steps=None, num_train_epochs=None)
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
-        """As in argparse, under the heading of the option; of TrainingArguments, `MOST_USED` are listed."""
-        name = options.get("dest", flags[0].lstrip("-"))
-        if options.get("type") is int and _OF_TOKENS.search(name):
-            options["type"] = tokens
-            options.setdefault("metavar", "N")
-        if name == "attention_window":
-            options["type"] = windows
-        for item in ("heading", "goes_with"):
-            options.pop(item, None)
+        """As in argparse, once and under the heading of the option; of TrainingArguments, `MOST_USED` are listed."""
+        name = options.setdefault("dest", flags[0].lstrip("-"))
         if not self._groups:
             self._groups = dict(zip(HEADINGS, add_headings(self, *HEADINGS), strict=True))
             self._groups["other"] = self.add_argument_group("other options of transformers.TrainingArguments")
-        heading = _heading(name)
         if flags[0] in self._option_string_actions:
             return None
+        if options.get("type") is int and _OF_TOKENS.search(name):
+            options["type"] = tokens
+        if name == "attention_window":
+            options["type"] = windows
         if name == "intervention":
             options["choices"] = sorted(INTERVENTIONS)
-        options["help"] = _help(name, flags[0], options)
-        if heading == "other":
-            options["help"] = argparse.SUPPRESS
-        if "type" in options and "metavar" not in options and len(options.get("choices", ())) not in range(1, 5):
-            known = {int: "N", float: "X", str: "TEXT"}
-            options["metavar"] = "BOOL" if "const" in options else known.get(options["type"], "NAME")
-        if name == "import_file":  # import is no name for a field
-            flags, options["dest"], options["metavar"] = ("--import", *flags), name, "FILE.py"
-        if name == "resume_from_checkpoint":
-            options["metavar"] = "FOLDER"
-        if name == "output_dir":  # the name in all other commands
-            flags, options["dest"], options["metavar"] = ("--output", *flags), name, "FOLDER"
-        action = self._groups[heading].add_argument(*flags, **options)
+        heading = _heading(name)
+        options["help"] = argparse.SUPPRESS if heading == "other" else _help(name, flags[0], options)
+        if "type" in options and len(options.get("choices", ())) not in range(1, 5):
+            words = {int: "N", tokens: "N", float: "X", str: "TEXT"}
+            options.setdefault("metavar", "BOOL" if "const" in options else words.get(options["type"], "NAME"))
+        flags = {"import_file": ("--import",), "output_dir": ("--output",)}.get(name, ()) + flags
+        options = {key: options[key] for key in options.keys() - {"heading", "goes_with"}}
+        action = self._groups[heading].add_argument(*flags, **options | {"default": argparse.SUPPRESS})
         action.option_strings = [flags[0].replace("_", "-")]  # other spellings are accepted, but not listed
         return action
 
-    def error(self, message: str) -> Any:
-        """As in argparse, with the choices that an option needs, or the option that was probably meant."""
-        unknown = message.removeprefix("unrecognized arguments: ")
-        hint = f"; {_hint(unknown.split()[0])}" if unknown != message and unknown.startswith("--") else ""
-        hint = hint or (
-            "; --resume-from-checkpoint FOLDER names one" if message.startswith("argument --resume:") else ""
-        )
-        super().error(message + hint)
-
-
-def command_parser() -> RunParser:
-    """The parser of all options, for the help."""
-    configs = [trainer.config_class for _, trainer in sorted(INTERVENTIONS.items())]
-    parser = RunParser(configs)
-    order = [*TRAINING, *RUN]
-    for group in parser._action_groups:  # else --output would stand at the end
-        group._group_actions.sort(key=lambda action: order.index(action.dest) if action.dest in order else len(order))
-    return parser
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; suggests an option for a mistyped one."""
+        return parse_all(self, args, namespace)
 
 
 def _heading(name: str) -> str:
     """The heading of the help that an option belongs to."""
-    if (own := {item.name: item for item in fields(RunArguments)}.get(name)) is not None:
-        return str(own.metadata["heading"])
+    if name in _names(RunArguments):
+        return str(RunArguments.__dataclass_fields__[name].metadata["heading"])
     if name in InitialStateConfig.method_fields() or goes_with(name):
         return "method"
     return "training" if name in TRAINING else "run" if name in RUN else "other"
@@ -270,6 +235,7 @@ def _help(name: str, flag: str, options: dict[str, Any]) -> str:
     if flag == f"--no_{name}":
         return f"the same as --{name.replace('_', '-')} false"
     text, default = str(OUR_HELP.get(name, options.get("help"))), DEFAULTS.get(name, options.get("default"))
+    text = text.replace("%(default)s", str(default))
     if name == "intervention":
         text += ", ".join(f"{key} ({INTERVENTIONS[key].about.title})" for key in options["choices"])
     if not (re.search("[Dd]efault|Required", text) or default is None or default is False):
@@ -277,83 +243,66 @@ def _help(name: str, flag: str, options: dict[str, Any]) -> str:
     return f"{text} [{goes_with(name)}]" if goes_with(name) else text
 
 
-def _hint(option: str) -> str:
-    """The choices that an option needs, or the option that was probably meant."""
-    name = option.partition("=")[0].lstrip("-").replace("-", "_")
-    if conditions := goes_with(name):
-        return f"{name} goes with {conditions}"
-    near = difflib.get_close_matches(name, _known(), n=3)
-    return f"did you mean {' or '.join(near)}?" if near else "lengthgen train --help lists the options"
-
-
-def _known() -> set[str]:
-    """The names of all options."""
-    return _names(RunArguments).union(*(_names(trainer.config_class) for trainer in INTERVENTIONS.values()))
-
-
-_LONGER = {"output": "output_dir", "import": "import_file"}
-
-
 def _flags_of(path: str) -> list[str]:
     """A YAML file as flags, so that both pass the same checks; scalars stay as written ("no", "1e-3").
 
     Raises:
-        ValueError: for a file that cannot be used, and unknown options.
+        ValueError: for a file that cannot be used.
     """
     values = read_yaml(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold options as 'option: value' lines, got {type(values).__name__}.")
-    if isinstance(own := values.get("import"), str):
-        _run_file(own)  # before the options that it defines are known
-    flags, known = [], _known()
+    flags = []
     for name, value in values.items():
-        key = str(_LONGER.get(name, name))  # as on the command line
-        if key != name and key in values:
-            raise ValueError(f"{path}: {name} and {key} are one option: leave one out.")
-        if key not in known:
-            raise ValueError(f"{path}: unknown option {key!r}; {_hint(key)}.")
         if isinstance(value, list):
-            flags += [f"--{key}", *map(str, value)]
+            flags += [f"--{name}", *map(str, value)]
         elif value not in ("", "~", "null"):
-            flags.append(f"--{key}={value if isinstance(value, str) else json.dumps(_typed(value))}")
+            flags.append(f"--{name}={value if isinstance(value, str) else json.dumps(_typed(value))}")
     return flags
 
 
-def _check_named(values: dict[str, Any], named: set[str]) -> None:
-    """Raise a `ValueError` for an option that was given, but does nothing with the values of others."""
-    for item in fields(RunArguments):
-        for key, fitting in item.metadata["goes_with"].items():
-            if item.name in named and not (values[key] in fitting if fitting else values[key]):
-                raise ValueError(f"{item.name} does nothing here: it goes with {goes_with(item.name)}.")
-
-
-def _check(run: RunArguments, training: InitialStateConfig, named: set[str]) -> None:
-    """Raise a `ValueError` for contradictions; `named` are the options that were given."""
-    resets = sorted(named & {"chunks_before_reset", "reset_at_document"})
-    if resets and not (continues(training) and run.task == "text"):
-        raise ValueError(
-            f"{resets[0]} does nothing here: it goes with tbtt, as intervention or in the mixture, on task text."
+def _check(run: RunArguments, training: InitialStateConfig, given: Collection[str]) -> None:
+    """Raise a `ValueError` for contradictions, and for an option that was given, but does nothing beside others."""
+    for name in given:
+        conditions = (
+            RunArguments.__dataclass_fields__[name].metadata["goes_with"] if name in _names(RunArguments) else {}
         )
-    if run.task != "text" and training.alignment_alpha:
-        raise ValueError(f"task {run.task} makes its own rows: leave out alignment_alpha.")
-    if run.of_symbols and continues(training) and training.bptt_chunk_length is None:
-        raise ValueError(f"tbtt reads the rows of task {run.task} in pieces: give bptt_chunk_length, their tokens.")
-    if training.alignment_length not in (None, run.training_length):
-        raise ValueError(
+        values = {key: getattr(run, key, getattr(training, key, None)) for key in conditions}
+        fits = [values[key] in fitting if fitting else values[key] for key, fitting in conditions.items()]
+        if not all(fits) or name not in _names(RunArguments) | _names(type(training)):
+            raise ValueError(f"{name} does nothing here: it goes with {goes_with(name)}.")
+    state_alone = isinstance(training, LearnedStateConfig) and not training.train_model
+    contradictions = (
+        (
+            run.task != "text" and training.alignment_alpha,
+            f"task {run.task} makes its own rows: leave out alignment_alpha.",
+        ),
+        (
+            run.of_symbols and continues(training) and training.bptt_chunk_length is None,
+            f"tbtt reads the rows of task {run.task} in pieces: give bptt_chunk_length, their tokens.",
+        ),
+        (
+            training.alignment_length not in (None, run.training_length),
             f"alignment_length is {training.alignment_length}, training_length {run.training_length}, but both are T: "
-            "give training_length alone. Rows are lengthened for the shift."
-        )
-    if run.lora_r is not None and isinstance(training, StateXConfig):
-        raise ValueError(
-            "statex changes the weights that lora_r keeps: run lengthgen expand first, then train with lora_r."
-        )
-    if isinstance(training, LearnedStateConfig) and not training.train_model and run.lora_r is not None:
-        raise ValueError("The intervention learned trains only the state: give train_model, or leave lora_r out.")
-    if isinstance(training, LearnedStateConfig) and not training.train_model and run.from_scratch:
-        raise ValueError(
+            "give training_length alone. Rows are lengthened for the shift.",
+        ),
+        (
+            run.lora_r is not None and isinstance(training, StateXConfig),
+            "statex changes the weights that lora_r keeps: run lengthgen expand first, then train with lora_r.",
+        ),
+        (
+            run.lora_r is not None and state_alone,
+            "The intervention learned trains only the state: give train_model, or leave lora_r out.",
+        ),
+        (
+            run.from_scratch and state_alone,
             "The intervention learned saves only the state, so the random weights of a config.json would be lost: "
-            "give a checkpoint as model, or train_model."
-        )
+            "give a checkpoint as model, or train_model.",
+        ),
+    )
+    for wrong, message in contradictions:
+        if wrong:
+            raise ValueError(message)
 
 
 def _names(arguments_class: type[Any]) -> set[str]:

@@ -3,75 +3,52 @@
 import argparse
 import difflib
 import re
-import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
 _SIZES = {"k": 2**10, "m": 2**20}
 
 
 def not_negative(text: str) -> int:
     """A whole number of at least 0; the type of every option with `type=int`."""
-    return _whole(text, 0)
+    return _at_least(0, int, text)
 
 
 def positive(text: str) -> int:
     """A whole number of at least 1."""
-    return _whole(text, 1)
+    return _at_least(1, int, text)
 
 
-def _whole(text: str, least: int) -> int:
-    try:
-        number = int(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r:.40}") from error
-    if not least <= number < 2**63:
-        bound = f"at least {least}" if number < least else "below 2**63"
-        raise argparse.ArgumentTypeError(f"must be {bound}, got {text:.40}")
+def _at_least(least: int, number_in: Callable[[str], int], text: str) -> int:
+    if (number := number_in(text)) < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {text:.40}")
     return number
 
 
 def tokens(text: str) -> int:
-    """A number of tokens below 2**40, such as "2048", "2k", "1.5K" or "1M"; k is 2**10, and m 2**20."""
+    """A whole number of tokens, such as "2048", "2k", "1.5K" or "1M"; k is 2**10, and m 2**20."""
     word = text.strip().lower()
     digits, size = (word[:-1], _SIZES[word[-1]]) if word[-1:] in _SIZES else (word, 1)
-    try:
-        number = float(digits) * size
-    except ValueError:
-        number = float("inf")
-    if not abs(number) < 2**40 or number != int(number):
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number below 2**40, such as 512, 2k or 1M, got {text!r:.40}"
-        )
+    if not (number := float(digits) * size).is_integer():
+        raise argparse.ArgumentTypeError(f"must be a whole number, such as 512, 2k or 1M, got {text:.40}")
     return int(number)
 
 
 def some_tokens(text: str) -> int:
     """A number of tokens, as `tokens`, of at least 1."""
-    if (number := tokens(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text:.40}")
-    return number
+    return _at_least(1, tokens, text)
 
 
 def windows(text: str) -> str:
     """Windows of attention with commas between, such as "32,2k,none", with each number written out."""
     words = [word.strip() for word in text.split(",")]
-    if "" in words:
-        raise argparse.ArgumentTypeError(f'must be numbers of tokens, or "none", with commas between, got {text!r}')
-    return ",".join(str(some_tokens(word)) if word[0].isdecimal() else word for word in words)
+    return ",".join(word if word.isalpha() else str(some_tokens(word)) for word in words)
 
 
 def counts(text: str) -> list[int]:
-    """Different whole numbers from 1 on, such as "512,1k,1.5k,1m", ascending."""
-    try:
-        numbers = [some_tokens(part) for part in text.split(",")]
-    except argparse.ArgumentTypeError as error:
-        message = f"must be whole numbers with commas between, such as 512,1k,2k, got {text!r:.80}"
-        raise argparse.ArgumentTypeError(message) from error
-    if len(set(numbers)) < len(numbers):
-        raise argparse.ArgumentTypeError(f"must have each number once, got {text!r:.80}")
-    return sorted(numbers)
+    """Whole numbers from 1 on, such as "512,1k,1.5k,1m", each once and ascending."""
+    return sorted({some_tokens(part) for part in text.split(",")})
 
 
 def _text(text: str) -> str:
@@ -145,7 +122,6 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(
         self, prog: str, description: str = "", examples: str = "", method: str = "method", **options: Any
     ) -> None:
-        self._arguments: list[str] = []
         options |= {"formatter_class": HelpFormatter, "add_help": False, "epilog": examples_text(examples)}
         super().__init__(prog, description=description, **options)
         self.model, self.data, self.method, self.run = add_headings(self, "model", "data", method, "run")
@@ -158,24 +134,16 @@ class CommandParser(argparse.ArgumentParser):
         actions.type = str
         return actions
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; keeps the arguments for the messages of errors."""
-        self._arguments = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(self._arguments, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """As in argparse; suggests an option for each mistyped one, which may be why another one is missing."""
-        options = list(self._option_string_actions)
-        super().error(message + "".join(suggestion(name, options) for name in mistyped(self._arguments, options)))
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; suggests an option for a mistyped one."""
+        return parse_all(self, args, namespace)
 
 
-def mistyped(arguments: Iterable[str], options: Sequence[str]) -> list[str]:
-    """The options among arguments that none of `options` begins with; argparse takes what has blanks as a value."""
-    given = [one.partition("=")[0] for one in arguments if one.startswith("--") and " " not in one]
-    return [name for name in given if not any(option.startswith(name) for option in options)]
-
-
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """ "; for WORD, did you mean NEAREST?", or "" if nothing is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; for {word}, did you mean {near[0]}?" if near else ""
+def parse_all(parser: argparse.ArgumentParser, args: Any, namespace: Any) -> Any:
+    """Parse all arguments; the error for an unknown option names the one that was probably meant."""
+    options, unknown = parser.parse_known_args(args, namespace)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return options

@@ -2,9 +2,12 @@
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from hf_recurrent_lengthgen.checkpoints.hub.push import PushPlan, do_push, plan_push
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns
+
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.checkpoints.hub.push import PushPlan
 
 DESCRIPTION = """\
 Push a checkpoint folder to the Hugging Face Hub as one commit: code, weights, tokenizer, card, figures, results,
@@ -44,6 +47,8 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    from hf_recurrent_lengthgen.checkpoints.hub.push import do_push, plan_push
+
     plan = plan_push(options.folder)
     print(_table(plan), flush=True)
     if options.dry_run and "README.md" in plan.files:
@@ -60,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _table(plan: PushPlan) -> str:
+def _table(plan: "PushPlan") -> str:
     """One row per file, with its size, or "left out"."""
     rows = [("", name, _size(size)) for name, size in plan.files.items()]
     rows += [("left out", name, "") for name in plan.left_out]

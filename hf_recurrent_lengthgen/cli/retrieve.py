@@ -6,51 +6,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
-from hf_recurrent_lengthgen.cli.inputs import (
-    check_given_once,
-    chosen_split,
-    data_source,
-    load_documents,
-    make_output_folder,
-    token_unit,
-)
-from hf_recurrent_lengthgen.cli.measuring import (
-    MODEL_OPTIONS,
-    load_models,
-    model_label,
-    on_device,
-    open_cache,
-    shared_tokenizer,
-)
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
-from hf_recurrent_lengthgen.cli.report import draw
-from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
-from hf_recurrent_lengthgen.data import token_stream
-from hf_recurrent_lengthgen.data.tasks import (
-    DEPTHS,
-    PASSKEY_STYLES,
-    BabilongGrid,
-    BabiQuestion,
-    KeyGrid,
-    NeedleGrid,
-    PasskeyGrid,
-    RetrievalGrid,
-    babi_files,
-    read_babi,
-)
-from hf_recurrent_lengthgen.data.tasks.babilong import BABILONG_TASKS
-from hf_recurrent_lengthgen.evaluation.files import write_result
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
+from hf_recurrent_lengthgen.cli.shared_options import MODEL_OPTIONS, MODELS, add_shared
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
-from hf_recurrent_lengthgen.metrics.retrieval.figure import heat_map_figure, mistakes_figure, retrieval_accuracy_figure
-from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
-from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult, Share
-from hf_recurrent_lengthgen.metrics.tables import keep_csv
 from hf_recurrent_lengthgen.plotting.names import short_names
-from hf_recurrent_lengthgen.plotting.style import short_number
+
+if TYPE_CHECKING:
+    from hf_recurrent_lengthgen.data.tasks import BabiQuestion, RetrievalGrid
+    from hf_recurrent_lengthgen.evaluation.results import DataSource
+    from hf_recurrent_lengthgen.metrics import RetrievalResult
+    from hf_recurrent_lengthgen.metrics.retrieval.result import Share
 
 DESCRIPTION = """\
 Measure whether models find what stands far back in a text, by its depth and the length of the text. An answer counts
@@ -75,7 +42,6 @@ lengthgen retrieve my-mamba2 --task keys --task-keys 2 --task-values 2 --lengths
 lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k --shots 2
 """
 DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
-MOST_DEPTHS = 1000
 TASKS = ("passkey", "niah", "keys", "babilong")
 OF_TASKS = {
     "data": ("niah", "keys", "babilong"),
@@ -106,10 +72,13 @@ def command_parser() -> CommandParser:
         metavar="N | X,...",
         help="number n of depths, 0 (start of the text), 1/n, ..., (n - 1)/n as in Chen et al. (2024), B.1: without "
         "the end, 1, which is the easiest; or the depths themselves "
-        f"(default: {len(DEPTHS)}) [task {' or '.join(OF_TASKS['depths'])}]",
+        f"(default: 10) [task {' or '.join(OF_TASKS['depths'])}]",
     )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
-    styles, what = tuple(PASSKEY_STYLES), "wording of the prompt (default: %(default)s) [task passkey]"
+    styles, what = (
+        ("pass key", "passkey", "infinity-bench"),
+        "wording of the prompt (default: %(default)s) [task passkey]",
+    )
     add("--task-style", choices=styles, default=styles[0], help=what)
     what = "number of names with codes in a prompt; one is asked for (default: %(default)s) [task keys]"
     add("--task-keys", type=positive, default=4, metavar="N", help=what)
@@ -122,7 +91,7 @@ def command_parser() -> CommandParser:
         "qa1_..._train.txt [task babilong]",
     )
     what = "which questions of bAbI (default: 1,2,3,4,5,6,7,8,9,10) [task babilong]"
-    add("--babi-tasks", type=counts, default=list(BABILONG_TASKS), metavar="N,...", help=what)
+    add("--babi-tasks", type=counts, default=list(range(1, 11)), metavar="N,...", help=what)
     what = "solved examples before a prompt (default: %(default)s) [task babilong]"
     add("--shots", type=int, default=0, metavar="N", help=what)
     run_options = "--output", "--csv", "--batch-size", "--chunk-length", "--seed"
@@ -133,6 +102,12 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     parser = command_parser()
     options = parser.parse_args(arguments)
+    from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder, token_unit
+    from hf_recurrent_lengthgen.cli.measuring import load_models, model_label, on_device, open_cache, shared_tokenizer
+    from hf_recurrent_lengthgen.evaluation.results import DataRecord
+    from hf_recurrent_lengthgen.metrics import RetrievalComparison, retrieval_accuracy
+    from hf_recurrent_lengthgen.metrics.tables import keep_csv
+
     for name, tasks in OF_TASKS.items():
         if options.task not in tasks and getattr(options, name) != parser.get_default(name):
             option = name.replace("_", "-")
@@ -164,20 +139,29 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _depths(text: str) -> list[float]:
-    """Depths from 0 to 1, given as a number n of depths i/n (2 to `MOST_DEPTHS`) or one by one."""
-    try:
-        depths = [float(part) for part in text.split(",")]
-    except ValueError:
-        depths = []
-    if len(depths) == 1 and 2 <= depths[0] <= MOST_DEPTHS and depths[0] == int(depths[0]):
-        return [round(index / int(depths[0]), 6) for index in range(int(depths[0]))]
-    if not depths or not all(0 <= depth <= 1 for depth in depths):
-        numbers = f"a number of depths from 2 to {MOST_DEPTHS}, or depths from 0 to 1 with commas between"
-        raise argparse.ArgumentTypeError(f"must be {numbers}, got {text!r}")
+    """Depths from 0 to 1, given as a number n of depths i/n or one by one."""
+    if text.isdecimal() and int(text) > 1:
+        return [round(index / int(text), 6) for index in range(int(text))]
+    depths = [float(part) for part in text.split(",")]
+    if not all(0 <= depth <= 1 for depth in depths):
+        raise argparse.ArgumentTypeError(f"must be a number of depths, or depths from 0 to 1, got {text}")
     return depths
 
 
-def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[RetrievalGrid, DataSource]:
+def _grid(options: argparse.Namespace, tokenizer: Any) -> "tuple[RetrievalGrid, DataSource]":
+    from hf_recurrent_lengthgen.cli.inputs import chosen_split, data_source, load_documents
+    from hf_recurrent_lengthgen.data import token_stream
+    from hf_recurrent_lengthgen.data.tasks import (
+        DEPTHS,
+        BabilongGrid,
+        KeyGrid,
+        NeedleGrid,
+        PasskeyGrid,
+        babi_files,
+        read_babi,
+    )
+    from hf_recurrent_lengthgen.evaluation.results import DataSource
+
     sizes = {"samples": options.samples, "seed": options.seed}
     depths = options.depths or DEPTHS
     if options.task == "passkey":
@@ -192,7 +176,7 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
         numbers = {"keys": options.task_keys, "values": options.task_values}
         return KeyGrid(tokenizer, token_stream(texts, tokenizer), depths, **sizes, **numbers), source
 
-    def questions(part: str) -> dict[str, list[BabiQuestion]]:
+    def questions(part: str) -> "dict[str, list[BabiQuestion]]":
         files = babi_files(options.task_files, part, options.babi_tasks)
         return {f"qa{task}": read_babi(path) for task, path in zip(options.babi_tasks, files, strict=True)}
 
@@ -201,7 +185,9 @@ def _grid(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tu
     return grid, replace(source, name=f"bAbI in {source.name}")
 
 
-def _table(results: Sequence[RetrievalResult]) -> str:
+def _table(results: "Sequence[RetrievalResult]") -> str:
+    from hf_recurrent_lengthgen.plotting.style import short_number
+
     first = results[0]
     width = max(8, *(len(result.model) for result in results))
     head = "".join(f"{short_number(length):>16}" for length in first.lengths)
@@ -220,7 +206,7 @@ def _table(results: Sequence[RetrievalResult]) -> str:
     return "\n".join([f"{'model'.ljust(width)}{head}{'T_recall':>10}", *rows, note, *_mistakes(results, width, head)])
 
 
-def _mistakes(results: Sequence[RetrievalResult], width: int, head: str) -> list[str]:
+def _mistakes(results: "Sequence[RetrievalResult]", width: int, head: str) -> list[str]:
     """Lines that count the wrong answers by kind, if the task has kinds."""
     lines = []
     for result in results:
@@ -230,15 +216,24 @@ def _mistakes(results: Sequence[RetrievalResult], width: int, head: str) -> list
     return ["", f"{'model'.ljust(width)}{head}  wrong answers: what was said", *lines] if lines else []
 
 
-def _percent(share: Share, confidence: float) -> str:
+def _percent(share: "Share", confidence: float) -> str:
     if share.accuracy is None:
         return "-"
     low, high = share.interval(confidence)
     return f"{100 * share.accuracy:.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 
-def _write(folder: Path, results: Sequence[RetrievalResult]) -> Path:
+def _write(folder: Path, results: "Sequence[RetrievalResult]") -> Path:
     """Write JSON and pictures; returns the path of the heat map."""
+    from hf_recurrent_lengthgen.cli.report import draw
+    from hf_recurrent_lengthgen.evaluation.files import write_result
+    from hf_recurrent_lengthgen.metrics import RetrievalComparison
+    from hf_recurrent_lengthgen.metrics.retrieval.figure import (
+        heat_map_figure,
+        mistakes_figure,
+        retrieval_accuracy_figure,
+    )
+
     write_result(folder / "retrieval.json", RetrievalComparison(tuple(results)))
     draw(heat_map_figure(results), folder / "heat_map")
     draw(retrieval_accuracy_figure(results), folder / "accuracy")

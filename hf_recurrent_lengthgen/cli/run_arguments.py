@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
-from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, chosen_split
+from hf_recurrent_lengthgen.cli.inputs import chosen_split
 from hf_recurrent_lengthgen.cli.parsing import tokens
-from hf_recurrent_lengthgen.cli.shared_options import HOW, help_of
+from hf_recurrent_lengthgen.cli.shared_options import HOW, STANDARD_LIBRARY, help_of
 from hf_recurrent_lengthgen.data import split_names
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
 from hf_recurrent_lengthgen.surgery.mimetic import SWITCHES
@@ -22,6 +22,7 @@ PROMPTS = ("passkey", "keys", "babilong", "examples")
 TOKENS = ("text", *PROMPTS)
 Tasks = Literal["text", "passkey", "keys", "babilong", "examples", "copying", "stack_copying", "recall", "sorting"]
 MEASURED = ("steps", "epoch")
+WITH_TBTT = ("tbtt", "mixed", "statex")
 ANY = ()
 USUAL_LENGTH = 2048
 """Training length in tokens where neither a person nor a config names one."""
@@ -167,37 +168,51 @@ class RunArguments:
     import_file: str | None = _option("method", "Python file with own interventions (default: none)")
     intervention: str = _option("method", "what is done beside plain training: ", "state_passing")  # + the names
     chunks_before_reset: int = _option(
-        "method", "in tbtt on text: chunks of training_length after which a state is reset to zero, 0 for never", 12
+        "method",
+        "in tbtt: chunks of training_length after which a state is reset to zero, 0 for never",
+        12,
+        intervention=WITH_TBTT,
+        task=("text",),
     )
     reset_at_document: bool = _option(
-        "method", "in tbtt on text: reset states at the beginning of a document, anywhere in a row", False
+        "method",
+        "in tbtt: reset states at the beginning of a document, anywhere in a row",
+        False,
+        intervention=WITH_TBTT,
+        task=("text",),
     )
     resume: bool = _option("run", "continue from the newest complete checkpoint in --output", False)
     trust_remote_code: bool = _shared("run", "--trust-remote-code", False)
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.intervention not in INTERVENTIONS:
-            raise ValueError(
-                f"intervention must be one of {', '.join(sorted(INTERVENTIONS))}, got {self.intervention!r}."
-            )
         if self.of_symbols and self.task_length is None:
             self.task_length = "50"
         if self.task_length is not None:
             self.task_length = _range(self.task_length)
-        if self.task == "examples" and self.data == STANDARD_LIBRARY:
-            raise ValueError("task examples needs data with messages, or with prompt and completion: give data.")
-        if self.task == "babilong" and self.task_files is None:
-            raise ValueError("task babilong needs task_files, the folder with the files of bAbI.")
-        given = [name for name in ("lora_r", "attention_window") if getattr(self, name) is not None]
-        if given and self.from_scratch:
-            raise ValueError(
-                f"{' and '.join(given)} need given weights: give a checkpoint as model, not a config.json."
-            )
-        if self.mimetic and not self.from_scratch:
-            raise ValueError("mimetic overwrites trained weights: give a config.json as model, not a checkpoint.")
-        if unknown := sorted(set(self.mimetic_switches or ()) - set(SWITCHES)):
-            raise ValueError(f"mimetic_switches must be some of {' '.join(SWITCHES)}, got {' '.join(unknown)}.")
+        unknown = sorted(set(self.mimetic_switches or ()) - set(SWITCHES))
+        contradictions = (
+            (
+                self.task == "examples" and self.data == STANDARD_LIBRARY,
+                "task examples needs data with messages, or with prompt and completion: give data.",
+            ),
+            (
+                self.task == "babilong" and self.task_files is None,
+                "task babilong needs task_files, the folder with the files of bAbI.",
+            ),
+            (
+                self.from_scratch and not (self.lora_r is None and self.attention_window is None),
+                "lora_r and attention_window need given weights: give a checkpoint as model, not a config.json.",
+            ),
+            (
+                self.mimetic and not self.from_scratch,
+                "mimetic overwrites trained weights: give a config.json as model, not a checkpoint.",
+            ),
+            (unknown, f"mimetic_switches must be some of {' '.join(SWITCHES)}, got {' '.join(unknown)}."),
+        )
+        for wrong, message in contradictions:
+            if wrong:
+                raise ValueError(message)
 
     @property
     def from_scratch(self) -> bool:
@@ -263,7 +278,7 @@ def _range(text: str) -> str:
     """A length or range of lengths, "1k-64k", with the numbers written out."""
     try:
         first, *rest = (str(tokens(one)) for one in text.split("-", 1))
-    except ArgumentTypeError as error:
+    except (ArgumentTypeError, ValueError) as error:
         raise ValueError(f'task_length is {text!r}, but must be a number or a range such as "50-100".') from error
     return "-".join([first, *rest])
 

@@ -1,18 +1,38 @@
 """Options of several commands: each one has one name, default and help, under one heading."""
 
+import argparse
 import re
-from pathlib import Path
-from typing import Any
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import Field, fields
+from typing import Any, TypeVar
 
-import torch
-
-from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive, some_tokens, windows
-from hf_recurrent_lengthgen.evaluation.result_cache import default_cache_folder
+from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 
+Settings = TypeVar("Settings", bound=EvaluationSettings)
+TEXT: Any = str | None
+"""Type of a setting that is a text as it is, and not names."""
+STANDARD_LIBRARY = "stdlib"
+FORMATS = {
+    "mamba-ssm": "mamba-ssm, the library of the Mamba authors",
+    "rwkv": "the .pth files of RWKV's author",
+    "rwkv-hf": "the RWKV authors' repositories for Transformers",
+    "rwkv7-hf": "the RWKV-7 authors' layout for Transformers",
+    "fla": "flash-linear-attention",
+    "transformers": "the Mamba, Mamba-2 and FalconMamba of Transformers",
+}
+"""Names and titles of `checkpoints.conversion.registry.FORMATS`, which take torch to import."""
+TITLES = "\n".join(f"  {name:<14}{title}" for name, title in FORMATS.items())
+MODEL_OPTIONS = (
+    *("--tokenizer", "--training-length", "--attention-window"),
+    *("--device", "--dtype", "--cache", "--no-cache", "--trust-remote-code"),
+)
+"""How models are loaded and run, and where results are kept."""
 MODEL = {"metavar": "MODEL", "help": "checkpoint folder or Hub name"}
 MODELS = {"nargs": "+", "metavar": "MODEL", "help": "checkpoint folders or Hub names of causal language models"}
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 
 SHARED: dict[str, dict[str, dict[str, Any]]] = {
     "model": {
@@ -52,7 +72,6 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
         "--output": {"metavar": "FOLDER", "help": "folder for the results (default: %(default)s)"},
         "--csv": {"action": "store_true", "help": "also write the numbers as a table for spreadsheets"},
         "--device": {
-            "default": "cuda" if torch.cuda.is_available() else "cpu",
             "metavar": "DEVICE",
             "help": "device to run on, such as cpu or cuda:1 (default: cuda if available, else cpu)",
         },
@@ -75,7 +94,7 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
         "--cache": {
             "metavar": "FOLDER",
             "help": "folder in which results are kept: the same command continues where it was interrupted (default: "
-            f"{str(default_cache_folder()).replace(str(Path.home()), '~')})",
+            "$LENGTHGEN_CACHE, or hf_recurrent_lengthgen in $XDG_CACHE_HOME or ~/.cache)",
         },
         "--no-cache": {"action": "store_true", "help": "neither use nor keep results in the cache"},
         "--trust-remote-code": {
@@ -107,3 +126,35 @@ def add_new_folder(parser: CommandParser) -> None:
     """Add --output of commands that make a checkpoint."""
     what = "new or empty folder for the checkpoint"
     parser.run.add_argument("--output", required=True, metavar="FOLDER", help=what)
+
+
+def add_options(parser: CommandParser, settings: type[EvaluationSettings], output: str, sequences: int) -> None:
+    """Add the options that `load_inputs` reads, and those of the settings."""
+    several = "; a folder of checkpoints seed0, seed1, ... is a method with several seeds"
+    parser.model.add_argument("models", **MODELS | {"help": MODELS["help"] + several})
+    what = "what each model is, of base, cured, control, other: the page compares cured and control with the base"
+    parser.model.add_argument("--roles", metavar="ROLE,...", help=what)
+    add_shared(parser, "--data", "--split", "--text-column")
+    what = "tokens per sequence, such as 65536, 64k or 1M (default: 64 T)"
+    parser.data.add_argument("--length", type=some_tokens, metavar="N", help=what)
+    what = "number of sequences (default: %(default)s)"
+    parser.data.add_argument("--sequences", type=positive, default=sequences, metavar="N", help=what)
+    fields = {f"--{field.name.replace('_', '-')}": field for field in _options_of(settings)}
+    add_shared(parser, *MODEL_OPTIONS, "--output", "--csv", *HOW.keys() & fields.keys(), output=output)
+    for name, field in fields.items():
+        if name not in HOW:
+            kind, metavar = {int: (int, "N"), TEXT: (None, "TEXT")}.get(field.type, (None, "NAME,..."))
+            parser.method.add_argument(name, type=kind, default=field.default, metavar=metavar, **field.metadata)
+
+
+def _options_of(settings: type[EvaluationSettings]) -> list[Field[Any]]:
+    return [field for field in fields(settings) if "help" in field.metadata]
+
+
+def settings_of(settings: type[Settings], options: argparse.Namespace, command: Sequence[str]) -> Settings:
+    """The settings from the options of a command; options of several names have commas between them."""
+    given = {field.name: getattr(options, field.name) for field in _options_of(settings)}
+    for field in _options_of(settings):
+        if isinstance(value := given[field.name], str) and field.type != TEXT:
+            given[field.name] = tuple(filter(None, (one.strip() for one in value.split(","))))
+    return settings(**given, command=shlex.join(command), progress=sys.stderr.isatty())

@@ -5,16 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
-
-from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
-from hf_recurrent_lengthgen.cli.inputs import chosen_split, load_documents
-from hf_recurrent_lengthgen.cli.measuring import on_device
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns, some_tokens
-from hf_recurrent_lengthgen.cli.shared_options import DTYPES, MODEL, add_shared
-from hf_recurrent_lengthgen.data import token_stream
-from hf_recurrent_lengthgen.state_files import ask, load_text_state, positions_in, read_into
+from hf_recurrent_lengthgen.cli.shared_options import MODEL, add_shared
 
 DESCRIPTION = """\
 Read a long text once, keep what the model has read (a text state), and ask it as often as you like, in other processes
@@ -82,14 +74,25 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _model_and_tokenizer(options: argparse.Namespace) -> tuple[Any, Any]:
+    import torch
+
+    from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
+    from hf_recurrent_lengthgen.cli.measuring import on_device
+
     trust = options.trust_remote_code
     tokenizer = load_tokenizer(options.tokenizer or options.model, trust)
     how: dict[str, Any] = {"merge": True, "attention_window": options.attention_window}
-    model = load_model(options.model, trust, DTYPES[options.dtype], **how)
+    model = load_model(options.model, trust, getattr(torch, options.dtype), **how)
     return on_device(model.eval(), options.device), tokenizer
 
 
 def _read(options: argparse.Namespace) -> None:
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    from hf_recurrent_lengthgen.cli.inputs import chosen_split, load_documents
+    from hf_recurrent_lengthgen.data import token_stream
+    from hf_recurrent_lengthgen.state_files import positions_in, read_into
+
     model, tokenizer = _model_and_tokenizer(options)
     split = chosen_split(options.data, options.split, "validation")
     documents = load_documents(options.data, split, options.text_column)
@@ -111,6 +114,8 @@ def _read(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
+    from hf_recurrent_lengthgen.state_files import load_text_state, positions_in
+
     text_state = load_text_state(options.state)
     origin, rows = text_state.origin, [["position", f"{text_state.position:,} tokens"]]
     if positions := positions_in(options.state):
@@ -131,6 +136,10 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _ask(options: argparse.Namespace) -> None:
+    import torch
+
+    from hf_recurrent_lengthgen.state_files import ask, load_text_state
+
     model, tokenizer = _model_and_tokenizer(options)
     text_state = load_text_state(options.state, model, tokenizer, position=options.position)
     for prompt in options.prompt:

@@ -17,9 +17,10 @@ from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, holds_adapt
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.checkpoints.records import InitialWeights, Lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, data_source
-from hf_recurrent_lengthgen.cli.options import command_parser, read_options
+from hf_recurrent_lengthgen.cli.inputs import data_source
+from hf_recurrent_lengthgen.cli.options import RunParser, read_options
 from hf_recurrent_lengthgen.cli.run_arguments import PROMPTS, USUAL_LENGTH, RunArguments
+from hf_recurrent_lengthgen.cli.shared_options import STANDARD_LIBRARY
 from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows, with_pieces
 from hf_recurrent_lengthgen.data import PaddingCollator, split_names
 from hf_recurrent_lengthgen.data.tasks import DEPTHS, KeyGrid, PasskeyGrid, RetrievalGrid, TaskStrings
@@ -38,12 +39,12 @@ from hf_recurrent_lengthgen.trainers.checks import takes_states
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
 from hf_recurrent_lengthgen.trainers.run.resume import checkpoints_of, newest_complete_checkpoint
 
+command_parser = RunParser
+
 
 def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
     command = ["lengthgen", "train", *arguments]
-    if {"-h", "--help"} & set(arguments):
-        command_parser().parse_args(["--help"])
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     settings, training, trainer_class = read_options(arguments, config_file)
     try:

@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_recurrent_lengthgen.cli.inputs import STANDARD_LIBRARY, load_documents, load_stream
+from hf_recurrent_lengthgen.cli.inputs import load_documents, load_stream
 from hf_recurrent_lengthgen.cli.options import continues
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments
+from hf_recurrent_lengthgen.cli.shared_options import STANDARD_LIBRARY
 from hf_recurrent_lengthgen.data import ContinuedChunks, LabelledExamples, PackedBlocks, keep_long_documents, load_rows
 from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,

@@ -3,20 +3,18 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_recurrent_lengthgen.checkpoints.records import VERIFICATION_FILE
-from hf_recurrent_lengthgen.checkpoints.verification.verify import DEFAULT_LENGTH, TOLERANCE, verify_checkpoint
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import add_shared
 
-DESCRIPTION = f"""\
-Check a checkpoint folder, and write {VERIFICATION_FILE} into it if it passes, which `lengthgen push` asks for.
+DESCRIPTION = """\
+Check a checkpoint folder, and write verification.json into it if it passes, which `lengthgen push` asks for.
 
 A new process that cannot import this package loads the folder offline, with the code in it (hybrids and exports: with
 the class of Transformers), and its tokenizer. On random tokens, in float32 whatever the dtype of the weights, it must
 give the logits, final states and gradients of the installed classes; one of the two reads in pieces, with the state
 carried. Nothing may be NaN. A folder without code gets that of this package first.
 
-Allowed is a difference of {TOLERANCE:g}, relative to the largest value where that is above 1. Memory: 4 bytes per
+Allowed is a difference of 1e-05, relative to the largest value where that is above 1. Memory: 4 bytes per
 parameter, one model at a time, and length x vocabulary x 24 bytes for logits.
 """
 EXAMPLES = """\
@@ -29,13 +27,7 @@ def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen verify", DESCRIPTION, EXAMPLES, method="check")
     parser.model.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder")
     add = parser.method.add_argument
-    add(
-        "--length",
-        type=some_tokens,
-        default=DEFAULT_LENGTH,
-        metavar="N",
-        help="tokens per text (default: %(default)s)",
-    )
+    add("--length", type=some_tokens, default=600, metavar="N", help="tokens per text (default: %(default)s)")
     what = "dtype to compute in; float64 is for models whose rounding comes near the tolerance (default: %(default)s)"
     add("--dtype", choices=("float32", "float64"), default="float32", help=what)
     what = "device to compute on (default: %(default)s)"
@@ -46,6 +38,9 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
+    from hf_recurrent_lengthgen.checkpoints.records import VERIFICATION_FILE
+    from hf_recurrent_lengthgen.checkpoints.verification.verify import verify_checkpoint
+
     verification = verify_checkpoint(**vars(options))
     rows = [("what", "against", "tokens", "difference", "allowed", "")]
     for check in verification.checks:

@@ -1,6 +1,6 @@
 """Texts and checkpoints small enough to train and evaluate in a second."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
+from transformers.utils import logging
 
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
@@ -27,6 +28,14 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 1,
 }
+
+
+@pytest.fixture(autouse=True)
+def no_bars() -> Iterator[None]:
+    """As in a log: `main` switches bars off for the Transformers that it imports, which tests have imported before."""
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.cli import accuracy as command
+from hf_recurrent_lengthgen.checkpoints import loading
 from hf_recurrent_lengthgen.cli import train_rows
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, CopyingStrings, string_task
 from hf_recurrent_lengthgen.evaluation.files import read_result
+from hf_recurrent_lengthgen.metrics.accuracy import figure
 from hf_recurrent_lengthgen.metrics.accuracy.measure import measure_accuracy
 from hf_recurrent_lengthgen.metrics.accuracy.result import AccuracyComparison
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
@@ -185,7 +186,7 @@ def copier(copied: int = 3) -> Any:
 
 
 def test_a_model_that_knows_three_symbols(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_recurrent_lengthgen.cli.accuracy.load_model", lambda *_, **__: copier())
+    monkeypatch.setattr(loading, "load_model", lambda *_, **__: copier())
     assert main(["accuracy", "m", "--output", str(tmp_path), "--lengths", "3,6", "--samples", "200"]) == 0
     (found,) = read_result(tmp_path / "accuracy.json", AccuracyComparison).models
     three, six = found.lengths
@@ -208,10 +209,13 @@ def test_checkpoints_of_a_run_are_drawn_over_its_steps(
     given: list[str], expected: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    draw = command.accuracy_over_steps_figure
-    monkeypatch.setattr(command, "accuracy_over_steps_figure", lambda *runs: drawn.append(runs[0]) or draw(*runs))
+    draw = figure.accuracy_over_steps_figure
+    monkeypatch.setattr(figure, "accuracy_over_steps_figure", lambda *runs: drawn.append(runs[0]) or draw(*runs))
     # all three symbols are right after 10 steps, after 9 the first two, and the third by chance, one in six
-    monkeypatch.setattr(command, "load_model", lambda name, *_, **__: copier(2 if name.endswith("-9") else 3))
+    monkeypatch.setattr(
+        "hf_recurrent_lengthgen.checkpoints.loading.load_model",
+        lambda name, *_, **__: copier(2 if name.endswith("-9") else 3),
+    )
     names = [str(tmp_path / name) for name in given]
     assert main(["accuracy", *names, "--output", str(tmp_path / "out"), "--lengths", "2,3", "--samples", "50"]) == 0
     shares = {9: {2: 1.0, 3: (2 + 1 / 6) / 3}, 10: {2: 1.0, 3: 1.0}}

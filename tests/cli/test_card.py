@@ -8,9 +8,7 @@ from huggingface_hub import metadata_load
 from hf_recurrent_lengthgen.cli.main import main
 
 
-def test_the_card_is_written(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_card_is_written(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     for path in checkpoint.iterdir():

@@ -1,8 +1,6 @@
 """`lengthgen forget`: checkpoints that forget by themselves."""
 
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from hf_recurrent_lengthgen import Forgetting, forgetting, load_model
-from hf_recurrent_lengthgen.cli import forget as forget_module
+from hf_recurrent_lengthgen import forgetting, load_model
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
-from hf_recurrent_lengthgen.recipes import RECIPES
 from tests.hybrids.tiny_models import tiny_model
 from tests.without_package import clean_process
 
@@ -142,16 +138,3 @@ def test_a_checkpoint_that_forgets_is_not_made_to_forget_again(
     assert forget(checkpoint, "--output", tmp_path / "one", "--window", 4) == 0
     assert forget(tmp_path / "one", "--output", tmp_path / "two", "--window", 8) == 1
     assert "forgets already (window 4): give the checkpoint that it was made from" in capsys.readouterr().err
-
-
-def test_the_commands_of_the_recipes_are_accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    done: list[Any] = []
-    monkeypatch.setattr(forget_module, "_save", lambda options, rule, output, line: done.append(rule))
-    for command in re.findall(r"`lengthgen (forget .*)`", (RECIPES / "README.md").read_text()):
-        main(shlex.split(command))
-    assert done == [
-        Forgetting(0.9999, 0.75),
-        Forgetting(window=8192),
-        Forgetting(delta_scale=0.5),
-    ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.cli.options import _flags_of, parse
+from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.data import PackedBlocks
 
 TINY = {
@@ -26,7 +26,10 @@ def flags(**options: Any) -> list[str]:
 
 
 def parsed(*arguments: str, file: Path | None = None) -> dict[str, Any]:
-    return parse([*([] if file is None else _flags_of(str(file))), "--model", "m", *arguments])
+    run, training, _ = read_options(
+        ["--model", "m.json", "--use-cpu", *arguments], None if file is None else str(file)
+    )
+    return vars(training) | vars(run)
 
 
 def trained_config(folder: Path) -> dict[str, Any]:

@@ -15,8 +15,6 @@ FORMATS: dict[str, Format] = {
     format.name: format for format in (MAMBA_SSM, RWKV, RWKV_HF, RWKV7_HF, FLA, TRANSFORMERS)
 }
 """In the order of detection."""
-TITLES = "\n".join(f"  {name:<14}{format.title}" for name, format in FORMATS.items())
-"""A line for each format, for helps."""
 
 
 def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> Format:
