@@ -61,7 +61,6 @@ TOY = Part(
     name="toy entropy",
     title="Toy entropy",
     summary="how undecided the first predictions are",
-    result=ToyEntropy,
     compute=measured,
     section="How undecided it is",
     texts=lambda found, unit: (f"Its first prediction has {found.entropies[0]:.3f} nats per {unit}.",),

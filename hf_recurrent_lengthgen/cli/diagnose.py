@@ -72,7 +72,8 @@ def run(arguments: Sequence[str]) -> int:
     page = write_figures(diagnosis, folder)
     print(f"\n{summary_table(diagnosis.comparison)}\n\n{why_table(diagnosis)}")
     print(f"{told_of_cache(inputs.cache)}\nReport: {page}")
-    for step in next_steps(diagnosis):
+    chosen = {name: value for name, value in vars(options).items() if value != parser.get_default(name)}
+    for step in next_steps(diagnosis, [subject.name for subject in inputs.subjects], chosen):
         print("\n".join([f"\nNext: {step.why}.", *(f"  {command}" for command in step.commands)]))
     return 0
 

@@ -8,7 +8,7 @@ class on `AnyDocument` is written with its own kind and version.
 import json
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -36,20 +36,20 @@ class AnyDocument:
         return core_schema.no_info_plain_validator_function(lambda plain: _untagged(plain, cls), serialization=written)
 
 
-def document(kind: str, version: int = 1) -> Callable[[type[Document]], type[Document]]:
+def document(kind: str, version: int = 1, figure: str = "") -> Callable[[type[Document]], type[Document]]:
     """Give a dataclass a file form, a short `repr`, and `to_frame()`, all its numbers as a table.
 
-    One with a method `figure` shows that in notebooks.
+    `figure` names the function ("folder.figure.function" in `metrics`) whose picture of `models` notebooks show.
 
     A field added later needs a default, so that older files can be read; removing a field would make them unreadable.
-    Raise `version` with every field that is added, here or in the dataclasses that it holds.
+    Increase `version` with every field that is added, here or in the dataclasses that it holds.
     """
 
     def register(cls: type[Document]) -> type[Document]:
         _SCHEMAS[cls] = (kind, version)
         cls.__repr__, cls.to_frame = summary, to_frame  # type: ignore[attr-defined, method-assign]
-        if hasattr(cls, "figure"):
-            cls._repr_html_ = to_html  # type: ignore[attr-defined]
+        if figure:
+            cls._repr_html_ = partialmethod(to_html, figure)  # type: ignore[attr-defined]
         return cls
 
     return register
@@ -116,12 +116,10 @@ def _untagged(plain: Any, kind: type) -> Any:
         newer = ": update hf_recurrent_lengthgen if a newer one wrote it" if kind not in _SCHEMAS else ""
         raise ValueError(f"Expected a document of kind {' or '.join(map(repr, known))}, got {name!r}{newer}.")
     (cls, reads), version = known[name], plain.get("schema_version")
-    if not isinstance(version, int):
-        raise ValueError(f"The schema version must be an integer, got {version!r}.")
-    if version > reads:
+    if not isinstance(version, int) or version > reads:
         raise ValueError(
-            f"The document has schema version {version}, but this version of the package reads up to {reads}: update "
-            "hf_recurrent_lengthgen."
+            f"The document has schema version {version!r}, but this version of the package reads up to {reads}: "
+            "update hf_recurrent_lengthgen."
         )
     return from_plain({key: value for key, value in plain.items() if key not in ("kind", "schema_version")}, cls)
 

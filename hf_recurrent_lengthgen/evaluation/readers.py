@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_recurrent_lengthgen.evaluation import attention_caches
-from hf_recurrent_lengthgen.evaluation.text_configs import rope_types, text_config, vocabulary_size
+from hf_recurrent_lengthgen.evaluation.text_configs import rope_of_length, text_config, vocabulary_size
 from hf_recurrent_lengthgen.models.configuration_stateful import CACHE_NAME
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, take_rows
@@ -29,8 +29,6 @@ LOGITS_PER_LOSS = 2**18
 """Logits whose log-probabilities are in memory at once: 1 MiB, which caches hold."""
 PROBE_LENGTH = 24
 """Length of the text that tests a cache, in tokens."""
-LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-"""Rotary encodings that rotate all keys anew when a text gets longer, which does not reach the keys in a cache."""
 
 
 def nll_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -77,9 +75,7 @@ class Reader:
 
     def begin(self, initial_state: RecurrentState | None = None) -> Any:
         """The cache for the first piece of a text that starts from a state."""
-        if initial_state is not None:
-            raise ValueError(self.refusal("an initial state"))
-        return None
+        return None if initial_state is None else self.refuse("an initial state")
 
     def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
         """Read a piece.
@@ -97,20 +93,19 @@ class Reader:
             ValueError: for a cache if `carries` is False, and for positions beyond those of the model.
         """
         if cache is not None:
-            raise ValueError(self.refusal("reading a text in pieces"))
-        return self._forward(input_ids, logits_to_keep, **self._without_cache()), None
+            self.refuse("reading a text in pieces")
+        without = {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
+        return self._forward(input_ids, logits_to_keep, **without), None
 
     def fork(self, cache: Any) -> Any:
-        """A cache to read from that leaves the given one as it is, without a copy of what it holds."""
-        if not self.carried_by_row:
-            raise ValueError(self.refusal("reading twice from one cache"))
-        return cache
+        """A cache to read from that leaves `cache` as it is, without a copy of what it holds."""
+        self.refuse("reading twice from one cache")
 
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
-        raise ValueError(self.refusal("taking rows of its cache"))
+        self.refuse("taking rows of its cache")
 
     def join_rows(self, caches: Sequence[Any]) -> Any:
-        raise ValueError(self.refusal("joining rows of its caches"))
+        self.refuse("joining rows of its caches")
 
     def keys_of(self, cache: Any) -> Any:
         """The keys and values in a cache; None if its size is constant."""
@@ -127,21 +122,18 @@ class Reader:
 
     def generation_arguments(self, cache: Any, copies: int = 1) -> dict[str, Any]:
         """What `generate` needs to continue texts, with a prompt of one token each and `copies` beams."""
-        raise ValueError(self.refusal("continuing a text"))
+        self.refuse("continuing a text")
 
     def state(self, cache: Any) -> RecurrentState:
         """The recurrent state in a cache; empty for a model without states."""
         return ()
 
-    def refusal(self, wanted: str) -> str:
-        return (
+    def refuse(self, wanted: str, otherwise: str = "") -> NoReturn:
+        raise ValueError(
             f"{self.name} does not carry a recurrent state by value, which {wanted} needs"
             f"{f' ({self.why})' if self.why else ''}. Models of recurrent families do: load them with "
-            "hf_recurrent_lengthgen.load_model(...), or wrap them with stateful(model)."
+            f"hf_recurrent_lengthgen.load_model(...), or wrap them with stateful(model).{otherwise}"
         )
-
-    def _without_cache(self) -> dict[str, Any]:
-        return {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
 
     def _forward(self, input_ids: Tensor, logits_to_keep: int, **arguments: Any) -> Tensor:
         if logits_to_keep and self.keeps:
@@ -162,6 +154,12 @@ class StateReader(Reader):
 
     carries = True
     branches = True
+
+    @classmethod
+    def of(cls, model: Any, wanted: str) -> "StateReader":
+        """`reader_of` the model; a `ValueError` that names what is `wanted` if its state is no value."""
+        reader = reader_of(model)
+        return reader if isinstance(reader, cls) else reader.refuse(wanted)
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, "its attention layers keep a cache of the text")
@@ -279,8 +277,8 @@ def reader_of(model: Any) -> Reader:
         argument = next((name for name in ("cache", "past_key_values") if name in parameters), None)
         if argument is None or positions < 2:
             return whole
-        if changing := rope_types(config) & LENGTH_DEPENDENT_ROPE:
-            return Reader(model, f"its {changing.pop()} position encoding depends on the length of the text")
+        if changing := rope_of_length(config):
+            return Reader(model, f"its {changing} position encoding depends on the length of the text")
         begin = max(1, positions // 3 - 1)
         try:
             reader = CacheReader(model, argument)
@@ -317,26 +315,26 @@ def check_generation(model: Any, given: Mapping[str, Any], most: int = 1) -> int
     """
     others = {name: value for name, value in given.items() if name != "generation_config"}
     config, _ = model._prepare_generation_config(given.get("generation_config"), **others)
-    where = "or in the generation config of the model (generation_config.json)"
+    needed, wrong = _tokens_needed(config), dict[str, str]()
     for name, neutral in _NEUTRAL.items():
-        if (value := getattr(config, name, None)) not in (None, neutral):
-            raise ValueError(
-                f"{name}={value} needs all tokens of the text, of which generate gets the last one: leave it out, "
-                f"or set it to {neutral}, {where}."
+        if getattr(config, name, None) not in (None, neutral):
+            wrong[name] = (
+                "needs all tokens of the text, of which generate gets the last one: leave it out, or set it to "
+                f"{neutral}"
             )
     for name, (unset, instead) in _OF_NEW_TOKENS.items():
         told = given.get(name) is not None or getattr(config, name) not in (None, unset)
         if told and getattr(config, instead) is None:
-            raise ValueError(
-                f"{name}={getattr(config, name)} would not count what was read before: give {instead}, {where}."
-            )
-    needed = _tokens_needed(config)
+            wrong[name] = f"would not count what was read before: give {instead}"
     for name, tokens in needed.items():
         if tokens > most:
-            raise ValueError(
-                f"{name}={getattr(config, name)!r} needs the last {tokens} tokens of the text, and generate gets "
-                f"{most} of them: give a text state a prompt of {tokens} tokens, or leave it out, {where}."
+            wrong[name] = (
+                f"needs the last {tokens} tokens of the text, and generate gets {most} of them: give a text state a "
+                f"prompt of {tokens} tokens, or leave it out"
             )
+    for name, why in wrong.items():
+        value = f"{name}={getattr(config, name)!r}"
+        raise ValueError(f"{value} {why}, or in the generation config of the model (generation_config.json).")
     return most if any(given.get(name) for name in _OF_ALL_TOKENS) else max(1, *needed.values())
 
 

@@ -61,11 +61,8 @@ class ResultCache:
         path, full = self._file(key, "json")
         try:
             digest, _, body = path.read_bytes().partition(b"\n")
-            if digest != _sha256(body):
-                raise ValueError("its checksum does not match")
-            kept = json.loads(body)
-            if kept["key"] != full:
-                raise ValueError("it belongs to another key")
+            if digest != _sha256(body) or (kept := json.loads(body))["key"] != full:
+                raise ValueError("its checksum does not match, or it belongs to another key")
             value = kept["value"] if kind is None else from_json(kept["value"], kind)
         except FileNotFoundError:
             return None

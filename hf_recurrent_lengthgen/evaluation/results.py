@@ -32,15 +32,13 @@ class Curve:
     high: tuple[float, ...] | None
 
     def __post_init__(self) -> None:
-        bins = len(self.edges) - 1
-        if bins < 1 or any(right <= left for left, right in zip(self.edges, self.edges[1:], strict=False)):
-            raise ValueError(f"A curve needs at least two strictly increasing edges, got {self.edges}.")
-        for name in ("mean", "low", "high"):
-            values = getattr(self, name)
-            if values is not None and len(values) != bins:
-                raise ValueError(f"A curve with {bins} bins needs {bins} values in '{name}', got {len(values)}.")
-        if (self.low is None) != (self.high is None):
-            raise ValueError("A curve needs both bounds, low and high, or neither.")
+        sizes = {len(self.edges) - 1, *(len(bins) for bins in (self.mean, self.low, self.high) if bins is not None)}
+        ascending = list(self.edges) == sorted(set(self.edges))
+        if not ascending or len(sizes) != 1 or sizes == {0} or (self.low is None) != (self.high is None):
+            raise ValueError(
+                f"A curve needs strictly increasing edges, got {self.edges}, and a value between two edges in mean, "
+                "low and high, or in mean alone."
+            )
 
 
 @dataclass(frozen=True)
@@ -130,13 +128,13 @@ Role = Literal["base", "cured", "control", "other"]
 
 
 def check_comparison(results: Sequence[Any], *same: str) -> None:
-    """Raise a `ValueError` unless the names of the models differ and these fields ("data.digest") are equal."""
-    if not results:
-        raise ValueError("A comparison needs at least one model, got none.")
+    """Refuse no models, models of one name, and those that differ in one of these fields ("data.digest")."""
     names = [result.model for result in results]
-    if len(set(names)) < len(names):
-        raise ValueError(f"The models of a comparison need different labels, got {names}.")
-    for field in same:
-        read = attrgetter(field)
-        if any(read(result) != read(results[0]) for result in results):
-            raise ValueError(f"The models of a comparison must have the same {field.replace('.', ' ')}.")
+    wrong = [
+        field for field in same if any(attrgetter(field)(one) != attrgetter(field)(results[0]) for one in results)
+    ]
+    if not names or len(set(names)) < len(names) or wrong:
+        raise ValueError(
+            f"A comparison needs at least one model, and models with different labels, got {names}, and the same "
+            f"{' and '.join(wrong or same).replace('.', ' ')}."
+        )

@@ -91,10 +91,5 @@ class DiagnosisSettings(EvaluationSettings):
     repeated_token: int | None = None
     attention_windows: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.patched_heads < 0:
-            raise ValueError(f"patched_heads must be at least 0, got {self.patched_heads}.")
-
 
 DEFAULTS = EvaluationSettings()

@@ -231,7 +231,7 @@ def greedy_hits(
         check_tokens(text[None], reader.vocabulary)
     check_pieces(batch_size, chunk_length)
     if chunk_length is not None and not reader.carries:
-        raise ValueError(f"{reader.refusal(f'reading {chunk_length} tokens at a time')} Or leave chunk_length out.")
+        reader.refuse(f"reading {chunk_length} tokens at a time", " Or leave chunk_length out.")
     root = prefix_tree(texts, WORTH_A_CALL if reader.branches else NOWHERE)
     options: dict[str, Any] = {"batch_size": batch_size, "chunk_length": chunk_length, "title": title}
     for index, branch in read_tree(reader, root, scored_from=starts, **options):

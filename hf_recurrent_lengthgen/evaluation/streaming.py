@@ -39,7 +39,7 @@ Tokens = np.ndarray | Tensor
 
 
 def check_pieces(batch_size: int | None, chunk_length: int | None) -> None:
-    """Raise a `ValueError` for sizes of a forward pass below 1."""
+    """Refuse sizes of a forward pass below 1, with which texts would stay unread."""
     for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, or None to choose by memory; got {value}.")
@@ -179,26 +179,27 @@ def chunk_borders(
 def _check_finite(
     nll: Tensor, state: RecurrentState, start: int, stop: int, origins: Sequence[tuple[int, int]]
 ) -> None:
-    bad = ~nll.isfinite()
-    if bool(bad.any()):
+    broken = ""
+    if bool((bad := ~nll.isfinite()).any()):
         column = int(bad.any(0).nonzero()[0])
         row = int(bad[:, column].nonzero()[0])
         sequence, origin = origins[row]
-        raise ValueError(
-            f"The NLL is {float(nll[row, column])} at position {origin + start + column} of sequence "
-            f"{sequence}, {start + column + 1} tokens after the start of the context: the model overflows "
-            "there or has broken weights. Evaluate in float32, or a shorter length."
+        broken = (
+            f"The NLL is {float(nll[row, column])} at position {origin + start + column} of sequence {sequence}, "
+            f"{start + column + 1} tokens after the start of the context"
         )
     for index, layer in enumerate(state):
         for part in layer:
-            if not bool(part.isfinite().all()):
-                row = int((~part.isfinite()).flatten(1).any(1).nonzero()[0])
-                sequence, origin = origins[row]
-                raise ValueError(
-                    f"The state of layer {index} has NaN or infinite values after position "
-                    f"{origin + stop - 1} of sequence {sequence}; it was finite before position "
-                    f"{origin + start}. Evaluate in float32, or a shorter length."
+            if not broken and bool((bad := ~part.isfinite()).any()):
+                sequence, origin = origins[int(bad.flatten(1).any(1).nonzero()[0])]
+                broken = (
+                    f"The state of layer {index} has NaN or infinite values after position {origin + stop - 1} of "
+                    f"sequence {sequence}; it was finite before position {origin + start}"
                 )
+    if broken:
+        raise ValueError(
+            f"{broken}: the model overflows there or has broken weights. Evaluate in float32, or a shorter length."
+        )
 
 
 def reading_plan(
@@ -218,11 +219,8 @@ def reading_plan(
     if reader.carries:
         state = kept_elements(reader, length)
         return forward_plan(rows, length, reader.vocabulary, batch_size, chunk_length, state, shortest, most)
-    if length * reader.vocabulary > LOGITS_AT_ONCE:
-        raise ValueError(
-            f"{reader.refusal(f'a text of {length:,} tokens')} At once it can read at most "
-            f"{LOGITS_AT_ONCE // reader.vocabulary:,} tokens here."
-        )
+    if length > (longest := LOGITS_AT_ONCE // reader.vocabulary):
+        reader.refuse(f"a text of {length:,} tokens", f" At once it can read at most {longest:,} tokens here.")
     batch = max(1, LOGITS_PER_FORWARD // (length * reader.vocabulary), most // length)
     return min(rows, batch_size or batch), length
 

@@ -4,6 +4,9 @@ from typing import Any
 
 from torch import nn
 
+ROPE_OF_LENGTH = ("dynamic", "longrope")
+"""Rotary encodings that rotate all keys anew when a text gets longer, which does not reach the keys in a cache."""
+
 
 def vocabulary_size(model: nn.Module) -> int:
     return int(text_config(model).vocab_size)
@@ -22,11 +25,7 @@ def attention_window(model: Any) -> int | None:
     return getattr(config, "attention_window", None)
 
 
-def rope_types(config: Any) -> set[str]:
-    """The types of rotary position encoding in a config, for all layer types."""
-    types, waiting = set(), [getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)]
-    while waiting:
-        if isinstance(settings := waiting.pop(), dict):
-            types |= {settings[key] for key in ("rope_type", "type") if isinstance(settings.get(key), str)}
-            waiting += settings.values()
-    return types
+def rope_of_length(config: Any) -> str:
+    """The first of `ROPE_OF_LENGTH` that a config has in any layer, else ""."""
+    settings = repr([getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")])
+    return next((kind for kind in ROPE_OF_LENGTH if repr(kind) in settings), "")

@@ -38,11 +38,12 @@ def _told(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
-def to_html(result: Any) -> str:
-    """The figure of a result, on white, and its fields: what a notebook shows."""
-    svg = import_module("hf_recurrent_lengthgen.plotting.images").inline_svg(
-        result.figure(), f"r{id(result)}", type(result).__name__, {}
-    )
+def to_html(result: Any, figure: str) -> str:
+    """The figure of the models of a result, on white, and its fields: what a notebook shows."""
+    module, _, name = figure.rpartition(".")
+    drawn = getattr(import_module(f"hf_recurrent_lengthgen.metrics.{module}"), name)(result.models)
+    images = import_module("hf_recurrent_lengthgen.plotting.images")
+    svg = images.inline_svg(drawn, f"r{id(result)}", type(result).__name__, {})
     return f'<div style="max-width:720px;background:#fff">{svg}</div><pre>{escape(summary(result))}</pre>'
 
 

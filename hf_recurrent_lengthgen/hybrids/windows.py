@@ -14,6 +14,7 @@ from typing import Any
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sliding_window_overlay
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_recurrent_lengthgen.evaluation.text_configs import rope_of_length
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 
 
@@ -60,16 +61,11 @@ def check_window(model: Any, window: Any) -> None:
     if not getattr(model, "attends", False):
         raise ValueError(f"A window limits the attention of hybrids, and {name} is none: leave it out.")
     config = model.config.get_text_config(decoder=True)
-    if scales_with_length(config):
+    if rope_of_length(config):
         raise ValueError(
             f"The rotary embeddings of {name} ({config.rope_parameters}) change with the length of the text, so a "
             "window of keys would not be exact: set another rope_type in the config, or leave attention_window out."
         )
-
-
-def scales_with_length(config: Any) -> bool:
-    """Whether the rotary embeddings of a config depend on the length of the text."""
-    return any(repr(kind) in repr(getattr(config, "rope_parameters", None)) for kind in ("dynamic", "longrope"))
 
 
 def _check_number(window: Any) -> None:

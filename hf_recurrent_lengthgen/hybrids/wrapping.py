@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from hf_recurrent_lengthgen.evaluation.text_configs import rope_of_length
 from hf_recurrent_lengthgen.hybrids.caches import CallCache, HybridCache, Layout
 from hf_recurrent_lengthgen.hybrids.calls import (
     cache_argument,
@@ -50,14 +51,7 @@ from hf_recurrent_lengthgen.hybrids.rows import (
     with_share_of_experts,
 )
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
-from hf_recurrent_lengthgen.hybrids.windows import (
-    check_same_window,
-    limits_of,
-    obey_window,
-    scales_with_length,
-    set_window,
-    window_of,
-)
+from hf_recurrent_lengthgen.hybrids.windows import check_same_window, limits_of, obey_window, set_window, window_of
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentGenerationMixin, refuse_continuous_batching
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.rows import token_shape
@@ -129,7 +123,7 @@ class StatefulMixin(LearnedStatesMixin):
     def check_reads_chunks(self: Any) -> None:
         """Raise a `ValueError` if a row in chunks, with states, keys and values carried, is not the row at once."""
         config = self.config.get_text_config(decoder=True)
-        if self.attends and scales_with_length(config):
+        if self.attends and rope_of_length(config):
             raise ValueError(
                 f"The rotary embeddings of {type(self).__name__} ({config.rope_parameters}) change with the length of "
                 "the text, which chunks do not show: set another rope_type in the config, or read rows at once."

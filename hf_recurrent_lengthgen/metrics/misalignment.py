@@ -44,12 +44,8 @@ class Misalignment(Estimate, PartResult):
 
 def chunk_positions(logits: Tensor, chunk_size: int | None) -> int:
     """Positions per chunk: `chunk_size`, or as many as `LOGITS_PER_CHUNK` allows, at least 1."""
-    if chunk_size is None:
-        limit = LOGITS_PER_CHUNK["cpu" if logits.device.type == "cpu" else "accelerator"]
-        return max(1, limit // logits.shape[-1])
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 position, or None to choose by memory; got {chunk_size}.")
-    return chunk_size
+    limit = LOGITS_PER_CHUNK["cpu" if logits.device.type == "cpu" else "accelerator"]
+    return chunk_size or max(1, limit // logits.shape[-1])
 
 
 def blocks(shape: Sequence[int], chunk: int) -> Iterator[tuple[int | slice, ...]]:
@@ -157,13 +153,9 @@ def long_short_misalignment(
         progress: Show a progress bar.
 
     Raises:
-        ValueError: for T < 2, samples < 1, tokens that are too few, outside the vocabulary or of a
-            wrong type, and a misalignment that is not finite. Tokens that both contexts rule out (logits of -inf)
-            count 0.
+        ValueError: for tokens that are too few, outside the vocabulary or of a wrong type, and a misalignment that is
+            not finite. Tokens that both contexts rule out (logits of -inf) count 0.
     """
-    for name, value, least in (("training_length", training_length, 2), ("samples", samples, 1)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}.")
     config: Any = model.config
     array = check_tokens(tokens, int(config.vocab_size), training_length - 1)
     device = next(model.parameters()).device
@@ -195,21 +187,18 @@ def long_short_misalignment(
 
 
 def _compute(task: Measurement) -> Misalignment:
-    drawn: Any = {"seed": task.settings.seed}
-    measured: Any = {"confidence": task.settings.confidence, "progress": task.settings.progress}
-    return task.kept(
-        "misalignment",
-        Misalignment,
-        lambda: long_short_misalignment(task.model, task.tokens, task.training_length, **drawn, **measured),
-        **drawn,
-    )
+    options: Any = {name: getattr(task.settings, name) for name in ("seed", "confidence", "progress")}
+
+    def compute() -> Misalignment:
+        return long_short_misalignment(task.model, task.tokens, task.training_length, **options)
+
+    return task.kept("misalignment", Misalignment, compute, seed=task.settings.seed)
 
 
 MISALIGNMENT = Part(
     name="misalignment",
     title="Long-short misalignment",
     summary="how far predictions move when the context is cut a little shorter",
-    result=Misalignment,
     compute=_compute,
     section=INSIDE,
     texts=lambda result, unit: (f"Long-short misalignment {interval_text(result)} nats.",),

@@ -55,11 +55,11 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Part(Generic[Result]):
-    """One metric of a diagnosis: its result, and everything that is shown about it.
+    """One metric of a diagnosis: how it is measured, and everything that is shown about its result.
 
     Attributes:
         name, title, summary: Name in files and options, title in lists, and line in the command's help.
-        compute: Measures `result`; raises a `ValueError` with the reason if it cannot be measured.
+        compute: Measures the result; raises a `ValueError` with the reason if it cannot be measured.
         section: Heading under which the page shows it.
         texts: Sentences of the page about a result; the second argument is the name of a token.
         facts: Key numbers for the page, the terminal and model cards.
@@ -72,7 +72,6 @@ class Part(Generic[Result]):
     name: str
     title: str
     summary: str
-    result: type[Result]
     compute: Callable[[Measurement], Result]
     section: str
     texts: Callable[[Result, str], Sequence[str]]

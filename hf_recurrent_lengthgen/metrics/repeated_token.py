@@ -7,7 +7,6 @@ but newlines. The prompt is not random, so one text is enough, and there are no 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,37 +90,22 @@ def constant_prompt(
         length: Positions to score, above `training_length`.
 
     Raises:
-        ValueError: for a token outside the vocabulary, impossible lengths, and as in `stream_nll`.
+        ValueError: for a token outside the vocabulary, and as in `stream_nll`.
     """
-    if training_length < 2 or length <= training_length:
-        raise ValueError(
-            "training_length must be at least 2 and length above it, because the prompt shows what happens beyond "
-            f"the training length; got {training_length} and {length}."
-        )
-    prompt = np.broadcast_to(np.int64(token), (1, length + 1))
-    positions, states = sample_positions(length, training_length), None
-    observer = StateObserver(model, 1, positions) if hasattr(base_of(model), "zero_state") else None
+    prompt, states = np.broadcast_to(np.int64(token), (1, length + 1)), None
+    stateful = hasattr(base_of(model), "zero_state")
+    observer = StateObserver(model, 1, sample_positions(length, training_length)) if stateful else None
     with observer or nullcontext():
         nll = stream_nll(model, prompt, chunk_length=chunk_length, progress=progress, observer=observer).nll
     if observer is not None and any(layer.recurrent is not None for layer in observer.trajectory().layers):
         states = describe_states(model, observer.trajectory(), training_length, fixed=True)
     edges = position_edges(length, training_length, 0, BINS_PER_OCTAVE)
     curve = make_curve(edges, bin_means(nll, edges))
-    inside = max(curve.mean[1 : edges.index(training_length)])
-    beyond = [
-        (start, mean) for (start, _), mean in zip(pairwise(edges), curve.mean, strict=True) if start >= training_length
-    ]
-    return ConstantPrompt(
-        token=token,
-        training_length=training_length,
-        length=length,
-        curve=curve,
-        inside=inside,
-        beyond=max(mean for _, mean in beyond),
-        factor=FAILURE_FACTOR,
-        exceeded_from=next((start for start, mean in beyond if mean > FAILURE_FACTOR * inside), None),
-        states=states,
-    )
+    border = edges.index(training_length)
+    inside, beyond = max(curve.mean[1:border]), curve.mean[border:]
+    exceeded = (start for start, mean in zip(edges[border:], beyond, strict=False) if mean > FAILURE_FACTOR * inside)
+    numbers = inside, max(beyond), FAILURE_FACTOR
+    return ConstantPrompt(token, training_length, length, curve, *numbers, next(exceeded, None), states)
 
 
 # --- as a part of a diagnosis ---
@@ -135,14 +119,13 @@ def _compute(task: Measurement) -> ConstantPrompt:
         raise ValueError(
             "The tokenizer has no single token for a line break: give a text that is one token with --repeated-text."
         )
-    reading: Any = {"chunk_length": settings.chunk_length, "progress": settings.progress}
-    return task.kept(
-        "constant prompt",
-        ConstantPrompt,
-        lambda: constant_prompt(task.model, token, task.training_length, task.length, **reading),
-        token=token,
-        length=task.length,
-    )
+    chunk_length, progress, length = settings.chunk_length, settings.progress, task.length
+
+    def compute() -> ConstantPrompt:
+        given = task.model, token, task.training_length, length
+        return constant_prompt(*given, chunk_length=chunk_length, progress=progress)
+
+    return task.kept("constant prompt", ConstantPrompt, compute, token=token, length=length)
 
 
 def constant_prompt_figure(models: Mapping[str, ConstantPrompt], roles: Sequence[Role]) -> "Figure":
@@ -211,7 +194,6 @@ CONSTANT_PROMPT = Part(
     name="constant prompt",
     title="Constant prompt",
     summary="the loss and the states on a text of line breaks only",
-    result=ConstantPrompt,
     compute=_compute,
     section="One token repeated",
     texts=lambda result, unit: (constant_prompt_text(result),),

@@ -155,7 +155,7 @@ def text_states(
     """The text states after each number of `tokens` in `stops`, ascending; arguments as in `read_text`."""
     reader, rows = reader_of(model), check_rows(tokens)
     if not hasattr(reader.model, "state_shapes"):
-        raise ValueError(reader.refusal("keeping what it has read"))
+        reader.refuse("keeping what it has read")
     rows = check_tokens(rows, reader.vocabulary, shortest=0)
     if text_state is None:
         text_state = TextState(reader.model.first_state(len(rows)), 0, NO_TOKENS, origin_of(model, tokenizer))
@@ -208,8 +208,6 @@ def ask(model: Any, text_state: TextState, prompts: Tensor, **generation: Any) -
         ValueError: for settings that need more tokens than those of the prompt, such as penalties for repetition, and
             lengths that count the text, also in the generation config of the model.
     """
-    if prompts.ndim != 2 or prompts.shape[1] == 0:
-        raise ValueError(f"prompts must be token ids of shape (B, T) with T at least 1, got {tuple(prompts.shape)}.")
     begin = prompts.shape[1] - check_generation(base_of(model), generation, prompts.shape[1])
     if begin:
         text_state = read_text(model, prompts[:, :begin], replace(text_state, prefix=""))

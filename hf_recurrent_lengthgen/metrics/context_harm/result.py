@@ -4,8 +4,7 @@ Position t is scored with t + 1 tokens of context; units are those of `evaluatio
 """
 
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import (
@@ -19,8 +18,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
     check_comparison,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+FIGURE = "context_harm.figure.context_harm_figure"
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class TextMeans:
     in_window: tuple[float, ...]
 
 
-@document("evaluation", version=4)
+@document("evaluation", version=4, figure=FIGURE)
 @dataclass(frozen=True)
 class EvaluationResult:
     """One model on one set of sequences.
@@ -138,9 +136,10 @@ class EvaluationResult:
     attention_window: int | None = None
     by_text: TextMeans | None = None
 
-    def figure(self) -> "Figure":
-        """Context harm by position."""
-        return Comparison("", (ComparedModel("other", self, None),)).figure()
+    @property
+    def models(self) -> tuple["ComparedModel"]:
+        """Itself, as a comparison of one model."""
+        return (ComparedModel("other", self, None),)
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ class Difference:
     in_window: Estimate
 
 
-@document("comparison", version=4)
+@document("comparison", version=4, figure=FIGURE)
 @dataclass(frozen=True)
 class Comparison:
     """Models evaluated on the same data, in the order in which they are shown, and their `differences`."""
@@ -181,8 +180,3 @@ class Comparison:
 
     def __post_init__(self) -> None:
         check_comparison([model.evaluation for model in self.models], "data.digest", "data.token_unit")
-
-    def figure(self) -> "Figure":
-        """Context harm by position."""
-        drawing = import_module("hf_recurrent_lengthgen.metrics.context_harm.figure")  # not for readers of numbers
-        return drawing.context_harm_figure(self.models)

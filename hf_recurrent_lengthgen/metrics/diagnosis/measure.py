@@ -20,13 +20,11 @@ DEFAULTS = DiagnosisSettings()
 
 
 def chosen_parts(settings: DiagnosisSettings) -> list[Part[Any]]:
-    """The parts that the settings name; a `ValueError` for unknown names, and for distances that no part measures."""
+    """The parts that the settings name; a `ValueError` for unknown names, and for distances that do not exist."""
     names = tuple(PARTS) if settings.parts is None else settings.parts
     if unknown := [name for name in names if name not in PARTS]:
         raise ValueError(f"parts must be some of {', '.join(PARTS)}; got {', '.join(unknown)}.")
     check_distances(settings.remembrance_distances)
-    if settings.remembrance_distances and "remembrance" not in names:
-        raise ValueError(f"remembrance_distances do nothing for the parts {', '.join(names)}: add remembrance.")
     return [part for name, part in PARTS.items() if name in names]
 
 
@@ -57,15 +55,9 @@ def diagnose_model(
     results, refused = {}, {}
     for part in parts:
         try:
-            results[part.name] = _checked(part, part.compute(task))
+            result = part.compute(task)
+            to_json(result)  # refuses what no file can hold
+            results[part.name] = result
         except ValueError as error:
             refused[part.name] = str(error)
     return DiagnosedModel(role, evaluated(task), results, refused)
-
-
-def _checked(part: Part[Any], result: Any) -> Any:
-    """The result of a part, if it can be written to a file."""
-    if not isinstance(result, part.result):
-        raise TypeError(f"{part.name} must return {part.result.__name__}, got {type(result).__name__}.")
-    to_json(result)
-    return result

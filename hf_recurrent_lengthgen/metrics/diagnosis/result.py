@@ -1,18 +1,15 @@
 """The result of a diagnosis, as a typed value with a strict JSON form, which figures and pages are made from."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
-from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
+from hf_recurrent_lengthgen.metrics.context_harm.result import FIGURE, ComparedModel, Comparison, EvaluationResult
 from hf_recurrent_lengthgen.metrics.misalignment import Misalignment
 from hf_recurrent_lengthgen.metrics.remembrance.measure import Remembrance
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RESULTS: tuple[type[PartResult], ...] = (StateDiagnosis, Remembrance, Misalignment, ConstantPrompt)
 """Those that a file can hold; a new one is listed here, so that it is known when it is read."""
@@ -36,7 +33,7 @@ class DiagnosedModel:
         return next((part for part in self.parts.values() if isinstance(part, kind)), None)
 
 
-@document("diagnosis", version=3)
+@document("diagnosis", version=3, figure=FIGURE)
 @dataclass(frozen=True)
 class Diagnosis:
     """Models diagnosed on the same data, in the order in which they are shown."""
@@ -51,7 +48,3 @@ class Diagnosis:
     def comparison(self) -> Comparison:
         """The evaluations without the parts."""
         return Comparison(self.title, tuple(ComparedModel(m.role, m.evaluation, None) for m in self.models))
-
-    def figure(self) -> "Figure":
-        """Context harm by position; the page has the figures of all parts."""
-        return self.comparison.figure()

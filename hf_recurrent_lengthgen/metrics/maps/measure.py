@@ -94,16 +94,13 @@ def attention_maps(
         label: Name of the model.
 
     Raises:
-        ValueError: for more than one text, a number of words other than T, a layer that does not exist or whose scan
-            has no such map (RWKV-5 and RWKV-6 give the current token its own weight), a recurrent model that was not
-            loaded by `load_model` or wrapped by `stateful`, and a model whose recurrence is
-            made to forget (`retention`, `insertion` or `window`; a `delta_scale` is part of the steps, so of the
-            maps).
+        ValueError: for more than one text, a layer that does not exist or whose scan has no such map (RWKV-5 and
+            RWKV-6 give the current token its own weight), a recurrent model that was not loaded by `load_model` or
+            wrapped by `stateful`, and a model whose recurrence is made to forget (`retention`, `insertion` or
+            `window`; a `delta_scale` is part of the steps, so of the maps).
     """
     tokens_1T = _one_text(input_ids)
     words = tuple(map(str, tokens_1T[0].tolist())) if tokens is None else tuple(tokens)
-    if len(words) != tokens_1T.shape[1]:
-        raise ValueError(f"tokens must have one word per token, {tokens_1T.shape[1]}, got {len(words)}.")
     correlations = projection_correlations(model)
     results = []
     for layer, scan in _scans(model, tokens_1T, layers):

@@ -79,7 +79,7 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def check_distances(names: Sequence[str]) -> None:
-    """Raise a `ValueError` that lists the distances for one that does not exist."""
+    """Refuse distances that do not exist."""
     if unknown := [name for name in names if name not in DISTANCES]:
         raise ValueError(f"Distances must be some of {', '.join(DISTANCES)}; got {', '.join(unknown)}.")
 
@@ -127,8 +127,6 @@ def start_points(length: int, training_length: int, count: int = START_POINTS) -
 
     The points close to the end are 1, 2, 4, ... tokens before it, as long as that is less than the even spacing.
     """
-    if length < 1 or count < 1:
-        raise ValueError(f"length and count must be at least 1, got {length} and {count}.")
     even = {index * length // count for index in range(count)}
     close = {length - 2**power for power in range(math.ceil(math.log2(max(length / count, 1))))}
     return tuple(sorted(even | close | {max(length - training_length, 0)}))
@@ -158,8 +156,6 @@ def effective_remembrance(
     Raises:
         ValueError: for unusable tokens, lengths, starts or distances, and for predictions that are not finite.
     """
-    if training_length < 1:
-        raise ValueError(f"training_length must be at least 1, got {training_length}.")
     length = LENGTHS_OF_TRAINING * training_length if length is None else length
     starts = start_points(length, training_length) if starts is None else tuple(sorted(starts))
     names = tuple(dict.fromkeys(("total_variation", *distances)))
@@ -191,8 +187,6 @@ def remembrance_values(
     and errors are those of `effective_remembrance`.
     """
     check_distances(distances)
-    if length < 1:
-        raise ValueError(f"length must be at least 1 token, got {length}.")
     if len(starts) == 0 or len({*starts}) < len(starts) or min(starts) < 0 or max(starts) >= length:
         raise ValueError(
             f"starts must be one or more different positions from 0 to {length - 1}, got {tuple(starts)}; without any "
@@ -277,7 +271,7 @@ def add_rows(reader: Reader, cache: Any, count: int) -> Any:
 
 
 def check_logits(logits: Tensor, rows: Sequence[Row], stop: int) -> None:
-    """Raise a `ValueError` that names the first row whose logits (R, 1, V) give no prediction."""
+    """Refuse logits (R, 1, V) that give no prediction, and name the first row with such."""
     broken = (logits.isnan() | (logits == math.inf)).flatten(1).any(1) | (logits == -math.inf).flatten(1).all(1)
     if bool(broken.any()):
         start, sequence = rows[int(broken.nonzero()[0])]

@@ -106,7 +106,6 @@ REMEMBRANCE = Part(
     name="remembrance",
     title="Effective Remembrance",
     summary="how much distant tokens change predictions (Effective Remembrance)",
-    result=Remembrance,
     compute=_compute,
     section="What it remembers",
     texts=lambda result, unit: (remembrance_text(result),),

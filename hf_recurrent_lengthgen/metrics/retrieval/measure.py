@@ -76,8 +76,6 @@ def retrieval_accuracy(
     Raises:
         ValueError: as in the grid for lengths without a prompt, and as in `greedy_hits`; both before any reading.
     """
-    if not lengths or len(set(lengths)) < len(lengths) or min(lengths) < 1:
-        raise ValueError(f"lengths must be one or more different lengths of at least 1, got {list(lengths)}.")
     began, record = time.perf_counter(), model_record(model)
     run = _Run(model, grid, sorted(lengths), settings, cache)
     digest = run.look_up(record)

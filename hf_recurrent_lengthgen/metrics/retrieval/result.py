@@ -1,15 +1,11 @@
 """How often models retrieve what was far back in a text, by depth and length, as typed values."""
 
 from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule, check_comparison
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
+FIGURE = "retrieval.figure.retrieval_accuracy_figure"
 RECALL_ACCURACY = 0.95
 """Least accuracy that counts as recall (Chen et al., 2024, section 4.3)."""
 
@@ -20,10 +16,6 @@ class Share:
 
     right: int
     samples: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.right <= self.samples:
-            raise ValueError(f"The number of right answers must be from 0 to {self.samples}, got {self.right}.")
 
     @property
     def accuracy(self) -> float | None:
@@ -54,13 +46,8 @@ class RetrievalCell:
     distance: int | None
     mistakes: dict[str, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        Share(self.right, self.samples)
-        if sum(self.mistakes.values()) > self.samples - self.right:
-            raise ValueError(f"{self.samples - self.right} wrong answers cannot have the mistakes {self.mistakes}.")
 
-
-@document("retrieval", version=3)
+@document("retrieval", version=3, figure=FIGURE)
 @dataclass(frozen=True)
 class RetrievalResult:
     """One model on one task.
@@ -98,9 +85,10 @@ class RetrievalResult:
     forgetting: ForgettingRule = NO_FORGETTING
     attention_window: int | None = None
 
-    def __post_init__(self) -> None:
-        if [*map(len, self.cells)] != [len(self.lengths)] * len(self.rows):
-            raise ValueError(f"A retrieval result needs {len(self.rows)} rows of {len(self.lengths)} cells.")
+    @property
+    def models(self) -> tuple["RetrievalResult"]:
+        """Itself, as a comparison of one model."""
+        return (self,)
 
     @property
     def by_length(self) -> tuple[Share, ...]:
@@ -136,12 +124,8 @@ class RetrievalResult:
                 longest = length
         return longest
 
-    def figure(self) -> "Figure":
-        """Right answers by length."""
-        return RetrievalComparison((self,)).figure()
 
-
-@document("retrieval_comparison", version=3)
+@document("retrieval_comparison", version=3, figure=FIGURE)
 @dataclass(frozen=True)
 class RetrievalComparison:
     """Several models on the same prompts, in the order in which they are shown."""
@@ -150,8 +134,3 @@ class RetrievalComparison:
 
     def __post_init__(self) -> None:
         check_comparison(self.models, "task", "style", "shots", "rows", "lengths", "data")
-
-    def figure(self) -> "Figure":
-        """Right answers by length."""
-        drawing = import_module("hf_recurrent_lengthgen.metrics.retrieval.figure")  # not for readers of numbers
-        return drawing.retrieval_accuracy_figure(self.models)

@@ -76,8 +76,7 @@ def diagnose_states(
             `left_out` of the result says why.
     """
     check_training_length(training_length)
-    if patched_heads < 0:
-        raise ValueError(f"patched_heads must be at least 0, got {patched_heads}.")
+    StateReader.of(model, "a diagnosis of states")
     observer = _observer(model, tokens, training_length, patched_heads)
     with observer:
         stream_nll(model, tokens, observer=observer, **settings.reading)
@@ -91,9 +90,7 @@ def measure_states(task: Measurement) -> StateDiagnosis:
     settings = task.settings
     assert isinstance(settings, DiagnosisSettings)
     if not isinstance(task.reader, StateReader):
-        raise ValueError(task.reader.refusal("a diagnosis of states"))
-    if len(task.tokens) < 2:
-        raise ValueError("A diagnosis of states needs at least two texts, to tell a drift from a different text.")
+        task.reader.refuse("a diagnosis of states")
     heads = settings.patched_heads
     observer = _observer(task.model, task.tokens, task.training_length, heads)
 

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_recurrent_lengthgen.evaluation.readers import Reader, StateReader, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import Reader, StateReader
+from hf_recurrent_lengthgen.evaluation.statistics import check_training_length
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar, reading_plan, stream_chunks
 from hf_recurrent_lengthgen.metrics.states.trajectory import as_units
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
@@ -84,17 +85,14 @@ def patch_heads(
         batch_size, progress: As in `stream_nll`.
 
     Raises:
-        ValueError: for models without a state that is a value, heads or attention that do not exist, T = 1, and texts
+        ValueError: for models without a state that is a value, heads or attention that do not exist, T < 4, and texts
             that are too short.
     """
-    reader = reader_of(model)
-    if not isinstance(reader, StateReader):
-        raise ValueError(reader.refusal("an exchange of heads"))
+    reader = StateReader.of(model, "an exchange of heads")
+    check_training_length(training_length)
     array = check_tokens(tokens, reader.vocabulary, training_length + 1)
     position, width = patched_place(array.shape[1] - 1, training_length)
     kept = training_length - width
-    if not kept:
-        raise ValueError("training_length must be at least 2, for a short context and tokens after it; got 1.")
     _check_groups(groups, reader)
     after = array[:, position : position + width + 1]
     nll = np.empty((2 + 2 * len(groups), len(array)))
@@ -150,17 +148,12 @@ def exchange(state: RecurrentState, other: RecurrentState, heads: Sequence[Head]
 def _check_groups(groups: Sequence[Heads], reader: Reader) -> None:
     state = reader.model.zero_state(1)
     units = [as_units(layer.recurrent).shape[1] if layer.recurrent[0].numel() else 0 for layer in state]
-    for layer, unit in (head for group in groups for head in heads_of(group)):
-        if not 0 <= layer < len(units) or not 0 <= unit < units[layer]:
-            raise ValueError(
-                f"There is no head {unit} in layer {layer}: layers 0 to {len(units) - 1} have {units} heads or "
-                "channel groups."
-            )
-    others = {place for group in groups for place in group if isinstance(place, str)}
-    if others - {"attention"} or (others and reader.carried_by_row):
+    there: set[Head | str] = {(layer, unit) for layer, count in enumerate(units) for unit in range(count)}
+    there |= set() if reader.carried_by_row else {"attention"}
+    if unknown := {place for group in groups for place in group} - there:
         raise ValueError(
-            f'A group holds heads (layer, head), and "attention" in models with attention layers; got '
-            f"{', '.join(map(repr, sorted(others)))} for {reader.name}."
+            f"A group holds heads (layer, head), of which the layers of {reader.name} have {units}, and "
+            f'"attention" in models with attention layers; got {unknown}.'
         )
 
 

@@ -48,8 +48,6 @@ def sample_positions(length: int, training_length: int) -> tuple[int, ...]:
     Powers of two up to half of the training length T, multiples of T / 8 from there to T, two per doubling beyond T,
     and `length` as the last.
     """
-    if length < 1 or training_length < 1:
-        raise ValueError(f"length and training_length must be at least 1, got {length} and {training_length}.")
     early = [2**k for k in range(training_length.bit_length()) if 2**k < training_length / 2]
     inside = [math.ceil(training_length * k / 8) for k in range(4, 9)]
     octaves = max(0.0, math.log2(length / training_length))
@@ -60,13 +58,12 @@ def sample_positions(length: int, training_length: int) -> tuple[int, ...]:
 class PartStatistics(NamedTuple):
     """Mean and population variance over the elements of each unit, for one part of a layer's state, (n, S, U) each.
 
-    `extreme` is the value of the largest magnitude, at index `extreme_index` of the flattened unit.
+    `extreme` is the value of the largest magnitude.
     """
 
     mean: np.ndarray
     variance: np.ndarray
     extreme: np.ndarray
-    extreme_index: np.ndarray
 
 
 class InputStatistics(NamedTuple):
@@ -130,22 +127,13 @@ class StateObserver:
     """Takes the statistics of a stream, as the `observer` of `stream_nll`.
 
     As a context manager around the reading, it also records the inputs of the recurrence if the layers' scans are
-    known; otherwise `inputs` of the layers are None. It keeps the states after `kept_at` tokens, if that is given.
-
-    Raises:
-        ValueError: for positions that do not increase from 1 or more, or a model without states.
+    known; otherwise `inputs` of the layers are None. `positions` increase from 1 or more. The states after `kept_at`
+    tokens are kept, too.
     """
 
     def __init__(self, model: nn.Module, sequences: int, positions: Sequence[int], kept_at: int | None = None) -> None:
         self._model: Any = base_of(model)
         self._blocks: Any = getattr(getattr(self._model, "base_model", None), "layers", ())
-        if not hasattr(self._model, "zero_state"):
-            raise ValueError(
-                f"{type(model).__name__} has no recurrent state that is passed by value, so there are no statistics. "
-                "Load a recurrent model with hf_recurrent_lengthgen.load_model(...), or wrap one with stateful(model)."
-            )
-        if not positions or positions[0] < 1 or sorted(set(positions)) != list(positions):
-            raise ValueError(f"positions must increase strictly and be at least 1, got {positions}.")
         self._taken, self._kept_at = tuple(positions), kept_at
         self.positions = tuple(sorted({*positions, *(() if kept_at is None else (kept_at,))}))
         """Where the stream has to stop."""
@@ -234,9 +222,7 @@ class StateObserver:
         """The entries of `InputStatistics` since the last position, (B, U) each; empty if nothing was recorded."""
         if f"{layer}.retained" not in self._running:
             return {}
-        retained = self._running[f"{layer}.retained"].reshape(
-            -1, units, self._running[f"{layer}.retained"][0].numel() // units
-        )
+        retained = self._running[f"{layer}.retained"].unflatten(1, (units, -1)).flatten(2)
         tokens = self._running[f"{layer}.tokens"]
         statistics = {"log_retention": retained.logsumexp(-1) - math.log(retained.shape[-1])}
         for name in ("log_decay", "key", "value", "step"):
@@ -256,30 +242,24 @@ class StateObserver:
                 f"Sequence {sequence} was not read to position {self._taken[place]}: pass this observer to "
                 "stream_nll, with as many sequences of at least this length."
             )
-        layers = []
-        for layer, layout in enumerate(self._layouts):
-            inputs = self._entries(layer, "inputs")
-            layers.append(
-                LayerTrajectory(
-                    layout.unit,
-                    layout.shape,
-                    self._statistics_of(layer, "recurrent"),
-                    self._kept.get(f"{layer}.recurrent.sketch"),
-                    layout.groups.count_nonzero(0).numpy() / max(1, len(layout.groups)),
-                    tuple(layout.conv),
-                    self._statistics_of(layer, "conv"),
-                    InputStatistics(**{"step": None, **inputs}) if inputs else None,  # type: ignore[arg-type]
-                )
-            )
-        return StateTrajectory(self._taken, tuple(layers))
+        return StateTrajectory(self._taken, tuple(map(self._layer, range(len(self._layouts)), self._layouts)))
 
-    def _statistics_of(self, layer: int, part: str) -> PartStatistics | None:
-        entries = self._entries(layer, part)
-        return PartStatistics(*(entries[name] for name in PartStatistics._fields)) if entries else None
+    def _layer(self, layer: int, layout: "_Layout") -> LayerTrajectory:
+        def kept(part: str, kind: type[Any]) -> Any:
+            """The statistics of a part; None if there are none."""
+            entries = {name: self._kept.get(f"{layer}.{part}.{name}") for name in kind._fields}
+            return kind(**entries) if any(entry is not None for entry in entries.values()) else None
 
-    def _entries(self, layer: int, part: str) -> dict[str, np.ndarray]:
-        prefix = f"{layer}.{part}."
-        return {name.removeprefix(prefix): array for name, array in self._kept.items() if name.startswith(prefix)}
+        return LayerTrajectory(
+            layout.unit,
+            layout.shape,
+            kept("recurrent", PartStatistics),
+            self._kept.get(f"{layer}.recurrent.sketch"),
+            layout.groups.count_nonzero(0).numpy() / max(1, len(layout.groups)),
+            tuple(layout.conv),
+            kept("conv", PartStatistics),
+            kept("inputs", InputStatistics),
+        )
 
 
 class _Layout(NamedTuple):
@@ -312,9 +292,8 @@ class _Layout(NamedTuple):
 
 def _statistics(units_BUE: Tensor) -> dict[str, Tensor]:
     variance, mean = torch.var_mean(units_BUE, -1, correction=0)
-    index = units_BUE.abs().argmax(-1, keepdim=True)
-    extreme = units_BUE.gather(-1, index)[..., 0]
-    return {"mean": mean, "variance": variance, "extreme": extreme, "extreme_index": index[..., 0]}
+    extreme = units_BUE.gather(-1, units_BUE.abs().argmax(-1, keepdim=True))[..., 0]
+    return {"mean": mean, "variance": variance, "extreme": extreme}
 
 
 def _sketch_of(elements: int) -> tuple[Tensor, Tensor]:

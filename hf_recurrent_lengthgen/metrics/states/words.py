@@ -288,7 +288,6 @@ STATES = Part(
     name="states",
     title="States",
     summary="which heads' states leave the range of training, and their harm, in hybrids apart from attention's",
-    result=StateDiagnosis,
     compute=measure_states,
     section="Why: the states",
     texts=lambda result, unit: [
