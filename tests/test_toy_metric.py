@@ -1,8 +1,6 @@
 """A metric that one file defines is measured, kept, drawn, told and carded, with no other file touched."""
 
-import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -119,18 +117,6 @@ def test_a_metric_of_one_file_is_everywhere(
 
     assert diagnose(checkpoint, text_file, tmp_path / "again") == 0
     assert "Results taken from the cache" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("listed")
-def test_a_result_that_no_file_can_hold_is_told_by_its_part(
-    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
-    broken = dataclasses.replace(TOY, compute=lambda task: ToyEntropy((math.nan,)))
-    monkeypatch.setitem(PARTS, TOY.name, broken)
-    assert diagnose(checkpoint, text_file, tmp_path / "out") == 0
-    assert f"{checkpoint.name}, toy entropy: " in capsys.readouterr().out
-    assert (tmp_path / "out" / "result.json").is_file()
 
 
 def test_a_cell_that_defines_a_result_may_run_again() -> None:

@@ -1,10 +1,9 @@
 """One model on checked token ids, which every metric is computed from."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.json_schema import Document, to_json
@@ -60,11 +59,3 @@ class Measurement:
         result = compute()
         self.cache.put(key, to_json(result))
         return result
-
-    def arrays(self, name: str, compute: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
-        """Arrays for a result, kept until `drop` so that an interrupted measurement goes on after them."""
-        return compute() if self.cache is None else self.cache.arrays({"arrays": name, **self.key}, compute)
-
-    def drop(self, name: str) -> None:
-        if self.cache is not None:
-            self.cache.drop({"arrays": name, **self.key})

@@ -9,13 +9,9 @@ import hashlib
 import json
 import os
 import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hf_recurrent_lengthgen.evaluation.json_schema import from_json
 from hf_recurrent_lengthgen.evaluation.provenance import code_digest
@@ -28,15 +24,6 @@ def default_cache_folder() -> Path:
     if named := os.environ.get("LENGTHGEN_CACHE"):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_recurrent_lengthgen"
-
-
-@contextmanager
-def _going_on(path: Path) -> Iterator[None]:
-    """Warn instead of failing if a file cannot be written: the computation is worth more than the file."""
-    try:
-        yield
-    except OSError as error:
-        warnings.warn(f"Cannot write {path} ({error}): continuing without it.", stacklevel=4)
 
 
 def _sha256(body: bytes) -> bytes:
@@ -58,7 +45,7 @@ class ResultCache:
 
     def get(self, key: Mapping[str, Any], kind: type[Any] | None = None) -> Any:
         """The value, as a document if a `kind` is given; None if it is not in the cache."""
-        path, full = self._file(key, "json")
+        path, full = self._file(key)
         try:
             digest, _, body = path.read_bytes().partition(b"\n")
             if digest != _sha256(body) or (kept := json.loads(body))["key"] != full:
@@ -73,34 +60,16 @@ class ResultCache:
         return value
 
     def put(self, key: Mapping[str, Any], value: Any) -> None:
-        """Keep a value of plain JSON types; if writing fails, warn and continue."""
-        path, full = self._file(key, "json")
-        with _going_on(path), replacing(path) as temporary:
-            body = json.dumps({"key": full, "value": value}).encode()
-            temporary.write_bytes(_sha256(body) + b"\n" + body)
-
-    def arrays(self, key: Mapping[str, Any], compute: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """Arrays that a result is made from, from the cache or computed and kept, until `drop`."""
-        path, _ = self._file(key, "npz")
+        """Keep a value of plain JSON types; if writing fails, warn and continue: it is worth more than the file."""
+        path, full = self._file(key)
+        body = json.dumps({"key": full, "value": value}).encode()
         try:
-            with path.open("rb") as file, np.load(file) as kept:
-                arrays = dict(kept)
-            self.found += 1
-            return arrays
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            warnings.warn(f"The cached arrays {path} are damaged ({error}): computing them again.", stacklevel=3)
-        arrays = dict(compute())
-        with _going_on(path), replacing(path) as temporary, temporary.open("wb") as target:
-            np.savez(target, **arrays)
-        return arrays
+            with replacing(path) as temporary:
+                temporary.write_bytes(_sha256(body) + b"\n" + body)
+        except OSError as error:
+            warnings.warn(f"Cannot write {path} ({error}): continuing without it.", stacklevel=3)
 
-    def drop(self, key: Mapping[str, Any]) -> None:
-        """Remove arrays of which the result is kept."""
-        self._file(key, "npz")[0].unlink(missing_ok=True)
-
-    def _file(self, key: Mapping[str, Any], ending: str) -> tuple[Path, dict[str, Any]]:
+    def _file(self, key: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
         full = json.loads(json.dumps({**key, **self._code}))
         digest = hashlib.sha256(json.dumps(full, sort_keys=True).encode()).hexdigest()
-        return self.folder / f"{digest[:40]}.{ending}", full
+        return self.folder / f"{digest[:40]}.json", full

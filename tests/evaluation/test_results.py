@@ -73,25 +73,6 @@ def test_numbers_stand_on_one_line_and_texts_as_they_are(result: EvaluationResul
     assert from_json(text, EvaluationResult).model == "[\n 1,\n 2\n]"
 
 
-def test_documents_survive_the_round_trip(result: EvaluationResult, comparison: Comparison) -> None:
-    assert from_json(to_json(result), EvaluationResult) == result
-    assert from_json(to_json(comparison), Comparison) == comparison
-
-
-def test_the_json_says_what_it_is(comparison: Comparison) -> None:
-    plain = json.loads(to_json(comparison))
-    assert plain["kind"] == "comparison"
-    assert plain["schema_version"] == 4
-    assert plain["models"][1]["training"] == {
-        "methods": ["state passing"],
-        "steps": 600,
-        "seconds": 55.0,
-        "loss": 1.25,
-        "learning_rate": 0.001,
-        "state_drop_probability": None,
-    }
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

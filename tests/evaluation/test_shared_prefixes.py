@@ -50,12 +50,6 @@ def test_a_tree_that_splits_wherever_it_saves_has_each_prefix_once(texts: list[l
     assert sum(len(node.tokens) for node in walk(prefix_tree(texts, worth=1))) == len(prefixes)
 
 
-def test_a_prefix_is_read_apart_only_if_that_saves_enough() -> None:
-    texts = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3]]  # read apart, [1, 2, 3] saves two times three tokens
-    assert sum(len(node.tokens) for node in walk(prefix_tree(texts, worth=6))) == 5
-    assert sum(len(node.tokens) for node in walk(prefix_tree(texts, worth=7))) == 11
-
-
 def stateful_model() -> nn.Module:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
@@ -251,3 +245,9 @@ def test_wrong_use_is_refused(family: tuple[list[np.ndarray], list[int]]) -> Non
     refused("leave chunk_length out", model=Whole(), chunk_length=8)
     torch.nn.init.constant_(model.backbone.norm_f.weight, float("nan"))  # type: ignore[union-attr, arg-type]
     refused("The predictions for text [0-9]+ are NaN or infinite")
+
+
+def test_a_prefix_is_read_apart_only_if_that_saves_enough() -> None:
+    texts = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3]]  # read apart, [1, 2, 3] saves two times three tokens
+    assert sum(len(node.tokens) for node in walk(prefix_tree(texts, worth=6))) == 5
+    assert sum(len(node.tokens) for node in walk(prefix_tree(texts, worth=7))) == 11

@@ -124,11 +124,6 @@ def test_solid_lines_are_symbols_and_dashed_ones_whole_answers() -> None:
     assert {"one", "two", "trained on 50"} <= set(texts)
 
 
-def test_a_known_training_length_is_optional_and_one_length_is_enough() -> None:
-    axes = accuracy_figure({"one": {50: (1.0, 0.9)}}, "pairs").axes[0]
-    assert not any("trained on" in text.get_text() for text in axes.texts)
-
-
 def test_each_run_and_length_has_a_line_over_steps() -> None:
     one, two = {20: {50: 0.9, 100: 0.4}, 10: {50: 0.5, 100: 0.1}}, {10: {50: 0.3, 100: 0.2}}
     axes = accuracy_over_steps_figure({"one": one, "two": two}, "symbols").axes[0]

@@ -69,10 +69,6 @@ def test_both_and_neither_are_the_two_sides_of_context_harm() -> None:
         np.testing.assert_allclose(found.neither[:, number], cut.mean(1), atol=1e-5)
 
 
-def test_texts_of_two_training_lengths_have_one_border() -> None:
-    assert attention_apart(hybrid("bamba"), text(2 * T), T, progress=False).borders == (T,)
-
-
 def test_harm_by_length_is_that_of_plain_differences() -> None:
     model, tokens = hybrid("bamba"), text(8 * T, rows=5)
     found = attention_harm(model, tokens, T, EvaluationSettings(progress=False, confidence=0.8))

@@ -128,16 +128,6 @@ def test_a_part_that_cannot_be_measured_leaves_the_others(
     assert found.evaluation.evaluated_length == 100
 
 
-def test_an_error_of_the_observer_leaves_the_evaluation(tokens: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise ValueError("this state cannot be looked at.")
-
-    monkeypatch.setattr(StateObserver, "see", refuse)
-    found = diagnosed(build(MAMBA2).eval(), tokens, parts=("states",))
-    assert found.refused == {"states": "this state cannot be looked at."}
-    assert found.evaluation.evaluated_length == 100
-
-
 def test_a_model_that_rules_out_tokens_has_all_parts(tokens: np.ndarray) -> None:
     model = build(MAMBA2).eval()
     hidden = VOCABULARY - 1

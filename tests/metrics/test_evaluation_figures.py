@@ -60,13 +60,6 @@ def test_every_model_has_a_label_and_labels_do_not_overlap(
     assert min(box.y0 for box in boxes) >= 0
 
 
-def test_the_training_length_and_the_zero_line_are_marked(demo: Comparison) -> None:
-    axes = context_harm_figure(demo.models).axes[0]
-    assert "trained on 16" in [text.get_text() for text in axes.texts]
-    assert any(list(line.get_xdata()) == [16, 16] for line in axes.lines)
-    assert any(list(line.get_ydata()) == [0, 0] for line in axes.lines)
-
-
 @pytest.mark.parametrize("figure_of", FIGURES)
 def test_results_without_intervals_have_no_bands(model_of: ModelOf, figure_of: Callable[[Any], Figure]) -> None:
     assert not figure_of([model_of("base", "base", 1.0, width=None)]).axes[0].collections
@@ -82,15 +75,8 @@ def test_colors_differ_and_have_dark_partners(demo: Comparison) -> None:
 
 
 def test_numbers_are_short_where_people_shorten_them() -> None:
-    assert [short_number(n) for n in (1, 64, 1000, 1024, 1536, 131072, 2**20)] == [
-        "1",
-        "64",
-        "1,000",
-        "1k",
-        "1,536",
-        "128k",
-        "1M",
-    ]
+    numbers = (1, 64, 1000, 1024, 1536, 131072, 2**20)
+    assert list(map(short_number, numbers)) == ["1", "64", "1,000", "1k", "1,536", "128k", "1M"]
 
 
 def test_pictures_are_saved_and_leave_no_trace_in_matplotlib(demo: Comparison, tmp_path: Path) -> None:

@@ -40,8 +40,11 @@ def test_models_stand_side_by_side_with_their_names() -> None:
     assert figure.get_suptitle().startswith("attention maps (channel average)")
 
 
-def test_scales_are_symmetric_for_maps_and_from_0_to_1_for_masks() -> None:
-    figure = attention_maps_figure(maps_of(3, list("abcd")))
+@pytest.mark.parametrize("least", [0, -0.25])
+def test_scales_are_symmetric_for_maps_and_from_0_to_1_for_masks(least: float) -> None:
+    maps = maps_of(3, list("abcd"))
+    maps.layers[1].mask[3, 0] = least  # below 0 in the delta rule, then on one scale
+    figure = attention_maps_figure(maps)
     for axes in figure.axes:
         if not axes.images:
             continue
@@ -52,14 +55,7 @@ def test_scales_are_symmetric_for_maps_and_from_0_to_1_for_masks() -> None:
                 [0, 0.45, 0.5, 0.55, 1]
             )
         else:
-            assert (norm.vmin, norm.vmax) == (0, 1)
-
-
-def test_masks_below_0_are_shown_on_one_scale() -> None:
-    maps = maps_of(3, list("abcd"))
-    maps.layers[1].mask[3, 0] = -0.25
-    scales = [(i.norm.vmin, i.norm.vmax) for axes in attention_maps_figure(maps).axes for i in axes.images]
-    assert scales.count((-0.25, 1)) == 3
+            assert (norm.vmin, norm.vmax) == (least, 1)
 
 
 def test_short_texts_are_written_at_the_axes_and_long_ones_counted() -> None:

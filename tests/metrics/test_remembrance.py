@@ -131,14 +131,6 @@ def distances(p: Any, q: Any, dtype: torch.dtype = torch.float64) -> list[float]
     return [float(distance(*(torch.as_tensor(x, dtype=dtype) for x in (p, q)))) for distance in DISTANCES.values()]
 
 
-def test_distances_by_hand() -> None:
-    # Two halves each that share a token: the middle is (1/2, 1/4, 1/4), so the divergence is 3/2 - 1 = 1/2 bit.
-    assert distances([0.5, 0.5, 0, 0], [0.5, 0, 0.5, 0]) == pytest.approx([0.5, math.sqrt(0.5), 0.5], rel=1e-14)
-    # 3/4 of a token against another's: 1 - H(1/4) bits, H of both entropies; cosine 6 / 10.
-    bits = 1 + (0.75 * math.log2(0.75) + 0.25 * math.log2(0.25))
-    assert distances([0.75, 0.25], [0.25, 0.75]) == pytest.approx([0.5, math.sqrt(bits), 0.4], rel=1e-14)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_distances_of_equal_and_of_disjoint_predictions(dtype: torch.dtype) -> None:
     tiny = [1 - 2e-38, 1e-38, 1e-45, 0]  # the third one is subnormal in float32
@@ -171,12 +163,6 @@ def test_distances_of_nearly_equal_predictions_do_not_cancel() -> None:
     assert variation == pytest.approx(5e-7, rel=1e-6)
     assert shannon == pytest.approx(1e-6 / math.sqrt(8 * math.log(2)), rel=1e-6)  # sum of step^2 / p / 8 nats
     assert angle == pytest.approx(5e-13, rel=1e-3)  # half the squared angle, |step| / |p| = 1e-7 / 0.1
-
-
-def test_a_model_that_ignores_its_context_remembers_nothing(counter_model: type, random_tokens: np.ndarray) -> None:
-    model = counter_model(lambda count: torch.full_like(count, 2.0), last_only=True)
-    values = remembrance_values(model, random_tokens, 130, [0, 1, 64, 129], progress=False)
-    np.testing.assert_array_equal(values, 0)
 
 
 class Shouter(nn.Module):

@@ -62,15 +62,6 @@ def test_the_first_bin_does_not_set_the_limit(counter_model: type) -> None:
     assert found.exceeded_from is not None
 
 
-def test_a_model_that_holds_exceeds_nothing(counter_model: type, tmp_path: Any) -> None:
-    model = counter_model(certain_until(90, after=1.5))
-    found = constant_prompt(model, 0, 32, 300, progress=False)
-    assert found.exceeded_from is None
-    assert loss(1.5) < 2 * loss(2)
-    write_result(tmp_path / "prompt.json", found)
-    assert read_result(tmp_path / "prompt.json", ConstantPrompt) == found
-
-
 def test_the_curve_is_that_of_one_forward_pass_over_the_token() -> None:
     torch.manual_seed(0)
     sizes = {"vocab_size": 384, "hidden_size": 8, "state_size": 4, "num_heads": 2, "head_dim": 8, "n_groups": 1}
@@ -201,3 +192,10 @@ def test_a_tokenizer_without_a_newline_has_none(tokenizer: Any) -> None:
 def test_a_token_outside_the_vocabulary_is_refused(counter_model: type) -> None:
     with pytest.raises(ValueError, match=r"Token ids must be from 0 to .* got 7 to 7"):
         constant_prompt(counter_model(certain_until(90)), 7, 32, 64, progress=False)
+
+
+def test_a_model_that_holds_exceeds_nothing(counter_model: type) -> None:
+    model = counter_model(certain_until(90, after=1.5))
+    found = constant_prompt(model, 0, 32, 300, progress=False)
+    assert found.exceeded_from is None
+    assert loss(1.5) < 2 * loss(2)

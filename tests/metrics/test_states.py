@@ -3,7 +3,6 @@
 import copy
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,10 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen import forgetting
-from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.states import measure as state_diagnosis
-from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states, patched_groups
+from hf_recurrent_lengthgen.metrics.states.measure import diagnose_states
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
 from tests.hybrids.tiny_models import tiny_model
 from tests.llamas import tiny_llama
@@ -127,11 +125,6 @@ def test_stds_are_those_of_the_states(diagnosis: StateDiagnosis) -> None:
     assert head.std[place] == pytest.approx(parts[1][:, 2].std(), rel=1e-3)
 
 
-def test_a_document_is_read_as_it_was_written(diagnosis: StateDiagnosis, tmp_path: Path) -> None:
-    write_result(tmp_path / "states.json", diagnosis)
-    assert read_result(tmp_path / "states.json", StateDiagnosis) == diagnosis
-
-
 @pytest.mark.parametrize("family", [MAMBA, LINEAR_ATTENTION, RWKV6], ids=variant_id)
 def test_other_families(family: Family) -> None:
     found = diagnosed(build(family), patched_heads=1)
@@ -163,18 +156,6 @@ def test_the_delta_rule_is_diagnosed_without_retention(family: Family) -> None:
     assert len(found.heads) == sum(shape.recurrent[0] for shape in build(family).state_shapes())
 
 
-def test_groups_to_patch() -> None:
-    order = [(0, 1), (1, 0), (0, 0), (1, 1)]
-    groups = patched_groups(order, 2, 1)
-    assert groups == {
-        "the 2 that drift": [(0, 1), (1, 0)],
-        "the 2 others": [(0, 0), (1, 1)],
-        "layer 0, head 1": [(0, 1)],
-    }
-    assert list(patched_groups(order, 0, 2)) == ["all 4", "layer 0, head 1", "layer 1, head 0"]
-    assert list(patched_groups(order, 4, 0)) == ["the 4 that drift"]
-
-
 @pytest.mark.parametrize("beyond", [1, 2, 7, 8, 9])
 def test_texts_a_little_beyond_training_are_patched_with_what_they_have(beyond: int) -> None:
     model, tokens = build(MAMBA2), random_tokens(4, T + beyond + 1)
@@ -194,17 +175,6 @@ def test_few_texts_are_said_to_tell_no_drift() -> None:
     assert found.ranking[0].late_distance > 5
 
 
-def test_what_cannot_be_patched_is_said_and_the_rest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise ValueError("no exchange.")
-
-    monkeypatch.setattr(state_diagnosis, "patch_heads", refuse)
-    found = diagnosed(build(MAMBA2))
-    assert found.left_out == ("Heads were not patched: no exchange.",)
-    assert found.patching is None
-    assert len(found.heads) == 8
-
-
 def test_short_texts_and_wrong_lengths_are_refused() -> None:
     model = build(MAMBA2)
     with pytest.raises(ValueError, match="some beyond"):
@@ -215,3 +185,14 @@ def test_short_texts_and_wrong_lengths_are_refused() -> None:
         diagnose_states(model, random_tokens(2, 65), 0, QUIET)
     with pytest.raises(ValueError, match="LlamaForCausalLM does not carry a recurrent state by value"):
         diagnose_states(tiny_llama(), random_tokens(2, 65), T, QUIET)
+
+
+def test_what_cannot_be_patched_is_said_and_the_rest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError("no exchange.")
+
+    monkeypatch.setattr(state_diagnosis, "patch_heads", refuse)
+    found = diagnosed(build(MAMBA2))
+    assert found.left_out == ("Heads were not patched: no exchange.",)
+    assert found.patching is None
+    assert len(found.heads) == 8

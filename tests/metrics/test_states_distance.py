@@ -66,13 +66,6 @@ def test_distance_is_that_between_sorted_elements() -> None:
     assert drift_of(states).distance[-1, 0] == pytest.approx(expected, rel=0.02)
 
 
-def test_one_outlier_channel_in_many_is_seen() -> None:
-    states = normal()
-    states[PLACE[128] :, :, :, 3] *= 30  # one of 16 rows
-    expected = np.sqrt((15 + 900) / 16) - 1  # at least: the difference of stds
-    assert drift_of(states).distance[-1, 0] > expected
-
-
 def test_the_drifting_head_is_named_with_where_it_leaves() -> None:
     states = normal(heads=6)
     for place, position in enumerate(POSITIONS):
@@ -147,8 +140,10 @@ def test_rounding_of_equal_elements_is_no_drift() -> None:
     moved = np.where(np.arange(len(POSITIONS)) < PLACE[128], 1.0, 1.001)
     states = np.ones((len(POSITIONS), 4, 2, 4, 4))
     states *= 300 * np.stack([rounded, moved], 1)[:, None, :, None, None]
-    drift = drift_of(states)
-    assert drift.drifts.tolist() == [False, True]
+    dead = np.zeros_like(states[:, :, :1])
+    drift = drift_of(np.concatenate([states, dead], 2))
+    assert drift.drifts.tolist() == [False, True, False]
+    assert np.isfinite(drift.distance).all()
     assert drift.distance[:, 0].max() < 0.2
     np.testing.assert_allclose(drift.distance[PLACE[128] :, 1], 100, rtol=0.01)
 
@@ -195,12 +190,6 @@ def test_one_text_is_enough_if_it_is_not_random() -> None:
     assert drift.drifts.tolist() == [False, True, False]
     assert drift.leaves_at == (None, 256, None)
     assert drift.late[1] == pytest.approx(3, rel=0.1)
-
-
-def test_dead_heads_do_not_drift() -> None:
-    drift = drift_of(np.zeros((len(POSITIONS), 4, 2, 4, 4)))
-    assert not drift.drifts.any()
-    assert np.isfinite(drift.distance).all()
 
 
 def test_too_little_data_is_refused() -> None:

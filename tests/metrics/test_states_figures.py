@@ -92,14 +92,6 @@ def test_drifting_heads_are_orange_and_named(pair: Pair, figure_of: Any) -> None
     assert figure.axes[0].get_xlim() == figure.axes[1].get_xlim() == (8, 512)
 
 
-def test_too_few_texts_do_not_say_that_no_head_drifts(pair: Pair) -> None:
-    few = {"few": dataclasses.replace(pair["state passing"], sequences=2)}
-    for figure_of in (state_std_figure, retention_figure):
-        shown = [text.replace("\n", " ") for text in texts(figure_of(few))]
-        assert "drift unknown" in shown
-        assert "none drifts" not in shown
-
-
 def test_lines_are_the_ratio_to_the_training_length(pair: Pair) -> None:
     axes = state_std_figure(pair).axes[0]
     lines = [line for line in axes.get_lines() if line.get_color() == DRIFT]
@@ -134,12 +126,6 @@ def test_convolutions_are_dotted(pair: Pair) -> None:
     )
     np.testing.assert_allclose(line.get_ydata(), [1, 3] * 4)
     assert any("Dotted: convolutions" in text for text in texts(figure))
-
-
-def test_heads_of_unknown_scans_have_no_retention(pair: Pair) -> None:
-    first, *others = pair["base"].heads
-    heads = (dataclasses.replace(first, log_retention=None), *others)
-    assert len(colors_of(retention_figure({"a": dataclasses.replace(pair["base"], heads=heads)}), 0)) == 3
 
 
 def test_many_heads_are_cut_down_and_counted() -> None:

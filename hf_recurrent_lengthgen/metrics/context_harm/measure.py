@@ -84,7 +84,7 @@ def evaluate_model(
         data: Description of the tokens; the digest is always computed from `tokens`.
         settings: How the model is measured.
         observer: Sees the stream, also if the result is cached; a context manager is entered around the stream.
-        cache: Where results are kept; after an interrupt, also the NLLs of the stream or the windows.
+        cache: Where results are kept.
 
     Raises:
         ValueError: as in `stream_nll` and `window_nll`.
@@ -102,21 +102,17 @@ def evaluated(task: Measurement, observer: Observer | None = None) -> Evaluation
 
 def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
     settings, began = task.settings, time.perf_counter()
-    depends_on = {"harm": settings.harm_threshold, "verdict": settings.tolerance}
 
-    def read_stream() -> dict[str, np.ndarray]:
+    def read_stream() -> np.ndarray:
         # an observer records the stream only, not the windows
         with observer if isinstance(observer, AbstractContextManager) else nullcontext():
-            return {"nll": stream_nll(task.model, task.tokens, observer=observer, **settings.reading).nll}
-
-    def read_windows() -> dict[str, np.ndarray]:
-        return window_nll(task.model, task.tokens, task.training_length, **settings.reading)._asdict()
+            return stream_nll(task.model, task.tokens, observer=observer, **settings.reading).nll
 
     seen = None if observer is None else read_stream()
 
     def compute() -> EvaluationResult:
-        stream = (seen or task.arrays("stream", read_stream))["nll"]
-        windows = WindowNll(**task.arrays("windows", read_windows))
+        stream = read_stream() if seen is None else seen
+        read = StreamAndWindows(stream, window_nll(task.model, task.tokens, task.training_length, **settings.reading))
         return EvaluationResult(
             model=task.label,
             weights=task.key["model"]["weights"],
@@ -125,16 +121,15 @@ def _evaluate(task: Measurement, observer: Observer | None) -> EvaluationResult:
             sequences=len(task.tokens),
             confidence=settings.confidence,
             data=task.data,
-            **{name: measure(task, StreamAndWindows(stream, windows)) for name, measure in MEASURES.items()},
+            **{name: measure(task, read) for name, measure in MEASURES.items()},
             device=str(task.reader.device),
             command="",
             seed=settings.seed,
             **run_record(task.model, began),
         )
 
+    depends_on = {"harm": settings.harm_threshold, "verdict": settings.tolerance}
     kept = task.kept("evaluation", EvaluationResult, compute, **depends_on)
-    for name in StreamAndWindows._fields:
-        task.drop(name)
     command, seed = settings.recorded_command, settings.seed
     return dataclasses.replace(kept, model=task.label, data=task.data, command=command, seed=seed)
 

@@ -13,17 +13,7 @@ from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.evaluation.words import cell, interval_text
 from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
 from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINING, Remembrance, effective_remembrance
-from hf_recurrent_lengthgen.plotting.style import (
-    FONT_SIZE,
-    MUTED,
-    ROLE_LINES,
-    draw_band,
-    label_ends,
-    mark_training_lengths,
-    position_axis,
-    role_colors,
-    stacked_axes,
-)
+from hf_recurrent_lengthgen.plotting import style
 
 NAMES = {"total_variation": "total variation", "jensen_shannon": "Jensen-Shannon", "cosine": "1 - cosine"}
 """Distances as they are drawn."""
@@ -53,7 +43,7 @@ def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role])
     """
     names = [name for name in NAMES if any(name in result.distances for result in models.values())]
     titles = [f"Change of the prediction ({NAMES[name]})" for name in names]
-    figure, panels = stacked_axes(titles, 3.2 if len(names) == 1 else 2.4)
+    figure, panels = style.stacked_axes(titles, 3.2 if len(names) == 1 else 2.4)
     for name, axes in zip(names, panels, strict=True):
         _draw(axes, models, roles, name)
     for axes in panels[:-1]:
@@ -64,22 +54,22 @@ def remembrance_figure(models: Mapping[str, Remembrance], roles: Sequence[Role])
 def _draw(axes: Axes, models: Mapping[str, Remembrance], roles: Sequence[Role], distance: str) -> None:
     """The curves of the models that have this distance."""
     ends, tallest = [], 0.0
-    for (name, result), role, color in zip(models.items(), roles, role_colors(roles), strict=True):
+    for (name, result), role, color in zip(models.items(), roles, style.role_colors(roles), strict=True):
         if distance not in result.distances:
             continue
         x, values = [result.length - start for start in result.starts], result.distances[distance]
-        axes.plot(x, [value.mean for value in values], color=color, linewidth=2, linestyle=ROLE_LINES[role])
-        draw_band(axes, x, values, color)
+        axes.plot(x, [value.mean for value in values], color=color, linewidth=2, linestyle=style.ROLE_LINES[role])
+        style.draw_band(axes, x, values, color)
         # All curves end at 0, where all tokens are kept, so labels have the order at one training length.
         beside = min(range(len(x)), key=lambda place: abs(x[place] - result.training_length))
         ends.append((values[beside].mean, name, color))
         tallest = max(tallest, *(value.high or value.mean for value in values))
     axes.set_ylim(0, min(1.0, 0.2 * math.ceil(5.5 * tallest + 1e-9)) or 0.2)
     axes.yaxis.set_major_locator(MultipleLocator(0.2))
-    position_axis(axes, 1, max(result.length for result in models.values()))
-    mark_training_lengths(axes, [result.training_length for result in models.values()])
-    axes.set_xlabel("Number of last tokens kept", fontsize=FONT_SIZE - 0.5, color=MUTED)
-    label_ends(axes, ends)
+    style.position_axis(axes, 1, max(result.length for result in models.values()))
+    style.mark_training_lengths(axes, [result.training_length for result in models.values()])
+    axes.set_xlabel("Number of last tokens kept", fontsize=style.FONT_SIZE - 0.5, color=style.MUTED)
+    style.label_ends(axes, ends)
 
 
 def remembrance_text(result: Remembrance) -> str:

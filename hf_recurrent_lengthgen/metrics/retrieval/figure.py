@@ -10,20 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.metrics.retrieval.result import RECALL_ACCURACY, RetrievalResult, Share
-from hf_recurrent_lengthgen.plotting.style import (
-    FONT_SIZE,
-    GRID,
-    INK,
-    LINE_COLORS,
-    MUTED,
-    label_ends,
-    length_axis,
-    mark_training_lengths,
-    new_axes,
-    set_left_title,
-    short_number,
-    stacked_axes,
-)
+from hf_recurrent_lengthgen.plotting import style
 
 _Box = tuple[float, float, float, float]  # left, bottom, width, height
 WIDTH = 4.8
@@ -45,7 +32,9 @@ def heat_map_figure(models: Sequence[RetrievalResult]) -> Figure:
     FigureCanvasAgg(figure)
     what = "depth" if models[0].depths is not None else "task"
     title = f"{_TITLES[models[0].task]}: right answers in percent\nby {what} and length"
-    figure.text(0.15 / width, 1 - 0.1 / height, title, fontsize=FONT_SIZE, color=INK, va="top", linespacing=1.25)
+    figure.text(
+        0.15 / width, 1 - 0.1 / height, title, fontsize=style.FONT_SIZE, color=style.INK, va="top", linespacing=1.25
+    )
     for place, result in enumerate(models):
         bottom = 0.72 + panel * (len(models) - 1 - place)
         inches = (0.86, bottom, width - 0.96, _ROW * rows)
@@ -63,7 +52,7 @@ def _scale(axes: Axes) -> None:
     axes.imshow(np.linspace(0, 1, 64)[None], cmap=_COLORS_OF_ACCURACY, aspect="auto", extent=(0, 100, 0, 1))
     axes.set_yticks([])
     axes.set_xticks([0, 50, 100], ["0", "50", "100 % right"])
-    axes.tick_params(length=2, labelsize=FONT_SIZE - 2.5, colors=MUTED, labelcolor=MUTED, pad=1.5)
+    axes.tick_params(length=2, labelsize=style.FONT_SIZE - 2.5, colors=style.MUTED, labelcolor=style.MUTED, pad=1.5)
     axes.spines[:].set_visible(False)
 
 
@@ -71,31 +60,35 @@ def _cells(axes: Axes, result: RetrievalResult) -> None:
     shares = [[Share(cell.right, cell.samples).accuracy for cell in row] for row in result.cells]
     values = np.ma.masked_invalid([[np.nan if share is None else share for share in row] for row in shares])
     axes.pcolormesh(values, cmap=_COLORS_OF_ACCURACY, vmin=0, vmax=1, edgecolors="none", linewidth=0)
-    axes.set_facecolor(GRID)
+    axes.set_facecolor(style.GRID)
     axes.invert_yaxis()
-    size = FONT_SIZE - 2
+    size = style.FONT_SIZE - 2
     for row, column in np.ndindex(values.shape):
         share = shares[row][column]
         text = "-" if share is None else f"{100 * share:.0f}"
-        color = MUTED if share is None else _ON_DARK if share < 0.55 else _ON_LIGHT
+        color = style.MUTED if share is None else _ON_DARK if share < 0.55 else _ON_LIGHT
         axes.text(column + 0.5, row + 0.5, text, ha="center", va="center_baseline", fontsize=size, color=color)
     axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelsize=FONT_SIZE - 2, labelcolor=INK, pad=3)
-    names = [short_number(length) for length in result.lengths]
+    axes.tick_params(length=0, labelsize=style.FONT_SIZE - 2, labelcolor=style.INK, pad=3)
+    names = [style.short_number(length) for length in result.lengths]
     axes.set_xticks([column + 0.5 for column in range(len(names))], names)
     axes.set_yticks([row + 0.5 for row in range(len(result.rows))], _row_names(result))
     axes.set_ylabel(
-        "Depth (0 %: start)" if result.depths is not None else "Task", fontsize=FONT_SIZE - 1.5, color=MUTED
+        "Depth (0 %: start)" if result.depths is not None else "Task",
+        fontsize=style.FONT_SIZE - 1.5,
+        color=style.MUTED,
     )
-    axes.set_xlabel(f"Length ({result.data.token_unit}s)", fontsize=FONT_SIZE - 1.5, color=MUTED, labelpad=1)
+    axes.set_xlabel(
+        f"Length ({result.data.token_unit}s)", fontsize=style.FONT_SIZE - 1.5, color=style.MUTED, labelpad=1
+    )
     trained = ""
     if result.training_length is not None:
-        trained = f", trained on {short_number(result.training_length)}"
+        trained = f", trained on {style.short_number(result.training_length)}"
         inside = sum(length <= result.training_length for length in result.lengths)
         if 0 < inside < len(result.lengths):
             axes.axvline(inside, color=_ON_DARK, linewidth=2.5)
             axes.axvline(inside, color=_ON_LIGHT, linewidth=1, linestyle=(0, (2, 2)))
-    set_left_title(axes, f"{result.model}{trained}", FONT_SIZE - 0.5, "bold")
+    style.set_left_title(axes, f"{result.model}{trained}", style.FONT_SIZE - 0.5, "bold")
 
 
 def _row_names(result: RetrievalResult) -> Sequence[str]:
@@ -106,16 +99,16 @@ def _row_names(result: RetrievalResult) -> Sequence[str]:
 
 def retrieval_accuracy_figure(models: Sequence[RetrievalResult]) -> Figure:
     """Share of right answers by length for several models, with intervals and training lengths."""
-    figure, axes = new_axes(f"{_TITLES[models[0].task]}: right answers (dots: 95 %)")
+    figure, axes = style.new_axes(f"{_TITLES[models[0].task]}: right answers (dots: 95 %)")
     trained = [result.training_length for result in models if result.training_length is not None]
     axes.set_ylim(-0.03, 1.13)  # room for the mark above the lines
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-    axes.axhline(RECALL_ACCURACY, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
-    length_axis(axes, sorted({*models[0].lengths, *trained}), f"{models[0].data.token_unit}s")
+    axes.axhline(RECALL_ACCURACY, color=style.MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
+    style.length_axis(axes, sorted({*models[0].lengths, *trained}), f"{models[0].data.token_unit}s")
     if trained:
-        mark_training_lengths(axes, trained)
+        style.mark_training_lengths(axes, trained)
     ends = []
-    for result, color in zip(models, cycle(LINE_COLORS), strict=False):
+    for result, color in zip(models, cycle(style.LINE_COLORS), strict=False):
         there = [
             (length, share) for length, share in zip(result.lengths, result.by_length, strict=True) if share.samples
         ]
@@ -126,27 +119,27 @@ def retrieval_accuracy_figure(models: Sequence[RetrievalResult]) -> Figure:
             low, high = zip(*(share.interval(result.confidence) for share in shares), strict=True)
             axes.fill_between(lengths, low, high, color=color, alpha=0.18, linewidth=0)
             ends.append((heights[-1], result.model, color))
-    label_ends(axes, ends)
+    style.label_ends(axes, ends)
     return figure
 
 
 def mistakes_figure(models: Sequence[RetrievalResult]) -> Figure:
     """Answers by length, one panel per model: the right ones, and what the wrong ones say instead, in percent."""
-    figure, panels = stacked_axes([f"{result.model}: answers in percent" for result in models], 2.4)
+    figure, panels = style.stacked_axes([f"{result.model}: answers in percent" for result in models], 2.4)
     for axes, result in zip(panels, models, strict=True):
         places, below = range(len(result.lengths)), np.zeros(len(result.lengths))
         right = tuple(share.right for share in result.by_length)
         samples = np.array([max(1, share.samples) for share in result.by_length])
-        colors, ends = cycle(LINE_COLORS), []
+        colors, ends = cycle(style.LINE_COLORS), []
         for kind, counts in ({"right": right} | result.mistakes_by_length).items():
-            color = MUTED if kind == "other" else next(colors)
+            color = style.MUTED if kind == "other" else next(colors)
             heights = 100 * np.array(counts) / samples
             axes.bar(places, heights, 0.8, below, color=color, linewidth=0)
             if sum(counts):
                 ends.append((float(below[-1] + heights[-1] / 2), kind, color))
             below += heights
         axes.set_ylim(0, 100)
-        axes.set_xticks(places, [short_number(length) for length in result.lengths])
-        axes.set_xlabel(f"Length ({result.data.token_unit}s)", fontsize=FONT_SIZE - 0.5, color=MUTED)
-        label_ends(axes, ends)
+        axes.set_xticks(places, [style.short_number(length) for length in result.lengths])
+        axes.set_xlabel(f"Length ({result.data.token_unit}s)", fontsize=style.FONT_SIZE - 0.5, color=style.MUTED)
+        style.label_ends(axes, ends)
     return figure

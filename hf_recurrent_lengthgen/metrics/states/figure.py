@@ -15,25 +15,10 @@ from matplotlib.ticker import FuncFormatter
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.states.result import HeadStates, StateDiagnosis
-from hf_recurrent_lengthgen.plotting.style import (
-    FONT_SIZE,
-    GRID,
-    INK,
-    MUTED,
-    ROLE_COLORS,
-    draw_band,
-    label_ends,
-    length_axis,
-    mark_training_lengths,
-    plain_axes,
-    position_axis,
-    set_left_title,
-    set_ticks,
-    short_number,
-)
+from hf_recurrent_lengthgen.plotting import style
 
-DRIFT, STEADY = ROLE_COLORS["base"], ROLE_COLORS["cured"]
-CASES = {"both": ("both", MUTED), "recurrent": ("states", DRIFT), "attention": ("attention", STEADY)}
+DRIFT, STEADY = style.ROLE_COLORS["base"], style.ROLE_COLORS["cured"]
+CASES = {"both": ("both", style.MUTED), "recurrent": ("states", DRIFT), "attention": ("attention", STEADY)}
 """Field of `AttentionHarm` -> label and color."""
 NAMED_HEADS = 6
 """Maximum number of heads named beside a panel."""
@@ -97,14 +82,16 @@ def _relative_figure(
     for axes, (diagnosis, reading) in zip(panels, drawn.values(), strict=True):
         axes.set_yscale("log")
         axes.set_ylim(low, high)
-        set_ticks(axes.yaxis, ticks, "{:,g}x".format)
+        style.set_ticks(axes.yaxis, ticks, "{:,g}x".format)
         ends = []
         if whole:
             std = _relative(diagnosis.std, diagnosis)
-            axes.plot(diagnosis.positions, std, color=INK, linewidth=1.6, linestyle=(0, (4, 2)), zorder=3)
-            ends.append((std[-1], "whole", INK))
+            axes.plot(diagnosis.positions, std, color=style.INK, linewidth=1.6, linestyle=(0, (4, 2)), zorder=3)
+            ends.append((std[-1], "whole", style.INK))
             for spread in _spreads(diagnosis)[1 : DRAWN_HEADS + 1]:
-                axes.plot(diagnosis.positions, _relative(spread, diagnosis), color=MUTED, linewidth=1, linestyle=":")
+                axes.plot(
+                    diagnosis.positions, _relative(spread, diagnosis), color=style.MUTED, linewidth=1, linestyle=":"
+                )
         _draw_heads(axes, diagnosis, _relative_curve(reading), ends)
     return figure
 
@@ -129,7 +116,7 @@ def state_mean_figure(diagnoses: Diagnoses) -> Figure:
     for axes, diagnosis in zip(panels, diagnoses.values(), strict=True):
         axes.set_yscale("symlog", linthresh=1)
         axes.set_ylim(1.3 * min([-1.0, *shown]), 1.3 * max([1.0, *shown]))
-        set_ticks(axes.yaxis, [*(-power for power in powers), 0.0, *powers], "{:,g}".format)
+        style.set_ticks(axes.yaxis, [*(-power for power in powers), 0.0, *powers], "{:,g}".format)
         _draw_heads(axes, diagnosis, _mean_in_stds)
     return figure
 
@@ -167,7 +154,7 @@ def _draw_heads(
         none = "none drifts" if diagnosis.names_heads else "drift unknown"
         text = f"{len(steady)} steady" if drifting else none
         ends.append((float(np.median([values[-1] for _, values in steady])), text, STEADY))
-    label_ends(axes, ends)
+    style.label_ends(axes, ends)
 
 
 def distance_map_figure(diagnoses: Diagnoses) -> Figure:
@@ -193,12 +180,12 @@ def distance_map_figure(diagnoses: Diagnoses) -> Figure:
         values = np.log10([np.maximum(head.distance[first:], 0.1) for head in rows])
         edges = _cell_edges(diagnosis.positions[first:])
         mesh = axes.pcolormesh(edges, np.arange(len(rows) + 1), values, cmap=colors, norm=norm, edgecolors="none")
-        position_axis(axes, edges[0], edges[-1])
+        style.position_axis(axes, edges[0], edges[-1])
         axes.set_ylim(len(rows), 0)
         axes.set_yticks(np.arange(len(rows)) + 0.5, [_short_name(head) for head in rows])
-        axes.tick_params(axis="y", length=0, labelsize=FONT_SIZE - 2)
+        axes.tick_params(axis="y", length=0, labelsize=style.FONT_SIZE - 2)
         axes.grid(False)
-        axes.axvline(diagnosis.training_length, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+        axes.axvline(diagnosis.training_length, color=style.INK, linewidth=1, linestyle=(0, (2, 2)))
         if left_out := len(diagnosis.heads) - len(rows):
             _remark(axes, f"and {left_out:,} nearer heads")
     _hide_inner_labels(panels)
@@ -208,7 +195,7 @@ def distance_map_figure(diagnoses: Diagnoses) -> Figure:
     bar.set_ticks([math.log10(value) for value in ticks], labels=[f"{value:g}" for value in ticks])
     bar.outline.set_visible(False)
     bar.ax.minorticks_off()
-    bar.ax.tick_params(labelsize=FONT_SIZE - 2, colors=MUTED, labelcolor=INK, length=2)
+    bar.ax.tick_params(labelsize=style.FONT_SIZE - 2, colors=style.MUTED, labelcolor=style.INK, length=2)
     return figure
 
 
@@ -236,15 +223,15 @@ def patching_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
             axes.barh(places + offset, [estimate.mean for estimate in estimates], 0.36, color=color)
             for place, estimate in zip(places + offset, estimates, strict=True):
                 if estimate.low is not None and estimate.high is not None:
-                    axes.plot([estimate.low, estimate.high], [place, place], color=INK, linewidth=1)
-        axes.axvline(0, color=INK, linewidth=1)
-        axes.axvline(patching.harm.mean, color=MUTED, linewidth=1.2, linestyle=(0, (2, 2)))
+                    axes.plot([estimate.low, estimate.high], [place, place], color=style.INK, linewidth=1)
+        axes.axvline(0, color=style.INK, linewidth=1)
+        axes.axvline(patching.harm.mean, color=style.MUTED, linewidth=1.2, linestyle=(0, (2, 2)))
         axes.set_yticks(places, [group.name for group in patching.groups])
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(len(places) - 0.5, -0.5)
         axes.set_xlim(low - 0.03 * (high - low), high + 0.03 * (high - low))
         axes.grid(axis="y", visible=False)
-        axes.grid(axis="x", color=GRID, linewidth=0.7)
+        axes.grid(axis="x", color=style.GRID, linewidth=0.7)
         _remark(axes, f"harm of all: {patching.harm.mean:z.2f}")
     _hide_inner_labels(panels)
     return figure
@@ -261,19 +248,19 @@ def attention_harm_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
     low, high = _limits(estimate for harm in harms for case in CASES for estimate in getattr(harm, case))
     first, last = min(harm.borders[0] for harm in harms), max(harm.borders[-1] for harm in harms)
     for axes, diagnosis, harm in zip(panels, diagnoses.values(), harms, strict=True):
-        axes.axhline(0, color=INK, linewidth=1)
+        axes.axhline(0, color=style.INK, linewidth=1)
         ends = []
         for case, (name, color) in CASES.items():
             estimates = getattr(harm, case)
             marker = "o" if len(estimates) == 1 else None
             axes.plot(harm.borders, [value.mean for value in estimates], color=color, linewidth=2, marker=marker)
-            draw_band(axes, harm.borders, estimates, color)
+            style.draw_band(axes, harm.borders, estimates, color)
             ends.append((estimates[-1].mean, name, color))
-        position_axis(axes, min(first, diagnosis.training_length) / 1.1, last)
+        style.position_axis(axes, min(first, diagnosis.training_length) / 1.1, last)
         axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
-        mark_training_lengths(axes, [diagnosis.training_length])
-        label_ends(axes, ends)
-        axes.set_xlabel("Tokens read" if axes is panels[-1] else "", fontsize=10, color=MUTED)
+        style.mark_training_lengths(axes, [diagnosis.training_length])
+        style.label_ends(axes, ends)
+        axes.set_xlabel("Tokens read" if axes is panels[-1] else "", fontsize=10, color=style.MUTED)
     return figure
 
 
@@ -286,18 +273,20 @@ def attention_windows_figure(diagnoses: Diagnoses, unit: str = "token") -> Figur
     numbers = [window for result in results for window in result.windows if window is not None]
     everything = 2 * max(numbers, default=1)
     for axes, diagnosis, result in zip(panels, diagnoses.values(), results, strict=True):
-        axes.axhline(0, color=INK, linewidth=1)
+        axes.axhline(0, color=style.INK, linewidth=1)
         x = [window or everything for window in result.windows]
         axes.plot(x, [value.mean for value in result.harm], color=STEADY, linewidth=2)
-        draw_band(axes, x, result.harm, STEADY)
+        style.draw_band(axes, x, result.harm, STEADY)
         axes.plot([result.best or everything], [result.at(result.best).mean], "o", color=STEADY)
-        length_axis(axes, sorted({*numbers, everything}), "keys")
+        style.length_axis(axes, sorted({*numbers, everything}), "keys")
         axes.xaxis.set_major_formatter(
-            FuncFormatter(lambda value, _: "all" if value == everything else short_number(value))
+            FuncFormatter(lambda value, _: "all" if value == everything else style.short_number(value))
         )
         axes.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
-        axes.set_xlabel("Last keys that a token attends to" if axes is panels[-1] else "", fontsize=10, color=MUTED)
-        mark_training_lengths(axes, [diagnosis.training_length])
+        axes.set_xlabel(
+            "Last keys that a token attends to" if axes is panels[-1] else "", fontsize=10, color=style.MUTED
+        )
+        style.mark_training_lengths(axes, [diagnosis.training_length])
     return figure
 
 
@@ -315,20 +304,28 @@ def _panels(
     total = TITLE + BOTTOM + sum(heights) + GAP * (len(heights) - 1)
     figure = Figure(figsize=(WIDTH, total))
     FigureCanvasAgg(figure)
-    figure.text(0.02, 1 - 0.06 / total, title, fontsize=FONT_SIZE, color=INK, va="top", parse_math=False)
-    figure.text(0.02, 1 - 0.26 / total, explanation, fontsize=FONT_SIZE - 1.5, color=MUTED, va="top", parse_math=False)
+    figure.text(0.02, 1 - 0.06 / total, title, fontsize=style.FONT_SIZE, color=style.INK, va="top", parse_math=False)
+    figure.text(
+        0.02,
+        1 - 0.26 / total,
+        explanation,
+        fontsize=style.FONT_SIZE - 1.5,
+        color=style.MUTED,
+        va="top",
+        parse_math=False,
+    )
     panels, top = [], total - TITLE
     for name, height in zip(diagnoses, heights, strict=True):
         box = (left / WIDTH, (top - height) / total, (WIDTH - left - RIGHT) / WIDTH, height / total)
-        axes = plain_axes(figure, box)
+        axes = style.plain_axes(figure, box)
         top -= height + GAP
-        set_left_title(axes, name, weight="bold", beside=beside)
+        style.set_left_title(axes, name, weight="bold", beside=beside)
         panels.append(axes)
     return figure, panels
 
 
 def _remark(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="right", fontsize=FONT_SIZE - 1.5, color=MUTED, pad=3)
+    axes.set_title(text, loc="right", fontsize=style.FONT_SIZE - 1.5, color=style.MUTED, pad=3)
 
 
 def _limits(estimates: Iterable[Estimate]) -> tuple[float, float]:
@@ -341,8 +338,8 @@ def _position_axes(panels: Sequence[Axes], diagnoses: Diagnoses) -> None:
     first = min(diagnosis.positions[_first_place(diagnosis)] for diagnosis in diagnoses.values())
     last = max(diagnosis.positions[-1] for diagnosis in diagnoses.values())
     for axes, diagnosis in zip(panels, diagnoses.values(), strict=True):
-        position_axis(axes, first, last)
-        mark_training_lengths(axes, [diagnosis.training_length])
+        style.position_axis(axes, first, last)
+        style.mark_training_lengths(axes, [diagnosis.training_length])
     _hide_inner_labels(panels)
 
 
