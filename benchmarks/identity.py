@@ -33,7 +33,8 @@ from torch import Tensor
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, os.getcwd())
 from hf_recurrent_lengthgen import forgetting, stateful, trainers
-from hf_recurrent_lengthgen.checkpoints import convert_checkpoint, export_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
+from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.cli.main import main as lengthgen
