@@ -16,8 +16,14 @@ from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.data.collating import PADDING_ID
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED
-from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers
-from hf_recurrent_lengthgen.data.tasks.keyed_rows import KeyedRows, Lengths, Rows
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import (
+    Array,
+    KeyedRows,
+    Lengths,
+    Rows,
+    random_bits,
+    random_integers,
+)
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 
 Quantity = Literal["mean", "sum", "length"]

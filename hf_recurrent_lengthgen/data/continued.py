@@ -56,8 +56,8 @@ class ContinuedChunks(Dataset[Item]):
         lookahead: l, extra tokens at the end of each item, which also begin the next chunk.
 
     Raises:
-        ValueError: for a stream that is not one row of integers or is too short for one chunk, for numbers that are
-            too small, and for `reset_at_document` without a separator that occurs in the stream.
+        ValueError: for a stream that is not one row of integers or is too short for one chunk, and for
+            `reset_at_document` without a separator that occurs in the stream.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class ContinuedChunks(Dataset[Item]):
         lookahead: int = 0,
     ) -> None:
         stream = as_stream(stream)
-        _check_layout(length, chunks_before_reset)
         if reset_at_document and (separator_id is None or not bool((stream.numpy() == separator_id).any())):
             raise ValueError(
                 f"separator_id is {separator_id}, which does not occur in the stream, so reset_at_document would "
@@ -100,9 +99,7 @@ class ContinuedChunks(Dataset[Item]):
 
     def __getitem__(self, key: int | ChunkKey) -> Item:
         index = key.chunk if isinstance(key, ChunkKey) else key
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"chunk {index} of {len(self)}")
-        index %= len(self)
+        index = range(len(self))[index]
         begins = key.begins if isinstance(key, ChunkKey) else index % self.chunks_of_sequence == 0
         start = index * self.length
         stop = start + self.length + self.lookahead + 1
@@ -146,12 +143,10 @@ class StreamRowSampler(Sampler[ChunkKey]):
 
     def __init__(self, dataset: ContinuedChunks, stream_rows: int, seed: int) -> None:
         if len(dataset) < stream_rows:
-            spare = len(dataset.stream) - dataset.lookahead - 1
-            shorter = f", a length of {spare // stream_rows}" if spare >= stream_rows else ""
             raise ValueError(
                 f"the stream has {len(dataset)} chunks of {dataset.length} tokens, but {stream_rows} stream rows "
                 "(batch size x processes x micro-batches) need one each: "
-                f"{len(dataset)} stream rows{shorter} or more data would fit"
+                f"{len(dataset)} stream rows, a smaller length or more data would fit"
             )
         self.dataset = dataset
         self.stream_rows = stream_rows
@@ -215,10 +210,3 @@ def _item(tokens: Tensor, document_starts: Tensor | None, begins: bool) -> Item:
     if begins:
         resets[0] = True
     return {"input_ids": tokens[:-1], "labels": tokens[:-1], "shift_labels": targets, "state_resets": resets}
-
-
-def _check_layout(length: int, chunks_before_reset: int | None) -> None:
-    if length < 1:
-        raise ValueError(f"length is {length}, but a chunk needs at least 1 token")
-    if chunks_before_reset is not None and chunks_before_reset < 1:
-        raise ValueError(f"chunks_before_reset is {chunks_before_reset}, but must be at least 1, or None for no reset")

@@ -15,8 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers.utils import logging
-
 if TYPE_CHECKING:
     import datasets  # takes most of a second
 
@@ -53,9 +51,7 @@ class Corpus:
 
     def texts(self, split: str) -> list[str]:
         """Texts of `split`, "train" or "validation", in the order of the documents' names."""
-        if split not in ("train", "validation"):
-            raise ValueError(f"split is {split!r}, but a corpus has the splits 'train' and 'validation'")
-        return [document.text for document in getattr(self, split)]
+        return [document.text for document in {"train": self.train, "validation": self.validation}[split]]
 
     @cached_property
     def sizes(self) -> str:
@@ -123,7 +119,7 @@ def _is_validation(name: str) -> bool:
 
 
 def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Dataset":
-    """The rows of a dataset, read by the `datasets` library, which shows progress bars if Transformers does.
+    """The rows of a dataset, read by the `datasets` library.
 
     Args:
         path_or_name: A .txt, .jsonl, .json or .parquet file, a folder of files of one kind or a pattern such as
@@ -138,12 +134,6 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
     import datasets
 
     files = _files_of_splits(path_or_name)
-    shown = not datasets.are_progress_bars_disabled()
-    readers = datasets.logging.get_logger("datasets.packaged_modules")
-    level = readers.level
-    readers.setLevel("CRITICAL")  # they log the errors that they raise
-    if not logging.is_progress_bar_enabled():
-        datasets.disable_progress_bars()
     try:
         name, options = _builder_of(files) if files else (str(Path(path_or_name).expanduser()), {})
         rows = datasets.load_dataset(name, split=split, **options)
@@ -158,10 +148,6 @@ def load_rows(path_or_name: str | Path, split: str = "train") -> "datasets.Datas
         if "JSON parse error" in why:
             remedy = "give JSON objects, one on each line or all in a list, in UTF-8"
         raise ValueError(f"cannot read split {split!r} of {str(path_or_name)!r}: {why}; {remedy}") from error
-    finally:
-        readers.setLevel(level)
-        if shown:
-            datasets.enable_progress_bars()
 
 
 def load_texts(path_or_name: str | Path, split: str = "train", text_column: str = "text") -> list[str]:

@@ -55,13 +55,10 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
 
     def __init__(self, examples: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
         if isinstance(examples, (str, Path, Mapping)):
-            given = repr(str(examples)) if not isinstance(examples, Mapping) else f"{type(examples).__name__} of names"
             raise ValueError(
-                f"examples is {given}, but must be rows, such as one split: "
+                f"examples is a {type(examples).__name__}, but must be rows, such as one split: "
                 "datasets.load_dataset('json', data_files='FILE.jsonl', split='train')"
             )
-        if isinstance(tokenizer, str):
-            raise ValueError(f"tokenizer is a name: give AutoTokenizer.from_pretrained({tokenizer!r})")
         self._rows: list[tuple[Tensor, Tensor]] = []  # token ids, int32, and whether they are answers
         digest = hashlib.blake2b(digest_size=8)
         features = getattr(examples, "features", None)
@@ -111,11 +108,6 @@ def _given(value: Any, feature: Any) -> Any:
 
 def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Token ids of an example, and whether each is part of an answer."""
-    if not isinstance(example, Mapping):
-        raise ValueError(
-            f"it is a {type(example).__name__}, {example!r:.40}, but must be a mapping with messages, or with prompt "
-            "and completion"
-        )
     given = {name for name, value in example.items() if value is not None}
     if given & {"messages", "prompt", "completion"} == {"messages"}:
         return _chat(example, tokenizer)
@@ -123,7 +115,12 @@ def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], lis
         raise ValueError(f"its columns are {sorted(given)}, but must be messages, or prompt and completion")
     prompt, completion = example["prompt"], example["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        before, whole = _text(prompt, tokenizer), _text(prompt + completion, tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                "the tokenizer has no end token to put after the completion: set tokenizer.eos_token (for "
+                "the command line in a copy, tokenizer.save_pretrained(FOLDER), given as --tokenizer FOLDER)"
+            )
+        before, whole = text_ids(tokenizer, prompt), text_ids(tokenizer, prompt + completion)
         whole += [tokenizer.eos_token_id] if whole[-1:] != [tokenizer.eos_token_id] else []
         remedy = "move the space or word at the end of the prompt to the beginning of the completion"
     elif isinstance(prompt, list) and isinstance(completion, list):
@@ -137,16 +134,6 @@ def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], lis
     return whole, [place >= len(before) for place in range(len(whole))]
 
 
-def _text(text: str, tokenizer: Any) -> list[int]:
-    """Token ids of a text, as `text_ids`."""
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            "the tokenizer has no end token to put after the completion: set tokenizer.eos_token (for "
-            "the command line in a copy, tokenizer.save_pretrained(FOLDER), given as --tokenizer FOLDER)"
-        )
-    return text_ids(tokenizer, text)
-
-
 def _chat(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """As `_encoded`, for a chat."""
     if tokenizer.chat_template and not _MARKS.search(tokenizer.get_chat_template(tools=example.get("tools"))):
@@ -154,11 +141,6 @@ def _chat(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[b
             "the chat template does not say which tokens are answers: put {% generation %} and {% endgeneration %} "
             "around them in chat_template.jinja of the tokenizer (trl.get_training_chat_template has such templates "
             "for known models), or give prompt and completion"
-        )
-    if not tokenizer.is_fast:
-        raise ValueError(
-            f"{type(tokenizer).__name__} does not say which characters a token stands for, so the answers of a chat "
-            "cannot be found: give a fast tokenizer, or prompt and completion"
         )
     [text], [answers] = _templated(example["messages"], example, tokenizer, return_assistant_tokens_mask=True)
     # `assistant_masks` before Transformers 5.24 go on to the end where no token holds the last character of an answer

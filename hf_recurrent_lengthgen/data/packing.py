@@ -24,13 +24,11 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
         length: T, the number of predictions per block, at least 1.
 
     Raises:
-        ValueError: for a stream that is not one row of integers or is too short for one block, and for a wrong length.
+        ValueError: for a stream that is not one row of integers or is too short for one block.
     """
 
     def __init__(self, stream: Tensor | np.ndarray, length: int) -> None:
         stream = as_stream(stream)
-        if length < 1:
-            raise ValueError(f"length is {length}, but a block needs at least 1 prediction")
         if len(stream) <= length:
             raise ValueError(
                 f"the stream has {len(stream)} tokens, but a block of length {length} needs {length + 1}; "
@@ -73,11 +71,9 @@ def evaluation_sequences(stream: Tensor | np.ndarray, count: int, length: int) -
         (count, length) int64, a copy.
 
     Raises:
-        ValueError: if they do not fit into the stream, and for a count or length that is too small.
+        ValueError: if they do not fit into the stream.
     """
     stream = as_stream(stream)
-    if count < 1 or length < 2:
-        raise ValueError(f"count is {count}, length {length}; at least 1 sequence of 2 tokens is needed")
     number_of_tokens = len(stream)
     if count * length > number_of_tokens:
         raise ValueError(

@@ -50,14 +50,11 @@ def token_stream(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None
         (number of tokens,) int64.
 
     Raises:
-        ValueError: if there is no text, a document is not a string, or the tokenizer has no end of text.
+        ValueError: if there is no text, or the tokenizer has no end of text.
     """
     if isinstance(texts, str):
         raise ValueError("texts is one string, but must be several documents; give [text]")
     documents = list(texts)
-    for index, document in enumerate(documents):
-        if not isinstance(document, str):
-            raise ValueError(f"document {index} is a {type(document).__name__}, but must be a string")
     tokenizer = byte_tokenizer() if tokenizer is None else tokenizer
     if tokenizer.eos_token_id is None:
         raise ValueError(

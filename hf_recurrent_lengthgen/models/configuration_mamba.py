@@ -53,7 +53,7 @@ class ReferenceLayersConfigMixin(StatefulConfigMixin):
         super().__post_init__(**kwargs)
         if self.initialization == "mamba-ssm":
             self.rescale_prenorm_residual: bool = True
-            if self.initializer_range == type(self).initializer_range:
+            if self.initializer_range == type(self).initializer_range:  # type: ignore[misc]
                 self.initializer_range: float = 0.02
 
     def check(self) -> None:

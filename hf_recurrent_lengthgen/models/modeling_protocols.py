@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
@@ -16,12 +15,6 @@ class StatefulModel(Protocol):
 
     config: Any
     training: bool
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -36,15 +29,8 @@ class StatefulModel(Protocol):
     def first_state(self, batch_size: int) -> RecurrentState:
         """The state before any token: the active learned state, or zero."""
 
-    def eval(self) -> Any: ...
-
-    def modules(self) -> Iterator[nn.Module]: ...
-
-    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def __getattr__(self, name: str) -> Any:
+        """What all models of Transformers have."""
 
 
 class HybridModel(StatefulModel, Protocol):

@@ -274,8 +274,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
         stateless = initial_state is None and cache is None and rows.group is None and not use_cache
         if not (own or stateless):
             self.check_has_states()
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
+        keep_all = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
         hidden_states = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         state = self._starting_state(initial_state, cache, batch_size, hidden_states.device)
         moved = MovedRows.of(rows)
@@ -286,9 +285,8 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if (steps := getattr(cache, "steps", None)) is not None and length == 1 and moved is None:
             state, step = steps.begin(state)
         through = self._through_layers if rows.starts is None else self._through_sequences
-        all_hidden_states, final_state = through(
-            hidden_states, state, rows, moved, bool(output_hidden_states), caches or output_final_state, step
-        )
+        keep_states = caches or output_final_state
+        all_hidden_states, final_state = through(hidden_states, state, rows, moved, keep_all, keep_states, step)
         if caches:
             cache = RecurrentCache() if cache is None else cache
             cache.advance(final_state, length)
@@ -296,7 +294,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             last_hidden_state=all_hidden_states[-1],
             final_state=final_state if output_final_state else None,
             cache=cache,
-            hidden_states=tuple(all_hidden_states) if output_hidden_states else None,
+            hidden_states=tuple(all_hidden_states) if keep_all else None,
         )
 
     def _through_layers(
@@ -337,8 +335,10 @@ class StatefulBackbone(StatefulPreTrainedModel):
             x = moved.back(inside)
         return [*hidden_states, getattr(self, self.norm_name)(x)], tuple(states)
 
-    _through_sequences = torch.compiler.disable(_through_layers)
-    """Of rows in which sequences begin: torch.compile would make another graph for each layout of them."""
+    @torch.compiler.disable
+    def _through_sequences(self, *arguments: Any) -> Any:
+        """For rows in which sequences begin: torch.compile would make a graph for each layout."""
+        return self._through_layers(*arguments)
 
     def _starting_state(
         self, initial_state: RecurrentState | None, cache: RecurrentCache | None, batch_size: int, device: torch.device

@@ -7,9 +7,9 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from hf_recurrent_lengthgen.data import LabelledExamples, byte_tokenizer, examples
+from hf_recurrent_lengthgen.data import LabelledExamples, examples
 from tests.data.tasks.conftest import like_gpt_neox
 from tests.data.test_tokens import byte_level_tokenizer
 
@@ -137,12 +137,6 @@ def test_keys_that_only_other_rows_have_are_left_out_at_any_depth() -> None:
     assert made.decode(row["input_ids"]).endswith('{"city": null}')
 
 
-def test_bytes_end_once_although_their_tokenizer_ends_every_text() -> None:
-    (row,) = LabelledExamples([{"prompt": "ab", "completion": "c"}], byte_tokenizer())  # type: ignore[misc]
-    assert row["input_ids"].tolist() == [100, 101, 102, 1]
-    assert row["labels"].tolist() == [-100, -100, 102, 1]
-
-
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 CHAT = {"messages": messages(CHATS[0])}
 PAIR = {"prompt": "a", "completion": "b"}
@@ -195,28 +189,17 @@ def test_what_cannot_be_labelled_is_refused(example: dict[str, Any], template: s
 
 
 def test_a_tokenizer_that_cannot_label_is_refused() -> None:
-    slow = ByT5Tokenizer(chat_template=TEMPLATE)
-    with pytest.raises(ValueError, match=r"ByT5Tokenizer does not say which characters .* give a fast tokenizer, or"):
-        LabelledExamples([CHAT], slow)
     with pytest.raises(ValueError, match=r"has no end token to put after the completion: set .* --tokenizer FOLDER"):
         LabelledExamples([PAIR], byte_level_tokenizer())
     with pytest.raises(ValueError, match="there is no example"):
-        LabelledExamples([], slow)
+        LabelledExamples([], tokenizer())
 
 
 def test_what_is_no_rows_is_refused() -> None:
     data = Dataset.from_list([PAIR])
-    for given, shown in [("a.jsonl", "'a.jsonl'"), (Path("a.jsonl"), "'a.jsonl'"), ({"train": data}, "dict of names")]:
-        with pytest.raises(
-            ValueError, match=f"examples is {shown}, but must be rows, such as one split: datasets.load_d"
-        ):
+    for given in ("a.jsonl", Path("a.jsonl"), {"train": data}):
+        with pytest.raises(ValueError, match=r"examples is a \w+, but must be rows, such as one split: datasets"):
             LabelledExamples(given, tokenizer())  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"example 1: it is a str, 'The pass key', but must be a mapping with messages,"
-    ):
-        LabelledExamples([PAIR, "The pass key"], tokenizer())  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"tokenizer is a name: give AutoTokenizer.from_pretrained\('model'\)"):
-        LabelledExamples([PAIR], "model")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", ["messages", "texts", "lists"])

@@ -8,22 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import DataLoader
-from transformers import default_data_collator
 
 from hf_recurrent_lengthgen.data import PackedBlocks, evaluation_sequences
 
 
 def items(blocks: PackedBlocks) -> list[dict[str, Tensor]]:
     return [blocks[index] for index in range(len(blocks))]
-
-
-def test_blocks_by_hand() -> None:
-    blocks = PackedBlocks(torch.arange(8), length=2)
-    assert [block["input_ids"].tolist() for block in items(blocks)] == [[0, 1, 2], [3, 4, 5]]
-    assert [block["labels"].tolist() for block in items(blocks)] == [[0, 1, 2], [3, 4, 5]]
-    assert set(blocks[0]) == {"input_ids", "labels"}
-    assert (len(blocks), blocks.length) == (2, 2)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32, np.uint32, np.uint64, np.int64])
@@ -61,7 +51,6 @@ def test_no_token_is_lost_or_doubled(size: int, length: int) -> None:
     [
         (torch.arange(5), 5, "has 5 tokens, but a block of length 5 needs 6"),
         (torch.arange(0), 1, "has 0 tokens"),
-        (torch.arange(5), 0, "length is 0"),
         (torch.zeros(2, 5, dtype=torch.int64), 1, r"\(2, 5\)"),
         (torch.zeros(5), 1, r"float32, but must be one row of integers, such as int64 or uint16; use token_stream"),
         (torch.zeros(5, dtype=torch.bool), 1, "bool"),
@@ -70,19 +59,6 @@ def test_no_token_is_lost_or_doubled(size: int, length: int) -> None:
 def test_unusable_packing_is_refused(stream: Tensor, length: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PackedBlocks(stream, length)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_loader_and_collator_give_every_block_once(workers: int) -> None:
-    stream = torch.arange(52)
-    blocks = PackedBlocks(stream, length=3)
-    loader = DataLoader(blocks, batch_size=4, shuffle=True, collate_fn=default_data_collator, num_workers=workers)
-    batches = list(loader)
-    assert [batch["input_ids"].shape for batch in batches] == [(4, 4), (4, 4), (4, 4), (1, 4)]
-    ids = torch.cat([batch["input_ids"].flatten() for batch in batches])
-    assert sorted(ids.tolist()) == stream.tolist()
-    batches[0]["input_ids"].fill_(-1)
-    assert torch.equal(stream, torch.arange(52))
 
 
 def test_evaluation_sequences_by_hand() -> None:
@@ -109,9 +85,3 @@ def test_evaluation_longer_than_the_data_says_what_fits() -> None:
     message = "3 sequences of 40 tokens need 120, the data has 100: 2 sequences of 40 .* or 3 sequences of 33"
     with pytest.raises(ValueError, match=message):
         evaluation_sequences(torch.arange(100), 3, 40)
-
-
-@pytest.mark.parametrize(("count", "length"), [(0, 5), (-1, 5), (2, 1), (2, 0)])
-def test_evaluation_of_nothing_is_refused(count: int, length: int) -> None:
-    with pytest.raises(ValueError, match="at least 1 sequence of 2 tokens"):
-        evaluation_sequences(torch.arange(100), count, length)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.data.segments import unpacked
-from hf_recurrent_lengthgen.models.rows import Rows, read_rows
+from hf_recurrent_lengthgen.models.rows import Rows
 
 
 def test_rows_by_hand() -> None:
@@ -40,16 +40,6 @@ def test_what_cannot_be_cut_is_refused(extra: dict[str, Tensor], message: str) -
     starts = torch.tensor([[False, False, True], [False, False, False]])
     with pytest.raises(ValueError, match=message):
         unpacked({"input_ids": torch.zeros(2, 3).long(), **extra}, Rows((2, 3), starts=starts))
-
-
-def test_packed_sequences_become_padded_rows() -> None:
-    ids = torch.arange(1, 8)[None]
-    batch = {"input_ids": ids, "labels": ids * 10, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1]]), "weight": 0}
-    found = unpacked(batch, read_rows(batch))
-    assert found["input_ids"].tolist() == [[1, 2, 3], [4, 5, 0], [6, 7, 0]]
-    assert found["labels"].tolist() == [[10, 20, 30], [40, 50, -100], [60, 70, -100]]
-    assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
-    assert found.keys() == {"input_ids", "labels", "weight", "attention_mask"}
 
 
 def test_padding_stays_padding_in_the_row_of_its_sequence() -> None:

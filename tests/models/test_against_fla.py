@@ -1,7 +1,7 @@
 """Our families against the models of others, whose results are stored in golden files: fla's, and the official RWKV-5.
 
-`make_rwkv5_fixture.py` made those of RWKV-5 with modeling_rwkv5.py and configuration_rwkv5.py, on Transformers 4.38.2,
-of github.com/BBuf/RWKV-World-HF-Tokenizer, where the remote code of RWKV/rwkv-5-world-* comes from:
+Those of RWKV-5 were made with modeling_rwkv5.py and configuration_rwkv5.py, on Transformers 4.38.2, of
+github.com/BBuf/RWKV-World-HF-Tokenizer, where the remote code of RWKV/rwkv-5-world-* comes from:
 
 - rwkv5: folder rwkv5_model of commit 699270b (May 2024), which divides by head_size_divisor = 8.
 - rwkv5_no_divisor: folder rwkv_world_v5_model_batch of commit c5ce9ce (December 2023), which does not divide, and

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models import layers_conv as conv_module
 from hf_recurrent_lengthgen.models.layers_conv import causal_conv
 from hf_recurrent_lengthgen.models.rows import Rows
 
@@ -46,12 +45,6 @@ def test_it_is_the_definition_with_all_gradients(length: int, taps: int) -> None
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("taps", [1, 2, 4])
-@pytest.mark.parametrize("length", [2, 5])
-def test_gradients_are_those_of_finite_differences(length: int, taps: int) -> None:
-    assert torch.autograd.gradcheck(causal_conv, [value.requires_grad_() for value in make_inputs(length, taps)])
-
-
 @pytest.mark.parametrize("cuts", [[1], [2, 3], [1, 2, 3, 4, 5], [6]], ids=str)
 def test_pieces_equal_the_whole(cuts: list[int]) -> None:
     x, weight, bias, state = make_inputs(7, 4)
@@ -76,15 +69,6 @@ def test_only_real_tokens_enter_the_final_state(lengths: list[int]) -> None:
         assert torch.equal(final[row], columns[:, columns.shape[1] - 3 :])
         truth, _ = by_hand(x[row : row + 1], weight, bias, state[row : row + 1])
         torch.testing.assert_close(y[row, :length], truth[0, :length])
-
-
-def test_gradients_with_lengths_reach_the_state_of_short_rows() -> None:
-    x, weight, bias, state = make_inputs(5, 4)
-    state.requires_grad_()
-    _, final = causal_conv(x, weight, bias, state, Rows.of_lengths(torch.tensor([0, 2]), 5))
-    (gradient,) = torch.autograd.grad(final.sum(), state)
-    assert torch.equal(gradient[0], torch.ones(CHANNELS, 3, dtype=torch.float64))
-    assert torch.equal(gradient[1], torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64).expand(CHANNELS, 3))
 
 
 def test_no_bias_is_a_zero_bias() -> None:
@@ -118,17 +102,3 @@ def test_backward_inside_autocast_stays_in_full_precision() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = torch.autograd.grad(causal_conv(*inputs)[0].sum(), inputs)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-def test_the_kernel_gets_channels_first_views_and_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in with the interface and the layout rule of causal-conv1d."""
-
-    def kernel(x: Tensor, weight: Tensor, bias: Tensor, initial_states: Tensor, activation: str) -> Tensor:
-        assert (x.stride(1), initial_states.stride(1)) == (1, 1), "initial states need channel-last inputs"
-        assert activation == "silu"
-        return by_hand(x.mT, weight, bias, initial_states)[0].mT
-
-    monkeypatch.setattr(conv_module, "causal_conv1d_fn", kernel)
-    inputs = make_inputs(6, 4)
-    for ours, theirs in zip(gradients(causal_conv, inputs, backend="kernel"), gradients(by_hand, inputs), strict=True):
-        torch.testing.assert_close(ours, theirs)

@@ -146,22 +146,6 @@ def test_large_inputs_go_through_the_scan_kernel_in_rows_and_pieces(
     assert sum(count * length for count, length, _ in calls) == 5 * 40
 
 
-@pytest.mark.parametrize(("asked", "given"), [(1, 16), (16, 16), (100, 128), (256, 256), (1000, 256)])
-def test_the_scan_kernel_gets_chunks_of_a_power_of_two(
-    asked: int, given: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-
-    def kernel(x, dt, A, B, C, chunk_size, D, initial_states, return_final_states):  # type: ignore[no-untyped-def]
-        seen.append(chunk_size)
-        return x, initial_states
-
-    monkeypatch.setattr(scan_module, "mamba_chunk_scan_combined", kernel)
-    two, one = torch.ones(1, 2, 1, 1), torch.ones(1)
-    scan_ssd(two, two[..., 0], one, two, two, one, torch.ones(1, 1, 1, 1), chunk_size=asked, backend="kernel")
-    assert seen == [given]
-
-
 def limits_of(family: Family, dtype: torch.dtype = torch.float32, **sizes: Any) -> list[str]:
     with torch.device("meta"):
         layers = family.causal_lm_class(family.config(**sizes)).base_model.layers

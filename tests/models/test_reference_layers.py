@@ -110,22 +110,6 @@ def test_softmax_attention_never_sees_padding(family: Family) -> None:
         torch.testing.assert_close(model(padded, attention_mask=mask).logits[0, real], alone)
 
 
-@both_families
-def test_softmax_attention_under_activation_checkpointing(family: Family) -> None:
-    model = model_of(family, **SOFTMAX)
-    tokens = random_tokens(2, 12)
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        model(tokens, labels=tokens).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    plain = gradients()
-    assert all(bool(gradient.abs().sum() > 0) for gradient in plain.values())
-    checkpointed(model)
-    assert_equal_up_to(1e-12, gradients(), plain)
-
-
 def test_a_model_with_softmax_attention_refuses_states_and_caches() -> None:
     model = model_of(MAMBA2, **SOFTMAX)
     tokens = random_tokens(2, 6)

@@ -1,7 +1,7 @@
 """Golden files in tests/models/upstream: what flash-linear-attention's own models give on tiny random weights.
 
 `make_upstream_fixtures.py` wrote them. A model of fla with the fixture's configuration and weights has these results.
-Those of RWKV5_NAMES are of the official RWKV-5 code and by `make_rwkv5_fixture.py`, in the layout of fla's RWKV-6.
+Those of RWKV5_NAMES are of the official RWKV-5 code (test_against_fla.py), in the layout of fla's RWKV-6.
 """
 
 import json

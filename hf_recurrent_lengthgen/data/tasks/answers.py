@@ -1,12 +1,15 @@
 """Shared parts of the tasks: a prompt and its answer as tokens, and as a training item."""
 
+from abc import abstractmethod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import Array, Generated, drawn_lengths
 
 _ANCHOR = "a"  # a letter does not merge with the space or line break after it
 
@@ -65,9 +68,34 @@ def encode_answer(tokenizer: PreTrainedTokenizerBase, answer: str) -> tuple[list
     return ids, len(without_period)
 
 
-def training_item(task: Task) -> dict[str, Tensor]:
-    """`{"input_ids": (n + m,), "labels": (n + m,)}`, int64; labels are -100 except on the answer and its period."""
-    return {
-        "input_ids": torch.cat([task.prompt, task.answer]),
-        "labels": torch.cat([torch.full_like(task.prompt, IGNORED_LABEL), task.answer]),
-    }
+class Prompts(Generated):
+    """Training samples, whose length is in tokens: a prompt and its answer, made on access.
+
+    An item is `{"input_ids": (n,), "labels": (n,)}`, int64. Labels are -100 except on the answer and the period after
+    it, and the model shifts them. `PaddingCollator` makes batches of items of several lengths.
+
+    Lengths are drawn so that in pieces of T tokens, one number of pieces is as frequent as another.
+    """
+
+    @abstractmethod
+    def _task(self, index: int, generator: np.random.Generator, length: int) -> Task:
+        """Prompt and answer of item `index`, of `length` tokens."""
+
+    @property
+    def item_lengths(self) -> list[int]:
+        """The length of each item, by which trainers group them."""
+        return self._lengths(np.arange(len(self))).tolist()
+
+    def _lengths(self, rows: Array) -> Array:
+        return drawn_lengths(self.seed, rows, self.shortest, self.longest)
+
+    def task(self, index: int) -> Task:
+        """Prompt and answer of item `index`."""
+        index = range(len(self))[index]
+        (length,) = self._lengths(np.array([index])).tolist()
+        return self._task(index, np.random.default_rng([self.seed, index]), length)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        prompt, answer, *_ = self.task(index)
+        ignored = torch.full_like(prompt, IGNORED_LABEL)
+        return {"input_ids": torch.cat([prompt, answer]), "labels": torch.cat([ignored, answer])}

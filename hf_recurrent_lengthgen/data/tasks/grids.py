@@ -43,10 +43,6 @@ class RetrievalGrid(ABC):
     shots = 0
 
     def __init__(self, rows: Sequence[str], samples: int, seed: int) -> None:
-        if not rows or samples < 1:
-            raise ValueError(f"{self.task} needs at least 1 row and at least 1 sample, got {len(rows)} and {samples}")
-        if len(set(rows)) < len(rows):
-            raise ValueError(f"the rows of {self.task} must be different, got {', '.join(rows)}")
         self.rows, self.samples, self.seed = tuple(rows), samples, seed
 
     @abstractmethod

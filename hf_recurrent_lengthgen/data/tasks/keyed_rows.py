@@ -1,6 +1,11 @@
-"""Datasets whose rows are generated on access, with strings of one length or of several."""
+"""Datasets whose rows are generated on access, and random numbers that depend only on a seed, a row and a place.
+
+So a row is the same in every process. The generator is SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom
+number generators", OOPSLA 2014): a hash of a counter. It makes a batch at once, as one numpy generator per row cannot.
+"""
 
 import copy
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,27 +16,52 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hf_recurrent_lengthgen.data.tasks.keyed_random import LENGTH_STREAM, Array, random_integers
+Array = np.ndarray[Any, np.dtype[Any]]
+
+LENGTH_STREAM = 0
+"""Stream of the lengths of strings; other quantities have other numbers."""
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_STREAM = np.uint64(1 << 32)
+
+
+def random_bits(seed: int, rows: Array, count: int, stream: int) -> Array:
+    """64 random bits for each of `count` places of each row.
+
+    Args:
+        seed: At least 0 and below 2**64.
+        rows: (B,) integers of at least 0.
+        count: n, below 2**32.
+        stream: Number of the quantity to draw; streams are independent.
+
+    Returns:
+        (B, n) uint64.
+    """
+    start = _mixed(np.array([seed], np.uint64) + _STEP)
+    keys = _mixed(start + rows.astype(np.uint64) * _STEP)  # (B,)
+    places = np.arange(1, count + 1, dtype=np.uint64) + np.array([stream], np.uint64) * _STREAM
+    return _mixed(keys[:, None] + places * _STEP)
+
+
+def random_integers(seed: int, rows: Array, count: int, below: Array | int, stream: int) -> Array:
+    """Uniform integers from 0 to `below` - 1, (B, n) int64; `below` is a bound of at most 2**31, or (B, 1) bounds."""
+    high = random_bits(seed, rows, count, stream) >> np.uint64(32)
+    return ((high * np.asarray(below).astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
+
+
+def random_orders(seed: int, rows: Array, size: int, stream: int) -> Array:
+    """A uniform permutation of 0 .. `size` - 1 for each row, (B, size) int64."""
+    return random_bits(seed, rows, size, stream).argsort(axis=1)
+
+
+def _mixed(bits: Array) -> Array:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
 
 EVALUATION_SEED = 2**40
 """Seed of rows for evaluation; training uses small seeds."""
 Lengths = int | tuple[int, int] | list[int]
-
-
-def length_bounds(length: Lengths, name: str) -> tuple[int, int]:
-    """The minimum and the maximum of a length.
-
-    Raises:
-        ValueError: for an impossible length.
-        TypeError: for numbers that are not whole.
-    """
-    bounds = [operator.index(bound) for bound in np.array(length, dtype=object, ndmin=1)]
-    if len(bounds) not in (1, 2) or not 1 <= bounds[0] <= bounds[-1]:
-        raise ValueError(
-            f"The length of {name} is {length!r}, but must be a number of at least 1, or a minimum and a maximum, in "
-            "this order."
-        )
-    return bounds[0], bounds[-1]
 
 
 def drawn_lengths(seed: int, rows: Array, shortest: Array | int, longest: int) -> Array:
@@ -54,21 +84,17 @@ class Rows(NamedTuple):
     sizes: Array
 
 
-class KeyedRows(Dataset[dict[str, Tensor]], ABC):
-    """Rows of random strings; row i depends only on the seed and i.
-
-    An item is `{"input_ids": (T,), "labels": ...}`, int64. Rows of several lengths have an "attention_mask" (T,) of
-    ones, which `PaddingCollator` pads. A `DataLoader` requests a whole batch at once (`__getitems__`). Rows are
-    generated on access, so `samples` may be as large as a run needs.
+class Generated(Dataset[dict[str, Tensor]], ABC):
+    """Rows that are made on access; row i depends only on the seed and i.
 
     Args:
-        length: Symbols per string, or their minimum and maximum: (50, 100) draws a length for each row.
-        samples: Number of rows.
+        length: Of a row in the task's unit, or its minimum and maximum: (50, 100) draws a length for each row.
+        samples: Number of rows, as large as a run needs.
         seed: Seed, at least 0; evaluation needs a different one than training.
 
     Attributes:
-        shortest: Minimum number of symbols in a string.
-        longest: Maximum number of symbols in a string.
+        shortest: Minimum length.
+        longest: Maximum length.
 
     Raises:
         ValueError: for an impossible length, number of samples or seed.
@@ -77,24 +103,46 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
 
     name: str
 
+    @property
+    def longest_possible(self) -> float:
+        """Longest length that the task allows."""
+        return math.inf
+
     def __init__(self, length: Lengths, samples: int, seed: int) -> None:
-        self.shortest, self.longest = length_bounds(length, self.name)
+        bounds = [operator.index(bound) for bound in np.array(length, dtype=object, ndmin=1)]
+        self.shortest, self.longest = bounds[0], bounds[-1]
         self.samples, self.seed = operator.index(samples), operator.index(seed)
-        if self.samples < 1 or not 0 <= self.seed < 2**63:
-            raise ValueError(f"samples must be at least 1 and seed from 0 to 2**63 - 1, got {samples} and {seed}.")
-        self._check()
+        fits = len(bounds) < 3 and 1 <= self.shortest <= self.longest <= self.longest_possible
+        if self.samples < 1 or not 0 <= self.seed < 2**63 or not fits:
+            raise ValueError(
+                f"{self.name}: the length must be a number, or a minimum and a maximum, from 1 to "
+                f"{self.longest_possible} (as the vocabulary allows), samples at least 1 and seed from 0 "
+                f"to 2**63 - 1; got {length}, {samples} and {seed}."
+            )
 
     @property
     def resume_record(self) -> dict[str, Any]:
         """JSON values that identify the rows, except for their number; a resumed run must have the same."""
-        return {"name": self.name, "length": [self.shortest, self.longest], "seed": self.seed}
+        return {"length": [self.shortest, self.longest], "seed": self.seed}
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+class KeyedRows(Generated):
+    """Rows of random strings, whose length is in symbols.
+
+    An item is `{"input_ids": (T,), "labels": ...}`, int64. Rows of several lengths have an "attention_mask" (T,) of
+    ones, which `PaddingCollator` pads. A `DataLoader` requests a whole batch at once (`__getitems__`).
+    """
+
+    @property
+    def resume_record(self) -> dict[str, Any]:
+        return {"name": self.name} | super().resume_record
 
     @abstractmethod
     def _rows(self, rows: Array, lengths: Array) -> Rows:
         """The rows (B,) with strings of the lengths (B,)."""
-
-    def _check(self) -> None:
-        """Refuse settings that do not fit the length."""
 
     def resized(self, length: Lengths, samples: int, seed: int) -> Self:
         """The same task with strings of another length.
@@ -103,11 +151,8 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
             ValueError: as in the class.
         """
         other = copy.copy(self)
-        KeyedRows.__init__(other, length, samples, seed)
+        Generated.__init__(other, length, samples, seed)
         return other
-
-    def __len__(self) -> int:
-        return self.samples
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Rows as `{"input_ids": (B, T), "labels": (B, ...)}`, padded on the right to the longest row.
@@ -137,7 +182,7 @@ class KeyedRows(Dataset[dict[str, Tensor]], ABC):
 
     def _asked(self, indices: Sequence[int]) -> Rows:
         rows = np.asarray(indices, np.int64)
-        if rows.size == 0 or rows.min() < -len(self) or rows.max() >= len(self):
+        if rows.min() < -len(self) or rows.max() >= len(self):
             raise IndexError(f"rows {list(indices)} of {len(self)}")
         rows = rows % len(self)
         return self._rows(rows, drawn_lengths(self.seed, rows, self.shortest, self.longest))

@@ -24,11 +24,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data.packing import as_stream, sampled_digest
-from hf_recurrent_lengthgen.data.tasks.answers import Task, encode, encode_answer, encode_next
+from hf_recurrent_lengthgen.data.tasks.answers import Prompts, Task, encode, encode_answer, encode_next
 from hf_recurrent_lengthgen.data.tasks.grids import DepthGrid
 from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths
 from hf_recurrent_lengthgen.data.tasks.needle import WORDS
-from hf_recurrent_lengthgen.data.tasks.prompts import Prompts
 from hf_recurrent_lengthgen.data.tokens import text_prefix
 
 ANOTHER_KEY, EARLIER_VALUE = "another key", "earlier value"
@@ -59,10 +58,10 @@ class KeyTexts:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: Tensor, keys: int, values: int) -> None:
         stream = as_stream(stream).long()
-        if not 1 <= keys <= len(WORDS):
-            raise ValueError(f"keys is {keys}, but must be from 1 to {len(WORDS)}, the number of different names")
-        if not 1 <= values <= _CODES // keys:
-            raise ValueError(f"values is {values}, but must be from 1 to {_CODES // keys} with {keys} keys")
+        if not (1 <= keys <= len(WORDS) and 1 <= values <= _CODES // keys):
+            raise ValueError(
+                f"{keys} keys of {values} values are not possible: there are {len(WORDS)} names and {_CODES} codes"
+            )
         self.keys, self.values = keys, values
         self._tokenizer, self._stream, self._prefix = tokenizer, stream, text_prefix(tokenizer)
         places, at_line = _places_for_facts(tokenizer, stream)
@@ -82,15 +81,10 @@ class KeyTexts:
 
     def check(self, length: int) -> None:
         """Raise a `ValueError` for a length without room for the codes, or with more tokens than the stream."""
-        if length < self.shortest:
+        if not self.shortest <= length <= len(self._stream):
             raise ValueError(
-                f"length is {length}, but a prompt with {self.keys} keys of {self.values} values needs "
-                f"{self.shortest} tokens; give a larger length, or fewer keys or values"
-            )
-        if length > len(self._stream):
-            raise ValueError(
-                f"length is {length}, but must be at most the {len(self._stream)} tokens of the text, which does not "
-                "repeat; give more text, or a shorter length"
+                f"length is {length}, but must be from {self.shortest}, for {self.keys} keys of {self.values} values, "
+                f"to the {len(self._stream)} tokens of the text, which does not repeat"
             )
 
     def task(self, generator: np.random.Generator, length: int, depth: float | None = None) -> Task:
@@ -184,6 +178,8 @@ class KeyPrompts(Prompts):
         ValueError: as in `KeyTexts`, for its `check` of the lengths, and for less than one sample.
     """
 
+    name = "keys"
+
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -194,7 +190,7 @@ class KeyPrompts(Prompts):
         keys: int = 4,
         values: int = 1,
     ) -> None:
-        super().__init__(length, samples, seed, "keys")
+        super().__init__(length, samples, seed)
         self._texts = KeyTexts(tokenizer, stream, keys, values)
         for bound in (self.shortest, self.longest):
             self._texts.check(bound)

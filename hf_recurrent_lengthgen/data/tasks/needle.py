@@ -63,12 +63,10 @@ def needle_prompt(
         needle = encode_next(tokenizer, mark + NEEDLE.format(word=word, number=number))
         shortest = len(head) + len(needle) + len(question) + len(answer)
         room, available = length - shortest, len(haystack.tokens)
-        if room < 0:
-            raise ValueError(f"length is {length}, but a prompt without text has {shortest} tokens")
-        if room > available:
+        if not 0 <= room <= available:
             raise ValueError(
-                f"length is {length}, which needs {room} tokens of text that does not repeat, but the data have "
-                f"{available}; give more text, or shorter lengths"
+                f"length is {length}, but must be from {shortest}, the tokens of a prompt without text, to "
+                f"{shortest + available}, since the text does not repeat: give more text, or another length"
             )
         before = _nearest_end(haystack.ends, depth * room, room)
         if (before == 0) == (mark == "\n"):

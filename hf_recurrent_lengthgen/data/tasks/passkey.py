@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_recurrent_lengthgen.data.tasks.answers import Task, encode_answer, encode_next
+from hf_recurrent_lengthgen.data.tasks.answers import Prompts, Task, encode_answer, encode_next
 from hf_recurrent_lengthgen.data.tasks.keyed_rows import Lengths
-from hf_recurrent_lengthgen.data.tasks.prompts import Prompts
 from hf_recurrent_lengthgen.data.tokens import text_ids
 
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -70,8 +69,6 @@ class PasskeyTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int, style: str = "pass key") -> None:
-        if style not in PASSKEY_STYLES:
-            raise ValueError(f"style is {style!r}, but must be one of {sorted(PASSKEY_STYLES)}")
         self.tokenizer, self.length, self.texts = tokenizer, length, PASSKEY_STYLES[style]
         self.head = text_ids(tokenizer, self.texts.head)
         self.question = encode_next(tokenizer, f"\n{self.texts.question}")
@@ -115,7 +112,7 @@ def passkey_prompt(
             2025).
 
     Raises:
-        ValueError: for a length that is too short, and a wrong depth or style.
+        ValueError: for a length that is too short, and a wrong depth.
     """
     return PasskeyTemplate(tokenizer, length, style).fill(depth, key)
 
@@ -128,10 +125,12 @@ class PasskeyPrompts(Prompts):
         style: See `passkey_prompt`.
     """
 
+    name = "passkey prompts"
+
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, length: Lengths, samples: int, seed: int = 0, style: str = "pass key"
     ) -> None:
-        super().__init__(length, samples, seed, "passkey prompts")
+        super().__init__(length, samples, seed)
         self.style = style
         self._template = PasskeyTemplate(tokenizer, self.longest, style)
         self._template.fill(0, "10000", self.shortest)  # refuses a length that is too short at once

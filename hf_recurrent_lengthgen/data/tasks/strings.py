@@ -8,7 +8,6 @@ another string cannot tell where its own begins.
 Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vocabulary` + 3 ids.
 """
 
-import math
 import operator
 from abc import abstractmethod
 from collections.abc import Callable
@@ -19,11 +18,17 @@ import numpy as np
 
 from hf_recurrent_lengthgen.data.collating import PADDING_ID
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
-from hf_recurrent_lengthgen.data.tasks.keyed_random import Array, random_bits, random_integers, random_orders
-from hf_recurrent_lengthgen.data.tasks.keyed_rows import KeyedRows, Lengths, Rows
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import (
+    Array,
+    KeyedRows,
+    Lengths,
+    Rows,
+    random_bits,
+    random_integers,
+    random_orders,
+)
 
 DELIMITER_ID, END_ID, FIRST_SYMBOL_ID = 1, 2, 3
-MOST_SYMBOLS = 2**31  # of `random_integers`
 _SYMBOLS, _ORDER, _QUERIES = range(1, 4)  # streams of random numbers
 
 
@@ -66,14 +71,7 @@ class TaskStrings(KeyedRows):
 
     def __init__(self, length: Lengths, vocabulary: int, samples: int, seed: int = 0) -> None:
         self.vocabulary = operator.index(vocabulary)
-        if not 1 <= self.vocabulary <= MOST_SYMBOLS:
-            raise ValueError(f"vocabulary must be from 1 to {MOST_SYMBOLS}, got {vocabulary}.")
         super().__init__(length, samples, seed)
-
-    @property
-    def longest_possible(self) -> float:
-        """The longest string that the vocabulary allows, in symbols (pairs for recall)."""
-        return math.inf
 
     @abstractmethod
     def _parts(self, rows: Array, lengths: Array) -> StringParts:
@@ -166,13 +164,6 @@ class SortingStrings(TaskStrings):
     def longest_possible(self) -> int:
         return self.vocabulary
 
-    def _check(self) -> None:
-        if self.longest_possible < self.longest:
-            raise ValueError(
-                f"vocabulary is {self.vocabulary}, but sorting {self.longest} different symbols needs at least "
-                f"{self.longest}: take shorter strings, or a larger vocabulary."
-            )
-
     def _parts(self, rows: Array, lengths: Array) -> StringParts:
         longest = int(lengths.max())
         string = random_orders(self.seed, rows, self.vocabulary, _ORDER)[:, :longest]
@@ -202,13 +193,6 @@ class AssociativeRecall(TaskStrings):
     @property
     def longest_possible(self) -> int:
         return self.vocabulary // 2
-
-    def _check(self) -> None:
-        if self.longest_possible < self.longest:
-            raise ValueError(
-                f"vocabulary is {self.vocabulary}, of which half are keys, but recalling {self.longest} pairs needs "
-                f"at least {2 * self.longest}: take fewer pairs, or a larger vocabulary."
-            )
 
     def _parts(self, rows: Array, lengths: Array) -> StringParts:
         pairs, number_of_keys = int(lengths.max()), self.vocabulary // 2
@@ -250,8 +234,6 @@ def string_task(
         seed: Seed of the rows.
         begin: Whether rows begin with the end token.
     """
-    if name not in _TASKS:
-        raise ValueError(f"The task is {name!r}, but must be one of {', '.join(STRING_TASKS)}.")
     symbols = {} if vocabulary is None else {"vocabulary": vocabulary}
     task = _TASKS[name](length, **symbols, samples=samples, seed=seed)
     task.begin = begin

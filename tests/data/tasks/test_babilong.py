@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.data.tasks import BabilongPrompts, BabiQuestion, babi_files, read_babi
@@ -49,9 +48,7 @@ def test_a_wrong_line_is_named(line: str, tmp_path: Path) -> None:
         read_babi(path)
 
 
-def test_a_file_must_be_there_and_ask_something(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot read"):
-        read_babi(tmp_path / "missing.txt")
+def test_a_file_must_ask_something(tmp_path: Path) -> None:
     (tmp_path / "qa.txt").write_text("1 Mary slept.\n")
     with pytest.raises(ValueError, match="has no question"):
         read_babi(tmp_path / "qa.txt")
@@ -126,19 +123,6 @@ def test_facts_go_everywhere() -> None:
     assert chi_squared < 78.7  # 44 degrees of freedom, p = 0.001
 
 
-def test_samples_depend_on_seed_and_index_alone(
-    questions: list[BabiQuestion], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    one, again, other = (BabilongPrompts(tokenizer, questions, BACKGROUND, 300, seed=seed) for seed in (1, 1, 2))
-    for index in (2, 0, 1):
-        assert one[index]["input_ids"].shape == (300,)
-        assert torch.equal(one[index]["input_ids"], again[index]["input_ids"])
-    assert any(not torch.equal(one[index]["input_ids"], other[index]["input_ids"]) for index in range(3))
-    assert torch.equal(one[-1]["input_ids"], one[2]["input_ids"])
-    with pytest.raises(IndexError):
-        one[3]
-
-
 def test_solved_examples_stand_first(questions: list[BabiQuestion]) -> None:
     prompts = BabilongPrompts(byte_tokenizer(), questions[2:], BACKGROUND, 300, shots=questions[:1])
     task = prompts.task(0)
@@ -172,8 +156,6 @@ def test_lengths_are_drawn_from_what_the_facts_need(questions: list[BabiQuestion
     assert BabilongPrompts(byte_tokenizer(), [*questions[2:], long], BACKGROUND, (120, needed - 1)).left_out == 1
 
 
-def test_wrong_use_is_refused(questions: list[BabiQuestion]) -> None:
-    with pytest.raises(ValueError, match="have no sentence"):
-        BabilongPrompts(byte_tokenizer(), questions, [" "], 300)
+def test_no_question_is_refused() -> None:
     with pytest.raises(ValueError, match="none of 0 questions"):
         BabilongPrompts(byte_tokenizer(), [], BACKGROUND, 300)

@@ -77,11 +77,11 @@ def test_pieces_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBa
 
 
 def test_what_cannot_be_filled_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"length is {BARE - 1}, but a prompt without text has {BARE} tokens"):
+    with pytest.raises(ValueError, match=f"length is {BARE - 1}, but must be from {BARE}, "):
         filled(BARE - 1, 0)
     usable = len("\n" + HAYSTACK)
     filled(BARE + usable, 1)
-    with pytest.raises(ValueError, match=f"{usable + 1} tokens of text that does not repeat, but the data have"):
+    with pytest.raises(ValueError, match=f"to {BARE + usable}, since the text does not repeat"):
         filled(BARE + usable + 1, 0)
 
 

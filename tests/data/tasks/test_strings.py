@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     TaskStrings,
     string_task,
 )
-from hf_recurrent_lengthgen.data.tasks.keyed_random import random_bits
+from hf_recurrent_lengthgen.data.tasks.keyed_rows import random_bits
 from hf_recurrent_lengthgen.data.tasks.strings import StringParts
 
 TASKS = {
@@ -156,7 +156,7 @@ def test_rows_depend_on_seed_and_index_alone(task: TaskStrings) -> None:
     other = task.resized((task.shortest, task.longest), 100, 1)
     batch, same = other.batch(range(100))["input_ids"], task.batch(range(100))["input_ids"]
     assert int((batch == same).all(1).sum()) < 10
-    for wrong in ([100], [-101], []):
+    for wrong in ([100], [-101]):
         with pytest.raises(IndexError, match="of 100"):
             task.__getitems__(wrong)
 
@@ -190,14 +190,13 @@ def test_padding_is_on_the_right_without_labels() -> None:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: CopyingStrings(0, 3), "length of copying is 0"),
-        (lambda: CopyingStrings((5, 4), 3), r"length of copying is \(5, 4\)"),
-        (lambda: CopyingStrings(3, 0), "vocabulary must be from 1 to 2147483648, got 0"),
-        (lambda: CopyingStrings(3, 3, 0), "samples must be at least 1"),
+        (lambda: CopyingStrings(0, 3), r"copying: the length must be a number, .* got 0, "),
+        (lambda: CopyingStrings((5, 4), 3), r"copying: .* got \(5, 4\), "),
+        (lambda: CopyingStrings(3, 3, 0), "samples at least 1"),
         (lambda: CopyingStrings(3, 3, 1, -1), "seed from 0"),
-        (lambda: SortingStrings(10, 9), "sorting 10 different symbols needs at least 10"),
-        (lambda: SortingStrings(5, 9).resized(10, 1, 0), "needs at least 10"),
-        (lambda: AssociativeRecall(4, 7), "recalling 4 pairs needs at least 8"),
+        (lambda: SortingStrings(10, 9), r"sorting: .*from 1 to 9 \(as the vocabulary .*got 10, 1000000 and 0"),
+        (lambda: SortingStrings(5, 9).resized(10, 1, 0), "from 1 to 9 "),
+        (lambda: AssociativeRecall(4, 7), "recall: .*from 1 to 3 "),
     ],
 )
 def test_what_is_not_possible_is_refused(make: Any, complaint: str) -> None:
@@ -220,11 +219,3 @@ def test_a_task_by_its_name() -> None:
         assert batch["attention_mask"].sum(1).tolist() == [len(row["input_ids"]) for row in begun]
     assert [string_task(name, 3).vocabulary for name in STRING_TASKS] == [26, 26, 512, 512]
     assert split(string_task("stack_copying", 5)[0]["input_ids"])[1] != split(CopyingStrings(5)[0]["input_ids"])[1]
-    with pytest.raises(ValueError, match="'sort', but must be one of copying, stack_copying, recall, sorting"):
-        string_task("sort", 3)
-
-
-def test_the_smallest_of_each_task() -> None:
-    assert CopyingStrings(1, 1)[0]["input_ids"].tolist() == [3, 1, 3, 2]
-    assert sorted(SortingStrings(4, 4)[0]["input_ids"][:4].tolist()) == [3, 4, 5, 6]
-    assert AssociativeRecall(1, 2)[0]["input_ids"].tolist() == [3, 4, 1, 3, 4, 2]
