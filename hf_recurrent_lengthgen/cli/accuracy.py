@@ -1,13 +1,13 @@
 """`lengthgen accuracy`: how many symbols models copy, recall or sort right, at the training length and beyond."""
 
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
-from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, in_columns, positive
+from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared, settings_of
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.plotting.names import short_names
 
@@ -42,7 +42,7 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     from hf_recurrent_lengthgen.checkpoints.loading import load_model
-    from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
+    from hf_recurrent_lengthgen.cli.inputs import check_given_once
     from hf_recurrent_lengthgen.cli.measuring import model_label, on_device, task_of
     from hf_recurrent_lengthgen.metrics import AccuracyComparison, measure_accuracy
 
@@ -52,13 +52,10 @@ def run(arguments: Sequence[str]) -> int:
     how: dict[str, Any] = {"merge": True, "attention_window": options.attention_window}
     models = [load_model(name, options.trust_remote_code, **how) for name in names]
     task = task_of(names, [getattr(model.config, "task", None) for model in models])
-    output = make_output_folder(options.output)
-    settings = EvaluationSettings(
-        options.batch_size,
-        options.chunk_length,
-        seed=options.seed,
-        command=shlex.join(["lengthgen", "accuracy", *arguments]),
-    )
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)
+    settings = settings_of(EvaluationSettings, options, ["lengthgen", "accuracy", *arguments])
+    settings = replace(settings, seed=options.seed)
     results = []
     for name, model in zip(short_names(names), models, strict=True):
         placed, label = on_device(model, options.device), model_label(name, model)
@@ -88,15 +85,11 @@ def _runs(models: Sequence[str]) -> dict[str, dict[int, str]]:
 
 
 def _table(comparison: "AccuracyComparison") -> str:
-    first = comparison.models[0]
-    width = max(len("model"), *(len(result.model) for result in comparison.models))
-    head = "".join(f"{each.length:>17,}" for each in first.lengths)
-    rows = [
-        result.model.ljust(width) + "".join(f"{symbols:>9.3f}{answers:>8.3f}" for symbols, answers in curve.values())
-        for result, curve in zip(comparison.models, _curves(comparison).values(), strict=True)
-    ]
+    first, curves = comparison.models[0], _curves(comparison)
+    rows = [["model", *(f"{each.length:,}" for each in first.lengths)]]
+    rows += [[model, *(f"{a:.3f} {b:.3f}" for a, b in curve.values())] for model, curve in curves.items()]
     note = f"{first.task}, {first.vocabulary} symbols: share of right symbols, and of whole answers, by length."
-    return "\n".join(["model".ljust(width) + head, *rows, note])
+    return f"{in_columns(rows)}\n{note}"
 
 
 def _curves(comparison: "AccuracyComparison") -> dict[str, dict[int, tuple[float, float]]]:

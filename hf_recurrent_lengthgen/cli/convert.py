@@ -124,16 +124,10 @@ def _summary(name: str, output: Path) -> str:
     if settings.get("training_length") is None:
         lines.append(
             f"The training length of {source.name} is not known, which evaluation needs: give --training-length here, "
-            f"or to each evaluation.{_suggested_length([source.name, *source.files])}"
+            "or to each evaluation."
         )
     lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', str(output)])}")
     return "\n".join(lines)
-
-
-def _suggested_length(names: Sequence[str]) -> str:
-    """What the names of the source say of training; empty if they say nothing."""
-    named = next((match for name in names if (match := re.search(r"ctx(\d+)", name))), None)
-    return f" Its name says {named[0]}: --training-length {named[1]}." if named else ""
 
 
 def _rounded(files: Any, dtype: str) -> str:

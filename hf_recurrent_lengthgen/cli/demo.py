@@ -122,8 +122,7 @@ def run_demo(
     second act also `far/`, `far-control/` and `keys/`.
 
     Raises:
-        ValueError: if a folder of a checkpoint holds files that no demo wrote, which are not overwritten, and for a
-            `memory_base` that is no checkpoint with a training length.
+        ValueError: if a folder of a checkpoint holds files that no demo wrote, which are not overwritten.
     """
     from hf_recurrent_lengthgen.cli import train
     from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
@@ -183,19 +182,13 @@ def memory_stages(base: Path, output: Path, budget: MemoryBudget) -> dict[str, s
     """The commands of the second act, by what they do: keys in long prompts, a control in short ones, both asked.
 
     Raises:
-        ValueError: if `base` is no checkpoint whose config.json has a training length, or one that a demo overwrites.
+        ValueError: if `base` is a checkpoint that this demo would overwrite.
     """
     from hf_recurrent_lengthgen.checkpoints.records import read_json_object
 
     if base.resolve() in [(output / role).resolve() for role in (*ROLES, *FAR_ROLES)]:
         raise ValueError(f"This demo would overwrite --memory-base {base}: give another --output.")
-    config = base / "config.json"
-    length = read_json_object(config).get("training_length") if config.is_file() else None
-    if not isinstance(length, int):
-        raise ValueError(
-            f"--memory-base {base} has no config.json with a training_length: give a checkpoint that finds keys in "
-            f"prompts of that length, such as the repository's {MEMORY_BASE}."
-        )
+    length = read_json_object(base / "config.json")["training_length"]
     start = shlex.quote(str(base))
     far, control, keys = (shlex.quote(str(output / name)) for name in (*FAR_ROLES, KEYS))
     longest, lengths = budget.pieces * length, ",".join(str(length * multiple) for multiple in budget.multiples)

@@ -43,18 +43,12 @@ def run(arguments: Sequence[str]) -> int:
     from hf_recurrent_lengthgen.cli.measuring import load_inputs, ready, told_of_cache
     from hf_recurrent_lengthgen.cli.report import summary_table, write_figures
     from hf_recurrent_lengthgen.evaluation.files import write_result
-    from hf_recurrent_lengthgen.metrics.diagnosis.measure import chosen_parts, diagnose_model
+    from hf_recurrent_lengthgen.metrics.diagnosis.measure import diagnose_model
     from hf_recurrent_lengthgen.metrics.diagnosis.next_steps import next_steps
     from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
-    from hf_recurrent_lengthgen.metrics.repeated_token import CONSTANT_PROMPT
     from hf_recurrent_lengthgen.metrics.tables import keep_csv
 
     settings = settings_of(DiagnosisSettings, options, ["lengthgen", "diagnose", *arguments])
-    parts = [part.name for part in chosen_parts(settings)]
-    if settings.repeated_text is not None and CONSTANT_PROMPT.name not in parts:
-        raise ValueError(
-            f"--repeated-text is for the {CONSTANT_PROMPT.name}, which --parts leaves out: {', '.join(parts)}."
-        )
     inputs = load_inputs(options)
     token = _repeated_token(inputs.tokenizer, settings.repeated_text)
     windows = tuple(int(subject.window) for subject in inputs.subjects if subject.window not in (None, "none"))

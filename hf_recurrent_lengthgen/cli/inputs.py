@@ -1,6 +1,5 @@
 """Texts, token streams and output folders from what a person types."""
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -18,7 +17,6 @@ from hf_recurrent_lengthgen.cli.shared_options import STANDARD_LIBRARY
 from hf_recurrent_lengthgen.data import load_texts, split_names, token_stream
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 
-RESULT_FILES = ("result.json", "retrieval.json", "accuracy.json")
 standard_library_corpus = cache(sources.standard_library_corpus)  # which takes a fifth of a second
 
 
@@ -42,24 +40,6 @@ def quiet_libraries() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def make_output_folder(name: str) -> Path:
-    """Make the folder for results before anything is computed, and say which results will be replaced.
-
-    Raises:
-        ValueError: if `name` is a file or lies inside one.
-    """
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ValueError(f"--output {name} is a file, or inside one: give the name of a folder.") from error
-    for file in filter(Path.is_file, map(folder.joinpath, RESULT_FILES)):
-        command = re.search(r'"command": "((?:[^"\\]|\\.)*)"', file.read_text(encoding="utf-8", errors="replace"))
-        made = f" of `{command[1]}`" if command else ""
-        print(f"{file}{made} will be replaced: give another --output to keep it.")
-    return folder
-
-
 def check_given_once(models: Sequence[str]) -> None:
     """Raise a `ValueError` if two models are the same folder or the same Hub name."""
     if len({Path(name).resolve() if Path(name).exists() else name for name in models}) < len(models):
@@ -80,17 +60,8 @@ def chosen_split(data: str, given: str | None, usual: str) -> str:
 
 
 def load_documents(data: str, split: str, text_column: str = "text") -> list[str]:
-    """Texts of a data set.
-
-    Raises:
-        ValueError: for a text column of the standard library, which has no columns, and as `load_texts`.
-    """
+    """Texts of a data set; the standard library has no columns."""
     if data == STANDARD_LIBRARY:
-        if text_column != "text":
-            raise ValueError(
-                f"{STANDARD_LIBRARY} has no columns, so the text column {text_column!r} does nothing: leave it out, "
-                "or name other data."
-            )
         return list(standard_library_corpus().texts(split))
     return load_texts(data, split, text_column)
 

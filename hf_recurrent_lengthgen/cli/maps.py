@@ -2,9 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, some_tokens
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import MODELS, add_shared
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     import torch
 
     from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
-    from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder
+    from hf_recurrent_lengthgen.cli.inputs import check_given_once
     from hf_recurrent_lengthgen.metrics import attention_maps, save_maps
     from hf_recurrent_lengthgen.metrics.maps.figure import attention_maps_figure
     from hf_recurrent_lengthgen.models.modeling_protocols import base_of
@@ -58,12 +59,10 @@ def run(arguments: Sequence[str]) -> int:
     ids, words = _tokens(options, models)
     if not 0 < len(ids) <= MOST_TOKENS:
         raise ValueError(f"The text has {len(ids)} tokens, but must have 1 to {MOST_TOKENS}.")
-    vocabulary = min(model.config.vocab_size for model in models)
-    if min(ids) < 0 or max(ids) >= vocabulary:
-        raise ValueError(f"Token ids must be from 0 to {vocabulary - 1}, got {min(ids)} to {max(ids)}.")
     labeled = zip(models, short_names(options.models), strict=True)
     found = [attention_maps(model, torch.tensor(ids), words, options.layers, label) for model, label in labeled]
-    output = make_output_folder(options.output)
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)
     for number, maps in enumerate(found, 1):
         save_maps(output / (f"maps-{number}.npz" if len(found) > 1 else "maps.npz"), maps)
         print(f"{maps.model}\n{table(maps)}\n" if len(found) > 1 else f"{table(maps)}\n")
@@ -90,10 +89,10 @@ def _tokens(options: argparse.Namespace, models: Sequence[Any]) -> tuple[list[in
 
 
 def table(maps: "AttentionMaps") -> str:
-    rows = ["layer  kind                    cos(W_B, W_C)  W_C^T W_B ~ I  off linear attention  first token left"]
+    rows: list[Sequence[str]] = [
+        ("layer", "kind", "cos(W_B, W_C)", "W_C^T W_B ~ I", "off linear attention", "first token left")
+    ]
     for layer in maps.layers:
         values = (layer.cosine, layer.identity, layer.linear_distance, float(layer.mask[-1, 0]))
-        texts = ["-" if value is None else f"{value:.3f}" for value in values]
-        columns = "  ".join(f"{text:>{width}}" for text, width in zip(texts, (13, 13, 20, 16), strict=True))
-        rows.append(f"{layer.layer:>5}  {layer.kind:<22}  {columns}")
-    return "\n".join(rows)
+        rows.append((str(layer.layer), layer.kind, *("-" if value is None else f"{value:.3f}" for value in values)))
+    return in_columns(rows)

@@ -15,7 +15,6 @@ from hf_recurrent_lengthgen.cli.inputs import (
     check_given_once,
     chosen_split,
     load_stream,
-    make_output_folder,
     token_unit,
 )
 from hf_recurrent_lengthgen.data import evaluation_sequences
@@ -61,7 +60,7 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     members = [(one, name, role) for name, role in zip(given, _roles(options), strict=True) for one in _seeds(name)]
     names = options.models = [name for name, *_ in members]
     check_given_once(names)
-    windows = _windows(options.attention_window)
+    windows = [None] if options.attention_window is None else options.attention_window.split(",")
     models = load_models(options, windows[0])
     training_length = options.training_length or _training_length(names, models)
     length = options.length or 64 * training_length
@@ -70,16 +69,10 @@ def load_inputs(options: argparse.Namespace) -> Inputs:
     tokenizer = shared_tokenizer(options)
     split = chosen_split(options.data, options.split, "validation")
     stream = load_stream(options.data, split, tokenizer, options.text_column)
-    try:
-        tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}. Give more text (--data, --split), fewer --sequences, or a shorter --length"
-            f"{'' if options.length else f', which is 64 training lengths unless given: {length:,}'}."
-        ) from error
+    tokens = evaluation_sequences(stream.tokens, options.sequences, length + 1)
     for model in models:
         array = check_tokens(tokens, reader_of(model).vocabulary, training_length + 1)
-    make_output_folder(options.output)
+    Path(options.output).mkdir(parents=True, exist_ok=True)
     cache = open_cache(options)
     short, folders = (dict(zip(all_of, short_names(all_of), strict=True)) for all_of in (names, given))
     subjects = []
@@ -113,16 +106,6 @@ def load_models(options: argparse.Namespace, window: str | None) -> list[Any]:
     return [load_language_model(name, *how) for name in options.models]
 
 
-def _windows(given: str | None) -> list[str | None]:
-    if given is None:
-        return [None]
-    words = [window.strip() for window in given.split(",")]
-    windows: list[str | None] = [str(int(word)) if word.isdecimal() else word for word in words]
-    if len(set(windows)) < len(windows):
-        raise ValueError(f"--attention-window has a window twice: {given}.")
-    return windows
-
-
 def ready(subject: Subject, inputs: Inputs, what: str, device: str | None) -> Any:
     """The model of a subject on the device, with its window, after a line that says what is done with it."""
     sequences, length = inputs.tokens.shape
@@ -153,32 +136,19 @@ def _roles(options: argparse.Namespace) -> list[Any]:
 
 
 def _training_length(names: list[str], models: list[Any]) -> int:
-    """The training length in configs or lineages; a model that names none gets that of the others, with a message."""
+    """The one training length in configs, or lineages; a model that names none gets that of the others."""
     trained = {name: _length_of(name, model) for name, model in zip(names, models, strict=True)}
-    lengths = {length for length in trained.values() if length is not None}
-    if len(lengths) == 1:
-        [length] = lengths
-        silent = [name for name, model in zip(names, models, strict=True) if _of_config(model) is None]
-        if silent:
-            known = [f"the last training of {x}" if x in silent else x for x in names if trained[x] is not None]
-            print(
-                f"The config of {', '.join(silent)} names no training length: taking {length}, as in "
-                f"{', '.join(known)}. Give --training-length if it is another."
-            )
-        return int(length)
-    if not lengths:
-        raise ValueError(f"The config of {names[0]} names no training length: give --training-length.")
-    pairs = ", ".join(f"{name}: {length}" for name, length in trained.items())
-    raise ValueError(f"The models have different training lengths ({pairs}): give one with --training-length.")
-
-
-def _of_config(model: Any) -> int | None:
-    length: int | None = getattr(model.config, "training_length", None)
-    return length
+    pairs = ", ".join(f"{name}: {length or 'unknown'}" for name, length in trained.items())
+    if len(lengths := {*trained.values()} - {None}) != 1:
+        raise ValueError(f"No one training length for all models ({pairs}): give one with --training-length.")
+    [length] = lengths
+    if None in trained.values():
+        print(f"Taking {length} as the training length of all models ({pairs}); --training-length gives another.")
+    return int(length)  # type: ignore[arg-type]
 
 
 def _length_of(name: str, model: Any) -> int | None:
-    length = _of_config(model)
+    length: int | None = getattr(model.config, "training_length", None)
     lineage = None if length is not None else read_lineage(name)
     lengths = [step.training.training_length for step in lineage.steps if step.training] if lineage else []
     return lengths[-1] if lengths else length
@@ -221,9 +191,5 @@ def task_of(models: Sequence[str], records: Sequence[Any]) -> TaskStrings:
 
 
 def on_device(model: Any, device: str | None) -> Any:
-    """Move the model to a device, None for an accelerator if there is one, or raise a `ValueError`."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return model.to(torch.device(device))
-    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
-        raise ValueError(f"Cannot use the device {device!r}: {error}") from error
+    """The model on a device, None for an accelerator if there is one."""
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))

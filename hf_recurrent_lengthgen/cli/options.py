@@ -17,6 +17,7 @@ from hf_recurrent_lengthgen.cli.parsing import (
     HelpFormatter,
     add_headings,
     examples_text,
+    lengths,
     parse_all,
     tokens,
     windows,
@@ -74,6 +75,7 @@ RUN = {
 }
 MOST_USED = {name: text for name, text in (TRAINING | RUN).items() if text}
 """Options of transformers.TrainingArguments that --help lists, with their help."""
+TYPES = {"attention_window": windows, "task_length": lengths}
 HEADINGS = ("model", "data", "method", "training", "run")
 OUR_HELP = MOST_USED | {
     "alignment_length": "Length T in tokens of the two aligned crops. Default, and only value here: training_length."
@@ -201,8 +203,8 @@ class RunParser(HfArgumentParser):
             return None
         if options.get("type") is int and _OF_TOKENS.search(name):
             options["type"] = tokens
-        if name == "attention_window":
-            options["type"] = windows
+        if name in TYPES:
+            options["type"] = TYPES[name]
         if name == "intervention":
             options["choices"] = sorted(INTERVENTIONS)
         heading = _heading(name)

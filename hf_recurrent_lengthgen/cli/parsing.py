@@ -46,6 +46,11 @@ def windows(text: str) -> str:
     return ",".join(word if word.isalpha() else str(some_tokens(word)) for word in words)
 
 
+def lengths(text: str) -> str:
+    """A length or a range of lengths, such as "1k-64k", with the numbers written out."""
+    return "-".join(str(some_tokens(one)) for one in text.split("-", 1))
+
+
 def counts(text: str) -> list[int]:
     """Whole numbers from 1 on, such as "512,1k,1.5k,1m", each once and ascending."""
     return sorted({some_tokens(part) for part in text.split(",")})

@@ -1,15 +1,13 @@
 """`lengthgen retrieve`: whether checkpoints find what stands far back in a text, by depth and length."""
 
 import argparse
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, positive
-from hf_recurrent_lengthgen.cli.shared_options import MODEL_OPTIONS, MODELS, add_shared
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, counts, in_columns, positive
+from hf_recurrent_lengthgen.cli.shared_options import MODEL_OPTIONS, MODELS, add_shared, settings_of
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.plotting.names import short_names
 
@@ -43,17 +41,6 @@ lengthgen retrieve my-mamba2 --task babilong --task-files tasks_1-20_v1-2/en-10k
 """
 DEFAULT_LENGTHS = "1k,2k,4k,8k,16k"
 TASKS = ("passkey", "niah", "keys", "babilong")
-OF_TASKS = {
-    "data": ("niah", "keys", "babilong"),
-    "depths": ("passkey", "niah", "keys"),
-    "task_style": ("passkey",),
-    "task_keys": ("keys",),
-    "task_values": ("keys",),
-    "task_files": ("babilong",),
-    "babi_tasks": ("babilong",),
-    "shots": ("babilong",),
-}
-"""Options that do nothing with other tasks."""
 
 
 def command_parser() -> CommandParser:
@@ -62,7 +49,7 @@ def command_parser() -> CommandParser:
     parser.model.add_argument("models", **MODELS)
     add_shared(parser, "--data", "--split", "--text-column")
     for action in parser.data._group_actions:
-        action.help += f" [task {' or '.join(OF_TASKS['data'])}]"
+        action.help += " [task niah or keys or babilong]"
     add("--task", choices=TASKS, default=TASKS[0], help="what is to be found, see above (default: %(default)s)")
     what = "tokens of prompt and answer; 1k is 1024 (default: %(default)s)"
     add("--lengths", type=counts, default=DEFAULT_LENGTHS, metavar="N,...", help=what)
@@ -72,7 +59,7 @@ def command_parser() -> CommandParser:
         metavar="N | X,...",
         help="number n of depths, 0 (start of the text), 1/n, ..., (n - 1)/n as in Chen et al. (2024), B.1: without "
         "the end, 1, which is the easiest; or the depths themselves "
-        f"(default: 10) [task {' or '.join(OF_TASKS['depths'])}]",
+        "(default: 10) [task passkey or niah or keys]",
     )
     add("--samples", type=positive, default=10, metavar="N", help="prompts in each cell (default: %(default)s)")
     styles, what = (
@@ -102,27 +89,22 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     parser = command_parser()
     options = parser.parse_args(arguments)
-    from hf_recurrent_lengthgen.cli.inputs import check_given_once, make_output_folder, token_unit
+    from hf_recurrent_lengthgen.cli.inputs import check_given_once, token_unit
     from hf_recurrent_lengthgen.cli.measuring import load_models, model_label, on_device, open_cache, shared_tokenizer
     from hf_recurrent_lengthgen.evaluation.results import DataRecord
     from hf_recurrent_lengthgen.metrics import RetrievalComparison, retrieval_accuracy
     from hf_recurrent_lengthgen.metrics.tables import keep_csv
 
-    for name, tasks in OF_TASKS.items():
-        if options.task not in tasks and getattr(options, name) != parser.get_default(name):
-            option = name.replace("_", "-")
-            parser.error(f"--{option} does nothing with --task {options.task}: give --task {' or '.join(tasks)}")
     if options.task == "babilong" and options.task_files is None:
         parser.error("--task babilong needs --task-files, the folder with the files of bAbI")
     check_given_once(options.models)
     lengths = options.lengths
-    output = make_output_folder(options.output)
+    output = Path(options.output)
+    output.mkdir(parents=True, exist_ok=True)
     tokenizer, cache = shared_tokenizer(options), open_cache(options)
     grid, source = _grid(options, tokenizer)
     data = DataRecord(source, token_unit=token_unit(tokenizer))
-    command = shlex.join(["lengthgen", "retrieve", *arguments])
-    pieces = options.batch_size, options.chunk_length
-    settings = EvaluationSettings(*pieces, command=command, progress=sys.stderr.isatty())
+    settings = settings_of(EvaluationSettings, options, ["lengthgen", "retrieve", *arguments])
     names = dict(zip(options.models, short_names(options.models), strict=True))
     models = load_models(options, options.attention_window)
     results = []
@@ -189,13 +171,12 @@ def _table(results: "Sequence[RetrievalResult]") -> str:
     from hf_recurrent_lengthgen.plotting.style import short_number
 
     first = results[0]
-    width = max(8, *(len(result.model) for result in results))
-    head = "".join(f"{short_number(length):>16}" for length in first.lengths)
-    rows = []
+    head = [short_number(length) for length in first.lengths]
+    rows = [["model", *head, "T_recall"]]
     for result in results:
-        cells = "".join(f"{_percent(share, result.confidence):>16}" for share in result.by_length)
         recalled = result.recall_length()
-        rows.append(f"{result.model.ljust(width)}{cells}{'none' if recalled is None else short_number(recalled):>10}")
+        cells = (_percent(share, result.confidence) for share in result.by_length)
+        rows.append([result.model, *cells, "none" if recalled is None else short_number(recalled)])
     what = f"{first.task} ({first.style}{f', {first.shots} shots' if first.shots else ''})"
     note = (
         f"{what}: right answers in percent by length in {first.data.token_unit}s, with 95 % intervals;\n"
@@ -203,17 +184,9 @@ def _table(results: "Sequence[RetrievalResult]") -> str:
     )
     if any(not cell.samples for row in first.cells for cell in row):
         note += " Cells without samples, where no question fits, do not count."
-    return "\n".join([f"{'model'.ljust(width)}{head}{'T_recall':>10}", *rows, note, *_mistakes(results, width, head)])
-
-
-def _mistakes(results: "Sequence[RetrievalResult]", width: int, head: str) -> list[str]:
-    """Lines that count the wrong answers by kind, if the task has kinds."""
-    lines = []
-    for result in results:
-        for kind, numbers in result.mistakes_by_length.items():
-            cells = "".join(f"{number:>16}" for number in numbers)
-            lines.append(f"{result.model.ljust(width)}{cells}  {kind}")
-    return ["", f"{'model'.ljust(width)}{head}  wrong answers: what was said", *lines] if lines else []
+    kinds = [["model", *head, "wrong answers: what was said"]]
+    kinds += [[one.model, *map(str, by), kind] for one in results for kind, by in one.mistakes_by_length.items()]
+    return "\n".join([in_columns(rows), note, *(["", in_columns(kinds)] if kinds[1:] else [])])
 
 
 def _percent(share: "Share", confidence: float) -> str:

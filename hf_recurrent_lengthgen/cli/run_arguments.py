@@ -2,13 +2,11 @@
 
 # ruff: noqa: RUF009  (_option makes a field)
 
-from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from hf_recurrent_lengthgen.cli.inputs import chosen_split
-from hf_recurrent_lengthgen.cli.parsing import tokens
 from hf_recurrent_lengthgen.cli.shared_options import HOW, STANDARD_LIBRARY, help_of
 from hf_recurrent_lengthgen.data import split_names
 from hf_recurrent_lengthgen.data.tasks import STRING_TASKS
@@ -188,8 +186,6 @@ class RunArguments:
         check_settings(self)
         if self.of_symbols and self.task_length is None:
             self.task_length = "50"
-        if self.task_length is not None:
-            self.task_length = _range(self.task_length)
         unknown = sorted(set(self.mimetic_switches or ()) - set(SWITCHES))
         contradictions = (
             (
@@ -272,15 +268,6 @@ class RunArguments:
     def of_symbols(self) -> bool:
         """Whether rows are strings of random symbols, which need neither text nor a tokenizer."""
         return self.task in STRING_TASKS
-
-
-def _range(text: str) -> str:
-    """A length or range of lengths, "1k-64k", with the numbers written out."""
-    try:
-        first, *rest = (str(tokens(one)) for one in text.split("-", 1))
-    except (ArgumentTypeError, ValueError) as error:
-        raise ValueError(f'task_length is {text!r}, but must be a number or a range such as "50-100".') from error
-    return "-".join([first, *rest])
 
 
 def goes_with(name: str) -> str:

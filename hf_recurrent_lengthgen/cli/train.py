@@ -1,7 +1,6 @@
 """`lengthgen train`: train or post-train a model with any intervention."""
 
 import contextlib
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, set_seed
-from transformers.integrations import integration_utils
 
 from hf_recurrent_lengthgen.checkpoints.adapters import add_adapter, holds_adapter, to_merge
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
@@ -20,9 +18,9 @@ from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
 from hf_recurrent_lengthgen.cli.inputs import data_source
 from hf_recurrent_lengthgen.cli.options import RunParser, read_options
 from hf_recurrent_lengthgen.cli.run_arguments import PROMPTS, USUAL_LENGTH, RunArguments
-from hf_recurrent_lengthgen.cli.shared_options import STANDARD_LIBRARY
+from hf_recurrent_lengthgen.cli.shared_options import HOW
 from hf_recurrent_lengthgen.cli.train_rows import evaluation_rows, stream_of, training_rows, with_pieces
-from hf_recurrent_lengthgen.data import PaddingCollator, split_names
+from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.data.tasks import DEPTHS, KeyGrid, PasskeyGrid, RetrievalGrid, TaskStrings
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
@@ -93,7 +91,6 @@ def train(
         ValueError: for settings that contradict each other, and as the data, model and trainer raise.
     """
     _check_folders(settings, training)
-    _check_watched(settings, training)
     set_seed(training.seed)
     model = _model(settings, trainer_class.needs_states)
     if settings.attention_window is not None and (hasattr(model, "peft_config") or _state_alone(training)):
@@ -103,8 +100,6 @@ def train(
         )
     given, length_before = settings.training_length, getattr(model.config, "training_length", None)
     settings = replace(settings, training_length=given or length_before or USUAL_LENGTH)
-    if settings.task == "text":
-        _say_length(settings, given, length_before)
     tokenizer = None if settings.of_symbols else _tokenizer(settings, model.config.vocab_size)
     if training.alignment_alpha and training.alignment_length is None:
         training.alignment_length = settings.length
@@ -112,7 +107,8 @@ def train(
     rows = training_rows(settings, training, tokenizer)
     if settings.task in PROMPTS:
         settings = with_pieces(settings, training, rows.longest, given)
-        _say_length(settings, given, length_before)
+    if not settings.of_symbols:
+        print(f"Training at {settings.length} tokens.")
     model.config.training_length = settings.length
     if isinstance(rows, TaskStrings):
         _record_task(model.config, rows)
@@ -140,21 +136,9 @@ def train(
     if training.push_to_hub:
         trainer.push_to_hub()  # once more, now with the lineage
     if trainer.is_world_process_zero():
-        text = [] if settings.of_symbols or settings.task == "examples" else _text_to_evaluate(settings)
-        if training.load_best_model_at_end and (best := trainer.state.best_model_checkpoint) is not None:
-            found = f"{training.metric_for_best_model} {trainer.state.best_metric:g}"
-            print(f"The saved weights are the best of this run: {found}, of {Path(best).name}.")
-        ends_texts = tokenizer is None or tokenizer.eos_token_id is not None
-        print(_next_step(settings, training, length_before, text, takes_states(model), ends_texts))
+        text = [] if settings.of_symbols or settings.task == "examples" else _held_out(settings)
+        print(_next_step(settings, training, text, takes_states(model)))
     return trainer
-
-
-def _say_length(settings: RunArguments, given: int | None, before: int | None) -> None:
-    """Say a training length that nobody gave, or that the model did not have."""
-    if not (given or before):
-        print(f"No training length in the config of {settings.model}: training at {settings.length} tokens.")
-    if before not in (None, settings.length):
-        print(f"Training at {settings.length} tokens: the config of {settings.model} had {before}.")
 
 
 def _metrics(settings: RunArguments, training: InitialStateConfig, tokenizer: Any) -> list[MetricCallback]:
@@ -178,29 +162,9 @@ def _write_card(*arguments: Any) -> bool:
     return write_card_of_run(*arguments)
 
 
-def _check_watched(settings: RunArguments, training: InitialStateConfig) -> None:
-    """Raise a `ValueError` for a best metric that no evaluation has, and for trackers that are not installed."""
-    known = ["loss", *(f"retrieval_{length}" for length in settings.retrieval_lengths or [])]
-    best = None if settings.import_file else training.metric_for_best_model  # own trainers may have other metrics
-    if best is not None and not any(re.fullmatch(rf"(eval_)?{name}(_low|_high)?", best) for name in known):
-        raise ValueError(
-            f"metric_for_best_model is {best!r}, but evaluations of this run give {', '.join(known)} "
-            "(--retrieval-lengths adds more)."
-        )
-    for tracker in training.report_to or ():
-        is_available = getattr(integration_utils, f"is_{tracker}_available", None)
-        if is_available is not None and not is_available():
-            raise ValueError(f"report_to names {tracker}, which is not installed: install it, or leave it out.")
-
-
 def _check_folders(settings: RunArguments, training: InitialStateConfig) -> None:
     """Raise a `ValueError` if the output folder holds something that would be lost."""
     asked, output = training.resume_from_checkpoint, str(training.output_dir)
-    if asked and settings.resume:
-        raise ValueError(
-            "resume continues from the newest checkpoint in --output, resume_from_checkpoint from the one that it "
-            "names: give one of the two."
-        )
     if Path(settings.model).resolve() == Path(output).resolve():
         raise ValueError(f"The trained model would overwrite {settings.model}: give another --output.")
     held = checkpoints_of(output)
@@ -330,63 +294,32 @@ def _record_task(config: Any, rows: TaskStrings) -> None:
     config.training_length, config.task = rows.row_length, rows.record
 
 
-def _text_to_evaluate(settings: RunArguments) -> list[str]:
-    """Options of `lengthgen evaluate` that name held-out text, if there is some."""
-    data, split = settings.data, "validation"
-    if settings.eval_data is not None or settings.eval_split is not None:
-        data, split = settings.chosen_eval_data, settings.chosen_eval_split
-    elif data != STANDARD_LIBRARY and "validation" not in split_names(data):
-        split = settings.chosen_split
-        print(f"{data} has no validation split, so the command below evaluates on the training text.")
-    column = [] if settings.text_column == "text" else ["--text-column", settings.text_column]
-    return [] if data == STANDARD_LIBRARY else ["--data", data, "--split", split, *column]
+def _held_out(settings: RunArguments) -> list[str]:
+    """Options of `lengthgen evaluate` that name held-out text."""
+    data = settings.eval_data or settings.data
+    options = {"--data": data, "--split": settings.eval_split, "--text-column": settings.text_column}
+    given = {name: value for name, value in options.items() if value not in (None, HOW[name].get("default"))}
+    return [word for option in given.items() for word in option]
 
 
 def _next_step(
-    settings: RunArguments,
-    training: InitialStateConfig,
-    length_before: int | None = None,
-    text: Sequence[str] = (),
-    has_states: bool = True,
-    ends_texts: bool = True,
+    settings: RunArguments, training: InitialStateConfig, text: Sequence[str] = (), has_states: bool = True
 ) -> str:
-    """The message after a training: what was saved, and how to use, check or measure it.
+    """The message after a training: what was saved, and how to check and measure it.
 
-    `length_before` is the training length of the model before, and `text` are options of `lengthgen evaluate`. A model
-    without states is one of Transformers, which `lengthgen verify` does not take; a tokenizer that ends no text has no
-    end token, which `lengthgen evaluate` needs.
+    `text` are options of `lengthgen evaluate`. A model without states is one of Transformers, which `lengthgen verify`
+    does not take.
     """
     output = str(training.output_dir)
-    numbers = ["--task-keys", str(settings.task_keys), "--task-values", str(settings.task_values)]
-    asked = {"passkey": ["--task-style", settings.task_style], "keys": ["--task", "keys", *numbers, *text]}
-    longer = ["--lengths", str(2 * max(settings.row_lengths)), *asked.get(settings.task, ())]
-    in_prompts_alone = settings.task == "passkey" and not ends_texts
-    command = ["lengthgen", "accuracy" if settings.of_symbols else "retrieve" if in_prompts_alone else "evaluate"]
+    command = ["lengthgen", "accuracy" if settings.of_symbols else "evaluate"]
     if settings.of_symbols or settings.from_scratch:
         command.append(output)
     else:
-        command += [settings.model, output]
-        if not in_prompts_alone:
-            command += ["--roles", f"base,{'cured' if _method(settings, training) else 'control'}"]
-        if length_before not in (None, settings.length):
-            command += ["--training-length", str(settings.length)]
-        if settings.tokenizer:
-            command += ["--tokenizer", settings.tokenizer]
-    command += longer if in_prompts_alone else text
-    if settings.trust_remote_code:
-        command.append("--trust-remote-code")
-    if _state_alone(training):
-        saved = f"""\
-Saved the learned state to {output}. Next: {shlex.join(command)}
-In Python, load_model({output!r}) loads it with its base, {settings.model}."""
-    else:
-        then = [["lengthgen", "verify", output]] if has_states else []
-        if holds_adapter(output):
-            then = [["lengthgen", "merge", output, "--output", f"{output}-merged"]]
-        saved = f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*then, command]))}"
-    if settings.task == "examples":
-        return f"{saved} for losses on text; the loss on answers is eval_loss in training (--eval-strategy)."
-    if settings.task not in asked or in_prompts_alone:
-        return saved
-    retrieve = shlex.join(["lengthgen", "retrieve", output, *longer])
-    return f"{saved} for losses on text, and for {settings.task.removesuffix('s')}s {retrieve}"
+        role = "cured" if _method(settings, training) else "control"
+        command += [settings.model, output, "--roles", f"base,{role}", "--training-length", str(settings.length)]
+        command += ["--tokenizer", settings.tokenizer] if settings.tokenizer else []
+    command += [*text, *(["--trust-remote-code"] if settings.trust_remote_code else [])]
+    check = [["lengthgen", "verify", output]] if has_states and not _state_alone(training) else []
+    if holds_adapter(output):
+        check = [["lengthgen", "merge", output, "--output", f"{output}-merged"]]
+    return f"Saved to {output}. Next: {', then '.join(map(shlex.join, [*check, command]))}"

@@ -8,7 +8,6 @@ from torch import Tensor
 from hf_recurrent_lengthgen.cli.inputs import load_documents, load_stream
 from hf_recurrent_lengthgen.cli.options import continues
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments
-from hf_recurrent_lengthgen.cli.shared_options import STANDARD_LIBRARY
 from hf_recurrent_lengthgen.data import ContinuedChunks, LabelledExamples, PackedBlocks, keep_long_documents, load_rows
 from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,
@@ -115,14 +114,9 @@ def with_pieces(settings: RunArguments, training: InitialStateConfig, longest: i
 
 
 def stream_of(settings: RunArguments, data: str, split: str, tokenizer: Any) -> Tensor:
-    stream = load_stream(data, split, tokenizer, _text_column(settings, data)).tokens
+    stream = load_stream(data, split, tokenizer, settings.text_column).tokens
     least = settings.minimum_document_tokens
     return keep_long_documents(stream, tokenizer.eos_token_id, least) if least else stream
-
-
-def _text_column(settings: RunArguments, data: str) -> str:
-    """The text column of one of the two data sets; the standard library has no columns."""
-    return "text" if data == STANDARD_LIBRARY else settings.text_column
 
 
 def _questions(
@@ -131,7 +125,7 @@ def _questions(
     """Questions of bAbI's `files` ("train" or "test") in a split of the text of `data`."""
     assert settings.task_files is not None
     questions = [question for file in babi_files(settings.task_files, files) for question in read_babi(file)]
-    background = load_documents(data, split, _text_column(settings, data))
+    background = load_documents(data, split, settings.text_column)
     prompts = BabilongPrompts(tokenizer, questions, background, settings.row_lengths, seed)
     if prompts.left_out:
         print(f"Left out {prompts.left_out} of {len(questions)} questions: their facts do not fit into a row.")

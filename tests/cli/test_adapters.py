@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
@@ -159,30 +158,6 @@ def test_an_adapter_is_measured_as_its_merged_checkpoint(adapter: Path, text_fil
     assert ours.training is not None
     curves = [torch.tensor(each.evaluation.position_wise.coarse.mean) for each in (ours, theirs)]
     torch.testing.assert_close(*curves, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_an_adapter_is_taken_by_the_other_measurements(adapter: Path, text_file: Path, tmp_path: Path) -> None:
-    merged = tmp_path / "merged"
-    assert run("merge", adapter, "--output", merged) == 0
-    maps = []
-    for model in (adapter, merged):
-        out = tmp_path / f"maps of {model.name}"
-        assert run("maps", model, "--text", "abcab", "--output", out) == 0
-        maps.append(np.load(out / "maps.npz"))
-    assert maps[0].files == maps[1].files
-    for name in (name for name in maps[0].files if maps[0][name].dtype.kind == "f"):
-        np.testing.assert_allclose(maps[0][name], maps[1][name], rtol=1e-4, atol=1e-5)
-    few = ("--output", tmp_path / "out", "--samples", 2)
-    assert run("retrieve", adapter, "--lengths", 400, "--depths", 1, "--no-cache", *few) == 0
-    texts = ("--data", text_file, "--split", "train", "--length", 64, "--sequences", 2)
-    parts = ("--parts", "misalignment", "--no-cache")
-    assert run("diagnose", adapter, *texts, *parts, "--output", tmp_path / "page") == 0
-    for file in ("out/retrieval.json", "page/index.html"):
-        assert (tmp_path / file).is_file()
-
-
-# --- what is refused ---
 
 
 def edit(folder: Path, **changes: Any) -> None:

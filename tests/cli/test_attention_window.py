@@ -153,18 +153,6 @@ def test_a_diagnosis_of_several_windows_reads_the_texts_once_for_each(
     assert one.both != other.both  # what else is measured has the window of the model
 
 
-def test_windows_that_cannot_be_compared_are_refused(
-    hybrid: Path, evaluate: Evaluate, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for windows in ("3,3", "3,03"):
-        assert evaluate(hybrid, "--attention-window", windows) == 1
-        assert "has a window twice: 3,3." in capsys.readouterr().err
-    for windows, words in (("3,,5", "commas between, got '3,,5'"), ("3,0", "must be at least 1, got 0")):
-        with pytest.raises(SystemExit):
-            evaluate(hybrid, "--attention-window", windows)
-        assert words in capsys.readouterr().err
-
-
 def test_the_window_of_a_model_of_images_and_text_is_in_its_name() -> None:
     model = stateful(tiny_composite("qwen3_5"), attention_window=3)
     assert model_label("m", model) == "m (3 keys)"

@@ -182,17 +182,6 @@ def test_a_folder_with_other_files_is_left_alone(
     assert [path.name for path in (tmp_path / "out").iterdir()] == [role]
 
 
-@pytest.mark.parametrize("config", [None, "{}"])
-def test_a_second_act_needs_a_base_with_a_training_length(
-    config: str | None, run_tiny: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
-    assert run_tiny("--memory-base", str(tmp_path)) == 1
-    assert f"--memory-base {tmp_path} has no config.json with a training_length" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_base_that_the_demo_would_overwrite_is_left_alone(
     run_tiny: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

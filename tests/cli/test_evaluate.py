@@ -36,19 +36,15 @@ def test_one_model(evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys:
     assert shown.err == ""
 
 
-def test_a_second_evaluation_says_what_it_replaces(
-    evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_second_evaluation_keeps_a_table_equal_to_its_result(
+    evaluate: Evaluate, checkpoint: Path, tmp_path: Path
 ) -> None:
     assert evaluate(checkpoint) == 0
-    assert "will be replaced" not in capsys.readouterr().out
     table = tmp_path / "out" / "result.csv"
     assert not table.exists()
     table.write_text("of an earlier result")
     assert evaluate(checkpoint, "--sequences", "2") == 0
     assert table.read_text().startswith("model,role,")
-    said = capsys.readouterr().out
-    assert f"{tmp_path / 'out' / 'result.json'} of `lengthgen evaluate --data " in said
-    assert "will be replaced: give another --output to keep it." in said
 
 
 def test_several_models_on_the_same_text(

@@ -29,7 +29,6 @@ from hf_recurrent_lengthgen.cli.inputs import (
     chosen_split,
     load_documents,
     load_stream,
-    make_output_folder,
     quiet_libraries,
     token_unit,
 )
@@ -176,8 +175,6 @@ def test_streams_say_where_they_come_from(tmp_path: Path) -> None:
     assert stream.source.description == "two.jsonl, split train"
     with pytest.raises(ValueError, match="no column 'text'"):
         load_stream(str(path), "train", byte_tokenizer())
-    with pytest.raises(ValueError, match="stdlib has no columns, so the text column 'body' does nothing"):
-        load_stream("stdlib", "validation", byte_tokenizer(), "body")
     with pytest.raises(ValueError, match="'train' and 'validation'"):
         load_stream("stdlib", "test", byte_tokenizer())
 
@@ -198,14 +195,6 @@ def test_the_only_split_is_taken_whatever_it_is_called(tmp_path: Path) -> None:
         assert chosen_split(data, "other", "validation") == "other"
     for unreadable in ("stdlib", str(tmp_path / "nowhere.jsonl")):
         assert chosen_split(unreadable, None, "validation") == "validation"
-
-
-def test_a_folder_for_results_is_made_or_refused(tmp_path: Path) -> None:
-    assert make_output_folder(str(tmp_path / "a" / "b")).is_dir()
-    (tmp_path / "file").write_text("x")
-    for name in ("file", "file/in"):
-        with pytest.raises(ValueError, match=r"--output .*file.* is a file, or inside one: give the name of a folder"):
-            make_output_folder(str(tmp_path / name))
 
 
 def test_libraries_are_quiet_inside_and_as_before_afterwards() -> None:

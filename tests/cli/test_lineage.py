@@ -127,17 +127,6 @@ def test_training_from_scratch_has_no_source(config_file: Path, tmp_path: Path, 
     assert lineage.steps[0].training.initial_weights == InitialWeights({"c": 8.0, "offset": 0})
 
 
-def test_a_learned_state_alone_has_the_lineage_of_its_base_and_its_training(
-    checkpoint: Path, tmp_path: Path, text_file: Path
-) -> None:
-    assert train(checkpoint, tmp_path / "out", text_file, "--intervention", "learned") == 0
-    lineage = read_lineage(tmp_path / "out")
-    assert lineage is not None
-    assert lineage.source == lineage_of(str(checkpoint)).source
-    assert lineage.steps[-1].training is not None
-    assert [method.name for method in lineage.steps[-1].training.methods] == ["learned"]
-
-
 def test_the_source_is_told_by_its_config_and_card(stock_checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "stock"
     shutil.copytree(stock_checkpoint, folder)
@@ -153,11 +142,6 @@ def test_the_source_is_told_by_its_config_and_card(stock_checkpoint: Path, tmp_p
     source = lineage_of(str(folder)).source
     assert source is not None
     assert source.format == "fla"
-
-
-def test_what_is_no_checkpoint_has_no_lineage(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no checkpoint folder here, and no model on the Hub"):
-        lineage_of("nobody/nothing")
 
 
 def test_a_start_on_the_hub_is_known_by_its_commit_and_licence(hub: Endpoint, stock_checkpoint: Path) -> None:

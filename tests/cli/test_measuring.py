@@ -98,7 +98,7 @@ def test_models_of_different_training_lengths_need_the_option(
     other.save_pretrained(tmp_path / "other")
     given = ["--data", str(text_file), "--split", "train", "--tokenizer", "bytes", "--output", str(tmp_path / "out")]
     assert main(["evaluate", str(checkpoint), str(tmp_path / "other"), *given]) == 1
-    assert "different training lengths" in capsys.readouterr().err
+    assert "No one training length for all models" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_a_script_of_ones_own_is_measured_by_its_lineage(
@@ -124,6 +124,6 @@ def test_a_training_length_from_another_model_is_told(capsys: pytest.CaptureFixt
     configs = [SimpleNamespace(training_length=8), SimpleNamespace(), SimpleNamespace(training_length=8)]
     models = [SimpleNamespace(config=config) for config in configs]
     assert _training_length(["a", "b", "c"], models) == 8
-    assert "The config of b names no training length: taking 8, as in a, c" in capsys.readouterr().out
+    assert "Taking 8 as the training length of all models (a: 8, b: unknown, c: 8)" in capsys.readouterr().out
     assert _training_length(["a", "c"], models[::2]) == 8
     assert capsys.readouterr().out == ""

@@ -15,7 +15,6 @@ from hf_recurrent_lengthgen.cli.main import COMMANDS, main
 from hf_recurrent_lengthgen.cli.options import _OF_TOKENS as OF_TRAINING
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.cli.parsing import (
-    CommandParser,
     counts,
     not_negative,
     positive,
@@ -142,13 +141,3 @@ def test_numbers_of_tokens_of_a_training(tmp_path: Path) -> None:
         assert [one for one in told if not OF_TRAINING.search(one)] == [], name
     with pytest.raises(SystemExit):
         read_options([*keys, "--max-steps", "1k"])
-
-
-def test_a_command_parser_of_any_kind_refuses_them() -> None:
-    parser = CommandParser("toy")
-    parser.add_argument("--count", type=int)
-    parser.add_argument_group("more").add_argument("--name")
-    assert parser.parse_args(["--count", "0", "--name", "a"]) == argparse.Namespace(count=0, name="a")
-    for wrong in (["--count=-1"], ["--name="]):
-        with pytest.raises(SystemExit):
-            parser.parse_args(wrong)

@@ -106,7 +106,7 @@ def test_keys_in_a_text_and_what_wrong_answers_say(
     assert result.mistakes_by_length == {"earlier value": (0, 0), "another key": (0, 0), "other": (3, 3)}
     shown = capsys.readouterr().out
     assert "keys (2 keys of 3 values): right answers in percent" in shown
-    assert re.search(r"checkpoint +3 +3  other\n", shown)
+    assert re.search(r"checkpoint +3 +3 +other\n", shown)
     assert (output / "retrieval.csv").read_text().splitlines()[0].endswith(",high,earlier value,another key")
     assert (output / "mistakes.png").is_file()
 

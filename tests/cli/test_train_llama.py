@@ -11,7 +11,6 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.recipes import RECIPES
-from hf_recurrent_lengthgen.trainers import AlignmentConfig, AlignmentTrainer, StatePassingConfig, StatePassingTrainer
 from tests.cli.training import Train, trained_config, write
 
 T, EXTRA, ALPHA = 8, 3, 0.5
@@ -71,13 +70,6 @@ def test_an_adapter_on_a_llama_is_trained_on_and_merged(
     before, after = (LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (llama, out))
     changed = {name.split(".")[-2] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"q_proj", "v_proj"}  # the default of PEFT
-
-
-def test_trainers_take_the_name_of_a_model_that_needs_no_states(llama: Path, tmp_path: Path) -> None:
-    trainer = AlignmentTrainer(str(llama), AlignmentConfig(str(tmp_path), use_cpu=True))
-    assert type(trainer.model) is LlamaForCausalLM
-    with pytest.raises(ValueError, match="'llama', which cannot be given states"):
-        StatePassingTrainer(str(llama), StatePassingConfig(str(tmp_path), use_cpu=True))
 
 
 def test_the_recipes_show_how_positions_are_interpolated(

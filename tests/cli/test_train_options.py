@@ -142,13 +142,7 @@ def test_the_help_shows_what_most_people_need_and_what_holds_without_it() -> Non
         ({"eval_strategy": "steps"}, "has no validation split: give eval_data, or a part of the training text"),
         ({"mimetic": True}, "mimetic overwrites trained weights"),
         ({"resume_from_checkpoint": "x"}, "Cannot resume from x: there is no such folder. The newest complete"),
-        ({"resume_from_checkpoint": "x", "resume": True}, "that it names: give one of the two"),
         ({"task": "babilong"}, "task babilong needs task_files"),
-        ({"report_to": "trackio"}, "report_to names trackio, which is not installed"),
-        (
-            {"metric_for_best_model": "retrieval_1k", "retrieval_lengths": 1024, "eval_strategy": "steps"},
-            "is 'retrieval_1k', but evaluations of this run give loss, retrieval_1024",
-        ),
         ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "own rows: leave out alignment_alpha"),
         ({"alignment_max_extra": 2}, "have no effect without alignment_alpha"),
         ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, training_length 8"),
@@ -166,27 +160,21 @@ def test_bad_settings_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "length_before", "following"),
+    ("arguments", "following"),
     [
-        ("--model m --intervention none --training-length 8", 8, "evaluate m out --roles base,control"),
-        ("--model m --alignment-alpha 1 --intervention none", None, "evaluate m out --roles base,cured"),
-        ("--model m --training-length 8", 4, "evaluate m out --roles base,cured --training-length 8"),
-        ("--model m --tokenizer bytes", None, "evaluate m out --roles base,cured --tokenizer bytes"),
-        ("--model m --trust-remote-code", None, "evaluate m out --roles base,cured --trust-remote-code"),
-        ("--model m/config.json", None, "evaluate out"),
-        ("--model m --task copying", None, "accuracy out"),
+        ("--model m --intervention none", "evaluate m out --roles base,control --training-length 8"),
         (
-            "--model m --task examples --data x.jsonl",
-            None,
-            "evaluate m out --roles base,cured for losses on text; the loss on answers is eval_loss in training "
-            "(--eval-strategy).",
+            "--model m --alignment-alpha 1 --intervention none --tokenizer bytes --trust-remote-code",
+            "evaluate m out --roles base,cured --training-length 8 --tokenizer bytes --trust-remote-code",
         ),
+        ("--model m/config.json", "evaluate out"),
+        ("--model m --task copying", "accuracy out"),
     ],
 )
-def test_what_to_measure_next(arguments: str, length_before: int | None, following: str) -> None:
+def test_what_to_measure_next(arguments: str, following: str) -> None:
     settings, training, _ = read_options([*arguments.split(), "--output", "out"])
-    settings.training_length = settings.training_length or 8
-    told = command._next_step(settings, training, length_before)
+    settings.training_length = 8
+    told = command._next_step(settings, training)
     assert told == f"Saved to out. Next: lengthgen verify out, then lengthgen {following}"
 
 
@@ -290,11 +278,3 @@ def test_an_intervention_from_a_file(
         sys.modules.pop(name)
         INTERVENTIONS.clear()
         INTERVENTIONS.update(known)
-
-
-def test_losses_on_text_are_not_offered_where_the_tokenizer_cannot_end_a_text() -> None:
-    asked = "--model m --task passkey --task-length 128-4k --training-length 128 --output out"
-    settings, training, _ = read_options(asked.split())
-    told = command._next_step(settings, training, 128, ends_texts=False)
-    retrieve = "lengthgen retrieve m out --lengths 8192 --task-style 'pass key'"
-    assert told == f"Saved to out. Next: lengthgen verify out, then {retrieve}"
