@@ -7,7 +7,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.models.state_value import (
     state_dtype,
 )
 from hf_recurrent_lengthgen.state_files.origin import Origin, check_origin, prefix_hash
-from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, attends, check_rows, text_states
+from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, check_rows, text_states
 from hf_recurrent_lengthgen.versions import version_of
 
 FORMAT, MAJOR, MINOR = "text_state", 2, 0
@@ -40,15 +40,11 @@ def save_text_state(path: str | os.PathLike[str], text_state: TextState) -> None
     """Write a text state; an existing file is replaced when the new one is complete.
 
     Raises:
-        ValueError: for values that are not finite, a folder in place of a file, and metadata with the names of other
-            fields.
+        ValueError: for values that are not finite, and metadata with the names of other fields.
     """
-    if os.path.isdir(path):
-        raise ValueError(f"{path} is a folder: give the name of a file.")
     _check_finite(text_state, "The text state")
-    for name, value in text_state.metadata.items():
-        if name in _FIELDS or not isinstance(name, str) or not isinstance(value, str):
-            raise ValueError(f"metadata must be texts under names other than {', '.join(_FIELDS)}; got {name!r}.")
+    if names := {*_FIELDS} & {*text_state.metadata}:
+        raise ValueError(f"metadata must be texts under names other than {', '.join(_FIELDS)}; got {names}.")
     layers: list[tuple[int, Any]] = [*enumerate(text_state.state), *text_state.keys.items()]
     tensors = {f"layers.{i}.{name}": part for i, layer in layers for name, part in layer._asdict().items()}
     header = {
@@ -84,27 +80,28 @@ def load_text_state(
         ValueError: if a file is cut, damaged, of another major version, or does not fit the model, its revision, the
             tokenizer or the tokens; the message names what differs.
     """
-    file = file_at(path, _nearest(path, position)) if os.path.isdir(path) else Path(path)
+    file = Path(path)
     if not file.is_file():
-        raise ValueError(f"{path} does not exist: give a state file, or a folder of lengthgen state read.")
+        before = [place for place in positions_in(path) if position is None or place <= position]
+        if not before:
+            where = f"up to {position}, only at {positions_in(path)}" if position is not None else "at all"
+            raise ValueError(f"{path} holds no text state {where}: read the text into this file or folder first.")
+        file = file_at(path, before[-1])
     text_state = _read(file)
     if tokens is not None:
         _check_prefix(text_state, tokens, str(path))
     return text_state if model is None else _fitted(text_state, model, tokenizer, str(path))
 
 
-def _nearest(folder: str | os.PathLike[str], position: int | None) -> int:
-    positions = positions_in(folder)
-    before = [place for place in positions if position is None or place <= position]
-    if not before:
-        what = f"none up to {position}, only at {positions}" if positions else "none at all"
-        raise ValueError(f"{folder} holds no such text state ({what}): read the text into it first.")
-    return before[-1]
-
-
 def _read(path: Path) -> TextState:
     fields, tensors, has_checksum = read_tensors(path)
-    _check_format(path, fields)
+    kind, version = fields.get("format"), fields.get("format_version", "")
+    if (kind, version.partition(".")[0]) != (FORMAT, str(MAJOR)):
+        advice = "load_state reads it" if kind == "recurrent_state" else "read the text again, or update this package"
+        raise ValueError(
+            f"{path} holds no text state of version {MAJOR}.x: it has the format {kind!r}, version {version!r}; "
+            f"{advice}."
+        )
     try:
         position, prefix = int(fields["position"]), fields["prefix_sha256"]
         origin = Origin(**json.loads(fields["origin"]))
@@ -134,33 +131,20 @@ def _check_finite(text_state: TextState, name: str) -> None:
             raise ValueError(f"{name}: the keys or values of layer {index} are NaN or infinite.")
 
 
-def _check_format(path: Path, fields: Mapping[str, str]) -> None:
-    kind, version = fields.get("format"), fields.get("format_version", "")
-    if kind != FORMAT:
-        advice = " It is a state alone: load_state reads it." if kind == "recurrent_state" else ""
-        raise ValueError(f"{path} holds no text state: its format is {kind!r}.{advice}")
-    if version.partition(".")[0] != str(MAJOR):
-        raise ValueError(
-            f"{path} has version {version!r} of the format, this code reads {MAJOR}.x: read the text again, or update "
-            "hf_recurrent_lengthgen."
-        )
-
-
 def _check_prefix(text_state: TextState, tokens: Tokens, name: str) -> None:
     """Raise a `ValueError` if a text state has not read the beginning of the tokens, or does not know what it read."""
     rows = check_rows(tokens)
-    if not text_state.prefix:
-        raise ValueError(f"{name} does not tell which tokens it has read: leave tokens out, or read the text again.")
+    what = "of another text, or of other rows"
     if rows.shape[1] < text_state.position:
-        raise ValueError(
-            f"{name} has read {text_state.position} tokens, more than the {rows.shape[1]} of the text given: give a "
-            "new file or folder, or use what is there."
-        )
-    if len(rows) != text_state.rows or prefix_hash(rows[:, : text_state.position]) != text_state.prefix:
-        raise ValueError(
-            f"{name} has read {text_state.position} tokens of another text, or of other rows: give that text, or read "
-            "this one into another file or folder."
-        )
+        what = f"more than the {rows.shape[1]} of the text given"
+    elif not text_state.prefix:
+        what = "and does not tell which"
+    elif len(rows) == text_state.rows and prefix_hash(rows[:, : text_state.position]) == text_state.prefix:
+        return
+    raise ValueError(
+        f"{name} has read {text_state.position} tokens {what}: give that text, or read this one into another file or "
+        "folder."
+    )
 
 
 def _fitted(text_state: TextState, model: Any, tokenizer: Any, name: str) -> TextState:
@@ -173,19 +157,15 @@ def _fitted(text_state: TextState, model: Any, tokenizer: Any, name: str) -> Tex
     check_origin(text_state.origin, model, tokenizer, name)
     state = map_state(lambda part: part.to(model.device), text_state.state)
     state = check_state(state, model.state_shapes(), text_state.rows, model.device, state_dtype(model.dtype), name)
-    sizes = model._layout.attending if attends(model) else {}
-    if text_state.keys.keys() != sizes.keys():
-        raise ValueError(
-            f"{name} has keys and values of the layers {sorted(text_state.keys)}, but {type(model).__name__} attends "
-            f"in the layers {sorted(sizes)}."
-        )
-    for index, layer in text_state.keys.items():
-        for part, (heads, size) in zip(layer, sizes[index], strict=True):
-            if part.shape != (text_state.rows, heads, layer.keys.shape[2], size) or part.dtype != model.dtype:
-                raise ValueError(
-                    f"{name}: layer {index} has keys or values of shape {tuple(part.shape)} and {part.dtype}, "
-                    f"expected ({text_state.rows}, {heads}, tokens, {size}) and {model.dtype}."
-                )
+    sizes = model._layout.attending if getattr(model, "attends", False) else {}
+    for index in sorted({*text_state.keys, *sizes}):
+        held = [(*part.shape, part.dtype) for part in text_state.keys.get(index, ())]
+        length = text_state.keys[index].keys.shape[2] if held else 0
+        needed = [(text_state.rows, heads, length, size, model.dtype) for heads, size in sizes.get(index, ())]
+        if held != needed:
+            raise ValueError(
+                f"{name}: layer {index} has the keys and values {held}, but {type(model).__name__} needs {needed}."
+            )
     keys = {i: LayerKeys(*(part.to(model.device) for part in layer)) for i, layer in text_state.keys.items()}
     return replace(text_state, state=state, keys=keys)
 
@@ -225,8 +205,6 @@ def read_into(
     Raises:
         ValueError: as `load_text_state` and `read_text`, and if the folder has read another text.
     """
-    if every < 1:
-        raise ValueError(f"every must be a number of tokens of at least 1, got {every}.")
     rows, done, before = check_rows(tokens), 0, None
     if positions_in(folder):
         before = load_text_state(folder, model, tokenizer, tokens=rows)

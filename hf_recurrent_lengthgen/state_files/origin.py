@@ -22,24 +22,9 @@ SAMPLED = 256
 NO_TOKENS = "0" * 64
 """The hash of a text before its first token."""
 _NOT_OF_STATES = {
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "bos_token_id",
-    "code_format_version",
-    "dtype",
-    "eos_token_id",
-    "interventions",
-    "pad_token_id",
-    "return_dict",
-    "scan",
-    "scan_backend",
-    "task",
-    "tokenizer_class",
-    "torch_dtype",
-    "training_length",
-    "transformers_version",
-    "use_cache",
+    *("_name_or_path", "architectures", "auto_map", "code_format_version", "dtype", "interventions", "return_dict"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "scan", "scan_backend", "task", "tokenizer_class"),
+    *("torch_dtype", "training_length", "transformers_version", "use_cache"),
 }
 """Fields of a config on which no state depends."""
 _PROBE = "Größe 東京 don't  stop\n\tdef f(x1, y_2=0.5):\r\n🙂 THE END"
@@ -142,13 +127,13 @@ def check_origin(stored: Origin, model: Any, tokenizer: Any, name: str) -> Origi
         differing.append(f"the revision ({stored.revision[:12]}, here {here.revision[:12]})")
     if stored.tokenizer and here.tokenizer and stored.tokenizer != here.tokenizer:
         differing.append("the tokenizer")
-    if not differing:
-        return here
-    given = "which has the same name" if stored.name == here.name else here.name
-    raise ValueError(
-        f"{name} was read with {stored.name}, which differs from the model given, {given}, in "
-        f"{' and '.join(differing)}: give the model that read it, or read the text again."
-    )
+    if differing:
+        given = "which has the same name" if stored.name == here.name else here.name
+        raise ValueError(
+            f"{name} was read with {stored.name}, which differs from the model given, {given}, in "
+            f"{' and '.join(differing)}: give the model that read it, or read the text again."
+        )
+    return here
 
 
 def differing_fields(stored: Mapping[str, Any], config: Any) -> list[str]:

@@ -100,11 +100,6 @@ def branch(text_state: TextState, rows: int) -> TextState:
     return replace(text_state, state=map_state(repeated, text_state.state), prefix="", keys=keys)
 
 
-def attends(model: Any) -> bool:
-    """Whether a model has attention layers beside its recurrent ones."""
-    return bool(getattr(model, "attends", False))
-
-
 def read_text(
     model: Any,
     tokens: Tokens,
@@ -168,7 +163,7 @@ def text_states(
         )
     start = start_of(model, text_state)
     cache: Any = (start["initial_state"], start.get("attention_cache"))
-    if attends(reader.model) and cache[1] is None:
+    if getattr(reader.model, "attends", False) and cache[1] is None:
         cache = (cache[0], reader.model.new_attention_cache())
     _, chunk = reading_plan(reader, len(rows), rows.shape[1], len(rows), chunk_length)
     prefix, begin = text_state.prefix, 0

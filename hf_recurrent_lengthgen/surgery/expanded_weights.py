@@ -147,14 +147,12 @@ class Expansion(NamedTuple):
     of_reinit: tuple[str, ...]
 
 
-def _is_falcon(mixer: Any) -> bool:
-    return mixer.config.model_type == "falcon_mamba" or getattr(mixer.config, "mixer_rms_eps", None) is not None
-
-
 EXPANSIONS = {
     "heads": Expansion(lambda old, new, _, inherit: merged_heads(old, new, inherit), ("",), ()),
     "Mamba-1": Expansion(
-        lambda old, new, mixer, inherit: widened_mamba(old, new, inherit, _is_falcon(mixer)),
+        lambda old, new, mixer, inherit: widened_mamba(
+            old, new, inherit, getattr(mixer.config, "mixer_rms_eps", None) is not None
+        ),
         ("A_log", "x_proj."),
         ("dt_proj.bias",),
     ),
@@ -169,9 +167,4 @@ EXPANSIONS = {
 def expansion_of(mixer: Any) -> Expansion:
     """How a mixer is expanded."""
     kind = "heads" if getattr(mixer, "grows", None) == "num_heads" else str(kind_of(mixer))
-    if kind not in EXPANSIONS:
-        raise ValueError(
-            f"{type(mixer).__name__} declares that its state_size grows, but only the parameters of Mamba-1 and "
-            "Mamba-2 can grow with it (EXPANSIONS)."
-        )
     return EXPANSIONS[kind]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hf_recurrent_lengthgen.hybrids.layer_sizes import new_model, sizes_of_layers, with_size
@@ -25,11 +25,8 @@ PER_LAYER = {"state_size": "layer_state_sizes", "num_heads": "layer_num_heads"}
 SHARED_HEADS = ("num_kv_heads", "num_v_heads")
 """Fields with another number of heads than `num_heads`, where several heads share one of keys."""
 
-ONE_SIZE = {"falcon_h1": ", and so have the multipliers of their B and C"} | {
-    stock: ", or load it with hf_recurrent_lengthgen.load_model, whose class has one size for each layer"
-    for stock in STATEFUL_CLASSES
-}
-"""Types of Transformers whose layers are expanded together only, and what else there is to say."""
+ONE_SIZE = {"falcon_h1", *STATEFUL_CLASSES}
+"""Types of Transformers whose layers are expanded together only."""
 
 
 def layers_of(given: str | int | Iterable[int | str] | None, name: str) -> Any:
@@ -73,7 +70,7 @@ class Plan(NamedTuple):
         """What was done, in words."""
         changes = sorted({(self.before[layer], self.after[layer]) for layer in self.layers})
         sizes = ", ".join(f"{before} -> {after}" for before, after in changes)
-        which = f"layer{'s' * (len(self.layers) > 1)} {_listed(self.layers)}"
+        which = f"layer{'s' * (len(self.layers) > 1)} {str([*self.layers])[1:-1]}"
         return f"state expansion, {self.size} {sizes} in {which}, {initialization}"
 
 
@@ -88,38 +85,51 @@ def expansion_plan(
 ) -> Plan:
     check_type(config)
     blank = blank_model(config, model_class)
-    growth, recurrent = growth_of(blank), tuple(expandable_mixers(blank))
+    growth, mixers = growth_of(blank), expandable_mixers(blank)
+    recurrent = tuple(mixers)
+    layers = layers if layers is None or layers == "all" else sorted(set(layers))
     given: dict[str, Any] = {"factor": factor, "state_size": state_size, "num_heads": num_heads}
-    if sum(value is not None for value in given.values()) > 1:
-        raise ValueError(f"Give one of factor, state_size and num_heads, got {given}.")
-    if factor is not None and not (math.isfinite(factor) and factor > 1):
-        raise ValueError(f"factor must be a finite number above 1, got {factor}.")
+    given = {name: value for name, value in given.items() if value is not None}
     other = "num_heads" if growth.size == "state_size" else "state_size"
-    if given[other] is not None:
-        raise ValueError(f"{other} does not apply to {config.model_type}: its state grows by {growth.size} or factor.")
-    for field in SHARED_HEADS:
-        if getattr(config, field, None) not in (None, getattr(config, "num_heads", None)):
-            raise ValueError(
-                f"{field} is {getattr(config, field)} and num_heads {config.num_heads}, so that heads share keys, and "
-                "merged heads would need more weights. Only models with as many heads of keys as of queries and "
-                "values can be expanded."
-            )
-    chosen = _chosen(config, growth, recurrent, layers, count)
+    shared = {name: getattr(config, name, None) for name in (*SHARED_HEADS, "num_heads")}
+    some = not growth.per_layer and layers != "all" and set(layers or ()) != set(recurrent)
+    refused = {
+        f"give one of factor, state_size and num_heads, got {given}": len(given) > 1,
+        f"factor must be a finite number above 1, got {factor}": "factor" in given
+        and not 1 < given["factor"] < math.inf,
+        f"{other} does not apply to {config.model_type}: its state grows by {growth.size} or factor": other in given,
+        f"heads share keys ({shared}), and merged heads would need more weights": len({*shared.values()} - {None}) > 1,
+        f"give layers or count, not both, got {layers} and {count}": layers is not None and count is not None,
+        f"its configuration has one {growth.field} for all layers, so some of them cannot be expanded alone: give "
+        f'layers="all", or load it with load_model, if its class has one size for each layer': some
+        and config.model_type in ONE_SIZE,
+        f'plain Transformers loads one {growth.field} in all layers only: give layers="all", or layers or count for a '
+        "model that plain Transformers refuses": some and layers is None and count is None,
+    }
+    if why := next((why for why, applies in refused.items() if applies), ""):
+        raise ValueError(f"The states of {config.model_type} cannot be expanded so: {why}.")
+    if layers == "all":
+        layers = recurrent
+    elif layers is None:
+        layers = [recurrent[i] for i in spread_layers(len(recurrent), DEFAULT_LAYERS if count is None else count)]
+    if not layers or not {*layers} <= {*recurrent}:
+        raise ValueError(f"layers must be some of the recurrent layers, {str([*recurrent])[1:-1]}, got {layers}.")
+    chosen = tuple(layers)
     before = {layer: size_of(blank, growth, layer) for layer in recurrent}
-    changed = {layer: _new_size(growth.size, layer, before[layer], factor, given[growth.size]) for layer in chosen}
-    after = before | changed
+    after = before | {
+        layer: _new_size(growth.size, layer, before[layer], factor, given.get(growth.size)) for layer in chosen
+    }
     new = copy.deepcopy(config)
-    if not growth.per_layer and chosen == recurrent and not sizes_of_layers(config):
-        setattr(new, growth.field, after[chosen[0]])
-    elif not growth.per_layer:
-        mixers = expandable_mixers(blank)
-        with_size(new, growth.field, {mixers[layer][1].layer_idx: after[layer] for layer in chosen})
-    else:
+    if growth.per_layer:
         for field in SHARED_HEADS:
             if growth.size == "num_heads" and hasattr(new, field):
                 setattr(new, field, None)
         known = getattr(config, growth.field) or [getattr(config, growth.size, None)] * config.num_hidden_layers
         setattr(new, growth.field, [after.get(layer, size) for layer, size in enumerate(known)])
+    elif chosen == recurrent and not sizes_of_layers(config):
+        setattr(new, growth.field, after[chosen[0]])
+    else:
+        with_size(new, growth.field, {mixers[layer][1].layer_idx: after[layer] for layer in chosen})
     return Plan(new, growth.size, recurrent, chosen, before, after)
 
 
@@ -149,32 +159,6 @@ def growth_of(model: PreTrainedModel) -> Growth:
     return Growth(size, PER_LAYER[size], per_layer=True)
 
 
-def _chosen(
-    config: Any, growth: Growth, recurrent: tuple[int, ...], layers: Layers, count: int | None
-) -> tuple[int, ...]:
-    layers = layers if layers is None or layers == "all" else sorted(set(layers))
-    if not growth.per_layer and layers != "all" and set(layers or ()) != set(recurrent):
-        if config.model_type in ONE_SIZE:
-            raise ValueError(
-                f"The configuration of {config.model_type} has one {growth.field} for all layers, so some of them "
-                f'cannot be expanded alone: give layers="all"{ONE_SIZE[config.model_type]}.'
-            )
-        if layers is None and count is None:
-            raise ValueError(
-                f"Plain Transformers loads {config.model_type} with one {growth.field} in all layers only: give "
-                'layers="all", or layers or count for a model that plain Transformers refuses.'
-            )
-    if layers is not None and count is not None:
-        raise ValueError(f"Give layers or count, not both, got {layers} and {count}.")
-    if layers == "all":
-        return recurrent
-    if layers is None:
-        layers = [recurrent[i] for i in spread_layers(len(recurrent), DEFAULT_LAYERS if count is None else count)]
-    if not layers or any(layer not in recurrent for layer in layers):
-        raise ValueError(f"layers must be some of the recurrent layers, {_listed(recurrent)}, got {layers}.")
-    return tuple(layers)
-
-
 def size_of(model: PreTrainedModel, growth: Growth, layer: int) -> int:
     if not growth.per_layer:
         return int(expandable_mixers(model)[layer][1].ssm_state_size)
@@ -185,19 +169,14 @@ def size_of(model: PreTrainedModel, growth: Growth, layer: int) -> int:
 def _new_size(size: str, layer: int, old: int, factor: float | None, given: int | None) -> int:
     if size == "state_size":
         new = old * (DEFAULT_FACTOR if factor is None else factor) if given is None else given
-        if new <= old or new % 1 != 0:
-            raise ValueError(
-                f"state_size of layer {layer} is {old} and would become {new:g}: give a larger integer, or a "
-                "factor above 1 that gives one."
-            )
-        return int(new)
-    new = (1 if factor is None else old / factor) if given is None else given
-    if old == 1:
-        raise ValueError(f"Layer {layer} has one head already: there is nothing to merge.")
-    if new % 1 != 0 or not 1 <= new < old or old % int(new):
+        fits, what = new > old, "larger integer"
+    else:
+        new = (1 if factor is None else old / factor) if given is None else given
+        fits, what = 1 <= new < old and old % new == 0, "smaller divisor"
+    if not fits or new % 1:
         raise ValueError(
-            f"num_heads of layer {layer} is {old} and would become {new:g}: give a smaller divisor, or a factor "
-            "above 1 that gives one."
+            f"{size} of layer {layer} is {old} and would become {new:g}: give a {what}, or a factor above 1 that "
+            "gives one."
         )
     return int(new)
 
@@ -206,10 +185,8 @@ def blank_model(config: Any, model_class: type[Any] | None) -> Any:
     """The model of a config without weights."""
     config = copy.deepcopy(config)
     with torch.device("meta"), no_init_weights():
-        make: Any = model_class
-        if make is None:
-            auto = AutoModelForCausalLM
-            make = auto._model_mapping[type(config)] if sizes_of_layers(config) else auto.from_config
+        sized = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if sizes_of_layers(config) else None
+        make: Any = model_class or sized or AutoModelForCausalLM.from_config
         model = new_model(make, config)
     model.tie_weights()
     return model
@@ -223,7 +200,3 @@ def expandable_mixers(model: Any) -> dict[int, tuple[str, Any]]:
     names = {module: name for name, module in named}
     mixers = {layer: getattr(block, "scan_mixer", None) for layer, block in enumerate(model.base_model.layers)}
     return {layer: (names[m], m) for layer, m in mixers.items() if m is not None and m.grows is not None}
-
-
-def _listed(layers: Iterable[int]) -> str:
-    return ", ".join(map(str, layers))

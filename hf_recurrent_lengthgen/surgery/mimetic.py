@@ -74,10 +74,10 @@ def mimetic_initialization(
             parametrizations or weights that are quantized or on the meta device, c <= 0, and a negative offset. The
             model is then unchanged.
     """
-    if not (math.isfinite(c) and c > 0):
-        raise ValueError(f"c must be finite and above 0, got {c}; the paper takes 2, 4 or 8.")
-    if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
-        raise ValueError(f"offset must be an integer of at least 0, got {offset!r}.")
+    if not 0 < c < math.inf or offset < 0:
+        raise ValueError(
+            f"c must be finite and above 0 (the paper takes 2, 4 or 8), offset at least 0; {c}, {offset}."
+        )
     given = dict(zip(SWITCHES, (a, delta, bc, conv), strict=True))
     # check every mixer before changing any, and change each once: averaging twice would move W_C further
     mixers = _chosen(model, layers)
@@ -151,21 +151,16 @@ def _switched_on(mixer: KnownMixer, given: dict[str, bool | None]) -> set[str]:
             raise ValueError(f"{name} does not exist in layer {mixer.layer} ({mixer.kind}): {reason}. Leave it out.")
     default = set(PAPER_SWITCHES[mixer.kind]) - lacking.keys()
     switches = {name for name, on in given.items() if (name in default if on is None else on)}
-    least, most = _step_limit(mixer.module)
+    # in the config for our classes, in the mixer for those of Transformers
+    holders = (mixer.module, getattr(mixer.module, "config", None))
+    limits = [limit for of in holders if (limit := getattr(of, "time_step_limit", None))]
+    least, most = limits[0] if limits else (0.0, math.inf)
     if "delta" in switches and not least <= 1 <= most:
         raise ValueError(
             f"delta sets step sizes to 1, but layer {mixer.layer} clamps them to {least} to {most} (time_step_limit "
             "of the config): give a time_step_limit with 1 inside, such as (0.0, float('inf')), or delta=False."
         )
     return switches
-
-
-def _step_limit(module: Any) -> tuple[float, float]:
-    """Bounds of the step sizes of a mixer: in the config for our classes, in the mixer for those of Transformers."""
-    limit = getattr(module, "time_step_limit", None) or getattr(
-        getattr(module, "config", None), "time_step_limit", None
-    )
-    return tuple(limit or (0.0, math.inf))
 
 
 def _convolutions(mixer: KnownMixer) -> list[Any]:

@@ -24,8 +24,7 @@ The config of the new model has the sizes of all layers, so its checkpoint descr
 """
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -48,7 +47,7 @@ from hf_recurrent_lengthgen.surgery.expansion_plan import (
     size_of,
 )
 
-Initialization = Literal["reinit", "reinit-transformers", "inherit", "inherit-zero"]
+Initialization = Literal["reinit", "inherit", "inherit-zero"]
 
 
 class LayerExpansion(NamedTuple):
@@ -83,25 +82,18 @@ class ExpansionReport(NamedTuple):
     state_after: int
 
     def __str__(self) -> str:
+        def changed(before: int, after: int, more: str = "") -> str:
+            return f"{before:,} -> {after:,}{more}"
+
         rows = [("layer", self.size, "state elements", "parameters")]
-        rows += [
-            (
-                str(layer.layer),
-                f"{layer.size_before} -> {layer.size_after}",
-                f"{layer.state_before:,} -> {layer.state_after:,}",
-                f"{layer.parameters_before:,} -> {layer.parameters_after:,}",
-            )
-            for layer in self.layers
-        ]
-        rows.append(
-            (
-                f"all {self.recurrent_layers}",
-                "",
-                f"{self.state_before:,} -> {self.state_after:,} ({self.state_after / self.state_before:.2f}x)",
-                f"{self.parameters_before:,} -> {self.parameters_after:,} "
-                f"({self.parameters_after / self.parameters_before - 1:+.2%})",
-            )
-        )
+        for layer in self.layers:
+            size, state, parameters = zip(layer[1::2], layer[2::2], strict=True)
+            rows.append((str(layer.layer), changed(*size), changed(*state), changed(*parameters)))
+        times = f" ({self.state_after / self.state_before:.2f}x)"
+        more = f" ({self.parameters_after / self.parameters_before - 1:+.2%})"
+        states = changed(self.state_before, self.state_after, times)
+        weights = changed(self.parameters_before, self.parameters_after, more)
+        rows.append((f"all {self.recurrent_layers}", "", states, weights))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
@@ -136,16 +128,17 @@ def expand_state(
         initialization: "reinit" initializes anew: in Mamba-2 A_log, dt_bias and the rows and convolution channels of B
             and C; in Mamba-1 A_log, the bias of dt_proj and the rows of B and C; with merged heads the whole recurrent
             block (projections, gate, norm of its outputs) without the norm before it. New weights of Mamba are drawn
-            as in mamba-ssm; "reinit-transformers" draws them as Transformers does. "inherit" keeps the trained
-            weights. In Mamba-1 and Mamba-2 the logits are then unchanged (to 1e-5), and every new weight has a
-            gradient, those of B from the second step on. Merged heads read what the others wrote, so their logits
-            change with "inherit", too; the delta rule refuses it. "inherit-zero", for Mamba only, is the paper's
-            baseline (5.5): all new weights are 0, and so is their gradient, unless states begin as noise (see above).
+            as in mamba-ssm. "inherit" keeps the trained weights. In Mamba-1 and Mamba-2 the logits are then unchanged
+            (to 1e-5), and every new weight has a gradient, those of B from the second step on. Merged heads read what
+            the others wrote, so their logits change with "inherit", too; the delta rule refuses it. "inherit-zero",
+            for Mamba only, is the paper's baseline (5.5): all new weights are 0, and so is their gradient, unless
+            states begin as noise (see above).
         seed: Seed of the new weights; torch's global random state does not change.
 
     Raises:
         ValueError: with the reason, for a family that cannot be expanded, sizes and layers that do not fit, adapters,
-            quantized weights, and a model with added or removed parameters.
+            and quantized weights.
+        RuntimeError: for a model with added or removed parameters.
     """
     if initialization not in get_args(Initialization):
         raise ValueError(f"initialization must be one of {get_args(Initialization)}, got {initialization!r}.")
@@ -174,29 +167,19 @@ def expand_state(
 
 def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], how: Initialization) -> Weights:
     """The weights of the new model from those of the given one."""
-    old_weights, expected = model.state_dict(), new.state_dict()
-    if set(old_weights) != set(expected):
-        strange = sorted(set(old_weights) ^ set(expected))
-        raise ValueError(
-            f"The model is no plain {type(new).__name__}: {', '.join(strange[:4])} "
-            f"{'and others ' if len(strange) > 4 else ''}were added or removed. Undo that first."
-        )
-    weights = {name: value.detach().clone() for name, value in old_weights.items()}
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     mixers, old_mixers = expandable_mixers(new), expandable_mixers(model)
     for layer in layers:
         name, mixer = mixers[layer]
-        with _drawn_as_transformers(new.config) if how == "reinit-transformers" else nullcontext():
-            mixer.apply(new._init_weights)
+        mixer.apply(new._init_weights)
         mamba, inherit = expansion_of(mixer) is not EXPANSIONS["heads"], how.startswith("inherit")
         if how == "reinit" and mamba:
             draw_as_mamba_ssm(mixer, new.config)
-        elif how in ("reinit-transformers", "inherit-zero") and not mamba:
-            raise ValueError(
-                f'"{how}" is for Mamba: merged heads of {type(mixer).__name__} have no new weights of their own, so '
-                'give "reinit" or "inherit".'
-            )
-        if inherit and (reason := getattr(mixer, "why_not_inherit", "")):
-            raise ValueError(f'{type(mixer).__name__} cannot "inherit" its weights, since {reason}: give "reinit".')
+        reason = getattr(mixer, "why_not_inherit", "") if inherit else ""
+        if how == "inherit-zero" and not mamba:
+            reason = "merged heads have no new weights of their own"
+        if reason:
+            raise ValueError(f'{type(mixer).__name__} cannot "{how}" its weights, since {reason}: give "reinit".')
         old = {key: value.detach() for key, value in old_mixers[layer][1].state_dict().items()}
         fresh = {key: value.to(old[key]) for key, value in mixer.state_dict().items()}
         if how == "inherit-zero":  # A of a new state must be something
@@ -204,17 +187,6 @@ def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], h
         expanded = expansion_of(mixer).weights(old, fresh, mixer, inherit)
         weights |= {f"{name}.{key}": value.clone() for key, value in expanded.items()}
     return weights
-
-
-@contextmanager
-def _drawn_as_transformers(config: Any) -> Iterator[None]:
-    """New weights as Transformers draws them by default, where the `initialization` of a config says otherwise."""
-    kept = getattr(config, "initialization", "transformers"), config.initializer_range
-    if kept[0] != "transformers":
-        config.initialization, config.initializer_range = "transformers", type(config).initializer_range
-    yield
-    if kept[0] != "transformers":
-        config.initialization, config.initializer_range = kept
 
 
 def expansion_report(
@@ -286,24 +258,22 @@ def _recurrent_elements(model: PreTrainedModel, layer: int) -> int:
 
 def _check_plain(model: PreTrainedModel) -> None:
     """Raise a `ValueError` for a model with adapters, quantized weights, or weights on several devices."""
-    if hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(
-            "The model has adapters, which belong to weights that would change: merge them first "
-            "(merge_and_unload), or expand first and then add adapters."
-        )
     check_type(model.config)
-    if names := recorded(model.config)["names"]:
-        raise ValueError(
-            f"The model has the learned states {names}, whose sizes would change: delete them first "
-            "(model.learned_states.delete_adapter), and learn new ones afterwards."
-        )
-    if getattr(model, "is_quantized", False) or any(not p.is_floating_point() for p in model.parameters()):
-        raise ValueError("The model is quantized: expand it in full precision, and quantize the result.")
+    learned = recorded(model.config)["names"]
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
-    if len(places) > 1 or any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            f"The weights are spread over {sorted(places) or 'no device'}: load the model on one device to expand it."
-        )
+    adapted = hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
+    refused = {
+        "has adapters, which belong to weights that would change: merge them first (merge_and_unload)": adapted,
+        f"has the learned states {learned}, whose sizes would change: delete them first "
+        "(model.learned_states.delete_adapter), and learn new ones afterwards": learned,
+        "is quantized: expand it in full precision, and quantize the result": getattr(model, "is_quantized", False)
+        or any(not p.is_floating_point() for p in model.parameters()),
+        f"has its weights spread over {sorted(places) or 'no device'}: load the model on one device to expand it": (
+            len(places) > 1 or any(p.is_meta for p in model.parameters())
+        ),
+    }
+    if why := next((why for why, applies in refused.items() if applies), ""):
+        raise ValueError(f"The model {why}.")
 
 
 def _copy_buffers(old: nn.Module, new: nn.Module) -> None:

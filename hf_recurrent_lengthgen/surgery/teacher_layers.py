@@ -38,7 +38,7 @@ def initialize_from_teacher_layer(student: Any, teacher: Any, layer: int, layers
     Raises:
         ValueError: for layers that differ in a parameter or setting, which is named. The student is then unchanged.
     """
-    students, teachers = _blocks(student), _blocks(teacher)
+    students, teachers = (getattr(model, "base_model", model).layers for model in (student, teacher))
     chosen = range(len(students)) if layers is None else layers
     for name in SAME_FIELDS:
         values = [_setting(model.config, name) for model in (student, teacher)]
@@ -59,10 +59,6 @@ def initialize_from_teacher_layer(student: Any, teacher: Any, layer: int, layers
     for target in targets:
         for name, tensor in target.items():
             tensor.copy_(source[name])
-
-
-def _blocks(model: Any) -> Any:
-    return getattr(model, "base_model", model).layers
 
 
 def _setting(config: Any, name: str) -> Any:

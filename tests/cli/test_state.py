@@ -54,8 +54,8 @@ def test_mistakes_are_told(
     other.write_text("another text " * 20)
     for arguments, complaint in (
         (("read", checkpoint, "--data", other, "--output", book), "50 tokens of another text"),
-        (("ask", book, checkpoint, "--prompt", "x", "--position", "49"), "none up to 49, only at [50]"),
-        (("show", tmp_path / "nothing"), "does not exist"),
+        (("ask", book, checkpoint, "--prompt", "x", "--position", "49"), "no text state up to 49, only at [50]"),
+        (("show", tmp_path / "nothing"), "holds no text state at all"),
     ):
         assert main(["state", *map(str, arguments)]) == 1
         told = capsys.readouterr()

@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import Mamba2ForCausalLM, PreTrainedTokenizerFast, WatermarkingConfig
+from transformers import Mamba2ForCausalLM, PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.harness import StateLM
@@ -144,18 +144,6 @@ def test_a_broken_model_generates_nothing(counting: StateLM) -> None:
         assert counting.generate_until(asked, **QUIET) == ["bc", "c"]
 
 
-def test_stop_strings_end_a_text(counting: StateLM) -> None:
-    asked = requests(
-        "generate_until",
-        ("a", {"until": ["f"], "max_gen_toks": 20}),
-        ("long ago: a", {"until": ["ij", "z"], "max_gen_toks": 20}),
-        ("a", {"until": [], "max_gen_toks": 3}),
-        ("", {"until": [], "max_gen_toks": 3}),
-    )
-    assert counting.generate_until(asked, **QUIET)[:3] == ["bcde", "bcdefgh", "bcd"]
-    assert counting.tokens_read == len("long ago: ")  # the last token of a prompt is read while generating
-
-
 def test_sampling_is_honored(counting: StateLM) -> None:
     sampled = {"until": [], "max_gen_toks": 40, "do_sample": True, "temperature": 2.0}
     asked = requests("generate_until", ("a", sampled), ("a", {**sampled, "top_k": 1}))
@@ -264,11 +252,7 @@ def test_models_that_cannot_continue_a_text_are_refused() -> None:
     "setting",
     [
         {"repetition_penalty": 1.5},
-        {"forced_bos_token_id": 5},
         {"bad_words_ids": [[4, 5, 6]]},
-        {"sequence_bias": [[[4, 5, 6], 1.0]]},
-        {"watermarking_config": WatermarkingConfig(context_width=2)},
-        {"stop_strings": ["a b"]},
     ],
     ids=lambda setting: next(iter(setting)),
 )

@@ -44,9 +44,12 @@ def header(**values: str) -> Callable[[Tensors, Fields], object]:
 
 DAMAGED: dict[str, tuple[Callable[[Tensors, Fields], object], str]] = {
     "NaN": (changed("layers.0.recurrent", lambda x: x * float("nan")), "layer 0, part 'recurrent' has NaN"),
-    "shape": (changed("layers.0.recurrent", lambda x: x[..., :-1]), "layer 0, part 'recurrent' has shape"),
-    "rows": (changed("layers.0.conv", lambda x: x.repeat(2, 1, 1)), "layer 0, part 'conv' has shape"),
-    "half precision": (changed("layers.0.recurrent", lambda x: x.half()), "torch.float16, expected torch.float32"),
+    "shape": (changed("layers.0.recurrent", lambda x: x[..., :-1]), "layer 0, part 'recurrent' must be a tensor"),
+    "rows": (changed("layers.0.conv", lambda x: x.repeat(2, 1, 1)), "layer 0, part 'conv' must be a tensor"),
+    "half precision": (
+        changed("layers.0.recurrent", lambda x: x.half()),
+        "part 'recurrent' must be .*got .*torch.float16",
+    ),
     "missing part": (lambda tensors, fields: tensors.pop("layers.1.conv"), "lacks fields or tensors .*'conv'"),
     "keys without values": (
         lambda tensors, fields: tensors.update({"layers.0.keys": torch.ones(1)}),
@@ -56,8 +59,8 @@ DAMAGED: dict[str, tuple[Callable[[Tensors, Fields], object], str]] = {
     "no position": (lambda tensors, fields: fields.pop("position"), "lacks fields or tensors .*'position'"),
     "no JSON": (header(origin="{"), "lacks fields or tensors"),
     "a list": (header(origin="[1]"), "lacks fields or tensors"),
-    "another major version": (header(format_version="1.0"), "version '1.0' of the format, this code reads 2.x"),
-    "another format": (header(format="pt"), "holds no text state: its format is 'pt'"),
+    "another major version": (header(format_version="1.0"), "no text state of version 2.x: .* version '1.0'"),
+    "another format": (header(format="pt"), "holds no text state .* the format 'pt'"),
 }
 
 
@@ -82,9 +85,9 @@ def refused(
 
 def test_a_file_that_is_not_there_is_told(own: tuple[Any, TextState], tmp_path: Path) -> None:
     model, _ = own
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="holds no text state at all"):
         load_text_state(tmp_path / "nothing", model)
-    with pytest.raises(ValueError, match="holds no such text state"):
+    with pytest.raises(ValueError, match="holds no text state at all"):
         load_text_state(tmp_path, model)
 
 
@@ -204,9 +207,9 @@ def test_the_hash_of_tokens_is_a_chain_of_columns(rows: list[list[int]]) -> None
 
 KEYS: dict[str, tuple[Callable[[Tensors, Fields], object], str]] = {
     "NaN": (changed("layers.1.keys", lambda x: x * float("nan")), "the keys or values of layer 1 are NaN"),
-    "heads": (changed("layers.1.keys", lambda x: x.repeat(1, 2, 1, 1)), "layer 1 has keys or values of shape"),
-    "tokens": (changed("layers.1.values", lambda x: x[:, :, :-1]), "layer 1 has keys or values of shape"),
-    "dtype": (changed("layers.1.values", lambda x: x.bfloat16()), "torch.bfloat16, expected"),
+    "heads": (changed("layers.1.keys", lambda x: x.repeat(1, 2, 1, 1)), "layer 1 has the keys and values .* needs"),
+    "tokens": (changed("layers.1.values", lambda x: x[:, :, :-1]), "layer 1 has the keys and values .* needs"),
+    "dtype": (changed("layers.1.values", lambda x: x.bfloat16()), "torch.bfloat16.* needs .*torch.float32"),
 }
 
 
@@ -219,7 +222,7 @@ def test_damaged_keys_are_refused(change: Callable[[Tensors, Fields], object], c
 def test_a_text_state_without_keys_does_not_fit_a_hybrid(tmp_path: Path) -> None:
     model, path = hybrid("jamba"), tmp_path / "file"
     save_text_state(path, replace(read_text(model, text(9)), keys={}))
-    with pytest.raises(ValueError, match=r"keys and values of the layers \[\], but .* attends in the layers \[1\]"):
+    with pytest.raises(ValueError, match=r"layer 1 has the keys and values \[\], but .* needs"):
         load_text_state(path, model)
     with pytest.raises(ValueError, match="takes no states"):
         load_text_state(path, tiny_model("jamba"))
@@ -228,7 +231,7 @@ def test_a_text_state_without_keys_does_not_fit_a_hybrid(tmp_path: Path) -> None
 def test_a_state_alone_is_told_from_a_text_state(own: tuple[Any, TextState], tmp_path: Path) -> None:
     model, text_state = own
     save_state(tmp_path / "state", text_state.state)
-    with pytest.raises(ValueError, match="a state alone: load_state reads it"):
+    with pytest.raises(ValueError, match=r"'recurrent_state', .* load_state reads it"):
         load_text_state(tmp_path / "state", model)
     save_text_state(tmp_path / "file", text_state)
     with pytest.raises(ValueError, match=r"load_text_state of hf_recurrent_lengthgen\.state_files"):

@@ -97,10 +97,8 @@ def test_reading_goes_on_after_the_last_file(name: str, tmp_path: Path) -> None:
     assert_same(load_text_state(tmp_path / "a", model, position=29), read_text(model, tokens[:, :20]))
     with pytest.raises(ValueError, match="50 tokens of another text"):
         list(read_into(tmp_path / "a", model, torch.cat([tokens[:, :49], text(9)], dim=1), 10))
-    with pytest.raises(ValueError, match="more than the 40 of the text given: give a new"):
+    with pytest.raises(ValueError, match="more than the 40 of the text given: give that"):
         list(read_into(tmp_path / "a", model, tokens[:, :40], 10))
-    with pytest.raises(ValueError, match="every must be a number"):
-        list(read_into(tmp_path / "a", model, tokens, 0))
 
 
 @pytest.mark.parametrize("name", ["mamba2", "falcon_h1"])
@@ -134,8 +132,6 @@ def test_what_cannot_be_read_is_refused() -> None:
         read_text(model, torch.empty(1, 0, dtype=torch.long))
     with pytest.raises(ValueError, match="one row of a text state"):
         branch(text_state, 2)
-    with pytest.raises(ValueError, match="T at least 1"):
-        ask(model, text_state, torch.empty(2, 0, dtype=torch.long))
     broken = replace(text_state, state=map_state(lambda part: part * float("nan"), text_state.state))
     with pytest.raises(ValueError, match="NaN"):
         read_text(model, random_tokens(2, 3), broken)
