@@ -337,7 +337,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
 
     @torch.compiler.disable
     def _through_sequences(self, *arguments: Any) -> Any:
-        """For rows in which sequences begin: torch.compile would make a graph for each layout."""
+        """For rows where sequences begin: torch.compile makes a graph of each layout."""
         return self._through_layers(*arguments)
 
     def _starting_state(
