@@ -29,11 +29,6 @@ def cached_tokens(cache: Any) -> int:
     return max((int(layer.get_seq_length()) for layer in _filled(cache)), default=0)
 
 
-def cached_rows(cache: Any) -> int:
-    """Number of rows of a cache that has read a text."""
-    return len(_filled(cache)[0].keys)
-
-
 def cached_elements(cache: Any) -> int:
     """Number of elements of all keys and values; 0 for None."""
     return sum(part.numel() for layer in _filled(cache) for part in (layer.keys, layer.values))

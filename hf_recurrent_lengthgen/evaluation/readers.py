@@ -231,8 +231,8 @@ class CacheReader(Reader):
 
     def generation_arguments(self, cache: Any, copies: int = 1) -> dict[str, Any]:
         # positions follow from the mask over the whole text
-        shape = attention_caches.cached_rows(cache), attention_caches.cached_tokens(cache) + 1
-        mask = torch.ones(shape, dtype=torch.long, device=self.device)
+        rows, tokens = len(cache.layers[0].keys), attention_caches.cached_tokens(cache) + 1
+        mask = torch.ones(rows, tokens, dtype=torch.long, device=self.device)
         cache.batch_repeat_interleave(copies)
         return {CACHE_NAME: cache, "attention_mask": mask}
 

@@ -1,6 +1,7 @@
 """One self-contained HTML page: how far models hold and why, then figures, numbers and definitions."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.page import (
     page_colors,
     provenance,
 )
-from hf_recurrent_lengthgen.metrics.context_harm.words import Status, findings
+from hf_recurrent_lengthgen.metrics.context_harm.words import findings
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.part import INSIDE, Fact, Part, PartRow
 from hf_recurrent_lengthgen.metrics.parts import PARTS
@@ -44,13 +45,9 @@ def facts(model: DiagnosedModel) -> list[Fact]:
 def verdicts(diagnosis: Diagnosis) -> list[Verdict]:
     verdicts = []
     for model, finding in zip(diagnosis.models, findings(diagnosis.comparison), strict=True):
-        reason = _reason(model, finding.status)
+        reason = "; ".join(why for part, result in _parts(model) if (why := part.reason(result, finding.status)))
         verdicts.append(Verdict(sentence(finding.headline), sentence(reason) if reason else ""))
     return verdicts
-
-
-def _reason(model: DiagnosedModel, status: Status) -> str:
-    return "; ".join(reason for part, result in _parts(model) if (reason := part.reason(result, status)))
 
 
 def diagnosis_summary(diagnosis: Diagnosis) -> str:
@@ -137,8 +134,10 @@ def _parts(model: DiagnosedModel) -> list[tuple[Part[Any], Any]]:
     return [(part, model.parts[name]) for name, part in PARTS.items() if name in model.parts]
 
 
-def _results(diagnosis: Diagnosis, part: Part[Any]) -> list[Any]:
-    return [model.parts[part.name] for model in diagnosis.models if part.name in model.parts]
+def _results(diagnosis: Diagnosis) -> list[tuple[Part[Any], list[Any]]]:
+    """The results of each part that any model has."""
+    found = [(part, [m.parts[name] for m in diagnosis.models if name in m.parts]) for name, part in PARTS.items()]
+    return [(part, results) for part, results in found if results]
 
 
 def _sections(diagnosis: Diagnosis, figures: Mapping[str, Figure]) -> list[str]:
@@ -189,18 +188,13 @@ def _pairs(parts: Sequence[str]) -> str:
 
 
 def _rows(diagnosis: Diagnosis) -> list[Row[DiagnosedModel]]:
+    def html(model: DiagnosedModel, name: str, row: PartRow) -> str:
+        return (row.html(model.parts[name]) if name in model.parts else "") or ABSENT
+
     unit = diagnosis.models[0].evaluation.data.token_unit
-    return [_row(part, row, unit) for part in PARTS.values() if _results(diagnosis, part) for row in part.rows]
-
-
-def _row(part: Part[Any], row: PartRow, unit: str) -> Row[DiagnosedModel]:
-    def html(model: DiagnosedModel) -> str:
-        return (row.html(model.parts[part.name]) if part.name in model.parts else "") or ABSENT
-
-    return Row(row.name, row.note.format(unit=unit), html)
+    rows = [(part.name, row) for part, _ in _results(diagnosis) for row in part.rows]
+    return [Row(row.name, row.note.format(unit=unit), partial(html, name=name, row=row)) for name, row in rows]
 
 
 def _definitions(diagnosis: Diagnosis) -> list[str]:
-    return [
-        text for part in PARTS.values() if (results := _results(diagnosis, part)) for text in part.definitions(results)
-    ]
+    return [text for part, results in _results(diagnosis) for text in part.definitions(results)]

@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,9 +156,7 @@ class StateObserver:
             self._recording.enter_context(recorded_scans(self._model, readers))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         self._recording.close()
 
     def _reading(self, sums: Callable[..., ScanSums]) -> Callable[..., None]:
