@@ -29,8 +29,6 @@ from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.state_value import states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.attention_windows import drawn_window
 from hf_recurrent_lengthgen.trainers.checks import (
-    UPDATE_IN_BACKWARD,
-    check_batch,
     check_no_forgetting,
     check_train_data,
     check_trainer,
@@ -38,6 +36,7 @@ from hf_recurrent_lengthgen.trainers.checks import (
     takes_states,
 )
 from hf_recurrent_lengthgen.trainers.chunked_backprop import evaluation_chunk, forward_in_chunks
+from hf_recurrent_lengthgen.trainers.combinations import UPDATE_IN_BACKWARD
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, InitialStateSource, MicroBatch
 from hf_recurrent_lengthgen.trainers.row_layout import lay_out, rows_of_all_lengths
@@ -57,6 +56,7 @@ from hf_recurrent_lengthgen.trainers.run.step_checks import (
     raise_ignored,
 )
 from hf_recurrent_lengthgen.trainers.states_of_batches import observe, with_evaluation_states, with_training_states
+from hf_recurrent_lengthgen.trainers.token_ids import check_batch
 from hf_recurrent_lengthgen.trainers.windows import plan_windows, train_in_windows
 
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.|time_|x_[rwkvag]$|r_k$|bonus$|lora\.\d|x_proj\.\d)")
@@ -104,7 +104,7 @@ class InitialStateTrainer(Trainer, ABC):
     card_writer: Callable[[str, str | None, bool], bool] | None = None
     shared = SharedRows()
     sampler: Any = None
-    _align: Any  # AlignmentSettings, or None
+    alignment: Any  # AlignmentSettings, or None
     _current: MicroBatch | None = None  # between `training_step` and `compute_loss`
     _resumed: str | None = None  # the checkpoint from which a run goes on
     _trained: TrainOutput | None = None
@@ -135,7 +135,7 @@ class InitialStateTrainer(Trainer, ABC):
         self.given_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
         self._set_up_alignment()
         if self.train_dataset is not None:
-            check_train_data(self, self._align)
+            check_train_data(self)
         self._make_source()
         self.run_record = RunRecord(self)
         self.evaluated, self.evaluation_batches = WeightedLoss(), 0
@@ -182,12 +182,12 @@ class InitialStateTrainer(Trainer, ABC):
         return isinstance(self.train_dataset, ContinuedChunks) or (self.needs_continued_data and not whole)
 
     def _set_up_alignment(self) -> None:
-        self._align = None
+        self.alignment = None
         if self.args.alignment_alpha:
             from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
-            self._align = AlignmentSettings.of(self.args, self.model, self._own_loss, self.needs_states)
-        self.compute_loss_func = self._own_loss if self._align is None else self._not_aligned
+            self.alignment = AlignmentSettings.of(self.args, self.model, self._own_loss, self.needs_states)
+        self.compute_loss_func = self._own_loss if self.alignment is None else self._not_aligned
 
     def _not_aligned(self, *_: Any, **__: Any) -> NoReturn:
         """Called in place of the loss of a micro-batch, which `compute_loss` gives."""
@@ -328,7 +328,7 @@ class InitialStateTrainer(Trainer, ABC):
             self._set_up_alignment()
             self._make_source()
         if self.train_dataset is not None:  # it may have been replaced
-            check_train_data(self, self._align)
+            check_train_data(self)
         with more_columns(self):
             return train_loader(self, super().get_train_dataloader)
 
@@ -369,10 +369,10 @@ class InitialStateTrainer(Trainer, ABC):
                 batch[MICRO_BATCH].is_last = False
         if self.bptt_window is not None:
             plan_windows(self, batches)
-        if self._align is None:  # whose rows have one length
+        if self.alignment is None:  # whose rows have one length
             self.run_record.count_tokens(self, batches)
         else:
-            self._align.share_overlap(self, [batch[MICRO_BATCH].crop_loss for batch in batches])
+            self.alignment.share_overlap(self, [batch[MICRO_BATCH].crop_loss for batch in batches])
         return batches, num_items
 
     # --- loss ---
@@ -419,7 +419,7 @@ class InitialStateTrainer(Trainer, ABC):
             check_batch(self.model, inputs)
             if self.args.world_size > 1:
                 num_items_in_batch = None  # the mean of this process; `prediction_step` averages over processes
-            with self._loss_function(None if self._align else self.compute_loss_func):
+            with self._loss_function(None if self.alignment else self.compute_loss_func):
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if self.bptt_window is not None:
             check_windows(self, self._current, num_items_in_batch)
@@ -464,7 +464,7 @@ class InitialStateTrainer(Trainer, ABC):
 
     def describe_method(self) -> str:
         """The method and the class of the trainer, in words."""
-        alignment = ["output alignment"] if self._align is not None else []
+        alignment = ["output alignment"] if self.alignment is not None else []
         methods = alignment if self.about is PLAIN else [self.about.name.replace("_", " "), *alignment]
         return f"{' with '.join(methods) or 'InitialStateTrainer'} ({type(self).__name__})"
 

@@ -150,7 +150,7 @@ class _OnTexts(InitialStateTrainer):
                 "pad_to_multiple_of fills packed rows with sequences of one token, which would get states: leave it "
                 "out."
             )
-        if self._align is not None and given.packing and given.packing_strategy == "wrapped":
+        if self.alignment is not None and given.packing and given.packing_strategy == "wrapped":
             rows: Any = self.train_dataset  # the rest of each thousand texts is a shorter row, which would be padded
             self.train_dataset = rows.filter(lambda row: len(row["input_ids"]) == given.max_length)
 
@@ -169,7 +169,7 @@ class _OnTexts(InitialStateTrainer):
         return inputs
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
-        if self._align is None:
+        if self.alignment is None:
             return super()._loss(model, inputs, return_outputs, num_items)
         # SFTTrainer would run the model again for its metrics, on labels that are shifted already.
         return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch=num_items)

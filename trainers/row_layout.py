@@ -15,10 +15,10 @@ from hf_recurrent_lengthgen.data.collating import PaddingCollator
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.rows import LAYOUT, read_rows
-from hf_recurrent_lengthgen.trainers.checks import usable_ids
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, BatchPlace, MicroBatch, RowLayout
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.run.shared_rows import refuse_other_rows
+from hf_recurrent_lengthgen.trainers.token_ids import usable_ids
 from hf_recurrent_lengthgen.trainers.windows import ended_together
 
 
@@ -48,7 +48,7 @@ def rows_of_all_lengths(collator: Any) -> Any:
 def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:
     """The inputs of the model for a micro-batch of a trainer: labels that are not scored are -100, resets inside rows
     are sequences that begin there, or rows are cropped in pairs; a `MicroBatch` describes the layout."""
-    args, shared, align = trainer.args, trainer.shared, trainer._align
+    args, shared, align = trainer.args, trainer.shared, trainer.alignment
     inputs = usable_ids(trainer.model, batch, trainer.checks.ask)
     resets, sequences = inputs.pop("state_resets", None), None
     inputs = inputs if trainer.bptt_window is None else ended_together(inputs)

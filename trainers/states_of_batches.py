@@ -34,6 +34,7 @@ def with_training_states(trainer: Any, micro_batch: MicroBatch, inputs: dict[str
         inputs["attention_cache"] = micro_batch.keys
     if trainer.shared.group is not None:
         inputs["sequence_group"] = trainer.shared.group
+        inputs.pop("labels")  # the target of a piece's last token is in the next; `shift_labels` have it
     if micro_batch.crop_loss is not None:
         inputs.pop("shift_labels")  # Trainer counted them
     unwrap = partial(trainer.accelerator.unwrap_model, keep_torch_compile=False)

@@ -20,7 +20,7 @@ from hf_recurrent_lengthgen.trainers import (
     TbttTrainer,
     ZeroStateTrainer,
 )
-from hf_recurrent_lengthgen.trainers.checks import check_continued_data
+from hf_recurrent_lengthgen.trainers.checks import check_train_data
 from tests.hybrids.padded_rows import tokens_of
 from tests.hybrids.tiny_models import tiny_model
 
@@ -128,7 +128,7 @@ def test_processes_cannot_share_rows_with_documents_that_begin_inside(tmp_path: 
     trainer = TbttTrainer(stateful(tiny_model("mamba2")), TbttConfig(str(tmp_path), **settings), train_dataset=data)
     trainer.args.context_parallel_size = 2
     with pytest.raises(ValueError, match="which processes cannot share with Mamba2ForCausalLM"):
-        check_continued_data(trainer, data, None)
+        check_train_data(trainer)
 
 
 @pytest.mark.parametrize("left", [False, True])

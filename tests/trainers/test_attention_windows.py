@@ -236,8 +236,8 @@ def test_models_without_a_window_are_refused(tmp_path: Path) -> None:
     llama = tiny_llama(vocab_size=toys.VOCABULARY)
     args = InitialStateConfig(str(tmp_path), attention_windows=[4], **toys.QUIET)
     for model in (toys.tiny_model(), stateful(tiny_model("mamba2")), toys.SumModel(), llama):
-        with pytest.raises(ValueError, match=f"limits the attention of hybrids, and {type(model).__name__} is none"):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} .* limits the attention of hybrids"):
             ZeroStateTrainer(model, args, train_dataset=toys.sequences(4))
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(ValueError, match=r"rotary embeddings of BambaForCausalLM .* change with the length"):
+    with pytest.raises(ValueError, match="rotary embeddings that change with the length"):
         ZeroStateTrainer(stateful(tiny_model("bamba", rope_parameters=scaled)), args, train_dataset=toys.sequences(4))

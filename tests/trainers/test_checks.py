@@ -8,7 +8,6 @@ import pytest
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.trainers import (
@@ -19,10 +18,10 @@ from hf_recurrent_lengthgen.trainers import (
 )
 from hf_recurrent_lengthgen.trainers.checks import (
     check_adapters,
-    check_arguments,
     check_trainable,
     keep_states_in_full_precision,
 )
+from hf_recurrent_lengthgen.trainers.combinations import refuse, tables_of
 from tests.trainers import toys
 
 TRAINERS: dict[str, Any] = {
@@ -48,12 +47,6 @@ def test_fsdp_casts_weights_but_not_the_states_that_go_in() -> None:
     assert policy.param_dtype == torch.bfloat16
 
 
-@pytest.mark.filterwarnings("ignore:FSDP1 is deprecated:FutureWarning")
-def test_the_first_version_of_fsdp_is_refused() -> None:
-    with pytest.raises(ValueError, match="fsdp_version: 2"):
-        keep_states_in_full_precision(state_with(1))
-
-
 @pytest.mark.thinned(5)
 @pytest.mark.parametrize("settings", FORGETTING, ids=str)
 @pytest.mark.parametrize("method", ["zero_state", "learned_state"])
@@ -75,42 +68,55 @@ def test_fewer_rows_than_a_batch_are_an_error(tmp_path: Path) -> None:
         ZeroStateTrainer(toys.tiny_model(), arguments, train_dataset=toys.sequences(3)).train()
 
 
-PLAIN = {
-    "fp16": False,
-    "n_gpu": 1,
-    "auto_find_batch_size": False,
-    "label_smoothing_factor": 0.0,
-    "accelerator_config": None,
-    "train_sampling_strategy": "random",
-    "dataloader_in_order": True,
-    "average_tokens_across_devices": True,
-}
+ALONE: list[tuple[dict[str, Any], str]] = [
+    ({"n_gpu": 2}, "2 GPUs in one process"),
+    ({"fp16": True}, "fp16 needs a GPU"),
+    ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
+    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported"),
+    ({"ignore_data_skip": True}, "ignore_data_skip is not supported"),
+    ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "loses gradients through recurrent states"),
+    ({"accelerator_config": SimpleNamespace(split_batches=True)}, "split_batches"),
+    ({"accelerator_config": SimpleNamespace(use_seedable_sampler=False)}, "draws an order of rows that neither"),
+    ({"dataloader_in_order": False, "dataloader_num_workers": 2}, "dataloader_in_order=False"),
+]
+SEVERAL: list[tuple[dict[str, Any], str]] = [
+    ({"average_tokens_across_devices": False}, "would make the weight of a token depend on the other tokens"),
+    ({"accelerator_config": SimpleNamespace(even_batches=False)}, "even_batches=False"),
+    ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' orders rows by the batches of one process"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (
-            {"average_tokens_across_devices": False},
-            "would make the weight of a token depend on the other tokens of its process",
-        ),
-        ({"accelerator_config": SimpleNamespace(even_batches=False)}, "even_batches=False"),
-        ({"accelerator_config": SimpleNamespace(use_seedable_sampler=False)}, "gives 2 processes other rows than one"),
-        ({"train_sampling_strategy": "group_by_length"}, "orders rows by the batches of one process"),
-    ],
-    ids=str,
-)
-def test_what_depends_on_the_number_of_processes_is_refused(given: dict[str, Any], told: str) -> None:
-    check_arguments(SimpleNamespace(**PLAIN | given, world_size=1))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=told):
-        check_arguments(SimpleNamespace(**PLAIN | given, world_size=2))  # type: ignore[arg-type]
+def refused(folder: Path, given: dict[str, Any], world_size: int, started: int = 1) -> str:
+    """What the trainer of these arguments, in one of `started` processes, is refused with, or nothing."""
+    trainer = ZeroStateTrainer(
+        toys.tiny_model(), InitialStateConfig(str(folder), **toys.QUIET), train_dataset=toys.sequences(4)
+    )
+    own = {"n_gpu": 1, "device": trainer.args.device, "world_size": world_size, "context_parallel_size": 1}
+    trainer.args = SimpleNamespace(**vars(trainer.args) | own | given)  # type: ignore[assignment]
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WORLD_SIZE", str(started))
+            for table in tables_of(trainer):
+                refuse(trainer, table)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
-def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    check_arguments(SimpleNamespace(**PLAIN, world_size=2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"2 processes were started, but each one runs by itself.*use_cpu=True"):
-        check_arguments(SimpleNamespace(**PLAIN, world_size=1))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("given", "told"), ALONE, ids=[next(iter(given)) for given, _ in ALONE])
+def test_arguments_that_would_mix_up_states_are_refused(given: dict[str, Any], told: str, tmp_path: Path) -> None:
+    assert told in refused(tmp_path, given, 1)
+
+
+@pytest.mark.parametrize(("given", "told"), SEVERAL, ids=[next(iter(given)) for given, _ in SEVERAL])
+def test_what_depends_on_the_number_of_processes_is_refused(given: dict[str, Any], told: str, tmp_path: Path) -> None:
+    assert not refused(tmp_path, given, 1)
+    assert told in refused(tmp_path, given, 2)
+
+
+def test_processes_that_do_not_see_each_other_are_refused(tmp_path: Path) -> None:
+    assert not refused(tmp_path, {}, 2, started=2)
+    assert "2 processes were started, but each one runs by itself" in refused(tmp_path, {}, 1, started=2)
 
 
 def rows_with(name: str, value: Any) -> list[dict[str, list[Any]]]:
@@ -164,13 +170,6 @@ def test_empty_data_are_refused(name: str, tmp_path: Path) -> None:
     for empty in ([], {"one": toys.sequences(2), "two": []}) if name == "eval_dataset" else ([],):
         with pytest.raises(ValueError, match=f"{name} has no rows"):
             ZeroStateTrainer(toys.tiny_model(), args, **{name: empty})
-
-
-def test_a_setting_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=11, hidden_size=8, num_attention_heads=2, num_hidden_layers=1))
-    args = InitialStateConfig(str(tmp_path), report_to="none", use_cpu=True, nonfinite_states="reset")
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no states, so nonfinite_states does nothing"):
-        ZeroStateTrainer(model, args, train_dataset=toys.sequences(4))
 
 
 def test_a_method_does_not_take_the_name_of_another() -> None:

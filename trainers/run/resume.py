@@ -24,15 +24,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from hf_recurrent_lengthgen.checkpoints.adapters import adapter_folder, holds_adapter
 from hf_recurrent_lengthgen.checkpoints.records import Lineage
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks
+from hf_recurrent_lengthgen.data.packing import sampled_digest
 from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
-from hf_recurrent_lengthgen.trainers.checks import layout_of
 
 TRAINER_STATE_FILE = "trainer_state.json"
 FORMAT, FORMAT_VERSION = "initial_states", 1
@@ -258,6 +259,19 @@ def run_of(trainer: Any) -> dict[str, Any]:
         "num_processes": trainer.args.world_size,
         "arguments": fixed_arguments(trainer.args),
     }
+
+
+def layout_of(dataset: Any) -> dict[str, Any]:
+    """What the data of a resumed run must share: the number of rows, the `resume_record` if there is one, and for rows
+    that continue one another their text and their layout."""
+    if not isinstance(dataset, ContinuedChunks):
+        rows = {"train_dataset.rows": len(dataset)} if has_length(dataset) else {}
+        return {**rows, "train_dataset.record": getattr(dataset, "resume_record", None)}
+    names = ("length", "chunks_before_reset", "reset_at_document", "lookahead")
+    layout = {f"train_dataset.{name}": getattr(dataset, name) for name in names}
+    layout["train_dataset.tokens"] = len(dataset.stream)
+    layout["train_dataset.digest"] = sampled_digest(dataset.stream)
+    return layout
 
 
 def save_states(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
