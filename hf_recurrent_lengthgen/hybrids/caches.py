@@ -1,4 +1,4 @@
-"""What a hybrid keeps of a text, as values: `HybridCache` between two calls, `CallCache` within one.
+"""What a hybrid keeps of a text between two calls, as a value; `call_cache.CallCache` is that within one.
 
 Nothing is written in place. A call reads from the value before it and puts what comes after it beside that, so that
 gradients flow through states, keys and values, and activation checkpointing recomputes from the same value.
@@ -9,32 +9,14 @@ many tokens, the shorter ones have columns before their first token that attenti
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache
 
-from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
-from hf_recurrent_lengthgen.models.rows import Rows
-from hf_recurrent_lengthgen.models.rows_moved import inputs_around
-from hf_recurrent_lengthgen.models.state_value import LayerShape, LayerState, RecurrentState, detach_state, take_rows
-
-
-class Layout(NamedTuple):
-    """What a forward pass of one token shows of a model.
-
-    Attributes:
-        shapes: Of the state of every layer, without B.
-        attending: Heads and size of keys and values, of the layers with attention.
-        windows: W of every layer with sliding attention in the stock model, else None.
-    """
-
-    shapes: tuple[LayerShape, ...]
-    attending: dict[int, list[tuple[int, int]]]
-    windows: tuple[int | None, ...]
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, detach_state, take_rows
 
 
 class KeyLayer:
@@ -55,7 +37,7 @@ class KeyLayer:
         return self._part(1)
 
     def _part(self, which: int) -> Tensor | None:
-        return _joined(self.parts)[which] if self.parts else None
+        return joined_parts(self.parts)[which] if self.parts else None
 
     @property
     def columns(self) -> int:
@@ -104,9 +86,18 @@ class HybridCache(RecurrentCache):
     @property
     def rows(self) -> int | None:
         """B; None if nothing was read."""
-        held = [part for layer in self.layers for keys in layer.parts for part in keys]
-        held += [] if self.state is None else [self.state[0].conv]
-        return len(held[0]) if held else None
+        held = self._held()
+        return None if held is None else len(held)
+
+    def _held(self) -> Tensor | None:
+        """A tensor of all rows."""
+        state = None if self.state is None else self.state[0].conv
+        return next((keys for layer in self.layers for keys, _ in layer.parts), state)
+
+    def check_rows(self, rows: int) -> None:
+        """Raise a `ValueError` for another number of rows."""
+        if self.rows not in (None, rows):
+            raise ValueError(f"The cache has {self.rows} rows, not {rows}: give the same rows to both.")
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens of the text that were read."""
@@ -116,8 +107,7 @@ class HybridCache(RecurrentCache):
         """`lengths`, also where they are equal."""
         if self.lengths is not None:
             return self.lengths
-        held = next((keys for layer in self.layers for keys, _ in layer.parts), None)
-        held = self.state[0].conv if held is None and self.state is not None else held
+        held = self._held()
         rows, device = (rows, device) if held is None else (len(held), held.device)
         return torch.full((rows or 0,), self.position, device=device)
 
@@ -180,11 +170,11 @@ class HybridCache(RecurrentCache):
         self.replaced({}, 0)
         self.before, self.window = 0, None
 
-    def advance_keys(self, call: "CallCache", tokens: int, limits: Sequence[int | None], rows: Any = None) -> None:
+    def advance_keys(self, call: Any, tokens: int, limits: Sequence[int | None], rows: Any = None) -> None:
         """Put the keys and values after a call in place of those before it.
 
         Args:
-            call: The call, which has read from this cache.
+            call: The `CallCache` of the call, which has read from this cache.
             tokens: T.
             limits: How many each layer keeps; None for all.
             rows: How the rows of the call were moved (`rows.StockRows`), if they were.
@@ -202,7 +192,7 @@ class HybridCache(RecurrentCache):
                 continue
             parts: Any = (*call.keys[index].parts, new)
             if behind is not None:
-                whole = _joined(parts)
+                whole = joined_parts(parts)
                 places = torch.arange(sum(k.shape[2] for k, _ in parts), device=behind.device)
                 places = (places - behind[:, None]).clamp(min=0)[:, None, :, None]
                 parts = (tuple(x.take_along_dim(places, 2)[last] for x in whole),)
@@ -219,7 +209,7 @@ class HybridCache(RecurrentCache):
         self.lengths = None if bool((lengths == self.position).all()) else lengths
 
 
-def _joined(parts: Any) -> tuple[Tensor, Tensor]:
+def joined_parts(parts: Any) -> tuple[Tensor, Tensor]:
     """Keys and values of several parts."""
     if len(parts) == 1:
         return tuple(parts[0])
@@ -241,189 +231,7 @@ def _shortened(parts: Any, limit: int | None) -> Any:
     """The last `limit` columns, in memory of their own; in one part, unless a gradient needs the parts."""
     total = sum(keys.shape[2] for keys, _ in parts)
     if limit is not None and total > limit:
-        return (tuple(x[:, :, total - limit :].clone() for x in _joined(parts)),)
+        return (tuple(x[:, :, total - limit :].clone() for x in joined_parts(parts)),)
     if len(parts) < 2 or any(keys.requires_grad for keys, _ in parts):
         return tuple(parts)
-    return (_joined(parts),)
-
-
-class CallCache(Cache):
-    """The cache that the stock model gets in one call.
-
-    Args:
-        layout: Of the model.
-        before: The state before the tokens; None for nothing.
-        cache: Keys and values before them, one row for each row of the call; None for none.
-        rows: Rows with padding at their ends, as layers get them; None without padding.
-        shared: What shares the rows with other processes; None where nothing does.
-        dtype: In which stock mixers get their states.
-
-    Attributes:
-        after: The states after the tokens, by layer.
-        new_keys: Keys and values of the tokens, by layer.
-        columns: Columns of a long row that each layer of xLSTM has read, which Transformers cuts in evaluation.
-        unstopped: Layers with states that have read the padding, too.
-    """
-
-    is_compileable = False
-
-    def __init__(
-        self,
-        layout: Layout,
-        before: RecurrentState | None,
-        cache: HybridCache | None = None,
-        rows: Rows | None = None,
-        shared: Shared | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(layers=[])
-        self.layout, self.before, self.dtype, self.shared = layout, before, dtype, shared
-        self.keys: list[KeyLayer] = [KeyLayer()] * len(layout.windows) if cache is None else list(cache.layers)
-        self.lengths_before = None if cache is None else cache.lengths
-        self.offset = 0 if cache is None else cache.columns
-        self.rows = rows if shared is None else shared.rows
-        self.lengths = None if rows is None else rows.lengths
-        self.after: dict[int, LayerState] = {}
-        self.new_keys: dict[int, tuple[Tensor, Tensor]] = {}
-        self.columns: dict[int, int] = {}
-        self.unstopped: set[int] = set()
-        self.is_closed = False
-
-    def __len__(self) -> int:
-        return len(self.layout.windows)
-
-    def before_layer(self, layer_idx: int) -> LayerState | None:
-        """The state before the tokens; None at the start."""
-        return None if self.before is None else self.before[layer_idx]
-
-    def keep(self, layer_idx: int, state: LayerState) -> None:
-        """Note the state after the tokens."""
-        if not self.is_closed:
-            self.after[layer_idx] = state
-
-    def close(self) -> None:
-        """End the call: what activation checkpointing computes again from here on is not kept."""
-        self.is_closed = True
-        self.after, self.new_keys = {}, {}
-
-    def final_state(self, rows: int, device: torch.device, dtype: torch.dtype) -> RecurrentState:
-        """The state after the tokens; a part that a layer lacks is (B, 0)."""
-        empty = torch.empty(rows, 0, device=device, dtype=dtype)
-        states = (self.after.get(index, LayerState(empty, empty)) for index in range(len(self)))
-        return tuple(LayerState(*(_alone(part.to(dtype)) for part in state)) for state in states)
-
-    # states, as the mixers of Transformers ask for them
-
-    def _part(self, layer_idx: int, name: str, state_idx: int) -> Tensor | None:
-        if state_idx:
-            raise ValueError("Layers with several convolution or recurrent states are not supported.")
-        part = None if self.before is None else getattr(self.before[layer_idx], name)
-        if part is None or part.shape[1:] == (0,):
-            return None
-        return part.to(self.dtype or part.dtype).clone()  # one token may be written into it
-
-    def _put(self, layer_idx: int, **parts: Tensor) -> None:
-        some = next(iter(parts.values()))
-        state = self.after.get(layer_idx) or LayerState(*[some.new_empty(len(some), 0)] * 2)
-        self.keep(layer_idx, state._replace(**parts))
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The columns before the first token, (B, C, K-1)."""
-        return self._part(layer_idx, "conv", state_idx)
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The recurrent state before the first token."""
-        return self._part(layer_idx, "recurrent", state_idx)
-
-    def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
-    ) -> Tensor:
-        """The new columns (B, C, T) after those before them, (B, C, K-1 + T). Without K, the columns to keep."""
-        if conv_kernel_size is None:
-            self._put(layer_idx, conv=conv_states)
-            return conv_states
-        initial = self._part(layer_idx, "conv", state_idx)
-        if initial is None:
-            initial = conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size - 1)
-        before, after = inputs_around([conv_states.mT], initial, self.rows)
-        self._put(layer_idx, conv=after)
-        return torch.cat([before.to(conv_states.dtype), conv_states], dim=-1)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
-        """Note the recurrent state after the tokens."""
-        self._put(layer_idx, recurrent=recurrent_states)
-        if self.rows is not None:
-            self.unstopped.add(layer_idx)
-        return recurrent_states
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether there is a state before the tokens."""
-        return self.before is not None
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        """True, so that mixers do not use the convolution step that writes in place."""
-        return True
-
-    @property
-    def rnn_state(self) -> "CallCache":
-        """Where xLSTM looks for the state of a layer."""
-        return self
-
-    def __getitem__(self, layer_idx: int) -> "_OfXlstm":
-        return _OfXlstm(self, layer_idx)
-
-    # keys and values
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """The keys and values to attend to."""
-        new = key_states, value_states
-        if not self.is_closed:
-            self.new_keys[layer_idx] = new
-        if self.shared is not None:
-            return tuple(map(self.shared.up_to_here, new))
-        return _joined((*self.keys[layer_idx].parts, new))
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of keys before the first token."""
-        return self.offset if self.shared is None else self.shared.start
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Number of keys, and column of the first key."""
-        attends = layer_idx in self.layout.attending  # else it stands for those that do, before Transformers 5.23
-        before = self.keys[layer_idx].columns if attends else self.offset
-        before = before if self.shared is None else self.shared.before
-        return before + query_length, self.get_seq_length() - before
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: there is no maximum."""
-        return -1
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [window is not None for window in self.layout.windows]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [index not in self.layout.attending for index in range(len(self))]
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [False] * len(self)
-
-
-class _OfXlstm:
-    """The three states of a layer, for `XlstmBackend`; of no length, so that the model copies nothing into them."""
-
-    def __init__(self, call: CallCache, layer_idx: int) -> None:
-        self.parts = (call, layer_idx), None, None
-
-    def __iter__(self) -> Any:
-        return iter(self.parts)
-
-    def __len__(self) -> int:
-        return 0
-
-
-def _alone(part: Tensor) -> Tensor:
-    """The tensor in its own memory, if it is a view of a larger one such as the states of all chunks."""
-    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+    return (joined_parts(parts),)

@@ -1,25 +1,22 @@
-"""What a call of a wrapped model may have, and what it is given in addition."""
+"""What a call of a wrapped model has, for `registry.check_uses`, and what it is given in addition."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_recurrent_lengthgen.hybrids.caches import CallCache, HybridCache
-from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, stock_type_of
-from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions, reads_tokens, rows_of
+from hf_recurrent_lengthgen.hybrids.caches import HybridCache
+from hf_recurrent_lengthgen.hybrids.call_cache import CallCache, Layout
+from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SEVERAL, SUPPORTED, check_uses
+from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
-from hf_recurrent_lengthgen.models.modeling_generation import NO_KEYS
-from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel
+from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel, evaluation_mode
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
-from hf_recurrent_lengthgen.models.state_learned import recorded
-from hf_recurrent_lengthgen.models.state_value import RecurrentState
+from hf_recurrent_lengthgen.models.state_value import LayerShape, RecurrentState, state_dtype, zero_state
 
 CACHE_NAMES = ("cache", *OLD_CACHE_NAMES)
 
@@ -44,61 +41,29 @@ def check_stock(model: PreTrainedModel) -> None:
             "offloading); it would drop the states. Load it without device_map, call stateful(model), then offload it."
         )
     text_type = model.config.get_text_config(decoder=True).model_type
-    if text_type in REFUSED:
-        raise ValueError(f"{name} cannot carry its states: {REFUSED[text_type]}.")
     if text_type not in SUPPORTED:
-        raise ValueError(
-            f"{name} is of type {text_type!r}, which is no recurrent type that is known: stateful takes "
-            f"{', '.join(sorted(SUPPORTED))}."
-        )
+        unknown = f"{text_type!r} is no recurrent type that is known; those are {', '.join(sorted(SUPPORTED))}"
+        raise ValueError(f"{name} cannot carry its states: {REFUSED.get(text_type, unknown)}.")
 
 
-def check_call(model: HybridModel) -> None:
-    """Refuse what makes wrong states: layers that PEFT repeats, `forgetting`."""
-    check_remembers(model)
-    if any(getattr(config, "layer_replication", None) for config in vars(model).get("peft_config", {}).values()):
-        raise ValueError(f"layer_replication of PEFT repeats layers of {type(model).__name__}: leave it out.")
+def check_call(model: HybridModel, cache: Any) -> None:
+    """Refuse what makes wrong states: layers that PEFT repeats, `forgetting`, a cache of Transformers."""
+    adapters = vars(model).get("peft_config", {}).values()
+    uses = {"layer_replication of PEFT": any(getattr(config, "layer_replication", None) for config in adapters)}
+    uses |= {"forgetting": Forgetting.of(model.config) != Forgetting()}
+    check_uses(model, uses | {"a stock cache": cache is not None and not isinstance(cache, HybridCache)})
 
 
-def check_remembers(model: HybridModel) -> None:
-    """Refuse a configuration with `forgetting`."""
-    if Forgetting.of(model.config) != Forgetting():
-        raise ValueError(
-            f"{type(model).__name__} cannot be made to forget, as the families of this package can: set forgetting "
-            "in its config to None."
-        )
+def uses_of_rows(rows: StockRows | None) -> dict[str, bool]:
+    """Whether rows have padding, or several sequences."""
+    if rows is None:
+        return {}
+    return {"padding": rows.given.real is not None, SEVERAL: rows.given.starts is not None}
 
 
-def check_rows(model: HybridModel, rows: StockRows, group: Any, fills: bool) -> None:
-    """Refuse padding and several sequences in a row where they would not be exact, or one value stands for a row."""
-    what = "attention_mask has zeros, or several sequences are in a row"
-    if group is not None:
-        raise ValueError(
-            f"{what}, which a sequence_group does not take with wrapped models: give rows of one sequence without "
-            "padding."
-        )
-    if not reads_tokens(model):
-        raise ValueError(f"{what}, but {type(model).__name__} is not a language model: give rows of equal length.")
-    if fills:
-        check_one_sequence(rows)
-
-
-def check_classified(model: HybridModel, arguments: dict[str, Any]) -> None:
-    """Refuse several sequences in a row of which one output stands for the row."""
-    if (
-        "SequenceClassification" in type(model).__name__
-        and (rows := rows_of(arguments))
-        and rows.given.starts is not None
-    ):
-        raise ValueError(
-            "Sequence classification takes one sequence per row, and positions or a mask begin several: unpack rows."
-        )
-
-
-def check_prompt_mask(cache: HybridCache, mask: Any, unread: Any) -> None:
+def check_prompt_mask(model: Any, cache: HybridCache, mask: Any, unread: Any) -> None:
     """Refuse a mask (B, seen + T) that counts other tokens than the cache has read, or none that it has not."""
-    if unread is not None and not bool(unread.any(1).all()):
-        raise ValueError("A row has no new token, where attention_mask is 0 all over: give each row a token.")
+    check_uses(model, {"a row without a new token": unread is not None and not bool(unread.any(1).all())})
     seen = cache.tokens_seen
     if mask is None or not seen or mask.shape[1] != seen + unread.shape[1]:
         return
@@ -111,36 +76,6 @@ def check_prompt_mask(cache: HybridCache, mask: Any, unread: Any) -> None:
         )
 
 
-def check_one_sequence(rows: StockRows | None) -> None:
-    """Refuse several sequences in a row beside a cache, which holds one state and the keys of one text."""
-    if rows is not None and rows.given.starts is not None:
-        raise ValueError(
-            "Several sequences in a row cannot be read with a cache (use_cache, generate): give one sequence per row, "
-            "or leave the cache out."
-        )
-
-
-def targets_of_piece(arguments: dict[str, Any], attention_cache: Cache | None) -> dict[str, Any]:
-    """The arguments for a piece of rows that processes share; stock models compute a loss where they get labels.
-
-    Raises:
-        ValueError: for what is not known for a piece: its labels, which need the next piece, an attention cache, and
-            the loss of experts, which is one of all tokens.
-    """
-    given = [name for name in ("labels", "seq_idx") if arguments.get(name) is not None]
-    given += ["output_router_logits"] * bool(arguments.get("output_router_logits"))
-    given += ["attention_cache"] * (attention_cache is not None)
-    if given:
-        raise ValueError(
-            f"With a sequence_group, leave {given} out: give shift_labels, rows of one sequence, no loss of "
-            "experts and no keys of an earlier text."
-        )
-    if (targets := arguments.get("shift_labels")) is None:
-        return arguments
-    targets = targets.contiguous()  # Transformers takes views of it
-    return arguments | {"labels": targets, "shift_labels": targets}
-
-
 def check_attention_cache(model: HybridModel, cache: Any, state: RecurrentState | None) -> None:
     """Refuse an attention cache that cannot belong to the model or the state."""
     attending = model._layout.attending
@@ -149,11 +84,7 @@ def check_attention_cache(model: HybridModel, cache: Any, state: RecurrentState 
     held = {index: [(x.shape[1], x.shape[3]) for x in layer.parts[0]] for index, layer in layers if layer.parts}
     if not fits or any(attending.get(index) != sizes for index, sizes in held.items()):
         raise ValueError("attention_cache must be made by new_attention_cache() of this model.")
-    if cache.position and state is None:
-        raise ValueError(
-            f"attention_cache holds {cache.position} tokens, but there is no initial_state: give the final "
-            "state after them, or a new attention cache for a new text."
-        )
+    check_uses(model, {"attention_cache with tokens": bool(cache.position), "no initial_state": state is None})
 
 
 def further_arguments(
@@ -184,100 +115,53 @@ def further_arguments(
     return further | {"position_ids": positions} if takes else further
 
 
-def with_one_cache(arguments: dict[str, Any], name: str) -> dict[str, Any]:
-    """Arguments in which a cache has the name that the stock `forward` takes.
-
-    Raises:
-        ValueError: for a cache under two names.
-    """
+def with_one_cache(model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments in which a cache has the name that the stock `forward` takes."""
     given = [each for each in CACHE_NAMES if arguments.get(each) is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are names of one argument: give {given[0]}.")
+    check_uses(model, {"two names of a cache": len(given) > 1})
     others = {each: value for each, value in arguments.items() if each not in CACHE_NAMES}
-    return others | ({name: arguments[given[0]]} if given else {})
-
-
-def check_stock_cache(model: HybridModel, cache: Any, arguments: dict[str, Any]) -> None:
-    """Refuse a stock cache from which the stock model would go on wrongly: of keys alone, unread under activation
-    checkpointing, with a learned state, or by mixers that drop its state."""
-    name, layers = type(model).__name__, getattr(cache, "layers", ())
-    flagged = [hasattr(layer, "is_conv_states_initialized") for layer in layers]
-    if type(cache) is DynamicCache and flagged and not any(flagged):
-        raise ValueError(
-            f"The cache given to {name} holds keys and values alone: give one that its own calls or "
-            f"cache_from_state returned. If PEFT gave it: {NO_KEYS}."
-        )
-    if model.training and any(checkpointed(model)):
-        raise ValueError(
-            "Activation checkpointing leaves a stock cache unread in training: call model.eval(), or give "
-            "use_cache=True in place of a cache."
-        )
-    check_stock_rows(arguments)
-    flags = ("is_recurrent_states_initialized", "is_conv_states_initialized")
-    has_read = any(any(getattr(layer, flag, {}).values()) for layer in layers for flag in flags)
-    if recorded(model.config)["active"] is not None and not has_read:
-        raise ValueError(
-            "A new cache starts from zero, not from the active learned state: leave the cache out and call generate, "
-            "or give cache_from_state(model.first_state(rows))."
-        )
-    ids = arguments.get("input_ids")
-    ids = arguments.get("inputs_embeds") if ids is None else ids
-    if has_read and ids is not None and ids.shape[1] > 1 and stock_type_of(model).drops_state:
-        raise ValueError(
-            f"{name} misreads a {type(cache).__name__} with more than one new token: give one at a time, or the cache "
-            "that a call with use_cache=True returned."
-        )
-
-
-def check_stock_rows(arguments: dict[str, Any]) -> None:
-    """Refuse rows that the stock model misreads with a stock cache: of several sequences, or with padding that is not
-    before their tokens."""
-    ids = arguments.get("input_ids")
-    ids = arguments.get("inputs_embeds") if ids is None else ids
-    mask = arguments.get("attention_mask")
-    if ids is None or ids.shape[1] < 2 or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
-        return  # other masks are those that generate makes from one that was checked
-    last = None if mask is None else mask[:, mask.shape[1] - ids.shape[1] :]
-    if (rows := rows_of(arguments | {"attention_mask": last})) is None:
-        return
-    check_one_sequence(rows)
-    real: Any = rows.given.real
-    if not bool((real[:, 1:] >= real[:, :-1]).all() & real[:, -1].all()):
-        raise ValueError(
-            "A stock cache takes padding before the tokens only: set padding_side='left' in the tokenizer and give "
-            "each row a token, or leave the cache (cache_implementation) to the model."
-        )
-
-
-def checkpointed(model: Any) -> list[Any]:
-    """The modules of a model with activation checkpointing."""
-    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-
-
-@contextmanager
-def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Switch activation checkpointing off, under which Transformers would leave the cache of `generate` empty."""
-    modules = checkpointed(model)
-    try:
-        for module in modules:
-            module.gradient_checkpointing = False
-        yield
-    finally:
-        for module in modules:
-            module.gradient_checkpointing = True
+    return others | ({cache_argument(model): arguments[given[0]]} if given else {})
 
 
 def let_checkpointing_recompute(model: nn.Module) -> None:
-    """Let activation checkpointing keep a `CallCache`, from which layers recompute what they computed.
-
-    Raises:
-        ValueError: for reentrant checkpointing.
-    """
+    """Let activation checkpointing keep a `CallCache`, from which layers recompute what they computed."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing and layer.training:
-            if getattr(layer._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", True):
-                raise ValueError(
-                    "Reentrant activation checkpointing loses the gradients through recurrent states: "
-                    'use gradient_checkpointing_kwargs={"use_reentrant": False}.'
-                )
+            reentrant = getattr(layer._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", True)
+            reentrant = reentrant and torch.is_grad_enabled()
+            check_uses(model, {"states": True, "reentrant activation checkpointing": reentrant})
             layer._can_checkpoint_with_cache = True
+
+
+def layout_of(model: Any) -> Layout:
+    """The layout of a model's states, from a forward pass of one token.
+
+    Raises:
+        ValueError: if there are no states, or if the state before the first token is not zero.
+    """
+    token, dtype = torch.zeros(1, 1, dtype=torch.long, device=model.device), state_dtype(model.dtype)
+    config = model.config.get_text_config(decoder=True)
+    windows: list[Any] = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+    windows = (windows + [None] * config.num_hidden_layers)[: config.num_hidden_layers]
+    layout = Layout((), {}, tuple(windows))
+    with torch.no_grad(), evaluation_mode(model):
+        call = CallCache(layout, None, dtype=model.dtype)
+        from_nothing = model._carry(call, {"input_ids": token})
+        state = call.final_state(1, model.device, dtype)
+        shapes = tuple(LayerShape(*(tuple(part.shape[1:]) for part in layer)) for layer in state)
+        if all(size == (0,) for shape in shapes for size in shape):
+            raise ValueError(f"{type(model).__name__} has no recurrent layers: there is no state to carry.")
+        zero = zero_state(shapes, 1, model.device, dtype)
+        from_zero = model._carry(CallCache(layout, zero, dtype=model.dtype), {"input_ids": token})
+    attending = {
+        index: [(part.shape[1], part.shape[3]) for part in keys] for index, keys in sorted(call.new_keys.items())
+    }
+    if model.device.type != "meta" and not _close(from_zero[0], from_nothing[0], model.dtype):
+        raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
+    return Layout(shapes, attending, tuple(windows))
+
+
+def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the largest error, relative to the largest expected entry, is within the rounding of this dtype."""
+    tolerance = 0.05 if dtype.itemsize < 4 else 1e-3  # not by the outputs' dtype: some models widen their logits
+    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())

@@ -12,9 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
 from hf_recurrent_lengthgen.models.state_learned import LearnedStates, recorded
-from hf_recurrent_lengthgen.models.state_value import LearnedStatesMixin
 
 
 def sizes_of_layers(config: Any) -> dict[int, dict[str, Any]]:
@@ -75,11 +73,10 @@ def new_model(stock: Any, config: Any) -> Any:
 
 def stock_class(model: Any) -> Any:
     """The class of a model without what `stateful` adds to it."""
-    classes = type(model).__mro__
-    return classes[classes.index(LearnedStatesMixin) + 1] if StatefulMixin in classes else classes[0]
+    return getattr(model, "stock_class", type(model))
 
 
 def loading_class(model: Any) -> Any:
     """The class with which a checkpoint of the model is loaded."""
-    special = StatefulMixin in type(model).__mro__ and says_more(model.config)
+    special = hasattr(model, "stock_class") and says_more(model.config)
     return described_class(stock_class(model)) if special else type(model)

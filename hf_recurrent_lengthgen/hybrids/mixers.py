@@ -1,110 +1,30 @@
-"""Recurrent mixers of Transformers with a state as argument and result, as those of this package have it.
-
-A mixer of a wrapped model gets a subclass of its class. In a call with a `CallCache` it reads from the state in there
-with the scan of this package: any number of tokens, padding at the ends of rows, rows that processes share, gradients
-to the state. All other calls are those of the stock class. Only the attributes of the mixers that hold weights and
-sizes are used. A mixer that has no entry in `MIXERS` reads its state through the public methods of the cache.
+"""The recurrent mixers of Transformers, by the names of their classes (`MIXERS`), and what takes them over.
 
 Shapes: B rows, T tokens, D hidden size, I inner channels, H heads, P value dim, N state (key) dim, K taps, G groups.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.utils import is_kernels_available
 
-from hf_recurrent_lengthgen.hybrids.caches import CallCache
-from hf_recurrent_lengthgen.models.layers_conv import CausalConv1d, causal_conv1d_fn
+from hf_recurrent_lengthgen.hybrids.call_cache import CallCache
+from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer, call_of
+from hf_recurrent_lengthgen.models.layers_conv import causal_conv1d_fn
 from hf_recurrent_lengthgen.models.layers_delta import l2_norm
-from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StepProjection
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import NO_LIMIT
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import last_inputs, zero_past_end
-from hf_recurrent_lengthgen.models.rows_shared import scan_piece
-from hf_recurrent_lengthgen.models.scan_backends import ScanBackend, resolve_backend
 from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, kernel_limit_of, scan_delta
 from hf_recurrent_lengthgen.models.scan_gla import chunk_gla, scan_gla
-from hf_recurrent_lengthgen.models.scan_pieces import PIECES
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
 from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, scan_ssd
-from hf_recurrent_lengthgen.models.state_value import LayerShape, LayerState, layer_state, state_dtype
-
-
-def call_of(args: Sequence[Any], kwargs: dict[str, Any]) -> CallCache | None:
-    """The `CallCache` among the arguments of a module."""
-    return next((x for x in (*args, *kwargs.values()) if isinstance(x, CallCache)), None)
-
-
-class StateMixer(ScanMixer):
-    """Base of the subclasses of stock mixers. A subclass gives `state_shape` and `read`.
-
-    Attributes:
-        kernels: The functions that must be installed for the kernel path.
-        one_scan: Whether a layer has one scan.
-        layer_idx: The layer.
-    """
-
-    kernels: ClassVar[tuple[Any, ...]] = ()
-    one_scan: ClassVar[bool] = True
-    layer_idx: int
-    conv1d: Any
-    activation: str
-
-    def read(self, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
-        """Outputs (B, T, D), and the state after the last real token of each row; rows as layers get them."""
-        raise NotImplementedError
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        call = call_of(args, kwargs)
-        if call is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        y, state = self.read(hidden_states, self.state_before(call, hidden_states), call.rows)
-        call.keep(self.layer_idx, state)
-        return y
-
-    def state_before(self, call: CallCache | None, x: Tensor) -> LayerState:
-        """The state in the call, or zero."""
-        state = None if call is None else call.before_layer(self.layer_idx)
-        if state is not None:
-            return state
-        return layer_state(x.new_zeros(len(x), *shape, dtype=state_dtype(x.dtype)) for shape in self.state_shape)
-
-    def take_over(self) -> None:
-        """Prepare a stock module: children that are called with more than the stock class does."""
-        self.kernel_available = all(kernel is not None for kernel in self.kernels)
-        if type(getattr(self, "conv1d", None)) is nn.Conv1d:
-            self.conv1d.__class__ = CausalConv1d
-            self.conv1d.activation = self.activation in ("silu", "swish")
-
-    def backend_for(self, x: Tensor) -> ScanBackend:
-        if "base_layer" in getattr(self, "conv1d", self)._modules:
-            raise ValueError(
-                f"An adapter on conv1d has no effect, since {type(self).__name__} reads the weight directly: leave "
-                "conv1d out of its target_modules, or train the whole module (modules_to_save)."
-            )
-        return resolve_backend("auto", x.device.type, self.kernel_available, self.kernel_limit(x.dtype))
-
-    def convolve(self, x: Tensor, state: Tensor, rows: Rows | None, backend: ScanBackend) -> tuple[Tensor, Tensor]:
-        """The short convolution and its activation: (B, T, C), and the K-1 columns after it."""
-        y, after = self.conv1d(x, state, rows, backend)
-        return (y if self.activation in ("silu", "swish") else ACT2FN[self.activation](y)), after
-
-    def advance(
-        self, *inputs: Tensor, state: LayerState, rows: Rows | None, **options: Any
-    ) -> tuple[Tensor, LayerState]:
-        if rows is not None and rows.group is not None:
-            piece = PIECES[self.scan.__name__]
-            y, recurrent = scan_piece(rows, self.scan, piece, inputs, state.recurrent, options)
-        else:
-            y, recurrent = self.scan(*inputs, state.recurrent, **options)
-        return y, state._replace(recurrent=recurrent)
+from hf_recurrent_lengthgen.models.state_value import LayerShape, LayerState, state_dtype
 
 
 class Mamba2Mixer(StateMixer):
@@ -157,6 +77,7 @@ class MambaMixer(StateMixer):
 
     scan = staticmethod(scan_selective)
     kernels = (selective_scan_fn, causal_conv1d_fn)
+    read_directly = ("conv1d", "dt_proj")
 
     @property
     def state_shape(self: Any) -> LayerShape:
@@ -170,12 +91,6 @@ class MambaMixer(StateMixer):
             self.dt_proj.__class__ = StepProjection
 
     def read(self: Any, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
-        if "base_layer" in self.dt_proj._modules:
-            raise ValueError(
-                f"The adapter on dt_proj of layer {self.layer_idx} has no effect, since {type(self).__name__} of "
-                "Transformers reads the weight directly: take dt_proj out of the adapter's targets, or load a Mamba "
-                "or FalconMamba with load_model."
-            )
         backend, wide = self.backend_for(x), state.recurrent.dtype
         conv_input, gate = self.in_proj(x).chunk(2, -1)
         h, conv = self.convolve(conv_input, state.conv, rows, backend)

@@ -1,13 +1,15 @@
-"""The recurrent model types of Transformers: what `stateful` must know of each, and why it refuses some.
+"""The recurrent model types of Transformers, what each can do, and what does not go together in a call.
 
 Models are known by the `model_type` of their text configuration.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from hf_recurrent_lengthgen.models.modeling_generation import NO_KEYS
 from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 
 
@@ -21,8 +23,7 @@ class StockType(NamedTuple):
     no_noise: str | None = None  # why noise cannot take the place of its recurrent part
     state_field: str = ""  # the field of its configuration with N of all recurrent layers, if N can grow (StateX)
     no_expansion: str = ""  # if not, why
-    shares: bool = True  # whether processes can share its rows
-    drops_state: bool = False  # whether stock mixers drop the state of a stock cache before several tokens
+    refuses: Mapping[str, str] = {}  # what a call with this type cannot have, as in `REFUSED_USES`
 
 
 SSD = "(H, P, N)"
@@ -36,18 +37,19 @@ _UNIT_KEYS = (
     "association, and its configuration has one size for all layers"
 )
 _NO_STATE = "it has short convolutions only, no state that could grow"
+_NOT_SHARED = {
+    "sequence_group": "what several tokens do to its states is no affine map: leave sequence_group "
+    "(context_parallel_size) out"
+}
 
 SUPPORTED = {
     "bailing_hybrid": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "bamba": StockType(SSD, state_field=_MAMBA_N),
     "falcon_h1": StockType(SSD, no_adapters=("out_proj",), state_field=_MAMBA_N),
-    "falcon_mamba": StockType(
-        SELECTIVE, drops_state=True, no_adapters=("out_proj", "dt_proj"), state_field="state_size"
-    ),
+    "falcon_mamba": StockType(SELECTIVE, no_adapters=("out_proj", "dt_proj"), state_field="state_size"),
     "granitemoehybrid": StockType(SSD, state_field=_MAMBA_N),
     "jamba": StockType(
         SELECTIVE,
-        drops_state=True,
         no_adapters=("dt_proj",),
         no_expansion="learned norms of B and C over N would have to grow, too, in a way no one has studied",
     ),
@@ -56,7 +58,7 @@ SUPPORTED = {
     "lfm2": StockType(NONE, no_expansion=_NO_STATE),
     "lfm2_moe": StockType(NONE, no_expansion=_NO_STATE),
     "lfm3": StockType(NONE, no_expansion=_NO_STATE),
-    "mamba": StockType(SELECTIVE, drops_state=True, no_adapters=("out_proj", "dt_proj"), state_field="state_size"),
+    "mamba": StockType(SELECTIVE, no_adapters=("out_proj", "dt_proj"), state_field="state_size"),
     "mamba2": StockType(SSD, no_adapters=("out_proj",), state_field="state_size"),
     "minimax": StockType(
         DELTA,
@@ -69,15 +71,15 @@ SUPPORTED = {
     "qwen3_next": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "xlstm": StockType(
         "(H, N P + N + 1): memory, normalizer, stabilizer",
-        shares=False,
+        refuses=_NOT_SHARED,
         no_noise="memory, normalizer and stabilizer are of different kinds, which no one Gaussian describes",
         no_expansion="its normalizer and stabilizer belong to heads and their gates, which merged heads cannot share",
     ),
-    "zamba": StockType(SSD, drops_state=True, no_expansion="its Mamba-1 mixers have heads of their own layout"),
+    "zamba": StockType(SSD, no_expansion="its Mamba-1 mixers have heads of their own layout"),
     "zamba2": StockType(SSD, state_field=_MAMBA_N),
     "zaya": StockType(
         "(D,): delayed value of the last token",
-        shares=False,
+        refuses=_NOT_SHARED,
         no_expansion="its state is one delayed value, nothing that could grow",
     ),
 }
@@ -94,10 +96,63 @@ REFUSED = {
 }
 SUPERSEDED = {"rwkv"}  # not evaluated without states either
 
+_EXPERTS = "the loss of experts is one of all tokens: set output_router_logits to False"
+ROPE = "rotary embeddings that change with the length of the text"
+SEVERAL = "several sequences in a row"
+REFUSED_USES: dict[tuple[str, ...], str] = {
+    ("forgetting",): "families of this package can forget: set forgetting in the config to None",
+    ("layer_replication of PEFT",): "repeated layers have one state: leave it out",
+    ("stock mixers that read over padding or pieces",): "give rows of equal length without padding, no sequence_group",
+    ("attention_window", "no attention layers"): "a window limits the attention of hybrids: leave it out",
+    ("attention_window", ROPE): "a window of keys would not be exact: set another rope_type in the config",
+    ("attention_window", "this attn_implementation"): 'choose "sdpa", "eager", "flex_attention" or flash',
+    ("chunks", ROPE): "set another rope_type in the config, or read rows at once",
+    ("states", "use_cache"): "give attention_cache to let attention layers see what came before, or a cache of both, "
+    "cache_from_state(initial_state, attention_cache)",
+    ("states", "reentrant activation checkpointing"): "it loses the gradients through states: use "
+    'gradient_checkpointing_kwargs={"use_reentrant": False}',
+    ("attention_cache with tokens", "no initial_state"): "give the final state after them, or a new attention cache",
+    ("two names of a cache",): "give one of them",
+    ("a cache of keys without a state",): "give it as attention_cache, with initial_state",
+    ("use_cache", SEVERAL): "give one sequence per row, or leave the cache (use_cache, generate) out",
+    ("a row without a new token",): "attention_mask is 0 all over: give each row a token",
+    ("a row without a real token", "output_router_logits"): _EXPERTS,
+    ("a cache of rows of unequal length", "output_router_logits"): _EXPERTS,
+    ("logits_to_keep", "labels"): "labels need all logits: leave logits_to_keep out",
+    ("classification of rows", SEVERAL): "one output stands for a row: give one sequence per row",
+    ("another head", "padding"): "give rows of equal length to a model that is not a language model",
+    ("another head", SEVERAL): "give rows of one sequence to a model that is not a language model",
+    ("sequence_group", "labels"): "give shift_labels, those of this piece",
+    ("sequence_group", "padding"): "give rows of real tokens",
+    ("sequence_group", "seq_idx"): "give rows of one sequence",
+    ("sequence_group", SEVERAL): "give rows of one sequence",
+    ("sequence_group", "attention_cache"): "pieces see no keys of an earlier text: leave them out",
+    ("sequence_group", "output_router_logits"): _EXPERTS,
+    ("a stock cache",): "give one that a call with use_cache=True or cache_from_state returned. If PEFT gave it: "
+    + NO_KEYS,
+    ("cache_implementation",): "the cache is the state, keys and values: leave it out",
+    ("assistant_model or prompt_lookup_num_tokens",): "states cannot be cropped to an earlier token: leave them out",
+    ("no prompt",): "give a prompt of at least one token",
+    ("a state to generate from", "use_cache=False"): "generate carries it in the cache: leave use_cache on",
+    ("virtual tokens of PEFT", "generate with a cache"): "PEFT reads them again before each new token: generate with "
+    "use_cache=False, or convert the checkpoint to a family of this package",
+}
+"""What a call of a wrapped model cannot have, alone or together, and what to do."""
+
 
 def stock_type_of(model: StatefulModel) -> StockType:
     """What is special about the type of a model."""
     return SUPPORTED[model.config.get_text_config(decoder=True).model_type]
+
+
+def check_uses(model: Any, uses: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for what a model cannot do; `uses` that are None or false do not count."""
+    asked = {name for name, value in uses.items() if value is not None and value is not False}
+    known = SUPPORTED.get(model.config.get_text_config(decoder=True).model_type)
+    refused = REFUSED_USES | ({(name,): why for name, why in known.refuses.items()} if known else {})
+    for names, why in refused.items():
+        if asked.issuperset(names):
+            raise ValueError(f"{type(model).__name__} does not take {' with '.join(names)}: {why}.")
 
 
 def adapter_targets(model: Any) -> tuple[str, ...]:

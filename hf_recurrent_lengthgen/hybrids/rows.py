@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from hf_recurrent_lengthgen.hybrids.caches import HybridCache
+from hf_recurrent_lengthgen.hybrids.registry import check_uses
 from hf_recurrent_lengthgen.models.modeling_heads import IGNORED_LABEL, scored_labels
-from hf_recurrent_lengthgen.models.rows import LAYOUT, Rows, read_rows, token_shape
+from hf_recurrent_lengthgen.models.rows import LAYOUT, Rows, read_rows
 from hf_recurrent_lengthgen.models.rows_moved import MovedRows
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
@@ -77,21 +78,16 @@ class StockRows:
         read.lengths = torch.cat([lengths, lengths.new_zeros(1)])[owners]
         return read
 
-    def arguments(self, given: dict[str, Any], config: Any) -> dict[str, Any]:
-        """The arguments for the N rows, without targets, since `loss` gets the logits that moved back.
-
-        Raises:
-            ValueError: for what cannot be moved.
-        """
+    def arguments(self, model: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments for the N rows, without targets, since `loss` gets the logits that moved back."""
         left_out = {*LAYOUT, *TARGETS, "num_items_in_batch"}
         moved = {name: value for name, value in given.items() if name not in left_out and value is not None}
         moved |= {name: self.to_front(moved[name]) for name in TOKENS if name in moved}
-        self._keep(moved, any(given.get(name) is not None for name in TARGETS))
-        if experts_counted(given, config):
+        self._keep(model, moved, any(given.get(name) is not None for name in TARGETS))
+        if experts_counted(given, model.config):
             # the loss of experts counts the tokens of this mask
             real: Any = torch.ones_like(self.moved.orders[0]) if self.padded is None else self.padded.real
-            if not bool(real[:, 0].all()):
-                raise ValueError("A row has no real token, which output_router_logits does not take: leave it out.")
+            check_uses(model, {"a row without a real token": not bool(real[:, 0].all()), "output_router_logits": True})
             moved["attention_mask"] = real.long()
         known = {*TOKENS, "logits_to_keep", "attention_mask"}
         other = [name for name, x in moved.items() if name not in known and isinstance(x, Tensor) and x.ndim > 1]
@@ -102,13 +98,12 @@ class StockRows:
             )
         return moved
 
-    def _keep(self, moved: dict[str, Any], has_targets: bool) -> None:
+    def _keep(self, model: Any, moved: dict[str, Any], has_targets: bool) -> None:
         """Let `logits_to_keep` ask for the places, in the N rows, of the tokens that it names in the B rows."""
         keep = moved.get("logits_to_keep", 0)
         if isinstance(keep, int) and keep == 0:
             return
-        if has_targets:
-            raise ValueError("labels need all logits: drop logits_to_keep.")
+        check_uses(model, {"logits_to_keep": True, "labels": has_targets})
         self._kept = self._source[:, -keep:] if isinstance(keep, int) else self._source[:, keep]
         moved["logits_to_keep"] = (self._kept % self.length).unique()
         self._places = moved["logits_to_keep"]
@@ -138,8 +133,7 @@ class StockRows:
 
     def read(self, model: Any, forward: Any, arguments: dict[str, Any], further: dict[str, Any]) -> ModelOutput:
         """The output of a stock model, which has this `forward`, for the B rows; `further` arguments are of N rows."""
-        moved = self.arguments(arguments, model.config)
-        output = forward(**moved | further)
+        output = forward(**self.arguments(model, arguments) | further)
         entries = self.output(output)
         if any(arguments.get(name) is not None for name in TARGETS):
             entries = {"loss": self._loss(model, entries, arguments)} | entries
@@ -222,33 +216,17 @@ def rows_of(arguments: dict[str, Any], seen: int = 0) -> StockRows | None:
 
 @torch.compiler.disable
 def _rows_of(arguments: dict[str, Any], seen: int) -> StockRows | None:
-    shape = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
-    mask = _without_seen(arguments.get("attention_mask"), shape, seen)
-    positions = text_positions(arguments.get("position_ids"))
-    rows = read_rows(arguments | {"attention_mask": mask, "position_ids": positions})
+    rows = read_rows(arguments | {"position_ids": text_positions(arguments.get("position_ids"))}, seen)
     return None if rows.real is None and rows.starts is None else StockRows(rows)
 
 
 def text_positions(positions: Any) -> Any:
-    """(B, T) from `position_ids` of M-RoPE, whose planes are equal for text: (time,) time, height and width.
+    """(B, T) from `position_ids` of M-RoPE, (time,) time, height and width, whose planes are equal for text.
 
-    Raises:
-        ValueError: for planes that differ.
+    Those of images stay as they are, and are refused for their shape.
     """
-    if not isinstance(positions, Tensor) or positions.ndim != 3 or positions.shape[0] not in (3, 4):
-        return positions
-    if bool((positions[1:] != positions[:1]).any()):
-        raise ValueError(
-            f"position_ids of shape {tuple(positions.shape)} have planes that differ, as those of images do: a "
-            "recurrent model reads text, token by token. Give positions of shape (B, T)."
-        )
-    return positions[0]
-
-
-def _without_seen(mask: Any, shape: tuple[int, int], seen: int) -> Any:
-    """A mask without the columns of `seen` tokens before those of the call, which a cache knows."""
-    wide = isinstance(mask, Tensor) and mask.shape == (shape[0], seen + shape[1])
-    return mask[:, seen:] if wide else mask
+    planes = isinstance(positions, Tensor) and positions.ndim == 3 and positions.shape[0] in (3, 4)
+    return positions[0] if planes and bool((positions[1:] == positions[:1]).all()) else positions
 
 
 def refuse_unread(arguments: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_recurrent_lengthgen.evaluation.text_configs import rope_of_length
-from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
+from hf_recurrent_lengthgen.hybrids.registry import ROPE, SUPPORTED, check_uses
 
 
 def window_of(config: Any) -> int | None:
@@ -57,15 +57,9 @@ def attending_to(model: Any, window: int | None) -> Iterator[None]:
 def check_window(model: Any, window: Any) -> None:
     """Raise a `ValueError` for a window that is none, or that the attention of a model cannot have."""
     _check_number(window)
-    name = type(model).__name__
-    if not getattr(model, "attends", False):
-        raise ValueError(f"A window limits the attention of hybrids, and {name} is none: leave it out.")
-    config = model.config.get_text_config(decoder=True)
-    if rope_of_length(config):
-        raise ValueError(
-            f"The rotary embeddings of {name} ({config.rope_parameters}) change with the length of the text, so a "
-            "window of keys would not be exact: set another rope_type in the config, or leave attention_window out."
-        )
+    scaled = bool(rope_of_length(model.config.get_text_config(decoder=True)))
+    without = not getattr(model, "attends", False)
+    check_uses(model, {"attention_window": True, "no attention layers": without, ROPE: scaled})
 
 
 def _check_number(window: Any) -> None:
@@ -73,20 +67,17 @@ def _check_number(window: Any) -> None:
         raise ValueError(f'attention_window must be a number of tokens of at least 1, or "none", got {window!r}.')
 
 
-def obey_window(config: Any) -> int | None:
-    """Let the attention that a config names obey its window, W or None.
+def obey_window(model: Any) -> None:
+    """Let the attention that a model's config names obey its window.
 
     Raises:
         ValueError: for attention whose masks Transformers does not make, and for a W that is no number above 0.
     """
-    if (window := window_of(config)) is None:
-        return None
+    if (window := window_of(model.config)) is None:
+        return
     _check_number(window)
-    name = config.get_text_config(decoder=True)._attn_implementation
-    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        raise ValueError(
-            f'attention_window works with "sdpa", "eager", "flex_attention" and flash, not with {name!r}.'
-        )
+    name = model.config.get_text_config(decoder=True)._attn_implementation
+    check_uses(model, {"attention_window": True, "this attn_implementation": name not in ALL_MASK_ATTENTION_FUNCTIONS})
     functions = (ALL_MASK_ATTENTION_FUNCTIONS, _masking), (ALL_ATTENTION_FUNCTIONS, _attending)
     for interface, wrap in functions:
         stock = interface.get(name)
@@ -94,7 +85,6 @@ def obey_window(config: Any) -> int | None:
             wrapped = wrap(stock)
             wrapped.obeys = True
             interface.register(name, wrapped)
-    return window
 
 
 def _masking(stock: Any) -> Any:

@@ -15,31 +15,25 @@ import inspect
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from hf_recurrent_lengthgen.evaluation.text_configs import rope_of_length
-from hf_recurrent_lengthgen.hybrids.caches import CallCache, HybridCache, Layout
+from hf_recurrent_lengthgen.hybrids.caches import HybridCache
+from hf_recurrent_lengthgen.hybrids.call_cache import CallCache, Layout
 from hf_recurrent_lengthgen.hybrids.calls import (
     cache_argument,
     check_attention_cache,
     check_call,
-    check_classified,
-    check_prompt_mask,
-    check_remembers,
-    check_rows,
     check_stock,
-    check_stock_cache,
     further_arguments,
+    layout_of,
     let_checkpointing_recompute,
-    targets_of_piece,
+    uses_of_rows,
     with_one_cache,
-    without_checkpointing,
 )
-from hf_recurrent_lengthgen.hybrids.generating import generation_arguments, hybrid_cache_of
+from hf_recurrent_lengthgen.hybrids.generating import HybridGenerationMixin
 from hf_recurrent_lengthgen.hybrids.mixers import take_mixers_over, under_its_name
-from hf_recurrent_lengthgen.hybrids.registry import adapter_targets, stock_type_of
+from hf_recurrent_lengthgen.hybrids.registry import ROPE, adapter_targets, check_uses, stock_type_of
 from hf_recurrent_lengthgen.hybrids.rows import (
     StockRows,
     experts_counted,
@@ -47,13 +41,16 @@ from hf_recurrent_lengthgen.hybrids.rows import (
     reads_tokens,
     refuse_unread,
     rows_of,
-    uncounted,
     with_share_of_experts,
 )
 from hf_recurrent_lengthgen.hybrids.sharing import Shared
-from hf_recurrent_lengthgen.hybrids.windows import check_same_window, limits_of, obey_window, set_window, window_of
-from hf_recurrent_lengthgen.models.modeling_generation import RecurrentGenerationMixin, refuse_continuous_batching
-from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
+from hf_recurrent_lengthgen.hybrids.windows import (
+    check_same_window,
+    limits_of,
+    obey_window,
+    set_window,
+    window_of,
+)
 from hf_recurrent_lengthgen.models.rows import token_shape
 from hf_recurrent_lengthgen.models.scan_hub_kernels import use_hub_kernels
 from hf_recurrent_lengthgen.models.state_learned import recorded
@@ -70,7 +67,7 @@ from hf_recurrent_lengthgen.models.state_value import (
 )
 
 
-class StatefulMixin(LearnedStatesMixin):
+class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
     """The methods that `stateful` adds to a stock class."""
 
     lora_target_modules = property(adapter_targets)
@@ -109,25 +106,13 @@ class StatefulMixin(LearnedStatesMixin):
 
     def check_shares_rows(self: Any) -> None:
         """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""
-        if not stock_type_of(self).shares:
-            raise ValueError(
-                f"Processes cannot share rows of this {type(self).__name__}, because what several tokens do to its "
-                "states is no affine map: leave sequence_group (context_parallel_size) out."
-            )
-        if getattr(self.config.get_text_config(decoder=True), "output_router_logits", False):
-            raise ValueError(
-                "output_router_logits=True in the config adds a loss of the experts that all tokens choose, "
-                "which pieces of rows do not add up to: set it to False where processes share rows."
-            )
+        experts = experts_counted({}, self.config.get_text_config(decoder=True))
+        check_uses(self, {"sequence_group": True, "output_router_logits": experts})
 
     def check_reads_chunks(self: Any) -> None:
         """Raise a `ValueError` if a row in chunks, with states, keys and values carried, is not the row at once."""
-        config = self.config.get_text_config(decoder=True)
-        if self.attends and rope_of_length(config):
-            raise ValueError(
-                f"The rotary embeddings of {type(self).__name__} ({config.rope_parameters}) change with the length of "
-                "the text, which chunks do not show: set another rope_type in the config, or read rows at once."
-            )
+        scaled = self.attends and bool(rope_of_length(self.config.get_text_config(decoder=True)))
+        check_uses(self, {"chunks": True, ROPE: scaled})
 
     def zero_state(self: Any, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
@@ -153,8 +138,7 @@ class StatefulMixin(LearnedStatesMixin):
         cache = HybridCache(len(self._layout.shapes), self._check_state(state, state_batch_size(state)))
         if attention_cache is not None:
             check_attention_cache(self, attention_cache, state)
-            if attention_cache.rows not in (None, cache.rows):
-                raise ValueError(f"attention_cache has {attention_cache.rows} rows, the state {cache.rows}.")
+            attention_cache.check_rows(state_batch_size(state))
             cache.__dict__ |= copy.copy(attention_cache).__dict__ | {"state": cache.state, "tokens_seen": 0}
             cache.before = cache.position
             check_same_window(self, cache)
@@ -177,28 +161,27 @@ class StatefulMixin(LearnedStatesMixin):
         if isinstance(cache, CallCache):  # the backbone of a model that has read the arguments
             return super().forward(**arguments)  # type: ignore[misc]
         refuse_unread(arguments)
-        check_call(self)
-        obey_window(self.config)
-        if group is not None:
-            self.check_shares_rows()
-            arguments = targets_of_piece(arguments, attention_cache)
-            output_final_state = True if output_final_state is None else output_final_state
-        if group is not None or initial_state is not None or output_final_state or attention_cache is not None:
-            if arguments.get("use_cache") or cache is not None:
-                raise ValueError(
-                    f"use_cache and {name} cannot be used with states: give attention_cache to let attention layers "
-                    "see what came before, or a cache of both, cache_from_state(initial_state, attention_cache)."
-                )
+        check_call(self, cache)
+        obey_window(self)
+        if any(given is not None for given in (group, initial_state, attention_cache)) or output_final_state:
+            uses = {name: arguments.get(name) for name in ("labels", "seq_idx")} | {"states": True}
+            uses |= {"sequence_group": group, "attention_cache": attention_cache}
+            uses["use_cache"] = bool(arguments.get("use_cache")) or cache is not None
+            uses["output_router_logits"] = bool(arguments.get("output_router_logits"))
+            check_uses(self, uses)
             if attention_cache is not None:
                 check_attention_cache(self, attention_cache, initial_state)
+            if group is not None:
+                self.check_shares_rows()
+                if (targets := arguments.get("shift_labels")) is not None:
+                    # stock models compute a loss where they get labels; Transformers takes views of these
+                    arguments = arguments | dict.fromkeys(("labels", "shift_labels"), targets.contiguous())
             rows = rows_of(arguments, 0 if attention_cache is None else attention_cache.get_seq_length())
             return self._read(initial_state, attention_cache, rows, arguments, group, output_final_state is not False)
-        if cache is not None and not isinstance(cache, HybridCache):
-            check_stock_cache(self, cache, arguments)
-            return super().forward(**arguments)  # type: ignore[misc]
         learned = recorded(self.config)["active"] is not None
         if not learned and not reads_tokens(self):
-            check_classified(self, arguments)
+            rows = rows_of(arguments) if "SequenceClassification" in type(self).__name__ else None
+            check_uses(self, uses_of_rows(rows) | {"classification of rows": True})
             return super().forward(**arguments)  # type: ignore[misc]
         rows = rows_of(arguments, 0 if cache is None else cache.get_seq_length())
         if cache is not None or self._returns_cache(arguments, rows):
@@ -240,20 +223,16 @@ class StatefulMixin(LearnedStatesMixin):
             fills: The name under which the output has the cache, which then gets the final state, too.
         """
         rows_given, length = size = token_shape(arguments.get("input_ids"), arguments.get("inputs_embeds"))
-        if cache is not None and cache.rows not in (None, rows_given):
-            raise ValueError(f"The cache has {cache.rows} rows, the call {rows_given}: give the same rows to both.")
+        if cache is not None:
+            cache.check_rows(rows_given)
+            check_same_window(self, cache)
         if fills is not None and cache is not None:
-            if cache.state is None and cache.position:
-                raise ValueError(
-                    "The cache holds keys and values without a state: give it as attention_cache, with initial_state."
-                )
+            check_uses(self, {"a cache of keys without a state": cache.state is None and cache.position > 0})
             state = cache.state
-        if rows is not None:
-            check_rows(self, rows, group, fills is not None)
+        uses = {"sequence_group": group, "use_cache": fills is not None, "another head": not reads_tokens(self)}
+        check_uses(self, uses_of_rows(rows) | uses)
         state = self.first_state(rows_given) if state is None else self._check_state(state, rows_given)
         keys, padded = cache, None
-        if cache is not None:
-            check_same_window(self, cache)
         if rows is not None:
             state, keys = rows.starting(state, learned_row(self)), rows.keys(cache)
             size, padded = (rows.rows, rows.length), rows.padded
@@ -261,14 +240,11 @@ class StatefulMixin(LearnedStatesMixin):
         call = CallCache(self._layout, state, keys, padded, shared, self.dtype)
         start, given = 0 if cache is None else cache.position, arguments.get("position_ids")
         further = further_arguments(self, call, start, given, rows, size[1])
-        if "attention_mask" in further and experts_counted(arguments, self.config):
-            raise ValueError("output_router_logits does not take a cache of rows of unequal length: leave it out.")
+        experts = experts_counted(arguments, self.config)
+        unequal = {"a cache of rows of unequal length": "attention_mask" in further}
+        check_uses(self, unequal | {"output_router_logits": experts})
         output = self._carry(call, {n: x for n, x in arguments.items() if n != "position_ids"}, rows, further)
-        if call.unstopped:
-            raise ValueError(
-                f"The mixers of layers {sorted(call.unstopped)} of {type(self).__name__} would read the padding, and "
-                "pieces as whole rows: give rows of equal length without padding, and no sequence_group."
-            )
+        check_uses(self, {"stock mixers that read over padding or pieces": bool(call.unstopped)})
         after: Any = None
         if keeps or (cache is not None and cache.state is not None):
             after = call.final_state(size[0], self.device, state_dtype(self.dtype))
@@ -298,72 +274,6 @@ class StatefulMixin(LearnedStatesMixin):
             return rows.read(self, super().forward, arguments, further or {})  # type: ignore[misc]
         return super().forward(**of_whole_rows(arguments, ()) | (further or {}))  # type: ignore[misc]
 
-    def prepare_inputs_for_generation(
-        self: Any,
-        input_ids: Tensor,
-        inputs_embeds: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """What a step of generation reads: with a `HybridCache`, all tokens that this has not read."""
-        kwargs["attention_mask"] = attention_mask
-        if (cache := hybrid_cache_of(kwargs)) is None:
-            prepared: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
-                input_ids, inputs_embeds=inputs_embeds, **kwargs
-            )
-            return prepared
-        kwargs = {name: x for name, x in kwargs.items() if x is not cache and name != "position_ids"}
-        prepared = RecurrentGenerationMixin.prepare_inputs_for_generation(
-            self, input_ids, cache=cache, inputs_embeds=inputs_embeds, **kwargs
-        )
-        if cache.prompt == input_ids.shape[1]:
-            check_prompt_mask(cache, attention_mask, prepared["attention_mask"])
-        if not prepared["logits_to_keep"]:
-            del prepared["logits_to_keep"]
-        return prepared | uncounted(kwargs, self.config)
-
-    def generate(
-        self: Any,
-        inputs: Tensor | None = None,
-        *args: Any,
-        initial_state: RecurrentState | None = None,
-        attention_cache: HybridCache | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """`generate` of Transformers that can continue from a state.
-
-        Args:
-            inputs: Prompt, (B, T), or by keyword as in Transformers.
-            initial_state: State of B rows after the text before the prompt; it is not modified. None for the active
-                learned state, or zero.
-            attention_cache: The keys and values of that text; not modified either. Without it, attention layers see
-                only the prompt and the generated tokens, at positions from 0.
-
-        Raises:
-            ValueError: if the state does not fit the prompt or holds NaN, with a cache, and without `use_cache`.
-        """
-        obey_window(self.config)  # with a static cache, masks are made before the first call
-        kwargs = with_one_cache(kwargs, cache_argument(self))
-        given = hybrid_cache_of(kwargs)
-        before: Any = copy.copy(given)
-        try:
-            kwargs |= generation_arguments(self, inputs, initial_state, attention_cache, args, kwargs)
-            with without_checkpointing(self):
-                result = super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
-                cache = hybrid_cache_of(kwargs)
-                if cache is not None and (given is not None or not isinstance(result, Tensor)):
-                    read = functools.partial(self, **uncounted(kwargs, self.config))
-                    cache.end_generate(getattr(result, "sequences", result), read, cache_argument(self))
-        except BaseException:
-            if given is not None:
-                given.become(before)
-            raise
-        return result
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse continuous batching."""
-        refuse_continuous_batching(self)
-
 
 @functools.cache
 def _stateful_class(stock: Any) -> Any:
@@ -371,7 +281,8 @@ def _stateful_class(stock: Any) -> Any:
     signature = inspect.signature(stock.forward)
     parameters = list(signature.parameters.values())
     catch_all = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
-    own = ["initial_state", "output_final_state", "attention_cache", "sequence_group", "position_ids", "seq_idx"]
+    own = ["initial_state", "output_final_state", "attention_cache", "sequence_group"]
+    own += ["attention_mask", "position_ids", "seq_idx"]
     own = [name for name in own if name not in signature.parameters]  # `Trainer` keeps columns that are named here
     added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in own]
 
@@ -387,7 +298,7 @@ def _stateful_class(stock: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
         bound.pop("self")
-        arguments = with_one_cache({**bound, **extra}, cache_argument(self))
+        arguments = with_one_cache(self, {**bound, **extra})
         call = functools.partial(self._forward, initial_state, output_final_state, attention_cache, sequence_group)
         return with_share_of_experts(self, call, arguments)
 
@@ -395,7 +306,7 @@ def _stateful_class(stock: Any) -> Any:
         parameters=[p for p in parameters if p not in catch_all] + added + catch_all
     )
     forward.__doc__ = stock.forward.__doc__
-    return under_its_name(stock, _stateful_class, (StatefulMixin,), {"forward": forward})
+    return under_its_name(stock, _stateful_class, (StatefulMixin,), {"forward": forward, "stock_class": stock})
 
 
 @functools.cache
@@ -435,7 +346,7 @@ def stateful(model: PreTrainedModel, attention_window: int | str | None = None) 
     except Exception:
         wrapped.__class__ = stock
         raise
-    check_remembers(wrapped)
+    check_call(wrapped, None)
     learned_row(wrapped)  # the stock class does not load learned states
     return wrapped
 
@@ -443,44 +354,10 @@ def stateful(model: PreTrainedModel, attention_window: int | str | None = None) 
 def _prepare(model: Any) -> None:
     """Let the mixers of a model of a stateful class, and its backbone, take states, and find their layout."""
     take_mixers_over(model)
-    model._layout = _layout_of(model)
+    model._layout = layout_of(model)
     backbone = model.base_model
     if backbone is not model and isinstance(backbone, PreTrainedModel):
         # Some training scripts call the backbone without the head; a stock backbone would ignore a state silently.
         if not isinstance(backbone, StatefulMixin):
             backbone.__class__ = _stateful_class(cast(Any, type(backbone)))
         backbone._layout = model._layout
-
-
-def _layout_of(model: Any) -> Layout:
-    """The layout of a model's states, from a forward pass of one token.
-
-    Raises:
-        ValueError: if there are no states, or if the state before the first token is not zero.
-    """
-    token, dtype = torch.zeros(1, 1, dtype=torch.long, device=model.device), state_dtype(model.dtype)
-    config = model.config.get_text_config(decoder=True)
-    windows: list[Any] = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
-    windows = (windows + [None] * config.num_hidden_layers)[: config.num_hidden_layers]
-    layout = Layout((), {}, tuple(windows))
-    with torch.no_grad(), evaluation_mode(model):
-        call = CallCache(layout, None, dtype=model.dtype)
-        from_nothing = model._carry(call, {"input_ids": token})
-        state = call.final_state(1, model.device, dtype)
-        shapes = tuple(LayerShape(*(tuple(part.shape[1:]) for part in layer)) for layer in state)
-        if all(size == (0,) for shape in shapes for size in shape):
-            raise ValueError(f"{type(model).__name__} has no recurrent layers: there is no state to carry.")
-        zero = zero_state(shapes, 1, model.device, dtype)
-        from_zero = model._carry(CallCache(layout, zero, dtype=model.dtype), {"input_ids": token})
-    attending = {
-        index: [(part.shape[1], part.shape[3]) for part in keys] for index, keys in sorted(call.new_keys.items())
-    }
-    if model.device.type != "meta" and not _close(from_zero[0], from_nothing[0], model.dtype):
-        raise ValueError(f"{type(model).__name__} starts from a state that is not zero, which is not supported.")
-    return Layout(shapes, attending, tuple(windows))
-
-
-def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the largest error, relative to the largest expected entry, is within the rounding of this dtype."""
-    tolerance = 0.05 if dtype.itemsize < 4 else 1e-3  # not by the outputs' dtype: some models widen their logits
-    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())

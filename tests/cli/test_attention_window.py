@@ -117,7 +117,7 @@ def test_what_would_lose_the_window_or_has_no_attention_is_refused(
     assert train(model=hybrid, attention_window=3, lora_r=2) == 1
     assert "does not keep attention_window: put it into a checkpoint first" in capsys.readouterr().err
     assert evaluate(checkpoint, "--attention-window", "3") == 1
-    assert "limits the attention of hybrids, and StatefulMamba2ForCausalLM is none" in capsys.readouterr().err
+    assert "StatefulMamba2ForCausalLM does not take attention_window" in capsys.readouterr().err
     assert evaluate(hybrid, "--attention-window", "k") == 1
     assert "attention_window must be a number of tokens of at least 1" in capsys.readouterr().err
 

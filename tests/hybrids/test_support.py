@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
 from hf_recurrent_lengthgen.hybrids import wrapping
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SUPPORTED, StockType
 from tests.hybrids import support
@@ -15,6 +16,10 @@ from tests.hybrids.tiny_models import SUPPORTED_TYPES, TINY, tiny_model
 
 QUICK = {"bamba", "jamba", "lfm2_moe", "qwen3_next", "xlstm"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
+
+OF_USES = [
+    pytest.param(name, marks=[] if name in ("bamba", "lfm2_moe") else [pytest.mark.slow]) for name in sorted(SUPPORTED)
+]
 
 # How the code of a model shows that it carries something recurrent from call to call.
 SIGNS = re.compile(r"update_conv_state|update_recurrent_state|rnn_state|linear_cache|recurrent_states|time_decay")
@@ -54,7 +59,7 @@ def test_refused_types_are_refused_with_their_reason(model_type: str, monkeypatc
 def test_one_entry_is_all_that_a_type_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, model = tiny_model("mamba"), tiny_model("mamba")
     monkeypatch.setattr(type(model.config), "model_type", "toy")
-    with pytest.raises(ValueError, match=r"MambaForCausalLM is of type 'toy', .*: stateful takes bailing_hybrid, "):
+    with pytest.raises(ValueError, match=r"MambaForCausalLM .*: 'toy' is no .* known; those are bailing_hybrid, "):
         wrapping.stateful(model)
     monkeypatch.setitem(SUPPORTED, "toy", StockType("(D, N)", ("dt_proj",), "it is a toy"))
     wrapped = wrapping.stateful(model)
@@ -74,3 +79,30 @@ def test_every_recurrent_model_of_transformers_is_listed() -> None:
     listed = {*SUPPORTED, *REFUSED}
     unlisted = {name for name in recurrent if not any(known.startswith(name) for known in listed)}
     assert unlisted == set()
+
+
+def committed_uses() -> dict[str, list[str]]:
+    """Cells by model type; "yes" for a measured error, the reason for a refusal."""
+    text = support.between(support.PAGE.read_text(encoding="utf-8"), support.BORDERS_OF_USES)
+    reasons = dict(re.findall(r"^(\d+)\. (.*)\.$", text, flags=re.MULTILINE))
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", text, flags=re.MULTILINE)
+    return {
+        name: [reasons[cell.strip()[4:-1]] if "no" in cell else "yes" for cell in cells.split("|")]
+        for name, cells in rows
+        if name != "model_type"
+    }
+
+
+@pytest.mark.parametrize("model_type", OF_USES)
+def test_a_type_is_of_the_uses_in_the_table(model_type: str) -> None:
+    with quiet_transformers():
+        found = dict(zip(support.USES, support.measure_uses(model_type), strict=True))
+    assert {use: cell if isinstance(cell, str) else "yes" for use, cell in found.items()} == dict(
+        zip(support.USES, committed_uses()[model_type], strict=True)
+    )
+    wrong = {use: cell for use, cell in found.items() if not isinstance(cell, str) and not cell < support.TOLERANCE}
+    assert not wrong
+
+
+def test_all_types_are_in_the_table() -> None:
+    assert committed_uses().keys() == SUPPORTED.keys()

@@ -3,19 +3,17 @@
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.caches import HybridCache
 from hf_recurrent_lengthgen.hybrids.calls import cache_argument
 from hf_recurrent_lengthgen.models.state_value import concatenate_rows, map_state, take_rows
-from tests.hybrids.measures import pair, parts, random_tokens, relative_error
-from tests.hybrids.tiny_models import SUPPORTED_TYPES, VOCABULARY, tiny_model
+from tests.hybrids.measures import parts, random_tokens, relative_error
+from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 
 QUICK = {"bamba", "jamba", "lfm3", "minimax", "qwen3_next", "xlstm", "zaya"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
@@ -156,36 +154,15 @@ def test_a_generation_config_is_honored_with_a_state(positional: bool) -> None:
     given = ((config,), {}) if positional else ((), {"generation_config": config})
     found = model.generate(TEXT, *given[0], **given[1], **start)
     assert torch.equal(found, model.generate(TEXT, **GREEDY, **start))
-    with pytest.raises(ValueError, match="leave use_cache on"):
-        model.generate(TEXT, GenerationConfig(use_cache=False), **start)
-
-
-def test_generation_refuses_what_it_cannot_continue() -> None:
-    model: Any = stateful(tiny_model("lfm2"))
-    tokens, state = TEXT, model.zero_state(2)
-    refused = {
-        "leave use_cache on": {"inputs": tokens, "use_cache": False},
-        "needs a prompt": {},
-        "makes the cache itself: leave cache_implementation='static' out": {
-            "inputs": tokens,
-            "cache_implementation": "static",
-        },
-        "not both": {"inputs": tokens, "past_key_values": model.new_attention_cache()},
-        "batch of 1 rows": {"inputs": tokens[:1]},
-    }
-    for complaint, arguments in refused.items():
-        with pytest.raises(ValueError, match=complaint):
-            model.generate(initial_state=state, **arguments)
+    asked = GREEDY | {"cache_implementation": "dynamic"}
+    assert torch.equal(model.generate(TEXT, GenerationConfig(**asked)), model.generate(TEXT, **GREEDY))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["bamba", "mamba", "minimax", "zaya"])
-def test_likelihood_in_chunks_is_that_of_one_pass(model_type: str) -> None:
-    stock, model = pair(model_type)
-    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (3, 40))
-    ids = torch.from_numpy(tokens)
-    expected = -stock(ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].numpy()
-    for chunk_length in (1, 17):
-        result = stream_nll(model, tokens, chunk_length=chunk_length, batch_size=2, progress=False)
-        np.testing.assert_allclose(result.nll, expected, atol=1e-4)
-    assert result.final_state[0].recurrent.shape[0] == 3
+def test_a_full_cache_goes_on_as_attention_cache() -> None:
+    model: Any = stateful(tiny_model("falcon_h1"))
+    cache = model(TEXT)[cache_argument(model)]
+    model(TEXT[:, :3], initial_state=cache.state, attention_cache=cache)
+    logits = model(TEXT, **{cache_argument(model): cache}).logits
+    whole = model(torch.cat([TEXT, TEXT[:, :3], TEXT], 1), use_cache=False).logits
+    assert relative_error([logits], [whole[:, 15:]]) < TOLERANCE

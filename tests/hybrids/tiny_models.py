@@ -50,27 +50,12 @@ LATENT = {
     "v_head_dim": 8,
     "layer_types": LAYERS,
 }
-INKLING = {
-    "head_dim": 8,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 8,
-    "sliding_window_size": 8,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "d_rel": 4,
-    "rel_extent": 16,
-}
-
 TINY: dict[str, dict[str, Any]] = {
     "bailing_hybrid": LATENT | EXPERTS | {"head_dim": 8, "n_group": 1, "topk_group": 1, "num_mtp_layers": 0},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
     "falcon_mamba": {"state_size": 6, "time_step_rank": 4},
     "granitemoehybrid": MAMBA | EXPERTS | {"layer_types": LAYERS, "shared_intermediate_size": 24},
-    "inkling2_text": INKLING,
-    "inkling_text": INKLING,
     "jamba": {
         "attn_layer_period": 3,
         "attn_layer_offset": 1,
@@ -124,12 +109,6 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": DELTA | QWEN_EXPERTS | {"head_dim": 8, "shared_expert_intermediate_size": 16},
     "qwen3_5_text": DELTA | {"head_dim": 8},
     "qwen3_next": DELTA | QWEN_EXPERTS | {"head_dim": 8, "shared_expert_intermediate_size": 16},
-    "recurrent_gemma": {
-        "lru_width": 32,
-        "head_dim": 8,
-        "block_types": ["recurrent", "attention"],
-        "attention_window_size": 16,
-    },
     "rwkv": {"context_length": 512, "num_hidden_layers": 2},
     "xlstm": {"hidden_size": 64, "num_heads": 8, "qk_dim_factor": 1.0, "v_dim_factor": 1.0, "num_hidden_layers": 2},
     "zamba": {
