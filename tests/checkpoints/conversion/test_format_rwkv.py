@@ -194,7 +194,7 @@ def test_repositories_hold_tied_heads_and_pth_files_do_not(generation: int, tmp_
 
 @pytest.mark.parametrize("name", RWKV5_NAMES)
 def test_what_the_official_code_for_transformers_computes_is_computed(name: str, tmp_path: Path) -> None:
-    """Two versions of that code: see tests/models/make_rwkv5_fixture.py."""
+    """Two versions of that code: see tests/models/test_against_fla.py."""
     fixture = load_fixture(name)
     (tmp_path / "theirs").mkdir()
     save_file(fixture.weights, tmp_path / "theirs/model.safetensors")
