@@ -24,8 +24,9 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallba
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.hub.contents import choose_files
+from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
 from hf_recurrent_lengthgen.cli import demo
-from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
+from hf_recurrent_lengthgen.cli.inputs import load_stream
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
@@ -189,7 +190,7 @@ class Stages:
         if self.report_only:
             return None
         batch = training.batch_size or self.settings.batch_size
-        with quiet_libraries():
+        with quiet_transformers():
             if training.start:
                 model = self.loaded(self.start(training.start, seed))
             else:

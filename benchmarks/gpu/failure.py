@@ -21,7 +21,8 @@ from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from benchmarks.gpu.stage import DEVICE, Part, Stage, parameters_of, scan_of
 from hf_recurrent_lengthgen import load_model
-from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
+from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
+from hf_recurrent_lengthgen.cli.inputs import load_stream
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.settings import CONFIDENCE, HARM_THRESHOLD, EvaluationSettings
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
@@ -233,7 +234,7 @@ def study(stage: Stage, family: str, setting: Setting) -> None:
 
 def run(stage: Stage) -> None:
     """Each family."""
-    with quiet_libraries():
+    with quiet_transformers():
         for family, setting in (TINY if stage.tiny else SETTINGS).items():
             study(stage, family, setting)
 

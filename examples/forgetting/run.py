@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen import Forgetting, forgetting, load_model
-from hf_recurrent_lengthgen.cli.inputs import load_stream, quiet_libraries
+from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
+from hf_recurrent_lengthgen.cli.inputs import load_stream
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
@@ -74,7 +75,7 @@ def search(study: SlowStudy, seed: int) -> tuple[Forgetting, dict[str, float]]:
     """The best multipliers on texts of the training split, and the mean loss under all that were tried."""
     texts = evaluation_sequences(study.stream, max(1, study.settings.sequences // 2), study.length + 1)
     folder = study.folder("base", seed)
-    with quiet_libraries():
+    with quiet_transformers():
         searched = search_forgetting(
             load_model(str(folder)),
             texts,
@@ -97,7 +98,7 @@ def measure(
     kept = study.kept.get(f"forgetting/{name}", seed)
     if kept is not None and kept["key"] == json.loads(json.dumps(key)):
         return
-    with quiet_libraries():
+    with quiet_transformers():
         model = load_model(str(folder))
         with forgetting(model, **rule._asdict()):
             results = study.measure(model, study.settings.training_length, seed, misalignment=False)

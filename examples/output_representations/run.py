@@ -18,7 +18,7 @@ from pathlib import Path
 from matplotlib.ticker import NullLocator
 from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
 
-from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
+from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
 from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2Model
 from hf_recurrent_lengthgen.plotting.images import save_png
@@ -113,7 +113,7 @@ def run(stage: Stage, seed: int, setting: Setting, output: Path) -> Result:
         dataloader_pin_memory=False,
         use_cpu=True,
     )
-    with quiet_libraries():
+    with quiet_transformers():
         trainer = Trainer(model, arguments, PaddingCollator(), train_dataset=data)
         trainer.remove_callback(PrinterCallback)
         trainer.train()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
+from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE
@@ -104,7 +104,7 @@ class Study:
         """Train the arms that have no result."""
         for stage, train in self.arms(name).items():
             if (name == HEADS or stage.rpartition("_")[0] in arms) and seed not in self.measured(name, stage):
-                with quiet_libraries():
+                with quiet_transformers():
                     train(seed)
 
 

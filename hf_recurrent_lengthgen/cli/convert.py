@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
-from hf_recurrent_lengthgen.cli.shared_options import (
-    DTYPES,
-    FORMATS,
-    HOW,
-    TITLES,
-    add_new_folder,
-    add_shared,
-    help_of,
-)
+from hf_recurrent_lengthgen.cli.shared_options import DTYPES, FORMATS, HOW, TITLES, add_new_folder, add_shared, help_of
 
 DESCRIPTION = """\
 Convert a checkpoint of another library into one of this package, which takes and returns states, can be post-trained,

@@ -76,7 +76,7 @@ finds keys in 128 words until it finds them far beyond. Takes 3 to 6 minutes on 
 output folder holds:
 
   index.html   page with figures and numbers: open it in a browser
-  result.json  the numbers; tables.md, tables.tex, and position_wise, context_harm and in_window as .png and .svg
+  result.json  the numbers; tables.md, and position_wise, context_harm and in_window as .png and .svg
   start.json   the config of the model, from which the commands that are printed train it
   base/        the model that fails; with cured/ and control/ a checkpoint that loads with trust_remote_code=True
   far/         the model that finds keys far back; far-control/ took as many plain steps, keys/ has what both find
@@ -124,8 +124,8 @@ def run_demo(
     Raises:
         ValueError: if a folder of a checkpoint holds files that no demo wrote, which are not overwritten.
     """
+    from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
     from hf_recurrent_lengthgen.cli import train
-    from hf_recurrent_lengthgen.cli.inputs import quiet_libraries
     from hf_recurrent_lengthgen.cli.report import summary_table, write_report
     from hf_recurrent_lengthgen.data import byte_tokenizer
 
@@ -139,7 +139,7 @@ def run_demo(
         shutil.rmtree(folder, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
     base_config(settings, len(byte_tokenizer())).to_json_file(output / START)
-    with quiet_libraries():
+    with quiet_transformers():
         for number, (what, line) in enumerate(stages.items(), 1):
             command, *words = shlex.split(f"{line} --seed {seed}" if line.startswith("train ") else line)
             print(f"\n[{number}/{len(stages)}] {what}\n  lengthgen {shlex.join([command, *words])}", flush=True)

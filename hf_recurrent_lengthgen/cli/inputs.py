@@ -1,17 +1,14 @@
 """Texts, token streams and output folders from what a person types."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from hf_recurrent_lengthgen import data as sources
-from hf_recurrent_lengthgen.checkpoints.loading import quiet_transformers
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
 from hf_recurrent_lengthgen.cli.shared_options import STANDARD_LIBRARY
 from hf_recurrent_lengthgen.data import load_texts, split_names, token_stream
@@ -25,19 +22,6 @@ class Stream(NamedTuple):
 
     tokens: Tensor
     source: DataSource
-
-
-@contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Silence warnings and progress bars of Transformers, and restore them at the end."""
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with quiet_transformers():
-            yield
-    finally:
-        if bars:
-            logging.enable_progress_bar()
 
 
 def check_given_once(models: Sequence[str]) -> None:

@@ -11,12 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer, with_window
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
-from hf_recurrent_lengthgen.cli.inputs import (
-    check_given_once,
-    chosen_split,
-    load_stream,
-    token_unit,
-)
+from hf_recurrent_lengthgen.cli.inputs import check_given_once, chosen_split, load_stream, token_unit
 from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.data.tasks import TaskStrings, string_task
 from hf_recurrent_lengthgen.evaluation.readers import reader_of

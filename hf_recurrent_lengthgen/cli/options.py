@@ -18,12 +18,10 @@ from hf_recurrent_lengthgen.cli.parsing import (
     add_headings,
     examples_text,
     lengths,
-    parse_all,
     tokens,
     windows,
 )
 from hf_recurrent_lengthgen.cli.run_arguments import RunArguments, goes_with
-from hf_recurrent_lengthgen.cli.shared_options import HOW
 from hf_recurrent_lengthgen.trainers import (
     INTERVENTIONS,
     InitialStateConfig,
@@ -40,6 +38,7 @@ from hf_recurrent_lengthgen.yaml_files import read_yaml
 PAPER_STEPS = 100
 PAPER_SCHEDULE, PAPER_SCHEDULE_SETTINGS = "cosine_with_min_lr", {"min_lr": 1e-5}
 DEFAULTS: dict[str, Any] = {
+    "max_steps": PAPER_STEPS,
     "adam_beta2": 0.95,
     "lr_scheduler_type": PAPER_SCHEDULE,
     "warmup_steps": 0.1,
@@ -49,37 +48,17 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 10,
 }
 
-TRAINING = {
-    "learning_rate": "peak learning rate; in post-training a tenth of that of pre-training",
-    "max_steps": f"optimizer steps (default: {PAPER_STEPS}, unless num_train_epochs is given)",
-    "num_train_epochs": "passes over the data, instead of max_steps (default: none)",
-    "per_device_train_batch_size": "sequences in a forward pass",
-    "gradient_accumulation_steps": "forward passes per optimizer step",
-    "lr_scheduler_type": "learning-rate schedule; cosine_with_min_lr falls to 1e-5",
-    "warmup_steps": "warm-up steps, or a fraction of all steps if below 1",
-    "weight_decay": "weight decay of AdamW",
-    "bf16": "compute in bfloat16 where it is safe; states stay float32",
-}
-RUN = {
-    "output_dir": "folder for the model, and for the checkpoints of --save-strategy (default: trainer_output)",
-    "resume": None,
-    "resume_from_checkpoint": "continue from this checkpoint; --output must hold no later ones (default: a new run)",
-    "logging_steps": "steps between two printed losses",
-    "eval_strategy": "when to measure eval_loss",
-    "eval_steps": "steps between two measurements (default: logging_steps)",
-    "save_strategy": "when to save a checkpoint to --resume from",
-    "save_steps": "steps between two checkpoints",
-    "save_total_limit": "number of checkpoints to keep (default: all)",
-    "seed": HOW["--seed"]["help"],
-    "use_cpu": "use no accelerator",
-}
-MOST_USED = {name: text for name, text in (TRAINING | RUN).items() if text}
-"""Options of transformers.TrainingArguments that --help lists, with their help."""
+TRAINING = (
+    *("learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("lr_scheduler_type", "warmup_steps", "weight_decay", "bf16"),
+)
+RUN = (
+    *("output_dir", "resume_from_checkpoint", "logging_steps", "eval_strategy", "eval_steps", "save_strategy"),
+    *("save_steps", "save_total_limit", "seed", "use_cpu"),
+)
+"""Options of transformers.TrainingArguments that --help lists, by their headings."""
 TYPES = {"attention_window": windows, "task_length": lengths}
 HEADINGS = ("model", "data", "method", "training", "run")
-OUR_HELP = MOST_USED | {
-    "alignment_length": "Length T in tokens of the two aligned crops. Default, and only value here: training_length."
-}
 _OF_TOKENS = re.compile(r"_(lengths?|extra|min_context|windows|tokens)$")
 """Names of options that are numbers of tokens, which may be written as 2k."""
 DESCRIPTION = f"""\
@@ -165,7 +144,7 @@ def _defaults(given: dict[str, Any]) -> dict[str, Any]:
             f"max_steps is {steps}, num_train_epochs {'not given' if epochs is None else epochs}: give either "
             "max_steps of at least 1 or num_train_epochs (max_steps -1 overrides that of a file)."
         )
-    values = DEFAULTS | {"max_steps": PAPER_STEPS if epochs is None else -1}
+    values = DEFAULTS | ({} if epochs is None else {"max_steps": -1})
     if given.get("lr_scheduler_type", PAPER_SCHEDULE) == PAPER_SCHEDULE:
         values["lr_scheduler_kwargs"] = dict(PAPER_SCHEDULE_SETTINGS)
     if not torch.accelerator.is_available():  # torch warns of pinned memory, the default of Transformers
@@ -194,7 +173,7 @@ class RunParser(HfArgumentParser):
         )
 
     def add_argument(self, *flags: str, **options: Any) -> Any:
-        """As in argparse, once and under the heading of the option; of TrainingArguments, `MOST_USED` are listed."""
+        """As in argparse, once and under the heading of the option; of TrainingArguments, the most used are listed."""
         name = options.setdefault("dest", flags[0].lstrip("-"))
         if not self._groups:
             self._groups = dict(zip(HEADINGS, add_headings(self, *HEADINGS), strict=True))
@@ -218,10 +197,6 @@ class RunParser(HfArgumentParser):
         action.option_strings = [flags[0].replace("_", "-")]  # other spellings are accepted, but not listed
         return action
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; suggests an option for a mistyped one."""
-        return parse_all(self, args, namespace)
-
 
 def _heading(name: str) -> str:
     """The heading of the help that an option belongs to."""
@@ -236,7 +211,7 @@ def _help(name: str, flag: str, options: dict[str, Any]) -> str:
     """The help of an option, with its default and the choices that it needs."""
     if flag == f"--no_{name}":
         return f"the same as --{name.replace('_', '-')} false"
-    text, default = str(OUR_HELP.get(name, options.get("help"))), DEFAULTS.get(name, options.get("default"))
+    text, default = str(options.get("help")), DEFAULTS.get(name, options.get("default"))
     text = text.replace("%(default)s", str(default))
     if name == "intervention":
         text += ", ".join(f"{key} ({INTERVENTIONS[key].about.title})" for key in options["choices"])

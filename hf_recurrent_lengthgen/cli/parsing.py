@@ -1,7 +1,6 @@
-"""The parser of commands: their help, checks of values, and suggestions for mistyped options."""
+"""The parser of commands: their help, and checks of values."""
 
 import argparse
-import difflib
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -110,8 +109,7 @@ def add_headings(parser: argparse.ArgumentParser, *headings: str) -> list[Any]:
 class CommandParser(argparse.ArgumentParser):
     """The parser of a command: options under the same headings as in all others, and examples at the end.
 
-    Whole numbers are at least 0 unless an option says otherwise (`positive`), and no text is empty. An error names the
-    option that was probably meant.
+    Whole numbers are at least 0 unless an option says otherwise (`positive`), and no text is empty.
 
     Args:
         prog: "lengthgen COMMAND".
@@ -138,17 +136,3 @@ class CommandParser(argparse.ArgumentParser):
         actions = super().add_subparsers(**options)
         actions.type = str
         return actions
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; suggests an option for a mistyped one."""
-        return parse_all(self, args, namespace)
-
-
-def parse_all(parser: argparse.ArgumentParser, args: Any, namespace: Any) -> Any:
-    """Parse all arguments; the error for an unknown option names the one that was probably meant."""
-    options, unknown = parser.parse_known_args(args, namespace)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    return options

@@ -1,6 +1,5 @@
 """A comparison as files (JSON, figures, page) and as a table for the terminal."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +31,7 @@ print(tokenizer.decode(text[0]))"""
 
 def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None = None, further: str = "") -> Path:
     """Write `result.json`, the figures as PNG and SVG, `index.html`, which shows how to load `checkpoint`, and its
-    tables as `tables.md` and `tables.tex`.
+    tables as `tables.md`.
 
     The page shows `further`, HTML, after its own figures. Returns the path of the page.
     """
@@ -40,7 +39,6 @@ def write_report(comparison: Comparison, folder: Path, checkpoint: Path | None =
     shown = tables(comparison)
     named = [[(escape(name), *cells) for name, *cells in rows] for rows, _ in shown]
     write_text(folder / "tables.md", "\n".join(f"{table(rows)}\n" for rows in named))
-    write_text(folder / "tables.tex", "\n".join(f"{latex(rows)}\n" for rows, _ in shown))
     if comparison.differences:
         further = f"<h2>Differences</h2>{plain_table(*shown[1])}{further}"
     loading = None if checkpoint is None else LOADING.format(folder=str(checkpoint))
@@ -100,15 +98,6 @@ def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
         minus.append((f"{each.model} - {each.minus}", *values, f"{each.count} {each.over}"))
     paired = f"nats per {first.data.token_unit}, paired, with {confidence} intervals; below zero the first has less."
     return [(rows, note), (minus, paired)]
-
-
-def latex(rows: Sequence[Sequence[str]]) -> str:
-    """A tabular of the package booktabs from rows of text; the first is the header, all columns but the first are
-    numbers."""
-    escaped = [[re.sub(r"([_%&#$])", r"\\\1", cell) for cell in row] for row in rows]
-    head, *body = (re.sub(r"(?<![\w-])-(?=\d)", "$-$", " & ".join(row)) + r" \\" for row in escaped)
-    start = rf"\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}"
-    return "\n".join([start, r"\toprule", head, r"\midrule", *body, r"\bottomrule", r"\end{tabular}"])
 
 
 def estimate_text(estimate: Estimate, sign: str = "") -> str:

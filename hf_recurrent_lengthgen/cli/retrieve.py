@@ -132,38 +132,29 @@ def _depths(text: str) -> list[float]:
 
 def _grid(options: argparse.Namespace, tokenizer: Any) -> "tuple[RetrievalGrid, DataSource]":
     from hf_recurrent_lengthgen.cli.inputs import chosen_split, data_source, load_documents
-    from hf_recurrent_lengthgen.data import token_stream
-    from hf_recurrent_lengthgen.data.tasks import (
-        DEPTHS,
-        BabilongGrid,
-        KeyGrid,
-        NeedleGrid,
-        PasskeyGrid,
-        babi_files,
-        read_babi,
-    )
+    from hf_recurrent_lengthgen.data import tasks, token_stream
     from hf_recurrent_lengthgen.evaluation.results import DataSource
 
     sizes = {"samples": options.samples, "seed": options.seed}
-    depths = options.depths or DEPTHS
+    depths = options.depths or tasks.DEPTHS
     if options.task == "passkey":
-        passkeys = PasskeyGrid(tokenizer, depths, style=options.task_style, **sizes)
+        passkeys = tasks.PasskeyGrid(tokenizer, depths, style=options.task_style, **sizes)
         return passkeys, DataSource("repeated sentences")
     split = chosen_split(options.data, options.split, "validation")
     texts = load_documents(options.data, split, options.text_column)
     source = data_source(options.data, split)
     if options.task == "niah":
-        return NeedleGrid(tokenizer, texts, depths, **sizes), source
+        return tasks.NeedleGrid(tokenizer, texts, depths, **sizes), source
     if options.task == "keys":
         numbers = {"keys": options.task_keys, "values": options.task_values}
-        return KeyGrid(tokenizer, token_stream(texts, tokenizer), depths, **sizes, **numbers), source
+        return tasks.KeyGrid(tokenizer, token_stream(texts, tokenizer), depths, **sizes, **numbers), source
 
     def questions(part: str) -> "dict[str, list[BabiQuestion]]":
-        files = babi_files(options.task_files, part, options.babi_tasks)
-        return {f"qa{task}": read_babi(path) for task, path in zip(options.babi_tasks, files, strict=True)}
+        files = tasks.babi_files(options.task_files, part, options.babi_tasks)
+        return {f"qa{task}": tasks.read_babi(path) for task, path in zip(options.babi_tasks, files, strict=True)}
 
     examples = questions("train") if options.shots > 0 else None
-    grid = BabilongGrid(tokenizer, questions("test"), texts, shots=options.shots, examples=examples, **sizes)
+    grid = tasks.BabilongGrid(tokenizer, questions("test"), texts, shots=options.shots, examples=examples, **sizes)
     return grid, replace(source, name=f"bAbI in {source.name}")
 
 
@@ -201,15 +192,11 @@ def _write(folder: Path, results: "Sequence[RetrievalResult]") -> Path:
     from hf_recurrent_lengthgen.cli.report import draw
     from hf_recurrent_lengthgen.evaluation.files import write_result
     from hf_recurrent_lengthgen.metrics import RetrievalComparison
-    from hf_recurrent_lengthgen.metrics.retrieval.figure import (
-        heat_map_figure,
-        mistakes_figure,
-        retrieval_accuracy_figure,
-    )
+    from hf_recurrent_lengthgen.metrics.retrieval import figure
 
     write_result(folder / "retrieval.json", RetrievalComparison(tuple(results)))
-    draw(heat_map_figure(results), folder / "heat_map")
-    draw(retrieval_accuracy_figure(results), folder / "accuracy")
+    draw(figure.heat_map_figure(results), folder / "heat_map")
+    draw(figure.retrieval_accuracy_figure(results), folder / "accuracy")
     if results[0].mistakes_by_length:
-        draw(mistakes_figure(results), folder / "mistakes")
+        draw(figure.mistakes_figure(results), folder / "mistakes")
     return folder / "heat_map.png"

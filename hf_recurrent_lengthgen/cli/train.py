@@ -1,8 +1,7 @@
 """`lengthgen train`: train or post-train a model with any intervention."""
 
-import contextlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,35 +41,19 @@ command_parser = RunParser
 
 def run(arguments: Sequence[str]) -> int:
     arguments = list(arguments)
-    command = ["lengthgen", "train", *arguments]
+    command, grouped = ["lengthgen", "train", *arguments], dist.is_initialized()
     config_file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     settings, training, trainer_class = read_options(arguments, config_file)
     try:
-        with ending_processes():
-            train(settings, training, trainer_class, command)
+        train(settings, training, trainer_class, command)
     except KeyboardInterrupt:
         if training.process_index == 0 and newest_complete_checkpoint(str(training.output_dir)) is not None:
             place = " in place of --resume-from-checkpoint" if training.resume_from_checkpoint else ""
             print(f"On the command line, add --resume to the same options{place} to continue.", flush=True)
         raise
+    if dist.is_initialized() and not grouped:
+        dist.destroy_process_group()  # threads of one that outlives the interpreter abort the process
     return 0
-
-
-@contextlib.contextmanager
-def ending_processes() -> Iterator[None]:
-    """End the process group that the block has made: threads of one that outlives the interpreter abort the process.
-
-    With NCCL not after an error, because a process would wait for the others, which wait for it.
-    """
-    kept = dist.is_initialized()
-    try:
-        yield
-    except Exception:
-        kept = kept or (dist.is_initialized() and dist.get_backend() != "gloo")
-        raise
-    finally:
-        if dist.is_initialized() and not kept:
-            dist.destroy_process_group()
 
 
 def train(

@@ -73,18 +73,8 @@ def test_a_report_names_how_a_model_forgets(
 ) -> None:
     out = tmp_path / "forgets"
     assert forget(checkpoint, "--output", out, "--insertion", 0.75, "--retention", 0.9999) == 0
-    options = [
-        "--data",
-        text_file,
-        "--split",
-        "train",
-        "--sequences",
-        2,
-        "--length",
-        32,
-        "--output",
-        tmp_path / "report",
-    ]
+    options = ["--data", text_file, "--split", "train", "--sequences", 2, "--length", 32]
+    options += ["--output", tmp_path / "report"]
     assert main(["evaluate", *map(str, [checkpoint, out, *options])]) == 0
     names = [checkpoint.name, f"{out.name} (retention 0.9999, insertion 0.75)"]
     assert [m.evaluation.model for m in read_result(tmp_path / "report" / "result.json", Comparison).models] == names

@@ -22,14 +22,12 @@ from transformers import (
     MambaForCausalLM,
     RecurrentGemmaConfig,
 )
-from transformers.utils import logging
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
 from hf_recurrent_lengthgen.cli.inputs import (
     chosen_split,
     load_documents,
     load_stream,
-    quiet_libraries,
     token_unit,
 )
 from hf_recurrent_lengthgen.data import byte_tokenizer
@@ -175,8 +173,6 @@ def test_streams_say_where_they_come_from(tmp_path: Path) -> None:
     assert stream.source.description == "two.jsonl, split train"
     with pytest.raises(ValueError, match="no column 'text'"):
         load_stream(str(path), "train", byte_tokenizer())
-    with pytest.raises(ValueError, match="'train' and 'validation'"):
-        load_stream("stdlib", "test", byte_tokenizer())
 
 
 def test_the_only_split_is_taken_whatever_it_is_called(tmp_path: Path) -> None:
@@ -195,18 +191,6 @@ def test_the_only_split_is_taken_whatever_it_is_called(tmp_path: Path) -> None:
         assert chosen_split(data, "other", "validation") == "other"
     for unreadable in ("stdlib", str(tmp_path / "nowhere.jsonl")):
         assert chosen_split(unreadable, None, "validation") == "validation"
-
-
-def test_libraries_are_quiet_inside_and_as_before_afterwards() -> None:
-    def now() -> tuple[int, bool]:
-        return logging.get_verbosity(), logging.is_progress_bar_enabled()
-
-    before = now()
-    with quiet_libraries():
-        with quiet_libraries():
-            pass
-        assert now() == (logging.ERROR, False)
-    assert now() == before
 
 
 def test_half_precision_weights_are_loaded_in_float32(checkpoint: Path, tmp_path: Path) -> None:
