@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 REFERENCE = {
     "hf_recurrent_lengthgen": "top",
-    "hf_recurrent_lengthgen.checkpoints": "top",
     "hf_recurrent_lengthgen.checkpoints.cards": "top",
     "hf_recurrent_lengthgen.data": "data",
     "hf_recurrent_lengthgen.data.tasks": "data",
@@ -115,7 +114,7 @@ def test_every_command_is_in_the_reference(site: Path, pages: dict[Path, Page]) 
         start = "Run lm-evaluation-harness" if name == "harness" else f"usage: lengthgen {name} "
         assert start in page.words
     assert "usage: lengthgen recipe show " in page.words
-    assert "~/.cache/hf_recurrent_lengthgen" in page.words
+    assert "~/.cache" in page.words
     assert str(Path.home()) not in page.words
 
 
