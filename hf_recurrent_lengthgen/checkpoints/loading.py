@@ -65,21 +65,15 @@ def check_name(name: str) -> None:
         raise ValueError(f"{name} is no folder here: give a checkpoint folder, or a name on the Hub (owner/name).")
 
 
-def _check_dtypes(folder: Path, model: torch.nn.Module) -> None:
-    """Raise a `ValueError` for parameters that are integers in the files and were cast; buffers may be masks."""
-    parameters = dict(model.named_parameters())
-    for path in sorted(folder.glob("model*.safetensors")):
-        for key, meta in stored_tensors(path).items():
-            if key in parameters and not meta.dtype.is_floating_point:
-                raise ValueError(f"{path} holds {key} as {meta.dtype}, but weights must be floating-point numbers.")
-
-
-def _check_tied(name: str, model: Any) -> None:
-    """Raise a `ValueError` for a head that the config ties, and the files do not; Transformers then unties it."""
+def _check_weights(name: str, model: Any) -> None:
+    """Raise a `ValueError` for what Transformers changes in silence: integers that become weights, an untied head."""
+    parameters = dict(model.named_parameters())  # buffers may be masks
+    metas = {key: meta for path in Path(name).glob("model*.safetensors") for key, meta in stored_tensors(path).items()}
+    integers = {key: meta.dtype for key, meta in metas.items() if not meta.dtype.is_floating_point}
+    if cast := sorted(parameters.keys() & integers.keys()):
+        raise ValueError(f"{name} holds {cast[0]} as {integers[cast[0]]}, but weights must be floating-point numbers.")
     ties = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
-    if not (ties and getattr(model, "_tied_weights_keys", None)):
-        return
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if ties and getattr(model, "_tied_weights_keys", None) else None
     if head is not None and head.weight is not model.get_input_embeddings().weight:
         raise ValueError(
             f"The config of {name} ties head and embeddings, but its files hold another head: set tie_word_embeddings "
@@ -269,8 +263,7 @@ def _load(
         advice = f" If they have the names of another library, {_to_convert(name)}" if foreign else ""
         raise ValueError(f"The weights in {name} do not fit its config.json, {words}.{advice}")
     if "quantization_config" not in settings:
-        _check_dtypes(Path(name), model)
-        _check_tied(name, model)
+        _check_weights(name, model)
     return stateful(model) if model_type in SUPPORTED and model_type not in STATEFUL_CLASSES else model
 
 

@@ -25,18 +25,10 @@ WEIGHT_FILES = (
 """Names of weight files, in the order in which Transformers looks for them; a single .pth file comes last."""
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    **{f"F{8 * dtype.itemsize}": dtype for dtype in (torch.float64, torch.float32, torch.float16)},
+    **{f"I{8 * dtype.itemsize}": dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.int8)},
+    **{"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"U8": torch.uint8, "BOOL": torch.bool},
 }
 """Dtypes by their names in safetensors files."""
 

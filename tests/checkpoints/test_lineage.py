@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from hf_recurrent_lengthgen.checkpoints import sources
-from hf_recurrent_lengthgen.checkpoints.papers import ALIGNMENT, UNEXPLORED_STATES, Paper
 from hf_recurrent_lengthgen.checkpoints.records import last_training, verified_files
 
 
@@ -55,11 +54,3 @@ def test_a_verification_speaks_for_tokenizer_and_generation_too(tmp_path: Path) 
     before = verified_files(tmp_path)
     (tmp_path / "added_tokens.json").write_text("y")
     assert {name for name, _ in before.items() ^ verified_files(tmp_path).items()} == {"added_tokens.json"}
-
-
-def test_papers_are_named_as_texts_cite_them() -> None:
-    assert UNEXPLORED_STATES.name == "Buitrago Ruiz and Gu, 2025"
-    assert ALIGNMENT.name == "Du et al., 2025"
-    assert Paper("1", "Weston, Jason and others", 2015, "T").name == "Weston et al., 2015"
-    assert ALIGNMENT.bibtex.startswith("@article{du2025longshort,")
-    assert UNEXPLORED_STATES.bibtex.startswith("@article{buitragoruiz2025understanding,\n  title = {Understanding")

@@ -13,7 +13,6 @@ from peft import (
     LoraConfig,
     PeftModel,
     TrainableTokensConfig,
-    VBLoRAConfig,
     VeraConfig,
     get_peft_model,
 )
@@ -47,16 +46,12 @@ def embeddings(model: Any) -> str:
 OPTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
     "plain": lambda words: {},
     "dora": lambda words: {"use_dora": True},
-    "bias all": lambda words: {"bias": "all"},
     "saved embeddings": lambda words: {"modules_to_save": [words]},
     "tokens": lambda words: {"trainable_token_indices": [3, 4]},
     "tokens of the head": lambda words: {"trainable_token_indices": {"lm_head": [3, 4]}},
     "tokens and head": lambda words: {"trainable_token_indices": [3, 4], "target_modules": ["lm_head"]},
-    "patterns": lambda words: {"rank_pattern": {".*proj": 1}, "alpha_pattern": {".*proj": 7}},
     "embeddings": lambda words: {"target_modules": [words]},
     "head": lambda words: {"target_modules": ["lm_head"]},
-    "all linear": lambda words: {"target_modules": "all-linear"},
-    "pissa": lambda words: {"init_lora_weights": "pissa"},
 }
 QUICK = {("mamba2", "plain"), ("mamba2", "tokens"), ("mamba2 tied", "head"), ("zamba", "plain")}
 QUICK |= {("mamba2 tied", option) for option in ("tokens of the head", "tokens and head")}
@@ -131,35 +126,19 @@ def of_tokens(tokens: Any, targets: tuple[str, ...] = ("in_proj",), **changes: A
 
 TIED: dict[str, tuple[Callable[[str], Any], bool]] = {
     "tokens": (lambda words: of_tokens([3, 4]), False),
-    "tokens of embeddings": (lambda words: of_tokens({words: [3, 4]}), False),
     "tokens of the head": (lambda words: of_tokens({"lm_head": [3, 4]}), True),
     "the same tokens of both": (lambda words: of_tokens({words: [3, 4], "lm_head": [3, 4]}), False),
     "other tokens of both": (lambda words: of_tokens({words: [3, 4], "lm_head": [4, 5]}), True),
     "tokens and LoRA of the head": (lambda words: of_tokens([3, 4], ("lm_head", "in_proj")), True),
-    "tokens of embeddings and LoRA of the head": (lambda words: of_tokens({words: [3]}, ("lm_head",)), True),
     "tokens of the head and LoRA of embeddings": (lambda words: of_tokens({"lm_head": [3]}, (words,)), True),
-    "tokens of the head, other embeddings": (
-        lambda words: of_tokens({"lm_head": [3]}, modules_to_save=[words]),
-        False,
-    ),
-    "LoRA of embeddings, another head": (lambda words: of_tokens(None, (words,), modules_to_save=["lm_head"]), False),
-    "other embeddings": (lambda words: of_tokens(None, modules_to_save=[words]), False),
-    "another head": (lambda words: of_tokens(None, modules_to_save=["lm_head"]), False),
     "others of both": (lambda words: of_tokens(None, modules_to_save=["lm_head", words]), False),
     "one other for both": (
         lambda words: of_tokens(None, modules_to_save=[words], ensure_weight_tying=True),
         False,
     ),
     "DoRA of the head": (lambda words: of_tokens(None, ("lm_head",), use_dora=True), True),
-    "parameters of the head": (lambda words: of_tokens(None, (), target_parameters=["lm_head.weight"]), True),
     "tokens alone": (lambda words: TrainableTokensConfig(token_indices=[3], target_modules=[words], **COMMON), False),
-    "IA3": (lambda words: IA3Config(target_modules=["lm_head"], feedforward_modules=[], **COMMON), True),
-    "VeRA": (lambda words: VeraConfig(target_modules=["lm_head"], r=4, **COMMON), True),
     "VeRA elsewhere": (lambda words: VeraConfig(target_modules=["in_proj"], r=4, **COMMON), False),
-    "VBLoRA elsewhere": (
-        lambda words: VBLoRAConfig(target_modules=["in_proj"], vector_length=4, num_vectors=8, **COMMON),
-        False,
-    ),
 }
 
 

@@ -54,8 +54,6 @@ SECRETS = [
 PATHS = [
     ("results/a.json", r'{"d": "texts:\n/home/alice/x.txt"}', "/home/alice/x.txt"),
     ("README.md", "data:/home/alice/corpus.txt, split train", "/home/alice/corpus.txt"),
-    ("README.md", "file:///Users/alice/x", "/Users/alice/x"),
-    ("README.md", "C:/Users/alice/x", "C:/Users/alice/x"),
     ("results/a.json", json.dumps({"d": r"D:\Users\alice"}), r"D:\\Users\\alice"),
     ("README.md", f"`/scratch/{Path.home().name}/x`", f"/scratch/{Path.home().name}/x"),
 ]
@@ -95,8 +93,7 @@ HEAD = "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0."
     "text",
     [
         f"with {HUB_TOKEN}, x",
-        f"a={KEY}",
-        "a https://bob:s3cretpass@host.org/a",
+        f"a={KEY} https://bob:s3cretpass@host.org/a",
         f"--auth=ghp_{TAIL}",
         f"https://ghp_{TAIL}@github.com/x",
         f"use glpat-{TAIL[:20]} here",
@@ -158,10 +155,8 @@ def test_commands_show_no_tokens_and_keys(arguments: list[str], shown: str) -> N
         ("data:/home/alice/corpus.txt", "data:corpus.txt"),
         ('{"data": "/home/alice/x", "n": 1}', '{"data": "x", "n": 1}'),
         ("file:///home/alice/x", "x"),
-        ("~alice/x", "x"),
         (r"D:\data\alice\x.txt", "x.txt"),
         ("D:/data/alice/x.txt", "x.txt"),
-        ("/home/me/model/", "model"),
         ("--model=/home/me/model", "--model=model"),
         ("~/model", "model"),
         ("../data/book.txt", "../data/book.txt"),
@@ -177,10 +172,7 @@ def test_paths_within_arguments_are_shortened(argument: str, shown: str) -> None
     ("text", "shown"),
     [
         ("data:/home/alice/x.txt, all", "data:x.txt, all"),
-        ("-/home/alice/x", "-x"),
         ("from\n/home/alice/x and ~alice/y", "from\nx and y"),
-        ("file:///home/alice/x", "x"),
-        (r"D:\data\alice\x.txt, split", "x.txt, split"),
         (f"with {HUB_TOKEN}", "with HIDDEN"),
         ("https://a.org/b/c: 1/2", "https://a.org/b/c: 1/2"),
     ],

@@ -73,15 +73,6 @@ def test_what_is_not_on_the_hub_is_told(
         convert_checkpoint(name, tmp_path / "ours", revision=revision)
 
 
-def test_a_server_that_fails_is_told_and_nothing_is_written(hub: Endpoint, tmp_path: Path) -> None:
-    hub.put("user/name", contents(write_tiny_random_model("transformers", "mamba", tmp_path / "theirs")))
-    hub.fail("GET", "/resolve/.*safetensors", status=500, times=100)
-    hub.fail("HEAD", "/resolve/.*safetensors", status=500, times=100)
-    with pytest.raises(ValueError, match="user/name"):
-        convert_checkpoint("user/name", tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
-
-
 def test_a_file_in_the_cache_of_the_hub_keeps_its_name_and_neighbours(tmp_path: Path) -> None:
     write_tiny_random_model("mamba-ssm", "mamba", tmp_path / "theirs")
     model = tmp_path / "models--user--name"

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import shutil
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -223,7 +224,8 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
         wrapped=not learned and not checkpoint.model_type.startswith("stateful_") and family is None,
         forgets=in_words(checkpoint.forgets) if checkpoint.forgets != Forgetting() else None,
         papers=list(dict.fromkeys(method.paper for method in checkpoint.methods if method.paper)),
-        version=_version(checkpoint),
+        # of the package that changed the checkpoint last
+        version=ChainMap(*(step.versions for step in reversed(checkpoint.steps)), installed_versions())[PACKAGE],
         transformers=TESTED,
         package=PACKAGE,
         own_words="\n\n".join(filter(None, (OWN_WORDS[0], settings.own_words, OWN_WORDS[1]))),
@@ -270,9 +272,3 @@ def _set_aside(readme: Path) -> Path:
     free = next(name for number in numbers if not (name := readme.with_name(f"README.old{number}.md")).exists())
     shutil.copyfile(readme, free)
     return free
-
-
-def _version(checkpoint: Checkpoint) -> str:
-    """Version of this package when it last changed the checkpoint, else the installed one."""
-    made = [step.versions[PACKAGE] for step in checkpoint.steps if PACKAGE in step.versions]
-    return made[-1] if made else installed_versions()[PACKAGE]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from hf_recurrent_lengthgen.checkpoints.cards.facts import Evidence
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape, table
@@ -35,12 +36,13 @@ def verdict(models: Sequence[ComparedModel], retrievals: Sequence[RetrievalResul
     own = models[0].evaluation
     length, unit = own.training_length, own.data.token_unit
     start, stop = own.harm.last_range
+    shown = partial(interval_text, sign=True, bounds=" [{}, {}]")
     harm = (
         f"**{_headline(models, vocab_size)}** At positions {start:,} to {stop:,}, its loss with the whole text is "
-        f"{_estimate(own.harm.last)} nats per {unit} compared with only the last {length:,} {unit}s"
+        f"{shown(own.harm.last)} nats per {unit} compared with only the last {length:,} {unit}s"
     )
     for model in _others(models):
-        harm += f"; for {COMPARED[model.role]}, it is {_estimate(model.evaluation.harm.last)}"
+        harm += f"; for {COMPARED[model.role]}, it is {shown(model.evaluation.harm.last)}"
     lost = [f" Retrieval falls short: {clause}." for result in retrievals for clause in not_found(result)[:1]]
     return f"{harm}.{''.join(lost[:1])}"
 
@@ -56,10 +58,6 @@ def _others(models: Sequence[ComparedModel]) -> list[ComparedModel]:
     ]
     window = own.evaluation.attention_window
     return [model for model in named if model.evaluation.attention_window == window] or named
-
-
-def _estimate(harm: Estimate) -> str:
-    return interval_text(harm, sign=True, bounds=" [{}, {}]")
 
 
 def _headline(models: Sequence[ComparedModel], vocab_size: int | None) -> str:
@@ -124,7 +122,9 @@ def comparison_table(models: Sequence[ComparedModel]) -> str:
     rows: dict[str, Callable[[EvaluationResult], str]] = {
         "Training length": lambda result: f"{result.training_length:,}",
         "Loss inside it": lambda result: _cell(result.in_window.loss),
-        f"Loss at {start:,} to {stop:,}": lambda result: _mean(mean_over(result, start, stop)),
+        f"Loss at {start:,} to {stop:,}": lambda result: (
+            _NONE if (mean := mean_over(result, start, stop)) is None else number_text(mean, ".3f")
+        ),
         f"Harm of the context beyond it, at {start:,} to {stop:,}": lambda result: _cell(result.harm.last, sign=True),
         f"Harm above {own.harm.threshold:g} from": lambda result: result.harm.onset,
         f"Gain from context inside it, position {early:,} to {late:,}": lambda result: _cell(
@@ -141,10 +141,6 @@ def comparison_table(models: Sequence[ComparedModel]) -> str:
 def _cell(estimate: Estimate, sign: bool = False) -> str:
     """An estimate with its interval on a second line, which keeps the table narrow."""
     return interval_text(estimate, sign, "<br>[{}, {}]")
-
-
-def _mean(value: float | None) -> str:
-    return _NONE if value is None else number_text(value, ".3f")
 
 
 def mean_over(result: EvaluationResult, start: int, stop: int) -> float | None:

@@ -8,7 +8,6 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     SOURCE_CONFIG,
     Format,
     Settings,
-    is_tied,
     plain,
     told_settings,
     with_settings,
@@ -103,7 +102,7 @@ def check_exportable(format: Format, config: Any) -> None:
         "attention_layers": getattr(config, "attention_layers", None),
         # gates of KDA keep the rank of the heads before they were merged
         **{each: of for each, of in sizes.items() if of and (len({*of}) > 1 or config.model_type == "stateful_kda")},
-        "tie_word_embeddings": is_tied(config) and holds_head,
+        "tie_word_embeddings": config.tie_word_embeddings and holds_head,
     }
     if values := ", ".join(f"{name} {value}" for name, value in lost.items() if value):
         raise ValueError(

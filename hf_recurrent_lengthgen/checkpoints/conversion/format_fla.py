@@ -19,7 +19,6 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     Format,
     Settings,
     check_settings,
-    is_tied,
     plain,
     same_names,
 )
@@ -170,7 +169,7 @@ def _from_config(config: Any) -> Settings:
     if "rescale_prenorm_residual" in settings:  # of initialization; Transformers 5 rescales loaded weights, too
         settings["rescale_prenorm_residual"] = False
     settings |= {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    settings |= {"tie_word_embeddings": is_tied(config), "model_type": kind}
+    settings |= {"tie_word_embeddings": bool(config.tie_word_embeddings), "model_type": kind}
     return {name: plain(value) for name, value in settings.items()} | {
         "architectures": [STATEFUL_CLASSES[kind].__name__.removeprefix("Stateful")]
     }

@@ -15,7 +15,6 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
     Format,
     Settings,
     check_settings,
-    is_tied,
     plain,
     same_names,
 )
@@ -154,7 +153,7 @@ def _from_config(config: Any) -> Settings:
         "residual_in_fp32": config.residual_in_fp32,
         # the largest power of 2 that needs no further padding
         "pad_vocab_size_multiple": config.vocab_size & -config.vocab_size,
-        "tie_embeddings": is_tied(config),
+        "tie_embeddings": bool(config.tie_word_embeddings),
     }
 
 

@@ -128,8 +128,7 @@ def _assumed(config: Any) -> Settings:
 
 def _rwkv6_sizes(metas: Mapping[str, Meta], attention: str, expand: float, heads: int) -> Settings:
     return {
-        "expand_k": int(expand) if expand == int(expand) else expand,
-        "expand_v": int(expand) if expand == int(expand) else expand,
+        **dict.fromkeys(("expand_k", "expand_v"), int(expand) if expand == int(expand) else expand),
         "num_heads": heads,
         "proj_low_rank_dim": _shape(metas, f"{attention}time_maa_w1")[1] // 5,
         "gate_low_rank_dim": _shape(metas, f"{attention}time_decay_w1")[1],

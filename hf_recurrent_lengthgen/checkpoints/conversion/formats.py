@@ -155,22 +155,17 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def is_tied(config: Any) -> bool:
-    """Whether the head is the embeddings."""
-    return bool(config.tie_word_embeddings)
-
-
-def expected_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in a checkpoint of this package by name, in order, without a tied head."""
     model = blank_model(config)
-    tied = model._tied_weights_keys if is_tied(config) else {}
+    tied = model._tied_weights_keys if config.tie_word_embeddings else {}
     return {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
 
 
-def tied_names(config: PreTrainedConfig) -> tuple[str, str] | None:
+def tied_names(config: Any) -> tuple[str, str] | None:
     """Our names of head and embeddings if they are tied; else None."""
     tied: dict[str, str] = FAMILIES[config.model_type]._tied_weights_keys or {}
-    return next(iter(tied.items())) if is_tied(config) and tied else None
+    return next(iter(tied.items())) if config.tie_word_embeddings and tied else None
 
 
 def same_names(config: PreTrainedConfig, others: Mapping[str, str] | None = None) -> list[Rename]:

@@ -1,27 +1,18 @@
 """Maps between the tensors of another layout and ours: data, and pure functions of tensors.
 
-A map is a sequence of `Rename`; "{layer}" in a name stands for each layer. `to_ours` and `to_theirs` check all names
-and shapes before any tensor is read, and return the entries that `tensor_writing` writes.
+A map is a sequence of `Rename`; "{layer}" in a name stands for each layer. `to_ours` and `to_theirs` take
+`TensorFiles`, check all names and shapes before any tensor is read, and return the entries that are then written.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry
-from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
-
-
-class Tensors(Protocol):
-    """Named tensors that are read one by one, such as `TensorFiles`."""
-
-    metas: dict[str, Meta]
-
-    def tensor(self, name: str) -> Tensor: ...
 
 
 class Transform(NamedTuple):
@@ -34,11 +25,7 @@ class Transform(NamedTuple):
     to_theirs: Callable[..., Tensor | Sequence[Tensor]]
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-SAME = Transform(_same, _same)
+SAME = Transform(lambda tensor: tensor, lambda tensor: tensor)
 
 
 @dataclass(frozen=True)
@@ -85,7 +72,7 @@ def expand(renames: Iterable[Rename], layers: int) -> list[Rename]:
 
 def to_ours(
     renames: Sequence[Rename],
-    theirs: Tensors,
+    theirs: Any,
     expected: Mapping[str, tuple[int, ...]],
     where: str,
     ignored: Iterable[str] = (),
@@ -99,7 +86,7 @@ def to_ours(
 
 
 def to_theirs(
-    renames: Sequence[Rename], ours: Tensors, expected: Mapping[str, tuple[int, ...]], where: str
+    renames: Sequence[Rename], ours: Any, expected: Mapping[str, tuple[int, ...]], where: str
 ) -> list[Entry]:
     """Entries of all their tensors, made from ours; as `to_ours`, and `expected` has the shapes of ours, too."""
     given = {name: meta.shape for name, meta in ours.metas.items()}
@@ -121,7 +108,7 @@ def _tensors(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _mapped(
     renames: Sequence[Rename],
-    source: Tensors,
+    source: Any,
     expected: Mapping[str, tuple[int, ...]] | None,
     where: str,
     wrong: Sequence[str] = (),
@@ -148,7 +135,7 @@ def _mapped(
 
 
 def _made(
-    rename: Rename, source: Tensors, expected: Mapping[str, tuple[int, ...]] | None
+    rename: Rename, source: Any, expected: Mapping[str, tuple[int, ...]] | None
 ) -> tuple[list[Entry], list[str]]:
     """The entries that a rename makes, and the errors in their shapes."""
     given, made = rename.their_names, rename.our_names

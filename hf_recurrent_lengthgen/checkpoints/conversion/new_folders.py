@@ -31,19 +31,18 @@ def new_folder(folder: Path) -> Iterator[Path]:
     there = folder.is_dir()
     folder.parent.mkdir(parents=True, exist_ok=True)
     parent = folder if there else folder.parent
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=parent))
+    hidden = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=parent))
+    temporary = hidden / "new"  # with the permissions of the user's umask
+    temporary.mkdir()
     try:
         yield temporary
         if there:  # it may be a mount point or the working directory
             for path in temporary.iterdir():
                 os.replace(path, folder / path.name)
         else:
-            umask = os.umask(0)
-            os.umask(umask)
-            temporary.chmod(0o777 & ~umask)
             os.replace(temporary, folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def save_checkpoint(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.checkpoints.conversion.formats import is_tied, same_names
+from hf_recurrent_lengthgen.checkpoints.conversion.formats import same_names
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import SAME, Rename, Transform
 from hf_recurrent_lengthgen.models import StatefulRWKV5Config, StatefulRWKV6Config, StatefulRWKV7Config
 
@@ -165,5 +165,5 @@ def pth_renames(config: Any) -> list[Rename]:
 def repository_renames(config: Any) -> list[Rename]:
     if config.model_type == RWKV5:
         return same_names(config)
-    renames = [rename for rename in rwkv6_map() if not (is_tied(config) and rename.theirs == "head.weight")]
+    renames = [rename for rename in rwkv6_map() if not (config.tie_word_embeddings and rename.theirs == "head.weight")]
     return [replace(rename, theirs=tuple(map(in_repository, rename.their_names))) for rename in renames]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.utils import validate_repo_id
 
@@ -14,7 +13,6 @@ from hf_recurrent_lengthgen.checkpoints.card_mark import cards_digest, read_card
 from hf_recurrent_lengthgen.checkpoints.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
 from hf_recurrent_lengthgen.checkpoints.records import unverified, verified_files
 from hf_recurrent_lengthgen.versions import installed_versions
-from hf_recurrent_lengthgen.yaml_files import UniqueKeys
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,6 @@ def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
     try:
         text = card.read_text(encoding="utf-8")
         data = ModelCard(text).data.to_dict()
-        if text.startswith("---"):
-            next(yaml.load_all(text, Loader=UniqueKeys))
     except Exception as error:  # of the YAML parser and of the checks of each field
         return [f"the metadata of README.md cannot be read ({' '.join(str(error).split())})"]
     if not data:

@@ -49,12 +49,6 @@ def read(model: Any, tokens: torch.Tensor, pieces: list[int]) -> dict[str, torch
     return {"logits": torch.cat(logits, dim=1), **parts, "gradient": gradient(model, tokens)}
 
 
-def exact_arithmetic() -> None:
-    """Turn off TF32, which rounds the factors of float32 convolutions and matrix products on a GPU."""
-    torch.backends.cudnn.allow_tf32 = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
 def check_tokenizer(tokenizer: Any, rows: int) -> None:
     """Raise a `ValueError` for a tokenizer that lacks its vocabulary, or has more ids than embeddings."""
     vocabulary = tokenizer.get_vocab()
@@ -69,7 +63,8 @@ def main(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    exact_arithmetic()
+    # TF32 rounds the factors of float32 convolutions and matrix products on a GPU
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     checkpoint, trust = request["checkpoint"], {"trust_remote_code": True}
     config = AutoConfig.from_pretrained(checkpoint, **trust)
     if hasattr(config, "scan_backend"):

@@ -90,16 +90,6 @@ def test_the_tables_show_the_numbers_of_the_result_file(cured: Path, work: Work)
     assert blocks(text, "bash")[-1].startswith("lengthgen train --model base --output cured --data text.txt")
 
 
-def test_pictures_are_files_beside_the_card(cured: Path) -> None:
-    text = (cured / "README.md").read_text(encoding="utf-8")
-    shown = re.findall(r"!\[[^\]]+\]\((.*?)\)", text)
-    assert shown == ["figures/position_wise.png", "figures/context_harm.png"]
-    assert all((cured / name).read_bytes().startswith(b"\x89PNG") for name in shown)
-    linked = re.findall(r"\]\(((?!https:)[^)]*)\)", text)
-    assert all((cured / name).is_file() for name in linked)
-    assert {path.name for path in (cured / "figures").iterdir()} == {"position_wise.png", "context_harm.png"}
-
-
 def test_its_code_runs_without_our_package(cured: Path, tmp_path: Path) -> None:
     code = blocks((cured / "README.md").read_text(encoding="utf-8"), "python")
     assert len(code) == 2

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_recurrent_lengthgen.checkpoints.card_mark import cards_digest, read_card_mark
+from hf_recurrent_lengthgen.checkpoints.card_mark import read_card_mark
 from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, card, write_card, write_card_of_run
 from hf_recurrent_lengthgen.checkpoints.hub.push import plan_push
-from hf_recurrent_lengthgen.checkpoints.records import verified_files
 from tests.checkpoints.cards.conftest import Work
 from tests.checkpoints.cards.reading import WORDS, written_into
 
@@ -70,19 +69,6 @@ def test_a_card_is_written_again_from_its_own_results(work: Work, tmp_path: Path
     assert write_card(folder).path.read_text() == first
     assert write_card(folder, []).path.read_text() != first
     assert not [*(folder / "figures").iterdir(), *(folder / "results").iterdir()]
-
-
-def test_a_card_tells_which_files_it_is_of(work: Work, tmp_path: Path) -> None:
-    folder = work.copy("cured", tmp_path / "cured")
-    text = write_card(folder, [work.results]).path.read_text()
-    mark = read_card_mark(text)
-    assert mark is not None
-    assert mark.made_of == cards_digest(verified_files(folder))
-    for name in ("config.json", "model.safetensors"):
-        other = work.copy("cured", tmp_path / name)
-        with open(other / name, "ab") as file:
-            file.write(b" ")
-        assert cards_digest(verified_files(other)) != mark.made_of
 
 
 def test_a_card_of_a_stranger_deletes_nothing_outside(work: Work, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from transformers import AutoTokenizer
 
 from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, build_card, write_card
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape
@@ -225,7 +224,3 @@ def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Pa
     assert (both.count(row[0]), both.count("- Measured on 3 texts")) == (1, 1)
     assert "change predictions by 0.250" in both.partition("### Diagnosis")[2]
     assert len(ModelCard(both).data.eval_results) == 3
-
-
-def test_the_tokenizer_of_the_code_is_there(cured: Path) -> None:
-    assert AutoTokenizer.from_pretrained(cured)("ab", add_special_tokens=False)["input_ids"] == [100, 101]

@@ -1,6 +1,9 @@
 """RWKV-6 and RWKV-5.2 as loops over tokens in float64, on the names of .pth files, and random weights in that layout.
 
-For RWKV-7, only such weights: its truth is the author's own code (`make_rwkv7_fixture.py`).
+For RWKV-7, only such weights: its truth is the author's own code. rwkv/x070.safetensors was made by the package
+rwkv 0.8.32 from the weights of `even_draw`: token ids (T,), logits (T, vocabulary), and after `split` tokens of each
+layer N its state, N.time (D,), N.memory (H, N values, N keys) and N.channel (D,). The script is in the history,
+make_rwkv7_fixture.py at db8b6a28.
 
 Written from Peng et al. 2024 (arXiv:2404.05892), sections 3 and 4: RWKV-6 is its equations 10 to 21 (Finch), RWKV-5.2
 its equations 3 to 9 (Eagle); layouts of the tensors are those of RWKV-LM, generations x060 and x052.

@@ -16,7 +16,6 @@ from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkp
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.checkpoints.records import file_digest, read_lineage
-from tests.versions import SINCE_5_23
 
 CARD = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n\n# A model\n"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -81,30 +80,6 @@ def test_a_snapshot_of_the_hub_tells_its_name_commit_and_training_length(source:
     assert (lineage.source.name, lineage.source.on_hub) == ("state-spaces/mamba2-130m", True)
     assert lineage.source.revision == COMMIT
     assert read_config(tmp_path / "ours")["training_length"] == 2048
-
-
-def cached(cache: Path, source: Path, repo_id: str) -> Path:
-    """The cache of the Hub's client with one model in it."""
-    folder = cache / f"models--{repo_id.replace('/', '--')}"
-    shutil.copytree(source, folder / "snapshots" / COMMIT)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(COMMIT)
-    return cache
-
-
-@pytest.mark.skipif(not SINCE_5_23, reason="older clients of the Hub ask it for its files before the cache")
-def test_without_a_network_a_name_on_the_hub_is_taken_from_the_cache(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cached(tmp_path / "hub", source, "user/name")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    convert_checkpoint("user/name", tmp_path / "ours")
-    lineage = read_lineage(tmp_path / "ours")
-    assert lineage is not None
-    assert lineage.source is not None
-    assert (lineage.source.name, lineage.source.revision) == ("user/name", COMMIT)
-    with pytest.raises(ValueError, match="user/other is no local checkpoint, and cannot be downloaded from the Hub"):
-        convert_checkpoint("user/other", tmp_path / "other")
 
 
 def test_tokenizers_are_copied_and_give_the_ids_that_the_config_lacks(source: Path, tmp_path: Path) -> None:

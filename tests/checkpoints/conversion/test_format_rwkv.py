@@ -13,15 +13,10 @@ from safetensors.torch import load_file, save_file
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.format_rwkv import RWKV
-from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
-from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_ours
-from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles
 from tests.checkpoints.conversion.rwkv_files import (
     OFFICIAL,
     SHAPES,
     SMALL,
-    Shapes,
     assert_close,
     assert_computes,
     assert_same,
@@ -34,7 +29,7 @@ from tests.checkpoints.conversion.rwkv_files import (
 from tests.models.family_rwkv import rwkv7_loop
 from tests.models.upstream_fixtures import RWKV5_NAMES, load_fixture
 
-from .rwkv_reference import RWKV7_SIZES, Sizes, Sizes7, draw, even_draw, rwkv5_shapes, rwkv7_shapes
+from .rwkv_reference import RWKV7_SIZES, Sizes, draw, even_draw, rwkv5_shapes, rwkv7_shapes
 
 
 @pytest.mark.thinned(3)
@@ -48,18 +43,6 @@ def test_pth_files_compute_what_the_loop_does_and_come_back_the_same(
     assert_computes(tmp_path / "ours", weights)
     export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")
     assert [path.name for path in (tmp_path / "back").iterdir()] == ["model.pth"]
-    assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
-
-
-@both_generations
-def test_bfloat16_is_kept(shapes: Callable[[Sizes], dict[str, Any]], tmp_path: Path) -> None:
-    weights = draw(shapes(SMALL), torch.bfloat16)
-    convert_checkpoint(str(write_pth(weights, tmp_path / "theirs.pth")), tmp_path / "ours")
-    assert json.loads((tmp_path / "ours/config.json").read_text())["dtype"] == "bfloat16"
-    files = TensorFiles(tmp_path / "ours")
-    assert {meta.dtype for meta in files.metas.values()} == {torch.bfloat16}
-    assert_computes(tmp_path / "ours", weights)
-    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv")
     assert_same(torch.load(tmp_path / "back/model.pth", weights_only=True), weights)
 
 
@@ -144,26 +127,6 @@ def test_what_a_file_does_not_say_can_be_told(shapes: Callable[[Sizes], dict[str
     ):
         with pytest.raises(ValueError, match=words):
             convert_checkpoint(str(theirs), tmp_path / "not", told=wrong)
-
-
-# D, layers, ranks and the numbers of parameters in the paper's table of World models (arXiv:2503.14456, appendix)
-OFFICIAL_RWKV7 = {
-    "0.1B": (768, 12, (64, 64, 128, 32), 191_034_624),
-    "1.5B": (2048, 24, (96, 96, 256, 64), 1_527_404_544),
-}
-
-
-@pytest.mark.parametrize(("width", "layers", "ranks", "parameters"), OFFICIAL_RWKV7.values(), ids=OFFICIAL_RWKV7)
-def test_official_sizes_of_rwkv7_are_told_from_shapes(
-    width: int, layers: int, ranks: tuple[int, ...], parameters: int
-) -> None:
-    given = dict(zip("wagv", ranks, strict=True))
-    sizes = Sizes7(width, width // 64, 64, layers, given, 4 * width, 65536)
-    theirs = Shapes(rwkv7_shapes(sizes))
-    config: Any = RWKV.to_config(None, theirs.metas)
-    entries = to_ours(expand(RWKV.renames(config), layers), theirs, expected_shapes(config), "")
-    assert sum(torch.Size(entry.shape).numel() for entry in entries) == parameters
-    assert (config.heads_of(0), config.bos_token_id) == ((width // 64, 64, 64), 0)
 
 
 @pytest.mark.parametrize("generation", [6, 5])

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.checkpoints.card_mark import CardMark, cards_digest
 from hf_recurrent_lengthgen.checkpoints.hub.push import plan_push
@@ -37,16 +36,6 @@ def test_pushing_the_same_again_commits_and_sends_nothing(hub: Endpoint, folder:
     again = push(folder, "name")
     assert (again.commit, again.created) == (first.commit, False)
     assert not [request for request in hub.requests[done:] if "/commit/" in request.path or request.method == "PUT"]
-
-
-def test_push_to_hub_of_transformers_carries_the_code_too(hub: Endpoint, folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.push_to_hub("user/model", private=True)
-    model.save_pretrained(tmp_path / "saved")
-    saved = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
-    assert "modeling_stateful_mamba2.py" in saved
-    assert {name: hub.files("user/model")[name] for name in saved} == saved
-    assert hub.repositories["user/model"].private
 
 
 def test_a_later_push_keeps_what_is_not_in_the_folder_or_deletes_what_is_of_a_checkpoint(
@@ -187,10 +176,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights": (damage("model.safetensors", b"x" * 9), r"changed since it was verified .model.safetensors"),
     "no metadata": (damage("README.md", "# No metadata"), "README.md has no metadata"),
     "bad metadata": (damage("README.md", "---\na: [\n---\n"), "the metadata of README.md cannot be read"),
-    "metadata twice": (
-        damage("README.md", "---\nlicense: mit\ntags: [a]\nlicense: apache-2.0\n---\n# A\n"),
-        r"the metadata of README.md cannot be read \(license stands twice, in line 2 and line 4",
-    ),
     "adapter": (damage("adapter_config.json", "{}"), "holds an adapter.*lengthgen merge"),
     "no code": (
         lambda folder: [code.unlink() for code in folder.glob("*.py")],

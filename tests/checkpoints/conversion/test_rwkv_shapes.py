@@ -1,4 +1,4 @@
-"""What is told from the shapes of RWKV's files, and which files are refused."""
+"""What is told from the names and shapes of RWKV's files."""
 
 import json
 from collections.abc import Callable
