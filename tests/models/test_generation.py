@@ -1,5 +1,6 @@
 """Generation that continues from a state equals generation from the whole text, in every mode of `generate`."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import ByT5Tokenizer, GenerationConfig, LogitsProcessor, TextGenerationPipeline
 
+from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, clone_state, concatenate_rows, take_rows
+from tests.hybrids.tiny_models import tiny_model
 
 from .families import (
     FAMILIES,
@@ -295,26 +298,23 @@ def test_what_generate_cannot_do_is_refused(family: Family) -> None:
         ({"past_key_values": RecurrentCache(random_state(model, 3))}, "cached state has 3 rows, the batch has 2"),
         ({"past_key_values": state}, "must be a RecurrentCache"),
     ):
-        with pytest.raises(ValueError, match=message):
-            generate(model, prompt, **options)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        generate(model, prompt[:1], prompt_lookup_num_tokens=2)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        generate(model, prompt[:1], assistant_model=model)
+        for run in (partial(generate, model), model, model.base_model):
+            with pytest.raises(ValueError, match=message):
+                run(prompt, **options)
+    for assistant in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": model}):
+        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+            generate(model, prompt[:1], **assistant)
     read = RecurrentCache()
     model(prompt, past_key_values=read)
     with pytest.raises(ValueError, match=r"read 3 tokens and input_ids has 3: give the whole text .* or only the new"):
         generate(model, prompt, past_key_values=read)
 
 
-@shell_families
-def test_a_model_refuses_a_state_and_a_cache_at_once_or_a_foreign_cache(family: Family) -> None:
-    model, prompt, state = model_of(family), random_tokens(2, 3), random_state(model_of(family), 2)
-    for run in (model, model.base_model):
-        with pytest.raises(ValueError, match="initial_state or cache, not both"):
-            run(prompt, initial_state=state, past_key_values=RecurrentCache(state))
-        with pytest.raises(ValueError, match="must be a RecurrentCache, got tuple"):
-            run(prompt, past_key_values=state)
+def test_continuous_batching_is_refused() -> None:
+    for model in (build(MAMBA2).eval(), stateful(tiny_model("xlstm")).eval()):
+        for ask in (partial(model.generate_batch, inputs=[[5], [6, 7]]), model.init_continuous_batching):
+            with pytest.raises(ValueError, match=f"{type(model).__name__} cannot be batched continuously.*no recur"):
+                ask()
 
 
 def test_generation_stops_at_strings_and_needs_a_prompt() -> None:

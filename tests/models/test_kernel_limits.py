@@ -35,17 +35,7 @@ from hf_recurrent_lengthgen.models.scan_backends import resolve_backend
 from hf_recurrent_lengthgen.models.scan_hub_kernels import HUB_KERNELS, hub_kernel
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 
-from .families import (
-    GATED_DELTANET,
-    GLA,
-    MAMBA,
-    MAMBA2,
-    RWKV7,
-    Family,
-    build,
-    random_tokens,
-    variant_id,
-)
+from .families import GATED_DELTANET, GLA, MAMBA, MAMBA2, RWKV7, Family, build, random_tokens, variant_id
 from .law import assert_equal_up_to
 from .scan_definitions import scan_gla_reference, scan_ssd_reference
 from .scans import DPLR, RWKV6, SELECTIVE, TRAPEZOID, Scan
