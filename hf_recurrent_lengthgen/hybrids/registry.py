@@ -148,8 +148,8 @@ def stock_type_of(model: StatefulModel) -> StockType:
 def check_uses(model: Any, uses: Mapping[str, Any]) -> None:
     """Raise a `ValueError` for what a model cannot do; `uses` that are None or false do not count."""
     asked = {name for name, value in uses.items() if value is not None and value is not False}
-    known = SUPPORTED.get(model.config.get_text_config(decoder=True).model_type)
-    refused = REFUSED_USES | ({(name,): why for name, why in known.refuses.items()} if known else {})
+    of_type = stock_type_of(model).refuses if hasattr(model, "stock_class") else {}  # else no model of `stateful`
+    refused = REFUSED_USES | {(name,): why for name, why in of_type.items()}
     for names, why in refused.items():
         if asked.issuperset(names):
             raise ValueError(f"{type(model).__name__} does not take {' with '.join(names)}: {why}.")

@@ -57,9 +57,9 @@ def attending_to(model: Any, window: int | None) -> Iterator[None]:
 def check_window(model: Any, window: Any) -> None:
     """Raise a `ValueError` for a window that is none, or that the attention of a model cannot have."""
     _check_number(window)
-    scaled = bool(rope_of_length(model.config.get_text_config(decoder=True)))
-    without = not getattr(model, "attends", False)
-    check_uses(model, {"attention_window": True, "no attention layers": without, ROPE: scaled})
+    attends = getattr(model, "attends", False)
+    scaled = attends and bool(rope_of_length(model.config.get_text_config(decoder=True)))
+    check_uses(model, {"attention_window": True, "no attention layers": not attends, ROPE: scaled})
 
 
 def _check_number(window: Any) -> None:
