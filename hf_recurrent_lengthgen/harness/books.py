@@ -4,6 +4,9 @@ The first tokens of each book are one stream. Shorter books are left out.
 """
 
 import logging
+import math
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import datasets
@@ -48,3 +51,9 @@ def perplexities(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[f
     text = doc["text"]
     counts = {"token": doc["tokens"], "word": len(text.split()), "byte": len(text.encode())}
     return {f"{unit}_perplexity": (results[0], count) for unit, count in counts.items()}
+
+
+def perplexity(items: Sequence[tuple[float, int]]) -> float:
+    """Perplexity over all texts, from log-likelihoods and counts; infinite if it overflows."""
+    mean = -sum(likelihood for likelihood, _ in items) / sum(count for _, count in items)
+    return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf
