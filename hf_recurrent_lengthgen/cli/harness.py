@@ -1,6 +1,7 @@
 """`lengthgen harness`: lm-evaluation-harness with models that carry a state, and the tasks of this package."""
 
 import argparse
+import runpy
 import sys
 from collections.abc import Sequence
 
@@ -50,8 +51,6 @@ def run(arguments: Sequence[str]) -> int:
     import torch
 
     try:
-        from lm_eval.__main__ import cli_evaluate
-
         from hf_recurrent_lengthgen.harness import TASKS
     except ModuleNotFoundError as error:
         raise ValueError(
@@ -70,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
     arguments += [word for name, value in missing.items() for word in (f"--{name}", value)]
     own, sys.argv = sys.argv, ["lengthgen harness", command, *arguments]  # lm_eval reads sys.argv
     try:
-        cli_evaluate()
+        runpy.run_module("lm_eval", run_name="__main__")
     finally:
         sys.argv = own
     return 0
