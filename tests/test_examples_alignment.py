@@ -70,15 +70,3 @@ def test_the_loss_after_a_context_is_that_of_the_last_bytes(llama: Any) -> None:
         found = [study["late_loss"](study["interpolated"](model, factor), texts, 8, 4) for factor in (2.0, 1.0)]
     assert found[0] == pytest.approx(torch.stack(nll).mean().item(), abs=2e-4)
     assert abs(found[0] - found[1]) > 1e-3
-
-
-@pytest.mark.usefixtures("small_corpus")
-@pytest.mark.slow
-def test_llamas_are_studied_once(llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--tiny", "--seeds", "3", "--output", tmp_path / "out", "--results", tmp_path / "results"]
-    llama(*arguments)
-    printed = capsys.readouterr().out
-    assert printed.count("seed 3 llama/") == 4
-    assert (tmp_path / "results/llama.png").read_bytes().startswith(b"\x89PNG")
-    llama(*arguments)
-    assert capsys.readouterr().out == printed[printed.index("| positions") :]

@@ -1,6 +1,5 @@
-"""The study of all families runs in miniature, arm by arm, and continues where it was stopped."""
+"""Checkpoints of the study of all families are made, and its models start as they say."""
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,49 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-METHODS = (
-    *("base", "control", "state_passing", "tbtt", "fitted_noise", "fitted_noise_zero"),
-    *("fitted_noise_first", "fitted_noise_first_zero"),
-)
-WHOLE = ("mamba2", "bamba")
-"""Families in which all methods run: one of ours and a hybrid of Transformers. tests/trainers has all in more."""
-
-
-@pytest.mark.usefixtures("small_corpus")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    [
-        "mamba2",
-        "mamba",
-        "falcon_mamba",
-        "gla",
-        "rwkv6",
-        "rwkv5",
-        "rwkv7",
-        "hgrn2",
-        "delta_net",
-        "gated_deltanet",
-        "kda",
-        "bamba",
-        "qwen3_next",
-    ],
-)
-def test_a_family_is_studied(family: str, example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    methods = METHODS if family in WHOLE else ("base", "state_passing")
-    output, results = tmp_path / "out", tmp_path / "results"
-    places = ["--output", output, "--results", results]
-    example("families/run.py", "--tiny", "--families", family, "--seeds", 3, *places, "--methods", *methods)
-    printed = capsys.readouterr().out
-    assert [line.partition(":")[0] for line in printed.splitlines() if line.startswith("seed")] == [
-        f"seed 3 {family}/{method}" for method in methods
-    ]
-    assert {path.parent.name for path in results.glob(f"running/{family}/*/seed3.json")} == {*methods}
-    states = json.loads((results / "running" / family / "base/seed3.json").read_text())["measured"]["states"]
-    assert list(states) == ["1", "2", "4"]
-    assert all(size > 0 for layers in states.values() for size in layers)
-    assert (results / "families.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("small_corpus")

@@ -15,16 +15,6 @@ def study(example: Any) -> Any:
     return example("hybrids/run.py")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_corpus")
-def test_each_model_is_read_in_each_way(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = ["--output", tmp_path, "--results", tmp_path / "r"]
-    example("hybrids/run.py", "--tiny", "--families", "bamba", "--seeds", 0, *places)
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| Bamba")]
-    assert len({(row[1], row[2]) for row in rows}) == len(rows) == 3 * 9
-    assert (tmp_path / "r/hybrids.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_first_keys_are_seen_beside_the_window(study: dict[str, Any]) -> None:
     stock, model = pair("bamba")
     model, tokens = stateful(model, attention_window=3), random_tokens(2, 20)

@@ -146,14 +146,3 @@ def test_the_area_under_a_curve(names: dict[str, Any]) -> None:
     assert area_under_curve({1: 1.0, 2: 1.0, 4: 1.0}) == 1.0
     # between 50 and 100 the mean is 0.75, between 100 and 200 it is 0.25
     assert area_under_curve({200: 0.0, 50: 1.0, 100: 0.5}) == pytest.approx((50 * 0.75 + 100 * 0.25) / 150)
-
-
-def test_the_page_and_its_tables_hold_the_results(names: dict[str, Any]) -> None:
-    options = Namespace(tiny=False, output="", results=FOLDER / "results", report=True)
-    study, readme = names["StringStudy"](options), (FOLDER / "README.md").read_text()
-    tables = (FOLDER / "results/tables.md").read_text()
-    for name, (_, layout) in names["STUDIES"].items():
-        measured = names["measured"](study, name)
-        assert measured
-        assert f"## {name}\n\n{names['table'](layout, measured)}" in tables
-        assert (f"(results/{name}.png)" in readme) == bool(layout.drawn)

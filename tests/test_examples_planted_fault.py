@@ -1,13 +1,11 @@
 """A head that keeps everything, planted into trained hybrids of two kinds, is named and found guilty."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from hf_recurrent_lengthgen.data import byte_tokenizer, evaluation_sequences, standard_library_corpus, token_stream
-from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.diagnosis.measure import diagnose_model
@@ -69,15 +67,3 @@ def test_the_planted_head_is_named_and_its_short_state_removes_the_harm(
     assert place not in {(head.layer, head.head) for head in states_of(whole).drifting}
     assert f"layer {place[0]}, head {place[1]}" not in silent.reason
     assert "breaks" not in silent.headline
-
-
-@pytest.mark.usefixtures("small_corpus")
-def test_the_example_writes_a_page(example: Any, tmp_path: Path) -> None:
-    options = ["--type", "bamba", "--training-length", "16", "--length", "64", "--sequences", "4", "--steps", "2"]
-    with pytest.raises(SystemExit) as stopped:
-        example("planted_fault.py", *options, "--output", tmp_path)
-    assert stopped.value.code == 0
-    found = read_result(tmp_path / "diagnosis/result.json", Diagnosis)
-    assert [model.evaluation.model for model in found.models] == ["planted", "sound"]
-    assert states_of(found.models[0]).attention is not None
-    assert (tmp_path / "diagnosis/attention_harm.png").exists()

@@ -3,9 +3,7 @@
 import math
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import is_dataclass
-from itertools import islice, pairwise, takewhile
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,21 +24,6 @@ FOLDER = Path(__file__).parents[1] / "examples" / "scaling_laws"
 def modules(example: Any) -> Any:
     """Names of run.py."""
     return example("scaling_laws/run.py")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_corpus")
-def test_the_study_runs(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "out"
-    example("scaling_laws/run.py", "--quick", "--output", output, "--seeds", 3)
-    printed = capsys.readouterr().out
-    assert printed.count("seed=3: ") == 2 * 3 + 3
-    tables = (output / "tables.md").read_text()
-    assert tables in printed
-    for name, sizes, lengths in (("forget", 2, (16, 64, 128)), ("recall", 3, (128,))):
-        law = read_result(output / f"{name}.json", Law)
-        assert [threshold.tried for threshold in law.thresholds] == [lengths] * sizes
-        assert (output / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -101,44 +84,3 @@ def test_a_needle_stands_where_it_should_and_is_the_answer() -> None:
     assert (rows == training.QUESTION).sum() == 3
     assert values.tolist() == [int(row[place + 1]) for row, place in zip(rows, places, strict=True)]
     assert int(values.max()) < training.VALUES
-
-
-def test_the_readme_holds_the_results(modules: dict[str, Any]) -> None:
-    kept = modules["ArmResults"](FOLDER, "runs")
-    results = [kept.get(*arm) for arm in kept.arms()]
-    readme = (FOLDER / "README.md").read_text()
-    for name, table in modules["tables"](results).items():
-        assert f"<!-- {name} -->\n{table}<!-- end -->" in readme
-    for name in ("forget", "recall"):
-        law, _ = modules[name](results)
-        stored = read_result(FOLDER / f"{name}.json", Law)
-        # the fit is computed anew, and every processor rounds its own way
-        assert dict(leaves(stored)) == pytest.approx(dict(leaves(law)))
-
-    # One cell of each table, from the numbers of the run.
-    text = next(r for r in results if r["run"]["task"] == "text" and r["run"]["length"] == 8)
-    bins = list(zip(pairwise(text["edges"]), text["mean"], strict=True))
-    inside = max(loss for (start, stop), loss in bins if start >= 1 and stop <= 8)
-    beyond = max(loss for (start, _), loss in bins if start >= 8)
-    row = f"| {text['run']['state_size']} | {text['state_elements']:,} | {text['run']['seed']} |"
-    assert f"{row} {beyond / inside:.2f} |" in readme
-    needles = [r for r in results if (r["run"]["task"], r["run"]["state_size"]) == ("needle", 4)]
-    reach = []
-    for needle in needles:
-        shares = sorted((int(length), share) for length, share in needle["accuracy"].items())
-        reach.append(max((length for length, _ in takewhile(lambda each: each[1] >= 0.95, shares)), default=0))
-    cells = [f"{length:,}" if length else "< 8" for length in sorted(reach)]
-    row = f"| 4 | {needles[0]['state_elements']:,} | {', '.join(cells)} | {cells[(len(cells) - 1) // 2]} |"
-    assert row in readme
-
-
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The numbers and words of a result, each with its place."""
-    if is_dataclass(value):
-        value = vars(value)
-    if isinstance(value, dict | tuple):
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(part, f"{name}.{key}")
-        yield f"{name}.parts", len(value)
-    else:
-        yield name, value

@@ -12,10 +12,12 @@ from scipy.optimize import curve_fit
 from scipy.stats import linregress
 
 from hf_recurrent_lengthgen import forgetting
+from hf_recurrent_lengthgen.evaluation.json_schema import from_json, to_json
 from hf_recurrent_lengthgen.evaluation.results import Curve
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "scaling_laws"))
+from law import Law, fit_law
 from scaling_laws import (
     LawFit,
     NoFitError,
@@ -146,19 +148,6 @@ class TestRecallThreshold:
 
 
 class TestFits:
-    def test_the_papers_laws_come_back_exactly(self) -> None:
-        linear = fit_linear_law(PAPER_SIZES, [paper_forget(size) for size in PAPER_SIZES])
-        assert values(linear) == pytest.approx([5.172, -4.469], rel=1e-12)
-        exponential = fit_exponential_law(PAPER_SIZES, [paper_recall(size) for size in PAPER_SIZES])
-        assert list(exponential.coefficients) == ["a", "c", "b"]
-        assert values(exponential) == pytest.approx([4.756, 1.365, -0.742], rel=1e-9)
-        for fit in (linear, exponential):
-            assert fit.r_squared == pytest.approx(1, abs=1e-12)
-            assert fit.points == 6
-            for estimate in fit.coefficients.values():
-                assert estimate.low == pytest.approx(estimate.mean, rel=1e-6)
-                assert estimate.high == pytest.approx(estimate.mean, rel=1e-6)
-
     @pytest.mark.parametrize("unit", [1, 1000, 10**6])
     @pytest.mark.parametrize("growth", [-12.0, -3.0, -0.01, 0.01, 1.0, 12.0])
     def test_any_growth_comes_back_in_any_unit(self, growth: float, unit: int) -> None:
@@ -241,3 +230,30 @@ class TestFits:
     ) -> None:
         with pytest.raises(NoFitError, match=message):
             fit(sizes, lengths, size_unit=1)  # type: ignore[operator]
+
+
+def forgotten(relations: str) -> list[Threshold]:
+    return [
+        Threshold(size, relation, round(1000 * (5.172 * size / 1e6 - 4.469)), (64,))  # type: ignore[arg-type]
+        for size, relation in zip((10**6, 2 * 10**6, 3 * 10**6, 5 * 10**6), relations, strict=True)
+    ]
+
+
+def test_bounds_are_kept_but_not_fitted() -> None:
+    law = fit_law("forget", [*forgotten("===="), Threshold(9 * 10**6, ">", 512, (256, 512))], "twice the loss")
+    assert law.fit is not None
+    assert law.fit.points == 4
+    assert law.fit.form == "linear"
+    assert [estimate.mean for estimate in law.fit.coefficients.values()] == pytest.approx([5.172, -4.469], rel=1e-3)
+    assert law.fit.line.sizes[0] == 10**6
+    assert law.fit.line.sizes[-1] == 5 * 10**6
+    assert len(law.thresholds) == 5
+    assert from_json(to_json(law), Law) == law
+
+
+def test_says_why_there_is_no_fit() -> None:
+    law = fit_law("forget", forgotten("<<=>"), "twice the loss")
+    assert law.fit is None
+    assert law.why_no_fit is not None
+    assert "exact thresholds of at least 2 different state sizes, got 1" in law.why_no_fit
+    assert from_json(to_json(law), Law) == law

@@ -58,28 +58,6 @@ def test_arms_are_compared(base: str, arms: list[str], larger: int, study: Run, 
     assert (tmp_path / "state_expansion.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_a_deeper_base_grows_in_one_layer_and_trains_longer(study: Run, tmp_path: Path) -> None:
-    study("--bases", "gla_deep", "--seeds", 3, "--arms", "vanilla", "inherit")
-    kept = {file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob("results/running/gla_deep/*/*")}
-    assert set(kept) == {"base", "vanilla_8", "inherit_8"}
-    assert kept["inherit_8"]["settings"]["layers"] == 8
-    assert kept["inherit_8"]["state"] - kept["base"]["state"] == 24
-    assert "| inherit | 8 | 3 |" in (tmp_path / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_models_with_other_numbers_of_heads_are_trained_from_nothing(study: Run, tmp_path: Path) -> None:
-    study("--bases", "heads", "--seeds", 0, 1)
-    states = [
-        json.loads((tmp_path / f"results/running/heads/{heads}/seed1.json").read_text())["state"] for heads in (1, 2)
-    ]
-    assert states[0] == 2 * states[1]
-    table = (tmp_path / "README.md").read_text().partition("<!-- heads -->\n")[2]
-    assert table.count("| 0, 1 |") == 2
-    assert " ± " in table
-
-
 def test_starts_differ_where_they_should_only(study: Run) -> None:
     names = study(name="run")
     settings, bases, arms = names["TINY"], names["BASES"], names["ARMS"]
@@ -119,13 +97,3 @@ def test_without_recall_a_value_is_guessed_among_those_that_are_left(study: Run)
     assert without_recall(settings, 1) == 1
     equal = 1 / (settings.vocabulary // 2)  # both values of two pairs are the same
     assert without_recall(settings, 2) == pytest.approx((equal + (1 - equal) / 2 + 1) / 2, abs=0.02)
-
-
-@pytest.mark.skipif(not (STUDY / "results").is_dir(), reason="the study has not been recorded yet")
-def test_the_tables_of_the_page_hold_the_numbers_of_the_result_files(study: Run) -> None:
-    names = study(name="run")
-    recorded = names["Study"](STUDY, STUDY / "results", names["Settings"]())
-    page = (STUDY / "README.md").read_text()
-    tables = {base: names["base_table"](recorded, base) for base in names["BASES"]}
-    for name, table in (tables | {names["HEADS"]: names["heads_table"](recorded)}).items():
-        assert f"<!-- {name} -->\n{table}<!-- end -->" in page
