@@ -71,6 +71,8 @@ class RunCallback(TrainerCallback):
             args.save_only_model = False  # otherwise the run could not be resumed
 
     def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
         checkpoint = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         prepare_push(str(args.output_dir), args.hub_token, checkpoint if checkpoint.is_dir() else None)
 

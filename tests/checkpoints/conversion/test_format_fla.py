@@ -3,7 +3,7 @@
 The folders of fla/ were written by `save_pretrained` of flash-linear-attention 0.6.0, with kernels in Triton's
 interpreter, Mamba and Mamba-2 on fla's paths without kernels, and drawn weights. Fields that only choose an
 implementation differ from fla's defaults in some, so that a loss of them is seen. golden.safetensors has
-input ids, logits, and the cache after the last token. The script is in the history, make_fla_fixtures.py at db8b6a28.
+input ids, logits, and the cache after the last token. `make_fla_fixtures.py` made them.
 """
 
 import json

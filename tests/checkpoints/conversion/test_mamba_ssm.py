@@ -4,7 +4,7 @@ The folders of mamba_ssm/ were written by `save_pretrained` of mamba-ssm 2.3.2.p
 interpreter and `selective_scan_ref` for Mamba-1; those of Mamba-3 by commit e9594ce, with the references of its tests
 (`mamba3_siso_step_ref`, `rms_norm_ref`) in place of kernels. Weights were drawn, as fresh models have zero biases and
 tiny weights, which would hide mistakes. golden.safetensors has input ids, logits and the cache after the last token.
-The scripts are in the history, make_mamba_ssm_fixtures.py and make_mamba3_fixtures.py at db8b6a28.
+`make_mamba_ssm_fixtures.py` and `make_mamba3_fixtures.py` made them.
 """
 
 import json
