@@ -11,16 +11,16 @@ import pytest
 
 import hf_recurrent_lengthgen
 
-PACKAGES = ("", "models", "trainers", "metrics", "data", "surgery", "state_files")
+PACKAGES = ("", "checkpoints", "models", "trainers", "metrics", "data", "surgery", "state_files")
 
 
-def package(name: str) -> object:
+def module_of(name: str) -> object:
     return importlib.import_module("hf_recurrent_lengthgen" + (f".{name}" if name else ""))
 
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_every_public_name_is_there_and_documented(name: str) -> None:
-    module = package(name)
+    module = module_of(name)
     listed = module.__all__  # type: ignore[attr-defined]
     assert sorted({*listed}) == sorted(listed)
     for each in listed:
@@ -32,7 +32,7 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_nothing_else_is_public(name: str) -> None:
-    module = package(name)
+    module = module_of(name)
     public = {
         each
         for each, found in vars(module).items()
@@ -43,16 +43,17 @@ def test_nothing_else_is_public(name: str) -> None:
     assert public <= {*module.__all__}  # type: ignore[attr-defined]
 
 
-def test_what_is_loaded_on_first_use_is_what_type_checkers_see(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["", "checkpoints"])
+def test_what_is_loaded_on_first_use_is_what_type_checkers_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(typing, "TYPE_CHECKING", True)
-    package = hf_recurrent_lengthgen
+    package: Any = module_of(name)
     places: Any = {"submodule_search_locations": package.__path__}
     spec = importlib.util.spec_from_file_location(package.__name__, package.__file__, **places)
     assert spec is not None and spec.loader is not None  # noqa: PT018
     seen = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(seen)
-    for name in {*package.__all__} - {"__version__"}:
-        assert vars(seen)[name] is getattr(package, name)
+    for each in {*package.__all__} - {"__version__"}:
+        assert vars(seen)[each] is getattr(package, each)
 
 
 def test_the_package_alone_loads_nothing_heavy() -> None:
