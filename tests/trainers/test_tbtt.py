@@ -249,7 +249,7 @@ def test_settings_that_part_rows_are_refused(
 
 
 def test_a_lookahead_that_nothing_reads_is_refused(tbtt: Callable[..., TbttTrainer]) -> None:
-    with pytest.raises(ValueError, match="lookahead=3, but this run needs 0 .*: only the alignment loss reads ahead"):
+    with pytest.raises(ValueError, match=r"lookahead=3, but this run needs 0 .*: only the alignment loss reads ahead"):
         tbtt(toys.tiny_model(), toys.chunks(8, lookahead=3))
 
 
