@@ -334,7 +334,7 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "arguments", "message"), REFUSED, ids=lambda value: str(value) if value else "")
+@pytest.mark.parametrize(("make", "arguments", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
 def test_what_cannot_be_is_refused_and_nothing_changed(
     make: Callable[[], Any], arguments: dict[str, Any], message: str
 ) -> None:
