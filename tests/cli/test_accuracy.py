@@ -257,7 +257,7 @@ def test_the_document_names_weights_data_and_seed(checkpoint: Callable[..., Path
     [
         ({}, [], "names no task: give checkpoints of lengthgen train --task"),
         ({"name": "copying", "length": [2, 3], "vocabulary": 30}, [], "vocab_size 12 is too small: copying"),
-        ({"name": "recall", "length": [2, 2], "vocabulary": 8}, ["--lengths", "8"], "recalling 8 pairs needs"),
+        ({"name": "recall", "length": [2, 2], "vocabulary": 8}, ["--lengths", "8"], "from 1 to 4 (as the vocab"),
         ({"name": "sort", "length": [2, 2], "vocabulary": 8}, [], "The task is 'sort', but must be one of"),
         ({"name": "copying", "length": [2, 2], "more": 8}, [], "is damaged"),
     ],

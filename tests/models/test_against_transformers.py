@@ -250,8 +250,8 @@ def test_initial_weights_follow_the_same_distributions(kind: str, changes: dict[
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_act": "relu"}, "hidden_act must be \"silu\", got 'relu'"),
-        ({"time_step_init_scheme": "ones"}, 'must be "random" or "constant", got \'ones\''),
+        ({"hidden_act": "relu"}, "hidden_act must be 'silu' or 'swish', got 'relu'"),
+        ({"time_step_init_scheme": "ones"}, "must be 'random' or 'constant', got 'ones'"),
     ],
 )
 def test_what_is_not_honored_is_refused(changes: dict[str, Any], message: str) -> None:

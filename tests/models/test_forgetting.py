@@ -234,7 +234,7 @@ def test_states_with_and_without_a_window_are_not_mixed_up(tmp_path: Path) -> No
         model(tokens, initial_state=state)
     with (
         forgetting(model, window=5),
-        pytest.raises(ValueError, match=r"part 'window' has shape \(2, 5, .*\), expected"),
+        pytest.raises(ValueError, match=r"part 'window' must be a tensor \(2, 6, .*got \(2, 5, "),
     ):
         model(tokens, initial_state=state)
     broken = copy.deepcopy(list(state))

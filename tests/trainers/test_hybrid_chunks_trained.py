@@ -46,6 +46,7 @@ def run(folder: Path, model: Any, method: str = "zero state", trainer: Any = Non
     """A trainer after two steps of gradient descent, of two micro-batches of three rows each unless said otherwise."""
     chosen = toys.METHODS[method]
     usual = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "save_strategy": "no", "max_steps": 2}
+    usual["train_sampling_strategy"] = "random"
     given = toys.QUIET | PLAIN | usual | {"learning_rate": 0.05, "logging_steps": 1} | chosen.settings | settings
     scored = given.pop("eval_dataset", None)
     args, rows = chosen.config(str(folder), **given), toys.examples(14)

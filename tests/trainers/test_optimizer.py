@@ -1,10 +1,9 @@
 """Weight decay, and hyperparameter search."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import Trainer
+from transformers.trainer_utils import HPSearchBackend
 
 from hf_recurrent_lengthgen.trainers import (
     InitialStateConfig,
@@ -54,12 +53,10 @@ def test_a_learned_state_is_not_decayed(tmp_path: Path) -> None:
     assert decayed(LearnedStateTrainer(toys.tiny_model(), config)) == set()
 
 
-def test_a_trial_of_a_search_changes_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = RandomNoiseTrainer(toys.tiny_model(), RandomNoiseConfig(str(tmp_path), **toys.QUIET, noise_sigma=0.1))
-
-    def stock(self: Trainer, trial: Any) -> None:
-        self.args.noise_sigma = trial["noise_sigma"]
-
-    monkeypatch.setattr(Trainer, "_hp_search_setup", stock)
-    trainer._hp_search_setup({"noise_sigma": 0.7})
+def test_a_trial_of_a_search_changes_the_source(tmp_path: Path) -> None:
+    config = RandomNoiseConfig(str(tmp_path), **toys.QUIET, noise_sigma=0.1)
+    trainer = RandomNoiseTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer.args.noise_sigma = 0.7  # as Trainer does before it makes the loader of a trial
+    trainer.get_train_dataloader()
     assert trainer.initial_states.sigma == 0.7

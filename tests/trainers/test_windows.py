@@ -369,7 +369,7 @@ def test_a_mixture_on_examples_may_pass_states_and_truncate(tmp_path: Any) -> No
     [
         ({"bptt_chunk_length": 4, "state_drop_probability": 0.1}, "state_drop_probability does nothing here"),
         ({"bptt_chunk_length": 4, "carry_conv_state": False}, "carry_conv_state does nothing here"),
-        ({}, "set bptt_chunk_length: each is read in pieces"),
+        ({}, "set bptt_chunk_length: each is read in chunks"),
     ],
 )
 def test_what_does_nothing_on_examples_is_refused(tmp_path: Any, settings: dict[str, Any], message: str) -> None:

@@ -233,7 +233,12 @@ def string_task(
         samples: Number of rows.
         seed: Seed of the rows.
         begin: Whether rows begin with the end token.
+
+    Raises:
+        ValueError: for another name, and as in the tasks.
     """
+    if name not in _TASKS:
+        raise ValueError(f"The task is {name!r}, but must be one of {', '.join(_TASKS)}.")
     symbols = {} if vocabulary is None else {"vocabulary": vocabulary}
     task = _TASKS[name](length, **symbols, samples=samples, seed=seed)
     task.begin = begin
