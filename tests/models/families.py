@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
-from hf_recurrent_lengthgen.models.configuration_stateful_mamba2 import StatefulMamba2Config
-from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM, StatefulMamba2Model
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
-from .family import TINY, VOCABULARY, Family
+from .family import VOCABULARY, Family
 from .family_delta import DELTA_NET, GATED_DELTANET, KDA
 from .family_fla import GLA, HGRN2, LINEAR_ATTENTION
 from .family_mamba import FALCON_MAMBA, MAMBA
@@ -47,24 +46,17 @@ def mamba2_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, R
     return model.lm_head(model.backbone.norm_f.weight * rms(x)), tuple(final)
 
 
-def mamba2_config(**changes: Any) -> StatefulMamba2Config:
-    fields = TINY | {
+MAMBA2 = Family(
+    name="mamba2",
+    causal_lm_class=StatefulMamba2ForCausalLM,
+    fields={
         "num_heads": 4,
         "head_dim": 8,
         "state_size": 5,
         "n_groups": 2,
         "chunk_size": 16,
         "residual_in_fp32": False,
-    }
-    return StatefulMamba2Config(**(fields | changes))
-
-
-MAMBA2 = Family(
-    name="mamba2",
-    config_class=StatefulMamba2Config,
-    causal_lm_class=StatefulMamba2ForCausalLM,
-    backbone_class=StatefulMamba2Model,
-    config=mamba2_config,
+    },
     variants={
         "one group": {"n_groups": 1},
         "two groups": {},

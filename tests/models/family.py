@@ -23,13 +23,19 @@ class Family(NamedTuple):
     """What the tests need to know of a family."""
 
     name: str
-    config_class: type
-    causal_lm_class: type
-    backbone_class: type
-    config: Callable[..., Any]  # a tiny configuration; keywords change fields
+    causal_lm_class: Any
+    fields: dict[str, Any]  # of a tiny configuration, besides TINY
     variants: dict[str, dict[str, Any]]  # changes of the configuration worth a run of their own
     loop: Callable[[Any, Tensor, RecurrentState], tuple[Tensor, RecurrentState]]
     linear_modules: set[str]  # every module of a layer an adapter may sit on, by the end of its name
     kernel: tuple[str, str]  # file and name of what is falsy where the GPU kernels are missing
     autocast_error: float = 0.05  # of bfloat16 autocast, relative
     conv_module: str = ""  # a convolution that an adapter must not sit on
+
+    @property
+    def config_class(self) -> Any:
+        return self.causal_lm_class.config_class
+
+    def config(self, **changes: Any) -> Any:
+        """A tiny configuration."""
+        return self.config_class(**TINY | self.fields | changes)

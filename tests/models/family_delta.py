@@ -7,24 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu, relu, silu, softplus
 
-from hf_recurrent_lengthgen.models.configuration_stateful_delta_net import StatefulDeltaNetConfig
-from hf_recurrent_lengthgen.models.configuration_stateful_gated_deltanet import StatefulGatedDeltaNetConfig
-from hf_recurrent_lengthgen.models.configuration_stateful_kda import StatefulKDAConfig
-from hf_recurrent_lengthgen.models.modeling_stateful_delta_net import (
-    StatefulDeltaNetForCausalLM,
-    StatefulDeltaNetModel,
-)
-from hf_recurrent_lengthgen.models.modeling_stateful_gated_deltanet import (
-    StatefulGatedDeltaNetForCausalLM,
-    StatefulGatedDeltaNetModel,
-)
-from hf_recurrent_lengthgen.models.modeling_stateful_kda import StatefulKDAForCausalLM, StatefulKDAModel
+from hf_recurrent_lengthgen.models.modeling_stateful_delta_net import StatefulDeltaNetForCausalLM
+from hf_recurrent_lengthgen.models.modeling_stateful_gated_deltanet import StatefulGatedDeltaNetForCausalLM
+from hf_recurrent_lengthgen.models.modeling_stateful_kda import StatefulKDAForCausalLM
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
-from .family import TINY, Family
+from .family import Family
 from .family_fla import MLP, SMALL, convolve, fla_loop, rms
 
-HEADS = TINY | {"intermediate_size": 24, "num_heads": 2, "head_dim": 6}
+HEADS = {"intermediate_size": 24, "num_heads": 2, "head_dim": 6}
 Gates = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -106,25 +97,11 @@ def kda_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, Recu
     return delta_loop(model, x, state, gates)
 
 
-def delta_net_config(**changes: Any) -> StatefulDeltaNetConfig:
-    return StatefulDeltaNetConfig(**(SMALL | changes))
-
-
-def gated_deltanet_config(**changes: Any) -> StatefulGatedDeltaNetConfig:
-    return StatefulGatedDeltaNetConfig(**(HEADS | changes))
-
-
-def kda_config(**changes: Any) -> StatefulKDAConfig:
-    return StatefulKDAConfig(**(HEADS | changes))
-
-
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "b_proj", "o_proj"} | MLP
 DELTA_NET = Family(
     name="delta_net",
-    config_class=StatefulDeltaNetConfig,
     causal_lm_class=StatefulDeltaNetForCausalLM,
-    backbone_class=StatefulDeltaNetModel,
-    config=delta_net_config,
+    fields=SMALL,
     variants={
         "default": {},
         "negative eigenvalues, gate, tied": {
@@ -149,10 +126,8 @@ DELTA_NET = Family(
 )
 GATED_DELTANET = Family(
     name="gated_deltanet",
-    config_class=StatefulGatedDeltaNetConfig,
     causal_lm_class=StatefulGatedDeltaNetForCausalLM,
-    backbone_class=StatefulGatedDeltaNetModel,
-    config=gated_deltanet_config,
+    fields=HEADS,
     variants={
         "default": {},
         "negative eigenvalues, shared keys, tied": {
@@ -175,10 +150,8 @@ GATED_DELTANET = Family(
 )
 KDA = Family(
     name="kda",
-    config_class=StatefulKDAConfig,
     causal_lm_class=StatefulKDAForCausalLM,
-    backbone_class=StatefulKDAModel,
-    config=kda_config,
+    fields=HEADS,
     variants={
         "default": {},
         "negative eigenvalues, shared keys, bound": {

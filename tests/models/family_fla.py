@@ -6,20 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, logsigmoid, relu, silu
 
-from hf_recurrent_lengthgen.models.configuration_stateful_gla import StatefulGLAConfig
-from hf_recurrent_lengthgen.models.configuration_stateful_hgrn2 import StatefulHGRN2Config
-from hf_recurrent_lengthgen.models.configuration_stateful_linear_attention import StatefulLinearAttentionConfig
-from hf_recurrent_lengthgen.models.modeling_stateful_gla import StatefulGLAForCausalLM, StatefulGLAModel
-from hf_recurrent_lengthgen.models.modeling_stateful_hgrn2 import StatefulHGRN2ForCausalLM, StatefulHGRN2Model
-from hf_recurrent_lengthgen.models.modeling_stateful_linear_attention import (
-    StatefulLinearAttentionForCausalLM,
-    StatefulLinearAttentionModel,
-)
+from hf_recurrent_lengthgen.models.modeling_stateful_gla import StatefulGLAForCausalLM
+from hf_recurrent_lengthgen.models.modeling_stateful_hgrn2 import StatefulHGRN2ForCausalLM
+from hf_recurrent_lengthgen.models.modeling_stateful_linear_attention import StatefulLinearAttentionForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
-from .family import TINY, Family
+from .family import Family
 
-SMALL = TINY | {"intermediate_size": 24, "num_heads": 2}
+SMALL = {"intermediate_size": 24, "num_heads": 2}
 MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
@@ -144,24 +138,10 @@ def linear_attention_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple
     return fla_loop(token, model, x, state)
 
 
-def gla_config(**changes: Any) -> StatefulGLAConfig:
-    return StatefulGLAConfig(**(SMALL | {"gate_low_rank_dim": 3, "gate_logit_normalizer": 2} | changes))
-
-
-def hgrn2_config(**changes: Any) -> StatefulHGRN2Config:
-    return StatefulHGRN2Config(**(SMALL | {"expand_ratio": None} | changes))
-
-
-def linear_attention_config(**changes: Any) -> StatefulLinearAttentionConfig:
-    return StatefulLinearAttentionConfig(**(SMALL | changes))
-
-
 GLA = Family(
     name="gla",
-    config_class=StatefulGLAConfig,
     causal_lm_class=StatefulGLAForCausalLM,
-    backbone_class=StatefulGLAModel,
-    config=gla_config,
+    fields=SMALL | {"gate_low_rank_dim": 3, "gate_logit_normalizer": 2},
     variants={
         "default": {},
         "short convolutions, gelu, grouped heads": {
@@ -185,10 +165,8 @@ GLA = Family(
 )
 HGRN2 = Family(
     name="hgrn2",
-    config_class=StatefulHGRN2Config,
     causal_lm_class=StatefulHGRN2ForCausalLM,
-    backbone_class=StatefulHGRN2Model,
-    config=hgrn2_config,
+    fields=SMALL | {"expand_ratio": None},
     variants={
         "default": {},
         "short convolutions, no bounds": {"use_short_conv": True, "use_lower_bound": False},
@@ -200,10 +178,8 @@ HGRN2 = Family(
 )
 LINEAR_ATTENTION = Family(
     name="linear_attention",
-    config_class=StatefulLinearAttentionConfig,
     causal_lm_class=StatefulLinearAttentionForCausalLM,
-    backbone_class=StatefulLinearAttentionModel,
-    config=linear_attention_config,
+    fields=SMALL,
     variants={
         "default": {},
         "hedgehog, normalized": {"feature_map": "hedgehog", "norm_feature_map": True, "num_kv_heads": 1},

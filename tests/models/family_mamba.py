@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from hf_recurrent_lengthgen.models.configuration_stateful_mamba import StatefulMambaConfig
-from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaForCausalLM, StatefulMambaModel
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
-from .family import TINY, Family
+from .family import Family
 
 
 def mamba_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
@@ -44,21 +43,10 @@ def mamba_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, Re
     return model.lm_head(model.backbone.norm_f.weight * rms(x, c.layer_norm_epsilon)), tuple(final)
 
 
-def mamba_config(**changes: Any) -> StatefulMambaConfig:
-    fields = {"state_size": 5, "time_step_rank": 6, "residual_in_fp32": False, "tie_word_embeddings": False}
-    return StatefulMambaConfig(**(TINY | fields | changes))
-
-
-def falcon_mamba_config(**changes: Any) -> StatefulMambaConfig:
-    return mamba_config(**({"mixer_rms_eps": 1e-6} | changes))
-
-
 MAMBA = Family(
     name="mamba",
-    config_class=StatefulMambaConfig,
     causal_lm_class=StatefulMambaForCausalLM,
-    backbone_class=StatefulMambaModel,
-    config=mamba_config,
+    fields={"state_size": 5, "time_step_rank": 6, "residual_in_fp32": False, "tie_word_embeddings": False},
     variants={
         "plain": {},
         "own state size in each layer": {"layer_state_sizes": [3, 12]},
@@ -72,5 +60,7 @@ MAMBA = Family(
 )
 
 FALCON_MAMBA = MAMBA._replace(
-    name="falcon_mamba", config=falcon_mamba_config, variants={"norms": {}, "large epsilon": {"mixer_rms_eps": 0.3}}
+    name="falcon_mamba",
+    fields=MAMBA.fields | {"mixer_rms_eps": 1e-6},
+    variants={"norms": {}, "large epsilon": {"mixer_rms_eps": 0.3}},
 )

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from hf_recurrent_lengthgen.models.configuration_stateful_mamba3 import StatefulMamba3Config
-from hf_recurrent_lengthgen.models.modeling_stateful_mamba3 import StatefulMamba3ForCausalLM, StatefulMamba3Model
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba3 import StatefulMamba3ForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
-from .family import TINY, Family
+from .family import Family
 
 
 def mamba3_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
@@ -71,17 +70,10 @@ def mamba3_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, R
     return model.lm_head(model.backbone.norm_f.weight * rms(x)), tuple(final)
 
 
-def mamba3_config(**changes: Any) -> StatefulMamba3Config:
-    fields = {"head_dim": 8, "state_size": 8, "n_groups": 2, "residual_in_fp32": False}
-    return StatefulMamba3Config(**(TINY | fields | changes))
-
-
 MAMBA3 = Family(
     name="mamba3",
-    config_class=StatefulMamba3Config,
     causal_lm_class=StatefulMamba3ForCausalLM,
-    backbone_class=StatefulMamba3Model,
-    config=mamba3_config,
+    fields={"head_dim": 8, "state_size": 8, "n_groups": 2, "residual_in_fp32": False},
     variants={
         "two groups": {},
         "one group, heavy tail, MLP": {"n_groups": 1, "decay_activation": "heavy_tail", "intermediate_size": 12},

@@ -6,15 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import group_norm, relu, silu
 
-from hf_recurrent_lengthgen.models.configuration_stateful_rwkv5 import StatefulRWKV5Config
-from hf_recurrent_lengthgen.models.configuration_stateful_rwkv6 import StatefulRWKV6Config
-from hf_recurrent_lengthgen.models.configuration_stateful_rwkv7 import StatefulRWKV7Config
-from hf_recurrent_lengthgen.models.modeling_stateful_rwkv5 import StatefulRWKV5ForCausalLM, StatefulRWKV5Model
-from hf_recurrent_lengthgen.models.modeling_stateful_rwkv6 import StatefulRWKV6ForCausalLM, StatefulRWKV6Model
-from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import StatefulRWKV7ForCausalLM, StatefulRWKV7Model
+from hf_recurrent_lengthgen.models.modeling_stateful_rwkv5 import StatefulRWKV5ForCausalLM
+from hf_recurrent_lengthgen.models.modeling_stateful_rwkv6 import StatefulRWKV6ForCausalLM
+from hf_recurrent_lengthgen.models.modeling_stateful_rwkv7 import StatefulRWKV7ForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
-from .family import TINY, Family
+from .family import Family
 
 
 def wkv(S: Tensor, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,26 +140,10 @@ def rwkv7_loop(model: Any, x: Tensor, state: RecurrentState) -> tuple[Tensor, Re
     return model.lm_head(model.model.norm(x)), tuple(final)
 
 
-def rwkv6_config(**changes: Any) -> StatefulRWKV6Config:
-    fields = {"num_heads": 2, "intermediate_size": 24, "proj_low_rank_dim": 3, "gate_low_rank_dim": 5}
-    return StatefulRWKV6Config(**(TINY | fields | changes))
-
-
-def rwkv5_config(**changes: Any) -> StatefulRWKV5Config:
-    return StatefulRWKV5Config(**(TINY | {"head_size": 8, "intermediate_size": 24} | changes))
-
-
-def rwkv7_config(**changes: Any) -> StatefulRWKV7Config:
-    ranks = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 2, "v_low_rank_dim": 4}
-    return StatefulRWKV7Config(**(TINY | {"head_dim": 8, "intermediate_size": 24} | ranks | changes))
-
-
 RWKV6 = Family(
     name="rwkv6",
-    config_class=StatefulRWKV6Config,
     causal_lm_class=StatefulRWKV6ForCausalLM,
-    backbone_class=StatefulRWKV6Model,
-    config=rwkv6_config,
+    fields={"num_heads": 2, "intermediate_size": 24, "proj_low_rank_dim": 3, "gate_low_rank_dim": 5},
     variants={
         "default": {},
         "own epsilon, tied": {"group_norm_eps": 64e-5, "expand_k": 1, "num_heads": 4, "tie_word_embeddings": True},
@@ -179,10 +160,8 @@ RWKV6 = Family(
 )
 RWKV5 = Family(
     name="rwkv5",
-    config_class=StatefulRWKV5Config,
     causal_lm_class=StatefulRWKV5ForCausalLM,
-    backbone_class=StatefulRWKV5Model,
-    config=rwkv5_config,
+    fields={"head_size": 8, "intermediate_size": 24},
     variants={
         "default": {},
         "wide, no divisor": {"attention_hidden_size": 32, "head_size_divisor": 1},
@@ -197,10 +176,11 @@ RWKV5 = Family(
 )
 RWKV7 = Family(
     name="rwkv7",
-    config_class=StatefulRWKV7Config,
     causal_lm_class=StatefulRWKV7ForCausalLM,
-    backbone_class=StatefulRWKV7Model,
-    config=rwkv7_config,
+    fields={
+        **{"head_dim": 8, "intermediate_size": 24},
+        **{"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 2, "v_low_rank_dim": 4},
+    },
     variants={
         "default": {},
         "wide values, three layers with heads of their own, tied": {
