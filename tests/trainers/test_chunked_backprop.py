@@ -1,6 +1,7 @@
 """A sequence in chunks has the loss, final state and gradients of the whole one."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from hf_recurrent_lengthgen.trainers.chunked_backprop import chunked_forward, fo
 from tests.hybrids.measures import parts
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import FAMILIES, MAMBA2, VOCABULARY, Family, build, random_state, random_tokens, variant_id
-from tests.trainers.chunks_in_processes import checkpoint_layers, gradients, loop
+from tests.trainers.chunks_in_processes import gradients, loop
 
 LENGTH, CHUNK_LENGTH = 23, 5
 ROTARY_BY_LENGTH: dict[str, dict[str, Any]] = {
@@ -83,32 +84,20 @@ def test_shifted_targets_and_no_state_at_the_start() -> None:
     assert without.final_state is None
 
 
-@pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_padding_counts_as_in_the_whole_sequence(side: str) -> None:
-    model, inputs = build(MAMBA2, torch.float64).train(), text(0)
-    mask = torch.ones_like(inputs["input_ids"])
-    if side in ("left", "both"):
-        mask[0, :12] = 0  # two whole chunks and a part of one
-        mask[1, :3] = 0
-    if side in ("right", "both"):
-        mask[0, 14:] = 0
-    inputs |= {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
-    state = leaves(random_state(model, 2))
-    whole = model(**inputs, initial_state=state)
-    chunks = chunked_forward(model.forward, {**inputs, "initial_state": state}, CHUNK_LENGTH)
-    torch.testing.assert_close(chunks.loss, whole.loss, rtol=1e-6, atol=0.0)
-    close(backward(model, chunks, state), backward(model, whole, state))
-
-
-@pytest.mark.parametrize("padding", ["none", "left", "right", "over a border"])
-def test_labels_of_packed_rows_are_those_of_the_whole(padding: str) -> None:
+@pytest.mark.parametrize(
+    ("padding", "packed"),
+    # twelve tokens are two whole chunks and a part of one
+    [*product([(0, 12), (14, LENGTH)], [False, True]), ((0, 0), True), ((9, 13), True)],
+)
+def test_padding_and_labels_of_packed_rows_are_those_of_the_whole(padding: tuple[int, int], packed: bool) -> None:
     model, inputs = build(MAMBA2, torch.float64).train(), text(0)
     mask, numbers = torch.ones_like(inputs["input_ids"]), torch.zeros_like(inputs["input_ids"])
     numbers[0, [3, CHUNK_LENGTH, 11]] = numbers[1, 2 * CHUNK_LENGTH] = 1
-    mask[0, {"none": slice(0), "left": slice(7), "right": slice(9, None), "over a border": slice(9, 13)}[padding]] = 0
+    mask[0, slice(*padding)] = 0
     labels = inputs["labels"].masked_fill(mask == 0, -100)
     state = leaves(random_state(model, 2))
-    inputs |= {"labels": labels, "seq_idx": numbers.cumsum(1), "attention_mask": mask, "initial_state": state}
+    inputs |= {"labels": labels, "attention_mask": mask, "initial_state": state}
+    inputs |= {"seq_idx": numbers.cumsum(1)} if packed else {}
     whole, chunks = model(**inputs), chunked_forward(model.forward, inputs, CHUNK_LENGTH)
     torch.testing.assert_close(chunks.loss, whole.loss, rtol=1e-6, atol=0.0)
     close(backward(model, chunks, state), backward(model, whole, state))
@@ -133,33 +122,6 @@ def test_padding_in_a_row_is_refused_only_where_it_is_scored_at_the_beginning_of
         chunked_forward(model.forward, inputs, 5)
     whole, chunks = model(**inputs), chunked_forward(model.forward, inputs, 8)
     torch.testing.assert_close(chunks.loss, whole.loss)
-
-
-def test_layers_that_are_checkpointed_too_give_the_same() -> None:
-    model, inputs = build(MAMBA2, torch.float64).train(), text()
-    state = leaves(random_state(model, 2))
-    expected = backward(model, model(**inputs, initial_state=state), state)
-    checkpoint_layers(model)
-    close(
-        backward(model, chunked_forward(model.forward, {**inputs, "initial_state": state}, CHUNK_LENGTH), state),
-        expected,
-    )
-
-
-def test_dropout_of_an_adapter_is_the_same_when_computed_again() -> None:
-    torch.manual_seed(0)
-    config = LoraConfig(target_modules=["in_proj"], lora_dropout=0.5, init_lora_weights=False, task_type="CAUSAL_LM")
-    model, inputs = get_peft_model(build(MAMBA2, torch.float64), config).train(), text(0)
-    state = leaves(random_state(model.get_base_model(), 2))
-    inputs |= {"initial_state": state, "num_items_in_batch": 44}
-    torch.manual_seed(3)
-    expected = gradients(model, *loop(model, inputs, CHUNK_LENGTH), state)
-    torch.manual_seed(3)
-    with forward_in_chunks(model, CHUNK_LENGTH):
-        output = model(**inputs)
-    found = backward(model, output, state)
-    assert any("lora_A" in name for name in found)
-    close(found, expected)
 
 
 @pytest.fixture
@@ -226,20 +188,6 @@ def test_layers_may_be_compiled_but_not_the_model() -> None:
     model.compile(backend="eager")
     with pytest.raises(ValueError, match="compiled as a whole"):
         forward_in_chunks(model, CHUNK_LENGTH).__enter__()
-
-
-@pytest.mark.parametrize("padding", [0, 7], ids=["whole rows", "padding"])
-def test_wrapped_stock_models_go_in_chunks(padding: int) -> None:
-    model, ids = stateful(tiny_model("mamba2")).train(), random_tokens(2, LENGTH)
-    state = leaves(random_state(model, 2, scale=0.1))
-    mask = torch.ones_like(ids)
-    mask[0, :padding], mask[1, LENGTH - padding :] = 0, 0
-    given = {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
-    whole = model(**given, initial_state=state)
-    with forward_in_chunks(model, CHUNK_LENGTH):
-        chunks = model(**given, initial_state=state)
-    torch.testing.assert_close(chunks.loss, whole.loss)
-    close(backward(model, chunks, state), backward(model, whole, state), torch.float32)
 
 
 @pytest.mark.parametrize(

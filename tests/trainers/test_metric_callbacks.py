@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
@@ -233,8 +233,7 @@ def evaluating(folder: Path, own: bool, callback: Any, **changes: Any) -> Traine
     data = {"train_dataset": toys.sequences(16), "eval_dataset": toys.sequences(4)}
     if own:
         arguments = StatePassingConfig(str(folder), **settings)
-        stopping = [EarlyStoppingCallback(2)] if "early" in folder.name else []
-        return StatePassingTrainer(toys.tiny_model(), arguments, **data, callbacks=[*stopping, callback])
+        return StatePassingTrainer(toys.tiny_model(), arguments, **data, callbacks=[callback])
     trainer = Trainer(toys.tiny_model(), TrainingArguments(str(folder), **settings), **data)
     callback.attach(trainer)
     return trainer
@@ -291,16 +290,6 @@ def test_the_best_weights_are_not_measured_as_those_of_the_last_step(tmp_path: P
     logged = [entry for entry in trainer.state.log_history if "eval_context_harm" in entry]
     assert [(entry["step"], entry["eval_context_harm"]) for entry in logged] == [(2, 3.0), (4, 1.0)]
     assert (trainer.state.best_global_step, trainer.state.global_step) == (4, 5)
-
-
-def test_early_stopping_reads_a_metric(tmp_path: Path) -> None:
-    callback = MetricCallback(
-        [Metric("context_harm", Falling(), greater_is_better=False)], every_steps=100, at_start=False, at_end=False
-    )
-    best = {"metric_for_best_model": "context_harm", "load_best_model_at_end": True, "greater_is_better": False}
-    trainer = evaluating(tmp_path / "early", True, callback, **best, max_steps=8)
-    trainer.train()
-    assert trainer.state.global_step == 4
 
 
 @pytest.mark.parametrize("named", ["context_harm", "eval_context_harm_high", "nll_beyond", "length_harm"])

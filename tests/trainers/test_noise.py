@@ -139,17 +139,6 @@ def test_a_small_spread_around_a_large_mean_is_not_lost() -> None:
     assert source.statistics[0].variance.item() == pytest.approx(values.double().var(correction=0).item(), rel=1e-3)
 
 
-def test_the_first_step_starts_from_zero_in_all_its_micro_batches() -> None:
-    source = FittedNoise(zeros(2, 1, 2))
-    assert source.initial_state(place()) is None
-    source.observe(place(), final(*FIRST))
-    assert source.initial_state(place(micro_batch=1)) is None
-    source.end_step()
-    before = source.initial_state(place(1, micro_batch=1))
-    source.observe(place(1), final(*SECOND))
-    torch.testing.assert_close(source.initial_state(place(1, micro_batch=1)), before, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("kind", ["random", "fitted"])
 def test_noise_has_the_moments_it_was_given(kind: str) -> None:
     heads, elements = 2, 60 * 50
@@ -202,23 +191,6 @@ def test_noise_has_the_dtype_of_the_states() -> None:
     for given in (source.initial_state(place(1)), RandomNoise(1.0, double).initial_state(place())):
         assert given is not None
         assert given[0].recurrent.dtype == torch.float64
-
-
-def test_statistics_are_given_back_and_forgotten() -> None:
-    source = FittedNoise(zeros(2, 1, 2))
-    assert source.state_dict() == {}
-    source.observe(place(), final(*FIRST))
-    source.end_step()
-    tensors = source.state_dict()
-    assert tensors["layers.0.mean"].tolist() == [4.0, 1.0]
-    assert tensors["layers.1.variance"].tolist() == [500.0, 100.0]
-    assert {value.dtype for value in tensors.values()} == {torch.float32}
-    copy = FittedNoise(zeros(2, 1, 2))
-    copy.load_state_dict(tensors, CPU)
-    torch.testing.assert_close(copy.initial_state(place(1)), source.initial_state(place(1)), rtol=0, atol=0)
-    source.reset()
-    assert source.initial_state(place(2)) is None
-    assert source.logs() == {}
 
 
 # --- in training ---
