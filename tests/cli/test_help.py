@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.cli.shared_options import DTYPES, FORMATS
 from hf_recurrent_lengthgen.data.tasks import DEPTHS, PASSKEY_STYLES
 from hf_recurrent_lengthgen.data.tasks.babilong import BABILONG_TASKS
 from hf_recurrent_lengthgen.metrics.parts import PARTS
-from tests.cli.helps import parser_of, with_actions
+from tests.cli.training import parser_of, with_actions
 
 PARSERS = [
     pytest.param(command, parser, id=parser.prog.removeprefix("lengthgen "))

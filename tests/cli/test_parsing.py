@@ -4,45 +4,25 @@ import argparse
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.convert import _setting as setting
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
 from hf_recurrent_lengthgen.cli.options import _OF_TOKENS as OF_TRAINING
 from hf_recurrent_lengthgen.cli.options import read_options
-from hf_recurrent_lengthgen.cli.parsing import (
-    counts,
-    not_negative,
-    positive,
-    some_tokens,
-    tokens,
-    windows,
-)
+from hf_recurrent_lengthgen.cli.parsing import counts, not_negative, positive, some_tokens, tokens, windows
 from hf_recurrent_lengthgen.cli.retrieve import _depths as depths
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
+from tests.cli.training import parser_of, with_actions
 
 NO_COUNTS = ("-1", "1.3", "nan", "inf", "1e3", "x", "9" * 6000)
 
 
-def parsers(command: str) -> Iterator[argparse.ArgumentParser]:
-    """The parser of a command, and those of its actions."""
-    module = import_module(f"{cli.__name__}.{command}")
-    # The settings of train are checked below, those of harness by lm-evaluation-harness.
-    if command not in ("train", "harness"):
-        pending = [module.command_parser()]
-        while pending:
-            yield (parser := pending.pop())
-            for action in parser._actions:
-                if isinstance(action, argparse._SubParsersAction):
-                    pending += action.choices.values()
-
-
 def options(command: str) -> Iterator[tuple[argparse.ArgumentParser, argparse.Action]]:
-    for parser in parsers(command):
+    # The settings of train are checked below, those of harness by lm-evaluation-harness.
+    for parser in with_actions(parser_of(command)) if command not in ("train", "harness") else ():
         for action in parser._actions:
             if action.option_strings and action.nargs != 0 and action.choices is None:
                 yield parser, action
@@ -108,15 +88,8 @@ def test_numbers_of_tokens_take_k_and_m(command: str) -> None:
 
 
 def test_what_numbers_of_tokens_are() -> None:
-    assert [tokens(text) for text in ("-1", "0", "512", "2k", "1.5K", "64k", "1M")] == [
-        -1,
-        0,
-        512,
-        2048,
-        1536,
-        65536,
-        2**20,
-    ]
+    expected = {"-1": -1, "0": 0, "512": 512, "2k": 2048, "1.5K": 1536, "64k": 65536, "1M": 2**20}
+    assert {text: tokens(text) for text in expected} == expected
     assert windows("32, 2k,none") == "32,2048,none"
     for wrong in ("32,,2k", "0", "2kk"):
         with pytest.raises((argparse.ArgumentTypeError, ValueError)):

@@ -1,12 +1,15 @@
-"""Settings and helpers of the tests of `lengthgen train`."""
+"""Settings and helpers of the tests of commands."""
 
+import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_recurrent_lengthgen import cli
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.data import PackedBlocks
 
@@ -51,3 +54,16 @@ def spy(seen: list[Any]) -> Callable[..., None]:
         original(self, stream, length)
 
     return made
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    module = import_module(f"{cli.__name__}.{command}")
+    parser: argparse.ArgumentParser = module.command_parser()
+    return parser
+
+
+def with_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()

@@ -15,8 +15,8 @@ from hf_recurrent_lengthgen.plotting.images import PNG_DOTS_PER_INCH
 from hf_recurrent_lengthgen.plotting.style import fitted
 from tests.metrics.conftest import compared
 from tests.metrics.diagnoses import hybrid
-from tests.metrics.test_maps_figure import maps_of
-from tests.metrics.test_remembrance_figures import prompt, remembrance
+from tests.metrics.test_maps_files import maps_of
+from tests.metrics.test_remembrance import prompt, remembrance
 from tests.metrics.test_retrieval_figures import RESULT
 from tests.metrics.test_states_figures import diagnosis
 

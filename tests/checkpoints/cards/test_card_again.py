@@ -1,13 +1,14 @@
-"""What stays when a card is written again: words and files of a person, and what was said once."""
+"""What stays when a card is written again, and the comment by which a card is known."""
 
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
-from hf_recurrent_lengthgen.checkpoints.card_mark import read_card_mark
+from hf_recurrent_lengthgen.checkpoints.card_mark import CardMark, cards_digest, read_card_mark
 from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, card, write_card, write_card_of_run
 from hf_recurrent_lengthgen.checkpoints.hub.push import plan_push
+from hf_recurrent_lengthgen.checkpoints.records import carded
 from tests.checkpoints.cards.conftest import Work
 from tests.checkpoints.cards.reading import WORDS, written_into
 
@@ -78,3 +79,34 @@ def test_a_card_of_a_stranger_deletes_nothing_outside(work: Work, tmp_path: Path
     (folder / "README.md").write_text(card.marked("# Card\n", {}, names))
     write_card(folder)
     assert (tmp_path / "diagnosis.json").read_text() == "mine"
+
+
+def test_a_mark_is_read_back_from_a_card() -> None:
+    mark = CardMark("ab", ("figures/a --> <b>.png",), {"language": ("en", "de"), "license": "mit"})
+    comment = mark.comment()
+    assert comment.count("-->") == comment.count("<") == 1
+    assert read_card_mark(f"# Name\n\nText.\n\n{comment}\n\n<!-- other -->\n") == mark
+
+
+@pytest.mark.parametrize(
+    "comment",
+    [
+        "<!-- made by lengthgen card: {broken} -->",
+        '<!-- made by lengthgen card: {"kind": "card", "schema_version": 1, "made_of": 1} -->',
+        '<!-- made by lengthgen card: {"kind": "card", "schema_version": 1} -->',
+        '<!-- made by lengthgen card: {"kind": "card", "schema_version": 999} -->',
+    ],
+)
+def test_a_mark_that_is_not_sound_is_refused(comment: str) -> None:
+    with pytest.raises(ValueError, match=r"not JSON|made_of|999"):
+        read_card_mark(f"# Name\n{comment}\n")
+
+
+def test_a_card_without_a_mark_has_none() -> None:
+    assert read_card_mark("# Name\n") is None
+
+
+def test_code_is_not_what_numbers_are_of() -> None:
+    files = {"config.json": "a", "model.safetensors": "b", "model.safetensors.index.json": "c", "norms.py": "d"}
+    assert [*carded(files)] == ["config.json", "model.safetensors", "model.safetensors.index.json"]
+    assert cards_digest(files) == cards_digest(carded(files)) != cards_digest(files | {"config.json": "b"})
