@@ -223,37 +223,24 @@ def test_evaluation_reads_blocks_from_zero_or_refuses_resets(tbtt: Callable[...,
 
 # --- refusals ---
 
-
-def test_data_whose_rows_do_not_continue_are_refused(tbtt: Callable[..., TbttTrainer]) -> None:
-    with pytest.raises(ValueError, match=r"TbttTrainer needs rows that continue .*ContinuedChunks.*got list"):
-        tbtt(toys.tiny_model(), toys.sequences(4))
+ALIGNED = {"alignment_alpha": 0.1, "alignment_length": 9}
+BY_DOCUMENT = {"reset_at_document": True, "separator_id": SEPARATOR, "lookahead": 4}
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("data", "fields", "told"),
     [
-        ({"ignore_data_skip": True}, "ignore_data_skip is not supported"),
-        ({"train_sampling_strategy": "sequential"}, "would separate rows that continue one another"),
-        ({"alignment_alpha": 0.1}, "alignment_length must be the length of the chunks, 9"),
-        (
-            {"alignment_alpha": 0.1, "alignment_length": 9},
-            r"lookahead=0, but this run needs 4 \(alignment_max_extra\)",
-        ),
+        (toys.sequences(4), {}, r"TbttTrainer needs rows that continue .*ContinuedChunks.*got list"),
+        (toys.chunks(8), {"train_sampling_strategy": "sequential"}, "would separate rows that continue one another"),
+        (toys.chunks(8), {"alignment_alpha": 0.1}, "alignment_length must be the length of the chunks, 9"),
+        (toys.chunks(8), ALIGNED, r"lookahead=0, but this run needs 4 \(alignment_max_extra\)"),
+        (toys.chunks(8, lookahead=3), {}, r"lookahead=3, .* needs 0 .*: only the alignment loss reads ahead"),
+        (toys.chunks(8, **BY_DOCUMENT), ALIGNED, "leave reset_at_document out"),
     ],
+    ids=["rows", "order", "length", "no lookahead", "lookahead", "resets"],
 )
-def test_settings_that_part_rows_are_refused(
-    tbtt: Callable[..., TbttTrainer], fields: dict[str, Any], told: str
+def test_data_and_settings_that_part_rows_are_refused(
+    tbtt: Callable[..., TbttTrainer], data: Any, fields: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ValueError, match=told):
-        tbtt(toys.tiny_model(), toys.chunks(8), **fields)
-
-
-def test_a_lookahead_that_nothing_reads_is_refused(tbtt: Callable[..., TbttTrainer]) -> None:
-    with pytest.raises(ValueError, match=r"lookahead=3, but this run needs 0 .*: only the alignment loss reads ahead"):
-        tbtt(toys.tiny_model(), toys.chunks(8, lookahead=3))
-
-
-def test_resets_inside_rows_are_refused_with_the_alignment_loss(tbtt: Callable[..., TbttTrainer]) -> None:
-    data = toys.chunks(8, reset_at_document=True, separator_id=SEPARATOR, lookahead=4)
-    with pytest.raises(ValueError, match="leave reset_at_document out"):
-        tbtt(toys.tiny_model(), data, alignment_alpha=0.1, alignment_length=9, num_train_epochs=1)
+        tbtt(toys.tiny_model(), data, **fields)
