@@ -1,7 +1,8 @@
-"""Tokenizers of several kinds."""
+"""Tokenizers of several kinds, and the text of ids of bytes."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
@@ -10,6 +11,11 @@ TEXT = [
     "There is an important info hidden inside a lot of irrelevant text. The grass is green. The sky is blue.\n",
     "What is the pass key? The pass key is 12345.\nQuestion: Where is Mary?\nAnswer: bathroom. 0 1 2 3 4 5 6 7 8 9",
 ] * 20
+
+
+def text_of(ids: Tensor) -> str:
+    """Of the byte tokenizer's ids."""
+    return bytes((ids - 3).tolist()).decode()
 
 
 def trained(pre_tokenizer: pre_tokenizers.PreTokenizer, decoder: decoders.Decoder) -> PreTrainedTokenizerFast:

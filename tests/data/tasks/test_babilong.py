@@ -10,6 +10,7 @@ from scipy.stats import chisquare
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.data.tasks import BabilongPrompts, BabiQuestion, babi_files, read_babi
 from hf_recurrent_lengthgen.data.tasks.babilong import sentences
+from tests.data.tasks.conftest import text_of
 
 QA1 = """\
 1 Mary moved to the bathroom.
@@ -86,7 +87,7 @@ def test_facts_stand_in_order_between_consecutive_sentences(questions: list[Babi
     for index in range(3):
         item = prompts[index]
         assert item["input_ids"].shape == item["labels"].shape == (300,)
-        text = bytes((item["input_ids"] - 3).tolist()).decode()
+        text = text_of(item["input_ids"])
         question = questions[index]
         ending = f"\nQuestion: {question.question}\nAnswer: {question.answer}."
         assert text.startswith("Text: ")
@@ -102,7 +103,7 @@ def test_facts_stand_in_order_between_consecutive_sentences(questions: list[Babi
         scored = item["labels"] != -100
         answer = f" {question.answer}."
         assert int(scored.sum()) == len(answer)
-        assert bytes((item["labels"][scored] - 3).tolist()).decode() == answer
+        assert text_of(item["labels"][scored]) == answer
     assert len(firsts) > 1
 
 
@@ -112,7 +113,7 @@ def test_facts_go_everywhere() -> None:
     # 60 - 5 - 2 * 4 - 21 - 3 = 23 bytes of background are 8 sentences, the last without period: 9 places
     counts = torch.zeros(9, 9)
     for index in range(400):
-        text = bytes((prompts.task(index).prompt - 3).tolist()).decode()
+        text = text_of(prompts.task(index).prompt)
         first, second = text.index("F1."), text.index("F2.")
         assert first < second
         counts[text[:first].count("B"), text[:second].count("B")] += 1
@@ -128,7 +129,7 @@ def test_solved_examples_stand_first(questions: list[BabiQuestion]) -> None:
     task = prompts.task(0)
     assert len(task.prompt) + len(task.answer) == 300
     expected = f"Text: {STORY[0]} {STORY[1]}\nQuestion: Where is Mary?\nAnswer: bathroom.\n\nText: "
-    assert bytes((task.prompt - 3).tolist()).decode().startswith(expected)
+    assert text_of(task.prompt).startswith(expected)
     assert task.scored == len(" yes")
 
 
@@ -139,6 +140,8 @@ def test_questions_that_do_not_fit_are_counted(questions: list[BabiQuestion]) ->
     assert len(prompts[0]["input_ids"]) == shortest
     with pytest.raises(ValueError, match=f"none of 3 questions fits into {shortest - 1} tokens, .* needs {shortest}"):
         BabilongPrompts(byte_tokenizer(), questions, BACKGROUND, shortest - 1)
+    with pytest.raises(ValueError, match="none of 0 questions"):
+        BabilongPrompts(byte_tokenizer(), [], BACKGROUND, 300)
 
 
 def test_lengths_are_drawn_from_what_the_facts_need(questions: list[BabiQuestion]) -> None:
@@ -154,8 +157,3 @@ def test_lengths_are_drawn_from_what_the_facts_need(questions: list[BabiQuestion
     few = BabilongPrompts(byte_tokenizer(), [*questions[2:], long], BACKGROUND, (120, 500))
     assert torch.equal(few[1]["input_ids"], prompts[1]["input_ids"])
     assert BabilongPrompts(byte_tokenizer(), [*questions[2:], long], BACKGROUND, (120, needed - 1)).left_out == 1
-
-
-def test_no_question_is_refused() -> None:
-    with pytest.raises(ValueError, match="none of 0 questions"):
-        BabilongPrompts(byte_tokenizer(), [], BACKGROUND, 300)

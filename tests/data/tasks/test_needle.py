@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
@@ -14,6 +13,7 @@ from hf_recurrent_lengthgen.data.tasks import PasskeyGrid, Task
 from hf_recurrent_lengthgen.data.tasks.babilong import BackgroundText
 from hf_recurrent_lengthgen.data.tasks.needle import needle_prompt, random_needle
 from hf_recurrent_lengthgen.data.tasks.passkey import PasskeyTemplate
+from tests.data.tasks.conftest import text_of
 
 TEXTS = ["One dog barked. Two cats\n slept! Three", "birds sang. Four.", "Five. Six. Seven. Eight."]
 HAYSTACK = "One dog barked. Two cats slept! Three birds sang. Four. Five. Six. Seven. Eight."
@@ -26,11 +26,6 @@ NEEDLE = "One of the special magic numbers for calm-river is: 1234567."
 QUESTION = "What is the special magic number for calm-river mentioned in the provided text?"
 PREFIX = "The special magic number for calm-river mentioned in the provided text is"
 BARE = len(f"{HEAD}\n{NEEDLE}\n{QUESTION} {PREFIX} 1234567.")
-
-
-def text_of(ids: Tensor) -> str:
-    """Of the byte tokenizer's ids."""
-    return bytes((ids - 3).tolist()).decode()
 
 
 def filled(length: int, depth: float, tokenizer: Any = None) -> Task:

@@ -6,22 +6,17 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.data.tasks import PasskeyPrompts, passkey_prompt
+from tests.data.tasks.conftest import text_of
 
 HEAD = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
     "I will quiz you about the important information there."
 )
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-
-
-def text_of(ids: Tensor) -> str:
-    """Of the byte tokenizer's ids."""
-    return bytes((ids - 3).tolist()).decode()
 
 
 def test_the_prompt_of_figure_8() -> None:
@@ -98,15 +93,16 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
     needle, question = "The pass key is 12345. Remember it. 12345 is the pass key.", "What is the pass key?"
     shortest = len(f"{HEAD}\n{needle}\n{question} The pass key is 12345.")
     assert len(passkey_prompt(tokenizer, shortest, 0.3, "12345").prompt) == shortest - 7
-    with pytest.raises(ValueError, match=f"length is {shortest - 1}, .* has {shortest} tokens"):
-        PasskeyPrompts(tokenizer, shortest - 1, 1)
-    with pytest.raises(ValueError, match=f"length is {shortest - 1}, .* has {shortest} tokens"):
-        PasskeyPrompts(tokenizer, (shortest - 1, 400), 1)
-    with pytest.raises(ValueError, match=r"passkey prompts: the length must be .* got \(400, 300\), "):
-        PasskeyPrompts(tokenizer, (400, 300), 1)
+    too_short = f"length is {shortest - 1}, .* has {shortest} tokens"
+    for length, samples, complaint in (
+        (shortest - 1, 1, too_short),
+        ((shortest - 1, 400), 1, too_short),
+        ((400, 300), 1, r"passkey prompts: the length must be .* got \(400, 300\), "),
+        (400, 0, "samples at least 1"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            PasskeyPrompts(tokenizer, length, samples)
     with pytest.raises(ValueError, match=r"depth is 1\.1"):
         passkey_prompt(tokenizer, 400, 1.1, "12345")
-    with pytest.raises(ValueError, match="samples at least 1"):
-        PasskeyPrompts(tokenizer, 400, 0)
     with pytest.raises(ValueError, match="merges"):
         passkey_prompt(merging_tokenizer, 400, 0, "12345")
