@@ -2,12 +2,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 import hf_recurrent_lengthgen.models as package
 from hf_recurrent_lengthgen.surgery import initialize_from_teacher_layer
 from tests.models.families import randomized
+from tests.surgery.test_mimetic import changed_names, parameters
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "hidden_size": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -29,20 +29,12 @@ def model_of(family: str, layers: int, seed: int, **changes: Any) -> Any:
     return randomized(getattr(package, f"Stateful{family}ForCausalLM")(config), seed)
 
 
-def parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def assert_unchanged(model: nn.Module, before: dict[str, Tensor]) -> None:
-    assert [name for name, value in model.named_parameters() if not torch.equal(value, before[name])] == []
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layer_becomes_that_of_the_teacher_and_nothing_else_changes(family: str) -> None:
     student, teacher = model_of(family, 3, 0), model_of(family, 4, 1)
     before, given = parameters(student), parameters(teacher)
     initialize_from_teacher_layer(student, teacher, 2)
-    assert_unchanged(teacher, given)
+    assert changed_names(given, teacher) == set()
     list_name = "rwkv.blocks" if family == "RWKV5" else f"{student.base_model_prefix}.layers"
     inside = 0
     for name, value in student.named_parameters():
@@ -60,10 +52,7 @@ def test_only_the_chosen_layers_change_and_their_outputs_are_the_teachers() -> N
     student, teacher = model_of("Mamba2", 3, 0), model_of("Mamba2", 2, 1).double()
     before = parameters(student)
     initialize_from_teacher_layer(student, teacher, 1, layers=[2, 0])
-    changed = {
-        name.split(".")[2] for name, value in student.named_parameters() if not torch.equal(value, before[name])
-    }
-    assert changed == {"0", "2"}
+    assert {name.split(".")[2] for name in changed_names(before, student)} == {"0", "2"}
     assert student.dtype == torch.float32
     x = torch.randn(2, 5, 16)
     layer, expected = student.backbone.layers[2], teacher.backbone.layers[1].float()
@@ -116,7 +105,7 @@ def test_layers_that_differ_are_refused_and_nothing_changed(
     before = parameters(model)
     with pytest.raises(ValueError, match=complaint):
         initialize_from_teacher_layer(model, model_of(teacher[0], 2, 1, **teacher[1]), 1)
-    assert_unchanged(model, before)
+    assert changed_names(before, model) == set()
 
 
 def test_settings_that_mean_the_same_are_no_difference() -> None:
