@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import (
-    IA3Config,
-    LoraConfig,
-    PeftModel,
-    TrainableTokensConfig,
-    VeraConfig,
-    get_peft_model,
-)
+from peft import IA3Config, LoraConfig, PeftModel, TrainableTokensConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -132,10 +125,7 @@ TIED: dict[str, tuple[Callable[[str], Any], bool]] = {
     "tokens and LoRA of the head": (lambda words: of_tokens([3, 4], ("lm_head", "in_proj")), True),
     "tokens of the head and LoRA of embeddings": (lambda words: of_tokens({"lm_head": [3]}, (words,)), True),
     "others of both": (lambda words: of_tokens(None, modules_to_save=["lm_head", words]), False),
-    "one other for both": (
-        lambda words: of_tokens(None, modules_to_save=[words], ensure_weight_tying=True),
-        False,
-    ),
+    "one other for both": (lambda words: of_tokens(None, modules_to_save=[words], ensure_weight_tying=True), False),
     "DoRA of the head": (lambda words: of_tokens(None, ("lm_head",), use_dora=True), True),
     "tokens alone": (lambda words: TrainableTokensConfig(token_indices=[3], target_modules=[words], **COMMON), False),
     "VeRA elsewhere": (lambda words: VeraConfig(target_modules=["in_proj"], r=4, **COMMON), False),
@@ -278,13 +268,7 @@ def random_state(model: Any) -> Any:
         return model(input_ids=TOKENS[:1]).final_state
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda tie: build(MAMBA2, tie_word_embeddings=tie),
-        lambda tie: tiny_model("zamba"),
-    ],
-)
+@pytest.mark.parametrize("make", [lambda tie: build(MAMBA2, tie_word_embeddings=tie), lambda tie: tiny_model("zamba")])
 def test_a_head_that_the_config_ties_and_the_file_does_not_is_refused(make: Any, tmp_path: Path) -> None:
     make(True).save_pretrained(tmp_path)
     load_model(str(tmp_path))

@@ -51,10 +51,7 @@ def test_the_trainer_of_the_command_line_expands_too_and_resumes(
     assert main([*map(str, run), "--max-steps", "4", "--resume"]) == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["layer_state_sizes"] == [8, 4]
-    assert config["interventions"] == [
-        "state expansion, state_size 4 -> 8 in layer 0, reinit",
-        "statex, 4 steps",
-    ]
+    assert config["interventions"] == ["state expansion, state_size 4 -> 8 in layer 0, reinit", "statex, 4 steps"]
     assert load_model(str(tmp_path / "out")).config.training_length == 8
 
 

@@ -24,12 +24,7 @@ from transformers import (
 )
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model, load_tokenizer
-from hf_recurrent_lengthgen.cli.inputs import (
-    chosen_split,
-    load_documents,
-    load_stream,
-    token_unit,
-)
+from hf_recurrent_lengthgen.cli.inputs import chosen_split, load_documents, load_stream, token_unit
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM, StatefulMambaForCausalLM
 

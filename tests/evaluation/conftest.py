@@ -30,10 +30,7 @@ class CounterModel(nn.Module):
         self.shapes: list[tuple[int, int]] = []
 
     def forward(
-        self,
-        input_ids: Tensor,
-        initial_state: RecurrentState | None = None,
-        output_final_state: bool = True,
+        self, input_ids: Tensor, initial_state: RecurrentState | None = None, output_final_state: bool = True
     ) -> SimpleNamespace:
         self.shapes.append(tuple(input_ids.shape))
         batch, length = input_ids.shape

@@ -27,8 +27,7 @@ def test_nll_is_that_of_the_definition_for_every_chunk_length(
     assert result.nll.dtype == np.float32
     np.testing.assert_allclose(result.nll, truth, atol=2e-6)
     torch.testing.assert_close(
-        result.final_state[0].recurrent,
-        torch.tensor([[130.0, float(row[:130].sum())] for row in random_tokens]),
+        result.final_state[0].recurrent, torch.tensor([[130.0, float(row[:130].sum())] for row in random_tokens])
     )
 
 

@@ -90,17 +90,7 @@ def known() -> Callable[..., float]:
 def task_manager() -> Callable[..., TaskManager]:
     """A manager of our tasks and some of lm_eval's: to index all of its 13,000 files takes half a minute."""
     theirs = Path(__import__("lm_eval").__file__).parent / "tasks"
-    names = [
-        "arc",
-        "commonsense_qa",
-        "glue",
-        "hellaswag",
-        "longbench",
-        "piqa",
-        "siqa",
-        "super_glue",
-        "winogrande",
-    ]
+    names = ["arc", "commonsense_qa", "glue", "hellaswag", "longbench", "piqa", "siqa", "super_glue", "winogrande"]
 
     def manager(**metadata: Any) -> TaskManager:
         paths = [*(theirs / name for name in names), TASKS]
