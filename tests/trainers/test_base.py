@@ -22,6 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.trainers import (
     InitialStateTrainer,
     StatePassingConfig,
@@ -36,6 +37,23 @@ MakeConfig = Callable[..., StatePassingConfig]
 ORDERED = {"sequential", "group_by_length", "batch_rebalance"} & {
     *TrainingArguments.__dataclass_fields__["train_sampling_strategy"].metadata["choices"]
 }
+
+
+def trained(trainer_class: type[Trainer], config: StatePassingConfig, **given: Any) -> dict[str, Any]:
+    model = toys.tiny_model()
+    trainer_class(model, config, train_dataset=toys.sequences(16), **given).train()
+    return toys.weights(model)
+
+
+def test_the_zero_state_trainer_trains_as_trainer_does(make_config: MakeConfig) -> None:
+    config = make_config(max_steps=3, learning_rate=1e-2)
+    ours, theirs = trained(ZeroStateTrainer, config), trained(Trainer, config)
+    toys.assert_same_weights(ours, theirs)
+    without_pad_token = byte_tokenizer()  # which rows of one length do not need
+    without_pad_token.pad_token = None
+    toys.assert_same_weights(trained(ZeroStateTrainer, config, processing_class=without_pad_token), theirs)
+    with pytest.raises(AssertionError):
+        toys.assert_same_weights(trained(Trainer, make_config(max_steps=1, learning_rate=0.0)), theirs)
 
 
 # --- evaluation ---
@@ -231,6 +249,9 @@ CHECKPOINTING = f"{'activation' if SINCE_5_23 else 'gradient'}_checkpointing_kwa
     [
         *(({"train_sampling_strategy": strategy}, "must be shuffled") for strategy in sorted(ORDERED)),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
+        ({"ignore_data_skip": True}, "ignore_data_skip is not supported"),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, "draws an order of rows that neither"),
         ({"fp16": True}, "fp16 needs a GPU: on a CPU accelerate would compute in float32"),
         ({"accelerator_config": {"split_batches": True}}, "would make batches smaller than said"),
         ({"dataloader_in_order": False, "dataloader_num_workers": 2}, "in an order that no run repeats"),
