@@ -3,7 +3,6 @@
 All is computed in float64, also where code names float32.
 """
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,32 +97,6 @@ def test_settings_of_training_go_with_chunks(tmp_path: Path, settings: dict[str,
     same_run(tmp_path, lambda: hybrid(LFM), bptt_chunk_length=4, **settings)
 
 
-def test_weights_are_those_of_a_loop_over_the_stock_model(tmp_path: Path) -> None:
-    """Which reads each example alone and at once."""
-    rows, stock = toys.examples(6), tiny_model("falcon_h1", dtype=torch.float64).train()
-    args = InitialStateConfig(
-        str(tmp_path),
-        bptt_chunk_length=4,
-        max_steps=1,
-        per_device_train_batch_size=6,
-        save_strategy="no",
-        **PLAIN,
-        **toys.QUIET,
-    )
-    model = hybrid("falcon_h1")
-    ZeroStateTrainer(model, args, train_dataset=rows).train()
-    with InFloat64():
-        losses, targets = [], 0
-        for row in rows:
-            size = int(row["attention_mask"].sum())
-            logits, asked = stock(row["input_ids"][None, :size], use_cache=False).logits[0, :-1], row["labels"][1:size]
-            losses.append(cross_entropy(logits, asked, reduction="sum"))
-            targets += int((asked != -100).sum())
-        (torch.stack(losses).sum() / targets).backward()
-    expected = [weight - args.learning_rate * weight.grad for weight in stock.parameters()]
-    assert relative_error([*model.parameters()], expected) < ROUNDED
-
-
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next", LFM])
 @pytest.mark.parametrize("window", [1, 2, 6])
@@ -152,21 +125,24 @@ def detached_before(model: Any, place: int) -> Iterator[None]:
         handle.remove()
 
 
-@pytest.mark.parametrize("window", [1, 2, 6])
-def test_windows_are_those_of_the_stock_model_that_detaches_what_came_before(tmp_path: Path, window: int) -> None:
-    """In LFM2, whose states are columns that its layers get."""
-    rows, model = toys.examples(5), hybrid("lfm2")
-    stock = tiny_model("lfm2", dtype=torch.float64).train()
+@pytest.mark.parametrize(("model_type", "window"), [("lfm2", 1), ("lfm2", 2), ("lfm2", 6), ("falcon_h1", None)])
+def test_windows_are_those_of_the_stock_model_that_detaches_what_came_before(
+    tmp_path: Path, model_type: str, window: int | None
+) -> None:
+    """In LFM2, whose states are columns that its layers get; without windows, rows are read at once."""
+    rows, model = toys.examples(5), hybrid(model_type)
+    stock = tiny_model(model_type, dtype=torch.float64).train()
     given = {"per_device_train_batch_size": 5, "save_strategy": "no", "max_steps": 1} | toys.QUIET | PLAIN
-    args = TbttConfig(str(tmp_path), bptt_chunk_length=4, bptt_window=window, **given)
-    TbttTrainer(model, args, train_dataset=rows).train()
+    trainer: Any = ZeroStateTrainer if window is None else TbttTrainer
+    args = trainer.config_class(str(tmp_path), bptt_chunk_length=4, bptt_window=window, **given)
+    trainer(model, args, train_dataset=rows).train()
     losses, count = [], 0
     with InFloat64():
         for row in rows:
             size = int(row["attention_mask"].sum())
             targets = torch.nn.functional.pad(row["labels"][1:size], (0, 1), value=-100)
             count += int((targets != -100).sum())
-            for part in windows_from_the_end(size, 4 * window):
+            for part in windows_from_the_end(size, window and 4 * window):
                 with detached_before(stock, part.start):
                     logits = stock(row["input_ids"][None, :size], use_cache=False).logits[0, part]
                 losses.append(cross_entropy(logits, targets[part], reduction="sum"))
@@ -219,16 +195,6 @@ def test_a_composite_of_images_and_text_trains_on_chunks_as_on_rows(tmp_path: Pa
     same_run(tmp_path, lambda: in_float64(stateful(tiny_composite("qwen3_5").double())), bptt_chunk_length=4)
 
 
-def test_a_model_that_is_compiled_is_refused_in_chunks(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="compiled as a whole cannot read a sequence in chunks"):
-        run(tmp_path, hybrid("lfm2"), bptt_chunk_length=4, torch_compile=True, torch_compile_backend="eager")
-
-
-def test_alignment_is_refused_with_chunks(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="bptt_chunk_length keeps no logits"):
-        InitialStateConfig(str(tmp_path), bptt_chunk_length=4, alignment_alpha=0.1)
-
-
 def test_the_loss_of_an_evaluation_is_that_of_the_stock_model(tmp_path: Path) -> None:
     model, rows = hybrid("falcon_h1"), toys.examples(6)
     args = InitialStateConfig(str(tmp_path), bptt_chunk_length=4, per_device_eval_batch_size=4, **toys.QUIET)
@@ -246,16 +212,3 @@ def test_the_loss_of_an_evaluation_is_that_of_the_stock_model(tmp_path: Path) ->
             logits, asked = stock(row["input_ids"][None, :size], use_cache=False).logits[0, :-1], row["labels"][1:size]
             losses.append(cross_entropy(logits, asked, reduction="none")[asked != -100])
     assert measured == pytest.approx(float(torch.cat(losses).mean()), rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 2])
-def test_a_run_that_was_killed_resumes_bit_for_bit(tmp_path: Path, window: int | None) -> None:
-    settings = {"hybrid": True, "bptt_chunk_length": 4, "bptt_window": window}
-    (codes,) = toys.run_jobs([settings | {"output_dir": str(tmp_path / "killed"), "die_at_step": 5}])
-    assert codes == [-signal.SIGKILL.value]
-    whole, resumed = (toys.resumable_trainer(tmp_path / name, **settings) for name in ("whole", "killed"))
-    whole.train()
-    resumed.train(resume_from_checkpoint=True)
-    toys.assert_same_weights(toys.weights(resumed.model), toys.weights(whole.model))
-    torch.testing.assert_close(resumed.initial_states.state_dict(), whole.initial_states.state_dict(), rtol=0, atol=0)
