@@ -250,13 +250,6 @@ def test_evaluation_is_plain_cross_entropy_on_whole_rows(tmp_path: Path) -> None
 # --- refusals ---
 
 
-@pytest.mark.parametrize("kind", [AlignmentTrainer, ZeroStateTrainer])
-def test_a_second_crop_from_zero_needs_states_for_the_first(tmp_path: Path, kind: Any) -> None:
-    config = kind.config_class(str(tmp_path), **toys.QUIET | PLAIN, alignment_second_state="zero")
-    with pytest.raises(ValueError, match="has no effect where both crops start from zero"):
-        kind(toys.tiny_model(), config, train_dataset=toys.sequences(4))
-
-
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
@@ -277,60 +270,70 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, fields: dict[str, Any
         AlignmentConfig(str(tmp_path), **fields)
 
 
-def test_a_shift_that_leaves_no_overlap_is_refused(tmp_path: Path) -> None:
-    config = AlignmentConfig(str(tmp_path), **toys.QUIET, alignment_length=8, alignment_max_extra=4)
-    with pytest.raises(ValueError, match=r"l_extra must lie between 1 and 3.*got 1 to 4"):
-        AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
-    config = AlignmentConfig(str(tmp_path), **toys.QUIET, alignment_length=8, alignment_min_context=7)
-    with pytest.raises(
-        ValueError, match=r"between 1 and 0, .* at least 7 tokens of context \(alignment_min_context\)"
-    ):
-        AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(4))
+def of_experts() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=17, **sizes, **experts))
+
+
+ZERO, EIGHT = {"alignment_alpha": 0.1, "alignment_second_state": "zero"}, {"alignment_length": 8}
+NO_EFFECT = "has no effect where both crops start from zero"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "given", "told"),
+    [
+        (AlignmentTrainer, ZERO, {}, NO_EFFECT),
+        (ZeroStateTrainer, ZERO, {}, NO_EFFECT),
+        (AlignmentTrainer, EIGHT | {"alignment_max_extra": 4}, {}, r"l_extra must lie .* 1 and 3.*got 1 to 4"),
+        (
+            AlignmentTrainer,
+            EIGHT | {"alignment_min_context": 7},
+            {},
+            r"1 and 0, .* 7 tokens of context",
+        ),
+        (AlignmentTrainer, {}, {"compute_loss_func": lambda *_, **__: None}, "compute_loss_func cannot be combined"),
+        (AlignmentTrainer, {}, {"model": of_experts()}, "set output_router_logits=False"),
+    ],
+    ids=["zero", "zero with another trainer", "no overlap", "no context", "a loss", "experts"],
+)
+def test_what_cannot_be_aligned_is_refused(
+    tmp_path: Path, kind: Any, fields: dict[str, Any], given: dict[str, Any], told: str
+) -> None:
+    config = kind.config_class(str(tmp_path), **toys.QUIET, **fields)
+    with pytest.raises(ValueError, match=told):
+        kind(**{"model": toys.tiny_model(), "args": config, "train_dataset": toys.sequences(4)} | given)
+
+
+PADDED = (torch.arange(12) < 7).long()
 
 
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(
-    ("fields", "tokens", "told"),
+    ("fields", "rows", "told"),
     [
-        ({"alignment_length": 9}, 12, "Rows have 12 tokens, but crops of 9 that start up to 4 tokens apart need 13"),
-        ({}, 3, "l_extra must lie between 1 and 0"),
-        ({"alignment_max_extra": 12}, 12, "l_extra must lie between 1 and"),
+        (
+            {"alignment_length": 9},
+            toys.sequences(8, length=12),
+            "Rows have 12 tokens, but crops of 9 that start up to 4 tokens apart need 13",
+        ),
+        ({}, toys.sequences(8, length=3), "l_extra must lie between 1 and 0"),
+        ({"alignment_max_extra": 12}, toys.sequences(8, length=12), "l_extra must lie between 1 and"),
+        ({}, [{"input_ids": torch.ones(12).long()}] * 8, "neither labels nor shift_labels"),
+        (
+            {},
+            [item | {"attention_mask": PADDED} for item in toys.sequences(8, length=12)],
+            "pack the text into rows without padding",
+        ),
     ],
+    ids=["crops", "short", "shifts", "no labels", "padding"],
 )
-def test_rows_that_are_too_short_are_refused(tmp_path: Path, fields: dict[str, int], tokens: int, told: str) -> None:
-    config = AlignmentConfig(str(tmp_path), **toys.QUIET, **fields)
-    trainer = AlignmentTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8, length=tokens))
+def test_rows_that_do_not_suit_are_refused(tmp_path: Path, fields: dict[str, int], rows: list[Any], told: str) -> None:
+    trainer = AlignmentTrainer(
+        toys.tiny_model(), AlignmentConfig(str(tmp_path), **toys.QUIET, **fields), train_dataset=rows
+    )
     with pytest.raises(ValueError, match=told):
         trainer.train()
-
-
-def test_another_loss_is_refused(tmp_path: Path) -> None:
-    config = AlignmentConfig(str(tmp_path), **toys.QUIET)
-    with pytest.raises(ValueError, match="compute_loss_func cannot be combined with alignment_alpha"):
-        AlignmentTrainer(
-            toys.tiny_model(),
-            config,
-            train_dataset=toys.sequences(4),
-            compute_loss_func=lambda outputs, labels, num_items_in_batch: outputs.logits.sum(),
-        )
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    mixtral = MixtralConfig(vocab_size=17, **sizes, num_key_value_heads=2, num_local_experts=2)
-    mixtral.output_router_logits = True
-    with pytest.raises(ValueError, match="set output_router_logits=False"):
-        AlignmentTrainer(MixtralForCausalLM(mixtral), config, train_dataset=toys.sequences(4))
-
-
-@pytest.mark.slow
-def test_rows_without_labels_or_with_padding_are_refused(tmp_path: Path) -> None:
-    config = AlignmentConfig(str(tmp_path), **toys.QUIET)
-    rows = [{"input_ids": item["input_ids"]} for item in toys.sequences(8, length=12)]
-    with pytest.raises(ValueError, match="neither labels nor shift_labels"):
-        AlignmentTrainer(toys.tiny_model(), config, train_dataset=rows).train()
-    mask = torch.ones(12, dtype=torch.long)
-    mask[-5:] = 0
-    padded = [item | {"attention_mask": mask} for item in toys.sequences(8, length=12)]
-    with pytest.raises(ValueError, match="pack the text into rows without padding"):
-        AlignmentTrainer(toys.tiny_model(), config, train_dataset=padded).train()
 
 
 def test_without_alpha_nothing_is_aligned(tmp_path: Path) -> None:
