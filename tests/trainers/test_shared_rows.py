@@ -107,7 +107,7 @@ def test_a_run_that_was_killed_in_a_save_resumes_bit_for_bit(shared: Path) -> No
 )
 def test_what_needs_whole_rows_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="context_parallel_size does not work with"):
-        toys.StatePassingConfig(str(tmp_path), **toys.QUIET, context_parallel_size=2, **settings)
+        toys.StatePassingTrainer.config_class(str(tmp_path), **toys.QUIET, context_parallel_size=2, **settings)
 
 
 def test_the_rows_of_each_group_are_gathered_once_and_repeated_ones_left_out() -> None:

@@ -29,23 +29,15 @@ from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import (
-    AlignmentConfig,
     AlignmentTrainer,
-    FittedNoiseConfig,
     FittedNoiseTrainer,
     InitialStateConfig,
     InitialStateTrainer,
-    LearnedStateConfig,
     LearnedStateTrainer,
-    MixedStatesConfig,
     MixedStatesTrainer,
-    RandomNoiseConfig,
     RandomNoiseTrainer,
-    StatePassingConfig,
     StatePassingTrainer,
-    StateXConfig,
     StateXTrainer,
-    TbttConfig,
     TbttTrainer,
     ZeroStateTrainer,
 )
@@ -222,43 +214,41 @@ class Method(NamedTuple):
     """A training method: its trainer, what it needs beside the defaults, and data of a number of rows or chunks."""
 
     trainer: type[InitialStateTrainer]
-    config: type[InitialStateConfig]
-    settings: dict[str, Any]
-    data: Callable[[int], Any]
+    settings: dict[str, Any] = {}  # noqa: RUF012
+    data: Callable[[int], Any] = sequences
+
+    @property
+    def config(self) -> type[InitialStateConfig]:
+        return self.trainer.config_class
+
+
+def by_document(count: int) -> ContinuedChunks:
+    return chunks(count, reset_at_document=True, separator_id=SEPARATOR)
+
+
+def looking_ahead(count: int) -> ContinuedChunks:
+    return chunks(count, lookahead=4)
 
 
 MIXTURE = {"zero": 0.2, "state_passing": 0.4, "fitted_noise": 0.4}
+INHERITING = {"expand_initialization": "inherit", "expand_factor": 2.0}
 METHODS = {
-    "zero state": Method(ZeroStateTrainer, InitialStateConfig, {}, sequences),
-    "random noise": Method(RandomNoiseTrainer, RandomNoiseConfig, {"noise_sigma": 0.3}, sequences),
-    "fitted noise": Method(FittedNoiseTrainer, FittedNoiseConfig, {}, sequences),
-    "state passing": Method(StatePassingTrainer, StatePassingConfig, {"state_drop_probability": 0.3}, sequences),
-    "tbtt": Method(TbttTrainer, TbttConfig, {}, chunks),
-    "tbtt by document": Method(
-        TbttTrainer, TbttConfig, {}, lambda count: chunks(count, reset_at_document=True, separator_id=SEPARATOR)
-    ),
-    "learned state": Method(LearnedStateTrainer, LearnedStateConfig, {}, sequences),
-    "learned state and model": Method(LearnedStateTrainer, LearnedStateConfig, {"train_model": True}, sequences),
-    "mixture": Method(MixedStatesTrainer, MixedStatesConfig, {"mixture": MIXTURE}, sequences),
-    "alignment": Method(AlignmentTrainer, AlignmentConfig, {}, sequences),
-    "state passing, alignment": Method(StatePassingTrainer, StatePassingConfig, {"alignment_alpha": 0.2}, sequences),
-    "tbtt on examples": Method(TbttTrainer, TbttConfig, {"bptt_chunk_length": 4}, examples),
-    "tbtt, alignment": Method(
-        TbttTrainer,
-        TbttConfig,
-        {"alignment_alpha": 0.2, "alignment_length": 9},
-        lambda count: chunks(count, lookahead=4),
-    ),
-    "state passing in chunks": Method(
-        StatePassingTrainer, StatePassingConfig, {"bptt_chunk_length": 4, "bptt_window": 2}, sequences
-    ),
-    "statex": Method(StateXTrainer, StateXConfig, {"new_weights_lr_multiplier": 2.0}, sequences),
-    "statex, state passing": Method(
-        StateXTrainer,
-        StateXConfig,
-        {"mixture": {"zero": 0.3, "state_passing": 0.7}, "expand_initialization": "inherit", "expand_factor": 2.0},
-        sequences,
-    ),
+    "zero state": Method(ZeroStateTrainer),
+    "random noise": Method(RandomNoiseTrainer, {"noise_sigma": 0.3}),
+    "fitted noise": Method(FittedNoiseTrainer),
+    "state passing": Method(StatePassingTrainer, {"state_drop_probability": 0.3}),
+    "tbtt": Method(TbttTrainer, data=chunks),
+    "tbtt by document": Method(TbttTrainer, data=by_document),
+    "learned state": Method(LearnedStateTrainer),
+    "learned state and model": Method(LearnedStateTrainer, {"train_model": True}),
+    "mixture": Method(MixedStatesTrainer, {"mixture": MIXTURE}),
+    "alignment": Method(AlignmentTrainer),
+    "state passing, alignment": Method(StatePassingTrainer, {"alignment_alpha": 0.2}),
+    "tbtt on examples": Method(TbttTrainer, {"bptt_chunk_length": 4}, examples),
+    "tbtt, alignment": Method(TbttTrainer, {"alignment_alpha": 0.2, "alignment_length": 9}, looking_ahead),
+    "state passing in chunks": Method(StatePassingTrainer, {"bptt_chunk_length": 4, "bptt_window": 2}),
+    "statex": Method(StateXTrainer, {"new_weights_lr_multiplier": 2.0}),
+    "statex, state passing": Method(StateXTrainer, {"mixture": {"zero": 0.3, "state_passing": 0.7}, **INHERITING}),
 }
 
 
