@@ -11,9 +11,6 @@ from hf_recurrent_lengthgen.checkpoints.cards.card import own_words
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, passkey_prompt
 
-FOLDER = Path(__file__).parents[1] / "examples/passkey"
-ARMS = ("base", "fitted_noise")
-
 
 @pytest.mark.slow
 def test_the_pair_is_shipped(example: Any, tmp_path: Path) -> None:

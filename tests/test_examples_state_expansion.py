@@ -1,10 +1,7 @@
 """The study of state expansion runs in miniature; its page holds its numbers."""
 
 import json
-import runpy
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +9,6 @@ import pytest
 import torch
 
 STUDY = Path(__file__).parents[1] / "examples" / "state_expansion"
-Run = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs the command in a copy of its page and returns its names; "main" also runs it."""
-    threads = torch.get_num_threads()
-    shutil.copy(STUDY / "README.md", tmp_path)
-
-    def run(*arguments: object, name: str = "__main__") -> dict[str, Any]:
-        given = ["--tiny", "--output", tmp_path / "out", "--results", tmp_path / "results", *arguments]
-        monkeypatch.setattr(sys, "argv", ["run.py", *map(str, given)])
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        try:
-            return runpy.run_path(str(STUDY / "run.py"), run_name=name)
-        finally:
-            torch.set_num_threads(threads)
-
-    return run
 
 
 @pytest.mark.slow
@@ -42,9 +20,11 @@ def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         ("bamba", ["vanilla", "inherit_all", "large"], 7 * 16 * 2),
     ],
 )
-def test_arms_are_compared(base: str, arms: list[str], larger: int, study: Run, tmp_path: Path) -> None:
+def test_arms_are_compared(base: str, arms: list[str], larger: int, example: Any, tmp_path: Path) -> None:
     """The state of the first layer grows by `larger`."""
-    study("--bases", base, "--seeds", 3, "--arms", *arms)
+    shutil.copy(STUDY / "README.md", tmp_path)
+    places = ("--output", tmp_path / "out", "--results", tmp_path / "results")
+    example("state_expansion/run.py", "--tiny", *places, "--bases", base, "--seeds", 3, "--arms", *arms)
     stages = {
         file.parent.name: json.loads(file.read_text())
         for file in tmp_path.glob(f"results/running/{base}/*/seed3.json")
@@ -58,8 +38,8 @@ def test_arms_are_compared(base: str, arms: list[str], larger: int, study: Run, 
     assert (tmp_path / "state_expansion.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_starts_differ_where_they_should_only(study: Run) -> None:
-    names = study(name="run")
+def test_starts_differ_where_they_should_only(example: Any) -> None:
+    names = example("state_expansion/run.py")
     settings, bases, arms = names["TINY"], names["BASES"], names["ARMS"]
     new_model, expanded = names["new_model"], names["expanded"]
     for name in ("mamba2", "mamba2_mimetic"):
@@ -91,8 +71,8 @@ def test_starts_differ_where_they_should_only(study: Run) -> None:
     assert torch.equal(mimetic.conv1d.weight[inner:], start.conv1d.weight[inner:])
 
 
-def test_without_recall_a_value_is_guessed_among_those_that_are_left(study: Run) -> None:
-    names = study(name="run")
+def test_without_recall_a_value_is_guessed_among_those_that_are_left(example: Any) -> None:
+    names = example("state_expansion/run.py")
     settings, without_recall = names["Settings"](), names["without_recall"]
     assert without_recall(settings, 1) == 1
     equal = 1 / (settings.vocabulary // 2)  # both values of two pairs are the same

@@ -1,6 +1,7 @@
-"""Every study runs in miniature, and a report of its results writes the page that is there."""
+"""Every study runs in miniature, its models and rows are what they are called, and a report writes the page."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -9,9 +10,11 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = ("mamba", "falcon_mamba", "gla", "rwkv6", "rwkv5", "rwkv7", "hgrn2", "delta_net", "gated_deltanet", "kda")
@@ -117,3 +120,96 @@ def test_the_tables_hold_the_numbers_of_the_result_files(name: str) -> None:
             mean = statistics.fmean(found[quantity]["mean"] for found in seeds.values())
             assert f"| {mean:{'+' if quantity == 'harm_last' else ''}.3f} " in line
         assert f"| {', '.join(seeds)} |" in line
+
+
+@pytest.mark.usefixtures("small_corpus")
+@pytest.mark.slow
+def test_checkpoints_of_families_are_made(example: Any, tmp_path: Path) -> None:
+    made = tmp_path / "cards"
+    made.mkdir()
+    (made / "README.md").write_text("<!-- table -->\n<!-- end -->\n")
+    places = ["--output", tmp_path / "out", "--checkpoints", made]
+    example("families/checkpoints.py", "--tiny", "--families", "gla", *places)
+    assert {"gla-base", "gla-cured"} == {path.name for path in made.iterdir() if path.is_dir()}
+    (row,) = (line for line in (made / "README.md").read_text().splitlines() if line.startswith("| GLA"))
+    assert "[base](gla-base/README.md), [cured](gla-cured/README.md)" in row
+
+
+@pytest.mark.parametrize("family", ["rwkv6", "rwkv7"])
+def test_slow_starts_of_rwkv_decay_by_powers_of_the_place_of_a_key(family: str, example: Any) -> None:
+    run = example("families/run.py")
+    study = SimpleNamespace(vocabulary=256)
+    mixer = run["FamilyStudy"].new_model(study, f"{family}/base", 128, 0).model.layers[1].attn
+    bias = (mixer.w_proj.linear if family == "rwkv6" else mixer.w_lora).lora[2].bias.double()
+    rates = bias.exp() if family == "rwkv6" else math.exp(-0.5) * bias.sigmoid()
+    expected = torch.tensor([[(n + 1) ** -5.0 for n in range(1, 33)]] * 3, dtype=torch.float64)
+    torch.testing.assert_close(rates.view(3, 32), expected, rtol=1e-5, atol=0)
+
+
+def test_styles_and_facts_of_learned_states_are_what_they_are_called(example: Any) -> None:
+    study = example("learned_state/run.py")
+    assert study["in_style"]("a = 1\nb\n", "comments") == "# a = 1\n# b\n"
+    assert study["in_style"]("a = 1\n", "upper case") == "A = 1\n"
+    ids = study["facts_ids"](64, seed=1)
+    assert ids.shape == (64, 9)
+    assert len({tuple(row[:4]) for row in ids.tolist()}) == 64
+    rows, asked = study["examples"]("16 facts", 0, 1)
+    assert all(row["labels"].tolist() == [-100] * 5 + row["input_ids"].tolist()[5:] for row in rows)
+    assert [row["input_ids"].tolist() for row in rows] == asked.tolist()
+
+
+@pytest.mark.slow
+def test_the_study_of_learned_states_runs(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text("<!-- table -->\n<!-- end -->\n")
+    example("learned_state/run.py", "--output", tmp_path, "--tiny")
+    assert "->" in capsys.readouterr().out
+    assert (tmp_path / "README.md").read_text().count("\n| ") == 1 + 2
+    assert (tmp_path / "learned_state.png").read_bytes().startswith(b"\x89PNG")
+
+
+VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "v0", "k_k", "k_a")
+
+
+def author_file(path: Path) -> Path:
+    """Random weights under the names of the author's file."""
+    layer: dict[str, tuple[int, ...]] = {f"rwkv{{}}.{name}": (1, 1, 32) for name in VECTORS}
+    layer |= {f"rwkv{{}}.{part}1": (32, 8) for part in "wavg"} | {f"rwkv{{}}.{part}2": (8, 32) for part in "wavg"}
+    layer |= {f"rwkv{{}}.{name}.weight": (32, 32) for name in ("receptance", "key", "value", "output")}
+    layer |= {f"{name}.{part}": (32,) for name in ("ln{}a", "ln{}b", "rwkv{}.ln_x") for part in ("weight", "bias")}
+    layer |= {"rwkv{}.r_k": (2, 16), "rosa{}.o.bias": (32,), "ffn{}.x_k": (1, 1, 32)}
+    layer |= {"ffn{}.key.weight": (128, 32), "ffn{}.value.weight": (32, 128)}
+    shapes = {name.format(number): shape for number in (1, 2) for name, shape in layer.items()}
+    shapes |= {"e.weight": (12, 32), "o.weight": (12, 32), "o.bias": (12,), "lno.weight": (32,), "lno.bias": (32,)}
+    torch.save({name: torch.randn(shape) / 6 for name, shape in shapes.items()}, path)
+    return path
+
+
+def test_rows_of_the_published_model_are_problems_and_only_answers_are_asked(example: Any) -> None:
+    study = example("published/run.py")
+    problems, tokens, labels = study["Problems"](40, 0), [11], [-100]
+    for index in range(40):
+        row = problems[index]
+        real = int(row["attention_mask"].sum())
+        one, size = row["input_ids"][:real].tolist(), real // 2 - 1
+        assert one == [*one[:size], 10, *one[:size][::-1], 11]
+        assert row["labels"].tolist() == [-100] * (size + 1) + one[size + 1 :] + [-100] * (128 - real)
+        assert len(row["input_ids"]) == 128
+        tokens += one
+        labels += row["labels"][:real].tolist()
+    chunks = study["ContinuedProblems"](4, 0, 2)
+    assert len(chunks) == 4
+    for index in range(4):
+        place = index * 128
+        assert chunks[index]["input_ids"].tolist() == tokens[place : place + 128]
+        assert chunks[index]["shift_labels"].tolist() == labels[place + 1 : place + 129]
+
+
+@pytest.mark.slow
+def test_the_study_of_a_published_model_runs_on_random_weights(
+    example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = ["--output", tmp_path / "out", "--results", tmp_path / "results"]
+    example("published/run.py", "--tiny", *places, "--seeds", 0, "--weights", author_file(tmp_path / "author.pth"))
+    said = capsys.readouterr().out
+    assert said.count("seed 0 ") == 4
+    assert (tmp_path / "results/published.png").stat().st_size > 1000

@@ -74,9 +74,3 @@ def test_links_lead_to_files(page: Path) -> None:
     here = [link for link in links if not link.startswith("http")]
     assert here
     assert [link for link in here if not (page.parent / link.partition("#")[0]).exists()] == []
-
-
-def test_the_readme_is_short_and_its_code_narrow() -> None:
-    assert len(README.encode()) <= 8_000
-    code = [line for language in ("python", "bash") for block in blocks_of(language) for line in block.splitlines()]
-    assert [line for line in code if len(line) > 88] == []
