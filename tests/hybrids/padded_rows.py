@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tests.hybrids.measures import random_tokens
+from tests.row_forms import real_of
 
 # Each letter is a sequence, a dot is padding. Lengths up to one more than a chunk of the tiny models.
 PADDED = [
@@ -26,12 +27,7 @@ PACKED = [
 def positions_and_mask(words: list[str]) -> tuple[Tensor, Tensor]:
     """`position_ids` that restart at each letter, and the mask, whose zeros are the dots."""
     positions = [[word[:place].count(letter) for place, letter in enumerate(word)] for word in words]
-    return torch.tensor(positions), real_of(words)
-
-
-def real_of(words: list[str]) -> Tensor:
-    """1 at tokens and 0 at padding."""
-    return torch.tensor([[int(letter != ".") for letter in word] for word in words])
+    return torch.tensor(positions), real_of(words).long()
 
 
 def places_of(word: str) -> list[list[int]]:

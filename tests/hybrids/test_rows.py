@@ -8,9 +8,9 @@ from transformers import AutoModelForSequenceClassification
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.registry import SUPPORTED
 from tests.hybrids.measures import parts, random_state, relative_error
-from tests.hybrids.padded_rows import PACKED, positions_and_mask, real_of, tokens_of
+from tests.hybrids.padded_rows import PACKED, positions_and_mask, tokens_of
 from tests.hybrids.tiny_models import tiny_model
-from tests.row_forms import PADDED, WHOLE, forms_of, places_of
+from tests.row_forms import PADDED, WHOLE, forms_of, places_of, real_of
 from tests.versions import SINCE_5_23
 
 QUICK = ["falcon_h1", "minimax", "qwen3_next", "xlstm", "zaya"]

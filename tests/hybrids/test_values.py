@@ -79,10 +79,9 @@ def test_rows_of_values_go_on_as_each_alone(model_type: str, window: int | None)
     joined = HybridCache.joined([cache.taken(slice(1, 3)), cache.taken(slice(0, 1))])
     states = concatenate_rows([take_rows(state, slice(1, 3)), take_rows(state, slice(0, 1))])
     check(after(model, states, joined, more[[1, 2, 0]]), 1, 2, 0)
-    for change, rows in ((lambda x: x.reorder_cache(order), [2, 0, 0, 1]),):
-        whole = model.cache_from_state(state, cache)
-        change(whole)
-        check(model(more[rows], **{cache_argument(model): whole}).logits, *rows)
+    whole = model.cache_from_state(state, cache)
+    whole.reorder_cache(order)
+    check(model(more[order], **{cache_argument(model): whole}).logits, 2, 0, 0, 1)
     start = {"initial_state": state, "attention_cache": cache}
     for beams in (1, 2):
         generated = model.generate(more[:, :1], **start, **GREEDY, num_beams=beams)
