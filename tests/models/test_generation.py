@@ -11,7 +11,7 @@ from transformers import ByT5Tokenizer, GenerationConfig, LogitsProcessor, TextG
 
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, clone_state, concatenate_rows, take_rows
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, clone_state, take_rows
 from tests.hybrids.tiny_models import tiny_model
 
 from .families import (
@@ -187,25 +187,6 @@ class _Stops(LogitsProcessor):
 
 
 @shell_families
-def test_a_chat_goes_on_turn_by_turn_as_in_one_prompt(family: Family) -> None:
-    """By the returned state, with only the new tokens, and by the returned cache, with the whole text."""
-    model = model_of(family)
-    text, unread, state, cache = random_tokens(2, 4, seed=10), random_tokens(2, 4, seed=10), None, None
-    for turn in range(3):
-        expected = greedy_by_hand(model, text)
-        # masks, since an answer may have said the padding token
-        options = {"return_dict_in_generate": True}
-        by_state = generate(model, unread, attention_mask=unread >= 0, initial_state=state, **options)
-        by_cache = generate(model, text, attention_mask=text >= 0, past_key_values=cache, **options)
-        assert torch.equal(by_state.sequences[:, unread.shape[1] :], expected)
-        assert torch.equal(by_cache.sequences[:, text.shape[1] :], expected)
-        question = random_tokens(2, 3, seed=20 + turn)
-        text = torch.cat([text, expected, question], 1)
-        unread = torch.cat([expected[:, -1:], question], 1)
-        state, cache = by_state.past_key_values.state, by_cache.past_key_values
-
-
-@shell_families
 def test_a_cache_of_ones_own_is_advanced_in_place(family: Family) -> None:
     model, tokens, cache = model_of(family), random_tokens(2, 9), RecurrentCache()
     for piece in tokens.split([4, 1, 4], 1):
@@ -286,14 +267,7 @@ def test_generation_settings_and_limits_are_honored_with_a_state(family: Family)
 def test_what_generate_cannot_do_is_refused(family: Family) -> None:
     model, prompt = model_of(family), random_tokens(2, 3)
     state = random_state(model, 2)
-    nan = clone_state(state)
-    nan[0].recurrent[1, 0, 0] = float("nan")
     for options, message in (
-        (
-            {"initial_state": concatenate_rows([state, state])},
-            r"must be a tensor \(2, .*rows first, .*got \(4, ",
-        ),
-        ({"initial_state": nan}, r"layer 0, part 'recurrent' has NaN or infinite values in rows \[1\]"),
         ({"initial_state": state, "past_key_values": RecurrentCache(state)}, "initial_state or cache"),
         ({"past_key_values": RecurrentCache(random_state(model, 3))}, "cached state has 3 rows, the batch has 2"),
         ({"past_key_values": state}, "must be a RecurrentCache"),
