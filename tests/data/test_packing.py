@@ -61,12 +61,6 @@ def test_unusable_packing_is_refused(stream: Tensor, length: int, message: str) 
         PackedBlocks(stream, length)
 
 
-def test_evaluation_sequences_by_hand() -> None:
-    assert evaluation_sequences(torch.arange(10), 3, 2).tolist() == [[0, 1], [4, 5], [8, 9]]
-    assert evaluation_sequences(torch.arange(10), 1, 3).tolist() == [[0, 1, 2]]
-    assert evaluation_sequences(torch.arange(10), 2, 5).tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-
-
 @given(count=st.integers(1, 20), length=st.integers(2, 20), spare=st.integers(0, 100))
 @settings(max_examples=200)
 def test_evaluation_sequences_never_overlap_and_are_evenly_spaced(count: int, length: int, spare: int) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from scipy.stats import chisquare
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.data.tasks import (
@@ -159,15 +158,6 @@ def test_rows_depend_on_seed_and_index_alone(task: TaskStrings) -> None:
     for wrong in ([100], [-101]):
         with pytest.raises(IndexError, match="of 100"):
             task.__getitems__(wrong)
-
-
-def test_workers_read_the_same_batches(task: TaskStrings) -> None:
-    wanted = [task.batch(range(start, start + 4)) for start in range(0, 8, 4)]
-    few = task.resized((task.shortest, task.longest), 8, task.seed)
-    for workers in (0, 2):
-        loader: Any = DataLoader(few, batch_size=4, num_workers=workers, collate_fn=PaddingCollator())
-        for found, expected in zip(loader, wanted, strict=True):
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_padding_is_on_the_right_without_labels() -> None:
