@@ -1,4 +1,4 @@
-"""State passing in training: rows traced with a model that sums, and weights of hand-written loops."""
+"""State passing: states by hand, rows traced with a model that sums, and weights of hand-written loops."""
 
 import copy
 import gc
@@ -222,3 +222,72 @@ def test_a_model_that_returns_a_mean_loss_gets_the_mean_over_micro_batches(make_
     StatePassingTrainer(model, config, train_dataset=numbers(8)).train()
     # The loss of a micro-batch is weight * mean(ids), the mean over all 8 items of 101 (i + 1) / 2 is 227.25.
     assert model.weight.item() == pytest.approx(1 - 0.001 * 227.25, abs=1e-5)
+
+
+# --- the source alone ---
+
+
+def state(*values: float) -> RecurrentState:
+    """Two layers; row i is `values[i]` everywhere, the second layer ten times that; the first has no conv part."""
+    rows = torch.tensor(values)[:, None]
+    return LayerState(rows.repeat(1, 3), rows[:, :0]), LayerState(10 * rows.repeat(1, 2), 10 * rows)
+
+
+def place(step: int = 0, micro_batch: int = 0, rows: int = 2, first_row: int = 0, seed: int = 0) -> BatchPlace:
+    return BatchPlace(seed, step, micro_batch, first_row, rows)
+
+
+def starts(source: PassedStates, at: BatchPlace) -> list[float]:
+    given = source.initial_state(at)
+    assert given is not None
+    return given[0].recurrent[:, 0].tolist()
+
+
+def test_a_smaller_batch_uses_and_replaces_its_first_rows_only() -> None:
+    source = PassedStates(drop_probability=0.0)
+    source.observe(place(rows=3), state(1.0, 2.0, 3.0))
+    assert starts(source, place(1, rows=1)) == [1.0]
+    source.observe(place(1, rows=1), state(9.0))
+    assert starts(source, place(2, rows=3)) == [9.0, 2.0, 3.0]
+
+
+def test_rows_without_a_state_start_from_zero() -> None:
+    source = PassedStates(drop_probability=0.0)
+    source.observe(place(rows=1), state(5.0))
+    torch.testing.assert_close(source.initial_state(place(1, rows=3)), state(5.0, 0.0, 0.0), rtol=0, atol=0)
+
+
+def test_choices_do_not_depend_on_how_rows_are_spread_over_processes() -> None:
+    together = place(4, rows=4).uniform("drop")
+    apart = torch.cat([place(4, rows=2, first_row=first).uniform("drop") for first in (0, 2)])
+    assert torch.equal(together, apart)
+
+
+def test_carried_states_take_no_memory_but_their_own() -> None:
+    """A state in its own memory is kept as it is, without its graph; a slice of something larger is copied."""
+    whole = torch.ones(2, 3, requires_grad=True) * 2
+    inputs = torch.ones(2, 50)
+    source = PassedStates(drop_probability=0.0)
+    source.observe(place(), (LayerState(whole, inputs[:, -4:]),))
+    layer = next(iter(source._carried.values()))[0]
+    assert not layer.recurrent.requires_grad
+    assert layer.recurrent.data_ptr() == whole.data_ptr()
+    assert layer.conv.untyped_storage().nbytes() == 2 * 4 * 4
+    given = source.initial_state(place(1))
+    assert given is not None
+    given[0].recurrent.fill_(8.0)
+    assert starts(source, place(1)) == [2.0, 2.0]
+
+
+def test_a_dropped_row_is_zero_even_where_its_state_is_nan() -> None:
+    source = PassedStates(drop_probability=1.0)
+    source.observe(place(), state(float("nan"), 1.0))
+    assert starts(source, place(1)) == [0.0, 0.0]
+
+
+def test_reset_forgets_all_states() -> None:
+    source = PassedStates()
+    source.observe(place(), state(1.0, 2.0))
+    source.reset()
+    assert source.initial_state(place(1)) is None
+    assert source.state_dict() == {}
