@@ -107,7 +107,7 @@ def expansion_plan(
         "model that plain Transformers refuses": some and layers is None and count is None,
     }
     if why := next((why for why, applies in refused.items() if applies), ""):
-        raise ValueError(f"The states of {config.model_type} cannot be expanded so: {why}.")
+        raise ValueError(f"The states of {config.model_type} cannot be expanded: {why}.")
     if layers == "all":
         layers = recurrent
     elif layers is None:

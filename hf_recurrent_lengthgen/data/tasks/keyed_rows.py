@@ -114,10 +114,12 @@ class Generated(Dataset[dict[str, Tensor]], ABC):
         self.samples, self.seed = operator.index(samples), operator.index(seed)
         fits = len(bounds) < 3 and 1 <= self.shortest <= self.longest <= self.longest_possible
         if self.samples < 1 or not 0 <= self.seed < 2**63 or not fits:
+            upper = (
+                "" if self.longest_possible == math.inf else f" to {self.longest_possible}, as the vocabulary allows"
+            )
             raise ValueError(
-                f"{self.name}: the length must be a number, or a minimum and a maximum, from 1 to "
-                f"{self.longest_possible} (as the vocabulary allows), samples at least 1 and seed from 0 "
-                f"to 2**63 - 1; got {length}, {samples} and {seed}."
+                f"{self.name}: the length must be a number, or a minimum and a maximum, from 1{upper}, samples at least "
+                f"1 and seed from 0 to 2**63 - 1; got {length}, {samples} and {seed}."
             )
 
     @property
