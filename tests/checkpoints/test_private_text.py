@@ -8,6 +8,7 @@ import shlex
 import socket
 import struct
 from base64 import b64encode
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,7 @@ def found_in(folder: Path, name: str, content: str | bytes) -> list[str]:
 SECRETS = [
     ("results/a.json", json.dumps({"a": 1, "password": "hunterhunter2"}, indent=0), "line 3: Secret Keyword"),
     ("code.py", f"x = 1\nkey = '{KEY}'", "line 2: AWS Access Key"),
-    (
-        "lineage.json",
-        json.dumps({"c": "x https://bob:s3cretpass@host.org/a"}),
-        "line 1: Basic Auth Credentials",
-    ),
+    ("lineage.json", json.dumps({"c": "x https://bob:s3cretpass@host.org/a"}), "line 1: Basic Auth Credentials"),
     ("LICENSE", f"caf\xe9\nkey = '{KEY}'".encode("latin-1"), "line 2: AWS Access Key"),
     ("README.md", "one\n-----BEGIN RSA PRIVATE KEY-----", "line 2: Private Key"),
     ("results/a.json", json.dumps({"d": f"of {HUB_TOKEN}"}), "line 1: a Hub token"),
@@ -58,10 +55,7 @@ PATHS = [
     ("README.md", f"`/scratch/{Path.home().name}/x`", f"/scratch/{Path.home().name}/x"),
 ]
 HARMLESS = [
-    (
-        "lineage.json",
-        json.dumps({"config": HEX, "weights": f"sha256:{HEX}", "commit": HEX[:40], "v": "0.1.0.2"}),
-    ),
+    ("lineage.json", json.dumps({"config": HEX, "weights": f"sha256:{HEX}", "commit": HEX[:40], "v": "0.1.0.2"})),
     ("README.md", "https://a.org/home/x and/or/home/run ./data/x ../tmp/x `/data/` ${HOME}/data/x ~/.cache/x 1/2"),
     ("README.md", f"https://huggingface.co/{Path.home().name}/x, /path/to/model, /usr/bin/env"),
     ("README.md", r"$f: X\to Y$, a \\ b, C:\Windows\System32, a bearer of news and hf_recurrent_lengthgen"),
@@ -149,41 +143,33 @@ def test_commands_show_no_tokens_and_keys(arguments: list[str], shown: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("argument", "shown"),
+    ("shorten", "text", "shown"),
     [
-        ("pretrained=/home/alice/m,tokenizer=/home/alice/t", "pretrained=m,tokenizer=t"),
-        ("data:/home/alice/corpus.txt", "data:corpus.txt"),
-        ('{"data": "/home/alice/x", "n": 1}', '{"data": "x", "n": 1}'),
-        ("file:///home/alice/x", "x"),
-        (r"D:\data\alice\x.txt", "x.txt"),
-        ("D:/data/alice/x.txt", "x.txt"),
-        ("--model=/home/me/model", "--model=model"),
-        ("~/model", "model"),
-        ("../data/book.txt", "../data/book.txt"),
-        ("https://example.org/a/b", "https://example.org/a/b"),
-        ("/", "/"),
+        (portable, "pretrained=/home/alice/m,tokenizer=/home/alice/t", "pretrained=m,tokenizer=t"),
+        (portable, "data:/home/alice/corpus.txt", "data:corpus.txt"),
+        (portable, '{"data": "/home/alice/x", "n": 1}', '{"data": "x", "n": 1}'),
+        (portable, "file:///home/alice/x", "x"),
+        (portable, r"D:\data\alice\x.txt", "x.txt"),
+        (portable, "D:/data/alice/x.txt", "x.txt"),
+        (portable, "--model=/home/me/model", "--model=model"),
+        (portable, "~/model", "model"),
+        (portable, "../data/book.txt", "../data/book.txt"),
+        (portable, "https://example.org/a/b", "https://example.org/a/b"),
+        (portable, "/", "/"),
+        (portable_text, "data:/home/alice/x.txt, all", "data:x.txt, all"),
+        (portable_text, "from\n/home/alice/x and ~alice/y", "from\nx and y"),
+        (portable_text, f"with {HUB_TOKEN}", "with HIDDEN"),
+        (portable_text, "https://a.org/b/c: 1/2", "https://a.org/b/c: 1/2"),
+        (
+            portable_command,
+            "/opt/bin/lengthgen train --model '/a b/c d' --seed 1",
+            "lengthgen train --model 'c d' --seed 1",
+        ),
+        (portable_command, "lengthgen train --data it's", """lengthgen train --data 'it'"'"'s'"""),
+        (portable_command, "", ""),
     ],
 )
-def test_paths_within_arguments_are_shortened(argument: str, shown: str) -> None:
-    assert portable(argument) == shown
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("data:/home/alice/x.txt, all", "data:x.txt, all"),
-        ("from\n/home/alice/x and ~alice/y", "from\nx and y"),
-        (f"with {HUB_TOKEN}", "with HIDDEN"),
-        ("https://a.org/b/c: 1/2", "https://a.org/b/c: 1/2"),
-    ],
-)
-def test_descriptions_are_shortened(text: str, shown: str) -> None:
-    assert portable_text(text) == shown
-
-
-def test_commands_and_descriptions_are_shortened() -> None:
-    assert portable_command("/opt/bin/lengthgen train --model '/a b/c d' --seed 1") == (
-        "lengthgen train --model 'c d' --seed 1"
-    )
-    assert portable_command("lengthgen train --data it's") == """lengthgen train --data 'it'"'"'s'"""
-    assert portable_command("") == ""
+def test_paths_in_arguments_descriptions_and_commands_are_shortened(
+    shorten: Callable[[str], str], text: str, shown: str
+) -> None:
+    assert shorten(text) == shown

@@ -47,17 +47,15 @@ def test_an_error_is_one_line_on_stderr(
     assert capsys.readouterr() == ("", "lengthgen demo: too short\n")
 
 
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_demo(monkeypatch, ValueError("too short"))
-    with pytest.raises(ValueError, match="too short"):
-        main(["--debug", "demo"])
-
-
-@pytest.mark.parametrize("error", [TypeError, RuntimeError])
-def test_a_defect_of_ours_keeps_its_traceback(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "words"), [(TypeError, ["demo"]), (RuntimeError, ["demo"]), (ValueError, ["--debug", "demo"])]
+)
+def test_a_defect_of_ours_keeps_its_traceback_and_so_does_any_error_with_debug(
+    error: type[Exception], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     replace_demo(monkeypatch, error("a bug"))
     with pytest.raises(error, match="a bug"):
-        main(["demo"])
+        main(words)
 
 
 def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalCell, RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.metrics.tables import read_rows, rows_of, write_csv
+from tests.metrics.test_retrieval_figures import RESULT
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,6 @@ SHIPPED = sorted(
     for path in (ROOT / folder).rglob("*.json")
     if kind_of(path) in ("comparison", "diagnosis")
 )
-DATA = DataRecord(DataSource("text"), "0" * 64, "byte")
 
 
 def curves(plain: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -57,8 +56,7 @@ def test_rows_hold_every_bin_of_every_model(path: Path) -> None:
 def retrieval(model: str) -> RetrievalResult:
     first = RetrievalCell(3, 4, 100), RetrievalCell(0, 4, 200)
     second = RetrievalCell(4, 4, 10), RetrievalCell(0, 0, None)
-    task: Any = (None, "passkey", "pass key", 0, ("0%", "100%"), (0.0, 1.0), (128, 256), (first, second), 0.95)
-    return RetrievalResult(model, "0" * 64, *task, DATA, "cpu", {}, "", 0, 1.0)
+    return replace(RESULT, model=model, lengths=(128, 256), cells=(first, second))
 
 
 def test_retrieval_has_a_row_for_each_cell(tmp_path: Path) -> None:

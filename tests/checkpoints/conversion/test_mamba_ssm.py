@@ -22,15 +22,11 @@ from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoi
 from hf_recurrent_lengthgen.checkpoints.conversion.format_mamba_ssm import DEFAULTS, MAMBA_SSM
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.models.state_value import LayerState
+from tests.cli.training import trained_config as read_config
 from tests.models.tensor_groups import read_group
 
 FIXTURES = Path(__file__).parent / "mamba_ssm"
 NAMES = ["mamba1", "mamba1_untied", "mamba2", "mamba2_untied", "mamba3", "mamba3_untied"]
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -98,34 +94,26 @@ def test_the_way_back_changes_no_bit(name: str, tmp_path: Path) -> None:
     assert read_config(tmp_path / "back") == read_config(FIXTURES / name)
 
 
-def test_tied_heads_share_their_bytes_in_the_exported_file(tmp_path: Path) -> None:
+def test_our_vocabulary_is_the_padded_one_and_tied_heads_share_their_bytes(tmp_path: Path) -> None:
     convert_checkpoint(str(FIXTURES / "mamba2"), tmp_path / "ours")
+    config = read_config(tmp_path / "ours")
+    assert (config["vocab_size"], config["tie_word_embeddings"]) == (48, True)
+    assert config["source_config"]["config"]["vocab_size"] == 33
     export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "mamba-ssm")
     weights = read_weights(tmp_path / "back")
     assert weights["lm_head.weight"].data_ptr() == weights["backbone.embedding.weight"].data_ptr()
 
 
-def test_our_vocabulary_is_the_padded_one(tmp_path: Path) -> None:
-    convert_checkpoint(str(FIXTURES / "mamba2"), tmp_path / "ours")
-    config = read_config(tmp_path / "ours")
-    assert (config["vocab_size"], config["tie_word_embeddings"]) == (48, True)
-    assert config["source_config"]["config"]["vocab_size"] == 33
-
-
-def test_each_dtype_is_kept(tmp_path: Path) -> None:
-    convert_checkpoint(str(FIXTURES / "mamba1_bfloat16"), tmp_path / "ours")
-    weights = load_file(tmp_path / "ours" / "model.safetensors")
-    assert weights["backbone.layers.0.mixer.A_log"].dtype == torch.float32
-    assert weights["backbone.layers.0.mixer.in_proj.weight"].dtype == torch.bfloat16
-    assert read_config(tmp_path / "ours")["dtype"] == "bfloat16"
-
-
-def test_all_weights_get_the_dtype_that_is_asked_for(tmp_path: Path) -> None:
-    convert_checkpoint(str(FIXTURES / "mamba1_bfloat16"), tmp_path / "ours", dtype="float16")
-    weights = load_file(tmp_path / "ours" / "model.safetensors")
-    assert {value.dtype for value in weights.values()} == {torch.float16}
-    original = read_weights(FIXTURES / "mamba1_bfloat16")["backbone.norm_f.weight"]
-    assert torch.equal(weights["backbone.norm_f.weight"], original.half())
+def test_each_dtype_is_kept_unless_another_is_asked_for(tmp_path: Path) -> None:
+    for dtype in ("auto", "float16"):
+        options = {} if dtype == "auto" else {"dtype": dtype}
+        convert_checkpoint(str(FIXTURES / "mamba1_bfloat16"), tmp_path / dtype, **options)
+    kept, half = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("auto", "float16"))
+    assert kept["backbone.layers.0.mixer.A_log"].dtype == torch.float32
+    assert kept["backbone.layers.0.mixer.in_proj.weight"].dtype == torch.bfloat16
+    assert read_config(tmp_path / "auto")["dtype"] == "bfloat16"
+    assert {value.dtype for value in half.values()} == {torch.float16}
+    assert torch.equal(half["backbone.norm_f.weight"], kept["backbone.norm_f.weight"].half())
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
@@ -156,21 +144,16 @@ def test_whole_numbers_stand_for_floats(tmp_path: Path) -> None:
     assert read_config(tmp_path / "ours")["time_step_limit"] == [0.0, 1.0]
 
 
-def test_a_head_that_is_not_tied_is_refused_where_the_config_says_so(tmp_path: Path) -> None:
+def test_a_tied_head_may_be_missing_but_not_differ(tmp_path: Path) -> None:
     source = edited(tmp_path / "theirs", "mamba1")
     weights = read_weights(source)
-    torch.save(weights | {"lm_head.weight": weights["lm_head.weight"] + 1}, source / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"lm_head.weight and backbone.embedding.weight in its weights differ"):
-        convert_checkpoint(str(source), tmp_path / "ours")
-
-
-def test_a_tied_head_may_be_missing(tmp_path: Path) -> None:
-    source = edited(tmp_path / "theirs", "mamba1")
-    weights = read_weights(source)
-    del weights["lm_head.weight"]
+    head = weights.pop("lm_head.weight")
     torch.save(weights, source / "pytorch_model.bin")
     convert_checkpoint(str(source), tmp_path / "ours")
     assert "backbone.embeddings.weight" in load_file(tmp_path / "ours" / "model.safetensors")
+    torch.save(weights | {"lm_head.weight": head + 1}, source / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"lm_head.weight and backbone.embedding.weight in its weights differ"):
+        convert_checkpoint(str(source), tmp_path / "new")
 
 
 OFFICIAL = {  # config.json of state-spaces/mamba-130m and state-spaces/mamba2-130m
