@@ -1,6 +1,9 @@
-"""Methods on trainers of TRL: one forward pass per step, from the states that the method says."""
+"""Methods on trainers of TRL, with one forward pass per step from the states that the method says, and on others."""
 
 import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,13 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
 from hf_recurrent_lengthgen.hybrids import stateful
@@ -32,6 +41,7 @@ from hf_recurrent_lengthgen.trainers import (
     combine,
 )
 from tests.hybrids.tiny_models import tiny_model as tiny_hybrid
+from tests.trainers import toys
 from tests.versions import SINCE_5_23
 
 trl = pytest.importorskip("trl")
@@ -126,14 +136,6 @@ def trained(path: Path, method: Any = StatePassingTrainer, data: Any = None, **f
     return trainer, calls
 
 
-def test_states_are_passed_in_one_forward_pass_a_step(tmp_path: Path) -> None:
-    _, calls = trained(tmp_path, state_drop_probability=0.0)
-    assert len(calls.initial) == 3
-    assert calls.initial[0] is None
-    for initial, final in zip(calls.initial[1:], calls.final, strict=False):
-        torch.testing.assert_close(initial, final, rtol=0, atol=0)
-
-
 @pytest.mark.thinned(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_weights_are_those_of_our_own_trainer(tmp_path: Path, accumulation: int) -> None:
@@ -194,6 +196,7 @@ def test_a_packed_text_is_a_sequence_with_a_state_of_its_own(tmp_path: Path) -> 
     assert all("mean_token_accuracy" in entry for entry in trainer.state.log_history if "loss" in entry)
 
 
+PADDED_PACKS: dict[str, Any] = {"packing": True, "max_length": 80, "pad_to_multiple_of": 8}
 LAYOUTS = {
     "padding": {},
     "packing": {"packing": True},
@@ -236,12 +239,6 @@ def positions_of(batch: dict[str, Any]) -> Tensor:
     if (positions := batch.get("position_ids")) is not None:
         return positions
     return batch["attention_mask"].cumsum(1) - 1
-
-
-def test_packed_rows_that_are_padded_by_sequences_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="pad_to_multiple_of fills packed rows"):
-        trained(tmp_path, packing=True, max_length=80, pad_to_multiple_of=8)
-    trained(tmp_path, ZeroStateTrainer, packing=True, max_length=80, pad_to_multiple_of=8)
 
 
 def test_chats_and_adapters(tmp_path: Path) -> None:
@@ -337,16 +334,21 @@ def test_long_chats_are_read_in_pieces_as_by_tbtt_alone(
         ({"alignment_alpha": 0.1, "alignment_length": 8}, "padding"),
         ({"bptt_chunk_length": 4}, "set bptt_window=1"),
         ({"bptt_chunk_length": 4, "bptt_window": 2}, "set bptt_window=1"),
+        (PADDED_PACKS, "pad_to_multiple_of fills packed rows"),
+        (
+            {"method": LearnedStateTrainer, "peft_config": LoraConfig(target_modules=["in_proj"])},
+            "peft_config would freeze the learned state",
+        ),
     ],
+    ids=["loss", "padding", "chunks", "windows", "padded packs", "frozen state"],
 )
 def test_what_does_not_go_together_is_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         trained(tmp_path, data=texts(), **fields)
 
 
-def test_a_learned_state_and_adapters_of_trl_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="peft_config would freeze the learned state"):
-        trained(tmp_path, LearnedStateTrainer, peft_config=LoraConfig(target_modules=["in_proj"]))
+def test_packed_rows_may_be_padded_where_all_start_from_zero(tmp_path: Path) -> None:
+    trained(tmp_path, ZeroStateTrainer, **PADDED_PACKS)
 
 
 def test_granite_4_trains_with_the_loss_of_its_experts(tmp_path: Path) -> None:
@@ -360,3 +362,96 @@ def test_granite_4_trains_with_the_loss_of_its_experts(tmp_path: Path) -> None:
         losses.append(trainer.state.log_history[0])
         assert "num_experts" not in trainer.model.config.to_dict()
     assert losses[1]["loss"] - losses[0]["loss"] == pytest.approx(0.5 * losses[1]["aux_loss"], rel=1e-3)
+
+
+# --- trainers of Transformers and of users, and how the config of any trainer is found ---
+
+
+def test_a_trainer_of_ones_own_goes_with_a_method(tmp_path: Path) -> None:
+    class Weighted(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    trainer_class, config_class = combine(Weighted, StatePassingTrainer)
+    assert config_class is StatePassingConfig
+    settings = toys.QUIET | {"max_steps": 2, "save_strategy": "no", "logging_steps": 1}
+    trainer = trainer_class(
+        toys.tiny_model(), config_class(str(tmp_path), **settings), train_dataset=toys.sequences(16)
+    )
+    trainer.train()
+    assert 2 * 2.5 < trainer.state.log_history[0]["loss"] < 2 * 3.5  # ln 17 = 2.8
+
+
+def test_generation_at_evaluation_goes_with_a_method(tmp_path: Path) -> None:
+    trainer_class, config_class = combine(Seq2SeqTrainer, StatePassingTrainer)
+    assert issubclass(config_class, Seq2SeqTrainingArguments)
+    settings = toys.QUIET | {"max_steps": 2, "save_strategy": "no", "predict_with_generate": True}
+    arguments = config_class(str(tmp_path), **settings, generation_max_length=14)
+    rows = toys.sequences(16)
+    trainer = trainer_class(toys.tiny_model(), arguments, train_dataset=rows, eval_dataset=rows[:3])
+    trainer.train()
+    expected = trainer.model.generate(torch.stack([row["input_ids"] for row in rows[:3]]), max_length=14)
+    found = trainer.predict(rows[:3]).predictions[:, : expected.shape[1]]
+    assert found.tolist() == expected.tolist()
+
+
+class OnOwnTexts(trl.SFTTrainer):  # type: ignore[misc]
+    pass
+
+
+class WeighingTrainer(Trainer):
+    pass
+
+
+@dataclass
+class WeighingConfig(TrainingArguments):
+    own: int = 3
+
+
+@pytest.mark.parametrize(
+    ("other", "config"),
+    [
+        (OnOwnTexts, trl.SFTConfig),
+        (WeighingTrainer, WeighingConfig),
+        (Seq2SeqTrainer, Seq2SeqTrainingArguments),
+    ],
+)
+def test_the_config_of_any_trainer_is_found(other: Any, config: Any) -> None:
+    trainer_class, config_class = combine(other, StatePassingTrainer)
+    assert trainer_class.config_class is config_class
+    assert issubclass(config_class, config)
+    assert issubclass(config_class, trl.SFTConfig) == (config is trl.SFTConfig)
+
+
+def test_the_config_has_the_fields_of_both_and_the_defaults_of_trl(tmp_path: Path) -> None:
+    trainer, config = combine(StatePassingTrainer, trl.SFTTrainer)
+    assert combine(trl.SFTTrainer, StatePassingTrainer) == (trainer, config)
+    arguments = config(str(tmp_path), use_cpu=True, state_drop_probability=0.3)
+    assert (arguments.learning_rate, arguments.max_length) == (2e-5, 1024)
+    assert (
+        arguments.method_settings()
+        == StatePassingConfig(str(tmp_path), use_cpu=True, state_drop_probability=0.3).method_settings()
+    )
+    for same in (copy.deepcopy(arguments), pickle.loads(pickle.dumps(arguments))):
+        assert isinstance(same, config)
+        assert same.to_dict() == arguments.to_dict()
+    with pytest.raises(ValueError, match="state_drop_probability must be between 0 and 1"):
+        config(str(tmp_path), use_cpu=True, state_drop_probability=3)
+
+
+@pytest.mark.parametrize(
+    ("pair", "told"),
+    [
+        (lambda: (StatePassingTrainer, trl.DPOTrainer), "DPOTrainer does not train on single texts"),
+        (lambda: (trl.GRPOTrainer, StatePassingTrainer), "GRPOTrainer does not train on single texts"),
+        (
+            lambda: (StatePassingTrainer, TbttTrainer),
+            "the trainer of one method of this package and one other trainer",
+        ),
+        (lambda: (trl.SFTTrainer, Trainer), "the trainer of one method of this package and one other trainer"),
+        (lambda: (StatePassingTrainer, Trainer), "is a Trainer already"),
+    ],
+)
+def test_other_pairs_are_refused(pair: Callable[[], tuple[Any, Any]], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        combine(*pair())
