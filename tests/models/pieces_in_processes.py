@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen.models.state_value import LayerState, map_state
 
 from .families import FAMILIES, Family, build, random_state, random_tokens
+from .law import checkpointed as with_checkpointing
 from .law import weights_like
 
 PROCESSES = (2, 3, 4)
@@ -56,11 +55,8 @@ def rows_of(rows: str) -> tuple[Tensor | None, Tensor | None]:
 def model_of(name: str, variant: str, dtype: str, checkpointed: bool) -> Any:
     """Of a family, with activation checkpointing if asked for."""
     family: Family = BY_NAME[name]
-    model = build(family, DTYPES[dtype], **family.variants[variant]).train(checkpointed)
-    for layer in model.base_model.layers if checkpointed else ():
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-    return model
+    model = build(family, DTYPES[dtype], **family.variants[variant])
+    return with_checkpointing(model) if checkpointed else model
 
 
 def run_job(
