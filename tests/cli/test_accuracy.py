@@ -123,7 +123,7 @@ def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path],
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"task_length": "5-3"}, "length of copying is [5, 3]"),
+        ({"task_length": "5-3"}, "copying: the length must be a number, or a minimum and a maximum, from 1,"),
         ({"task_vocabulary": 10}, "copying with 10 symbols has 13 tokens, the model's vocab_size is 12"),
         ({"intervention": "tbtt"}, "tbtt reads the rows of task copying in pieces: give bptt_chunk_length"),
         ({"alignment_alpha": 0.1}, "task copying makes its own rows"),

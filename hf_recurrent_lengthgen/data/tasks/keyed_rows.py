@@ -114,12 +114,11 @@ class Generated(Dataset[dict[str, Tensor]], ABC):
         self.samples, self.seed = operator.index(samples), operator.index(seed)
         fits = len(bounds) < 3 and 1 <= self.shortest <= self.longest <= self.longest_possible
         if self.samples < 1 or not 0 <= self.seed < 2**63 or not fits:
-            upper = (
-                "" if self.longest_possible == math.inf else f" to {self.longest_possible}, as the vocabulary allows"
-            )
+            bound = self.longest_possible
+            upper = "" if bound == math.inf else f" to {bound} (as the vocabulary allows)"
             raise ValueError(
-                f"{self.name}: the length must be a number, or a minimum and a maximum, from 1{upper}, samples at least "
-                f"1 and seed from 0 to 2**63 - 1; got {length}, {samples} and {seed}."
+                f"{self.name}: the length must be a number, or a minimum and a maximum, from 1{upper}, samples at "
+                f"least 1 and seed from 0 to 2**63 - 1; got {length}, {samples} and {seed}."
             )
 
     @property
