@@ -102,6 +102,8 @@ class InitialStateTrainer(Trainer, ABC):
     facts: RunFacts | None = None
     data_description: DataSource | str | None = None
     card_writer: Callable[[str, str | None, bool], bool] | None = None
+    hp_search_backend: Any
+    hub_model_id: Any
     shared = SharedRows()
     sampler: Any = None
     alignment: Any  # AlignmentSettings, or None
@@ -317,14 +319,14 @@ class InitialStateTrainer(Trainer, ABC):
         asked = bool(args) or any(value for name, value in kwargs.items() if name != "model_name")
         if not write_card(self, asked):
             super().create_model_card(*args, **kwargs)
-        if str(self.hub_model_id or ""):
+        if self.hub_model_id:
             prepare_push(str(self.args.output_dir), self.args.hub_token)
 
     # --- data ---
 
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the same rows on any number of processes; see `train_loader`."""
-        if str(self.hp_search_backend or ""):  # a trial may have changed settings of the method
+        if self.hp_search_backend is not None:  # a trial may have changed settings of the method
             self._set_up_alignment()
             self._make_source()
         if self.train_dataset is not None:  # it may have been replaced
