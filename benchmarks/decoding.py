@@ -1,6 +1,5 @@
 """Generation, token by token, against Transformers and against reading the weights."""
 
-import math
 import statistics
 import time
 from itertools import pairwise
@@ -10,7 +9,7 @@ import torch
 from measure import take_turns
 from torch import nn
 from torch.nn.functional import linear
-from transformers import CompileConfig, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from hf_recurrent_lengthgen.models import FAMILIES
 
@@ -57,36 +56,26 @@ def bench_decode(rounds: int) -> dict[str, float]:
     return result
 
 
-def bench_compiled_steps(rounds: int) -> dict[str, float]:
-    """Milliseconds of a step inside `generate`, prompts apart: stock, ours, ours compiled; and when compiling pays.
+def bench_steps(rounds: int) -> dict[str, float]:
+    """Milliseconds of a step inside `generate`, prompts apart: stock and ours.
 
-    Medians over `NEW` - 1 steps of each round, in turns; ratios are medians over rounds. The first compiled call is
-    that of a fresh process, if torch has nothing of it on disk.
+    Medians over `NEW` - 1 steps of each round, in turns; ratios are medians over rounds.
     """
     result = {}
     for name in STOCK:
         competitors = models(name)
         for rows in ROWS[:2]:
-            torch._dynamo.reset()
-            compiled: dict[str, Any] = {"compile_config": CompileConfig(fullgraph=True)}
-            runs = {"stock": ("theirs", {}), "ours": ("ours", {}), "compiled": ("ours", compiled)}
-            began = time.perf_counter()
-            step_seconds(competitors["ours"], rows, **compiled)
-            first_call = time.perf_counter() - began
-            times: dict[str, list[float]] = {who: [] for who in runs}
+            times: dict[str, list[float]] = {who: [] for who in ("theirs", "ours")}
             for _ in range(rounds):
-                for who, (model, options) in runs.items():
-                    times[who].append(step_seconds(competitors[model], rows, **options))
-            median = {who: statistics.median(seconds) for who, seconds in times.items()}
+                for who, seconds in times.items():
+                    seconds.append(step_seconds(competitors[who], rows))
             prefix = f"{name}_{rows}_rows"
-            result |= {f"{prefix}_{who}_ms": 1000 * seconds for who, seconds in median.items()}
-            for slow, fast in (("stock", "ours"), ("stock", "compiled"), ("ours", "compiled")):
-                ratios = [a / b for a, b in zip(times[slow], times[fast], strict=True)]
-                result[f"{prefix}_{slow}_to_{fast}"] = statistics.median(ratios)
-                result |= {f"{prefix}_{slow}_to_{fast}_{end.__name__}": end(ratios) for end in (min, max)}
-            result[f"{prefix}_first_call_seconds"] = first_call
-            gain = median["ours"] - median["compiled"]
-            result[f"{prefix}_pays_after_tokens"] = first_call / gain if gain > 0 else math.inf
+            result |= {f"{prefix}_{who}_ms": 1000 * statistics.median(seconds) for who, seconds in times.items()}
+            ratios = [theirs / ours for theirs, ours in zip(times["theirs"], times["ours"], strict=True)]
+            result |= {
+                f"{prefix}_ratio{end}": of(ratios)
+                for end, of in (("", statistics.median), ("_min", min), ("_max", max))
+            }
     return result
 
 

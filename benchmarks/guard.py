@@ -29,7 +29,6 @@ from mamba2 import loss_of, scans, training_passes
 from measure import saved_bytes, times_of_turns
 from torch import Tensor
 from trainer_steps import LENGTH
-from transformers import CompileConfig
 from transformers.utils import logging
 
 KEPT = Path(__file__).with_name("ratios.json")
@@ -86,9 +85,6 @@ def rows() -> Iterator[Row]:
                 {**runs, "limit": WeightReading(competitors["ours"], count)},
             )
         if family == "mamba2":
-            compiled = Generating(competitors["ours"], 1, compile_config=CompileConfig())
-            runs = {"ours": compiled, "theirs": Generating(competitors["ours"], 1)}
-            yield Row(f"{family} compiled steps (theirs: ours)", NEW, runs)
             runs = {who: Generating(model, 1, LENGTH, 1) for who, model in competitors.items()}
             yield Row(f"{family} first token after {LENGTH:,}", LENGTH, runs)
 

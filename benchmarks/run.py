@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from alignment import bench_alignment, peak_of_alignment
 from chunked_backprop import bench_chunked_backprop, peak_of_chunks
-from decoding import bench_compiled_steps, bench_decode
+from decoding import bench_decode, bench_steps
 from effective_remembrance import bench_remembrance, peak_of_remembrance
 from families import bench_gla, bench_mamba1, bench_rwkv6, peak_of_mamba1, peak_of_scan
 from forgetting import bench_window, peak_of_window
@@ -89,7 +89,7 @@ BENCHMARKS = {
     "chunked_backprop": bench_chunked_backprop,
     "long_examples": bench_long_examples,
     "decode": bench_decode,
-    "compiled_steps": bench_compiled_steps,
+    "steps": bench_steps,
     "statex": bench_statex,
     "stream": bench_stream,
     "reading": bench_reading,

@@ -4,8 +4,10 @@ A row is a question about a trainer, whose answer is what it found (false where 
 `{0}` is the answer, `{1}` the name of a class that it is about.
 """
 
+import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
@@ -33,9 +35,9 @@ class Refusal(NamedTuple):
     about: Callable[[Any], Any] = lambda trainer: base_of(trainer.model)
 
 
-def refuse(trainer: Any, table: tuple[Refusal, ...]) -> None:
-    """Raise a `ValueError` for the first combination of a table that a trainer has."""
-    for found, message, about in table:
+def refuse(trainer: Any, tables: Iterable[tuple[Refusal, ...]]) -> None:
+    """Raise a `ValueError` for the first combination of tables that a trainer has."""
+    for found, message, about in chain.from_iterable(tables):
         if answer := found(trainer):
             raise ValueError(message.format(answer, type(about(trainer)).__name__))
 
@@ -90,9 +92,9 @@ def _continued_evaluation(trainer: Any) -> bool:
 
 _SHARE_NO_ROWS = (
     Refusal(
-        lambda trainer: not hasattr(base_of(trainer.model), "check_shares_rows"),
+        lambda trainer: "sequence_group" not in inspect.signature(base_of(trainer.model).forward).parameters,
         "{1} takes no sequence_group, so processes cannot share its rows: leave context_parallel_size out, or give a "
-        "causal language model of this package or stateful(model).",
+        "causal language model of a family of this package.",
     ),
     Refusal(
         lambda trainer: trainer.compute_loss_func,
@@ -138,10 +140,6 @@ _ARGUMENTS = (
         "accelerate launch or torchrun, or set CUDA_VISIBLE_DEVICES to one GPU.",
     ),
     Refusal(
-        lambda trainer: trainer.args.fp16 and trainer.args.device.type == "cpu",
-        "fp16 needs a GPU: on a CPU accelerate would compute in float32 without a word. Leave it out, or set bf16.",
-    ),
-    Refusal(
         _argument("auto_find_batch_size", False),
         "auto_find_batch_size is not supported, because carried states belong to one batch size: leave it out.",
     ),
@@ -167,10 +165,6 @@ _ARGUMENTS = (
         _of_accelerator("use_seedable_sampler", False),
         "use_seedable_sampler=False in accelerator_config draws an order of rows that neither a resumed run nor other "
         "processes would draw: leave it out.",
-    ),
-    Refusal(
-        lambda trainer: not trainer.args.dataloader_in_order and trainer.args.dataloader_num_workers > 1,
-        "dataloader_in_order=False gives batches in an order that no run repeats: leave it out.",
     ),
     Refusal(
         _started_alone,
@@ -237,15 +231,6 @@ CONTINUED_ROWS = (
     ),
     Refusal(
         lambda trainer: (
-            trainer.train_dataset.reset_at_document
-            and trainer.args.context_parallel_size > 1
-            and hasattr(base_of(trainer.model), "attends")
-        ),
-        "reset_at_document begins sequences inside rows, which processes cannot share with {1}, wrapped by "
-        "stateful(): leave it or context_parallel_size out.",
-    ),
-    Refusal(
-        lambda trainer: (
             trainer.alignment is not None
             and trainer.alignment.length != trainer.train_dataset.length
             and f"{trainer.train_dataset.length}, so that the next chunk continues the first crop; got "
@@ -282,15 +267,6 @@ SHUFFLED_ROWS = (
         lambda trainer: trainer,
     ),
 )
-EXAMPLES = tuple(
-    Refusal(
-        _argument(name, usual),
-        f"{name} does nothing here: each row of {{1}} is an example that begins from zero. Leave it out, or give "
-        "ContinuedChunks and no bptt_chunk_length.",
-        lambda trainer: trainer.train_dataset,
-    )
-    for name, usual in (("state_drop_probability", 0.0), ("carry_conv_state", True))
-)
 
 
 def tables_of(trainer: Any) -> Iterator[tuple[Refusal, ...]]:
@@ -307,9 +283,7 @@ def tables_of(trainer: Any) -> Iterator[tuple[Refusal, ...]]:
 
 def data_tables_of(trainer: Any) -> Iterator[tuple[Refusal, ...]]:
     """The tables that the training data of a method have to pass."""
-    if trainer.continues:
+    if trainer.train_dataset is not None and trainer.continues:
         yield CONTINUED_ROWS
-    elif trainer.needs_continued_data:
-        yield EXAMPLES
-    if trainer.needs_shuffled_data:
+    if trainer.train_dataset is not None and trainer.needs_shuffled_data:
         yield SHUFFLED_ROWS

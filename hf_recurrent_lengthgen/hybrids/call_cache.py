@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_recurrent_lengthgen.hybrids.caches import HybridCache, KeyLayer, joined_parts
-from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import inputs_around
 from hf_recurrent_lengthgen.models.state_value import LayerShape, LayerState, RecurrentState
@@ -38,14 +37,13 @@ class CallCache(Cache):
         before: The state before the tokens; None for nothing.
         cache: Keys and values before them, one row for each row of the call; None for none.
         rows: Rows with padding at their ends, as layers get them; None without padding.
-        shared: What shares the rows with other processes; None where nothing does.
         dtype: In which stock mixers get their states.
 
     Attributes:
         after: The states after the tokens, by layer.
         new_keys: Keys and values of the tokens, by layer.
         columns: Columns of a long row that each layer of xLSTM has read, which Transformers cuts in evaluation.
-        unstopped: Layers with states that have read the padding, too.
+        over_padding: Whether a layer has read its state over padding, too.
     """
 
     is_compileable = False
@@ -56,20 +54,18 @@ class CallCache(Cache):
         before: RecurrentState | None,
         cache: HybridCache | None = None,
         rows: Rows | None = None,
-        shared: Shared | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(layers=[])
-        self.layout, self.before, self.dtype, self.shared = layout, before, dtype, shared
+        self.layout, self.before, self.dtype = layout, before, dtype
         self.keys: list[KeyLayer] = [KeyLayer()] * len(layout.windows) if cache is None else list(cache.layers)
         self.lengths_before = None if cache is None else cache.lengths
         self.offset = 0 if cache is None else cache.columns
-        self.rows = rows if shared is None else shared.rows
-        self.lengths = None if rows is None else rows.lengths
+        self.rows, self.lengths = rows, None if rows is None else rows.lengths
         self.after: dict[int, LayerState] = {}
         self.new_keys: dict[int, tuple[Tensor, Tensor]] = {}
         self.columns: dict[int, int] = {}
-        self.unstopped: set[int] = set()
+        self.over_padding = False
         self.is_closed = False
 
     def __len__(self) -> int:
@@ -135,8 +131,7 @@ class CallCache(Cache):
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Note the recurrent state after the tokens."""
         self._put(layer_idx, recurrent=recurrent_states)
-        if self.rows is not None:
-            self.unstopped.add(layer_idx)
+        self.over_padding |= self.rows is not None
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -158,20 +153,17 @@ class CallCache(Cache):
         new = key_states, value_states
         if not self.is_closed:
             self.new_keys[layer_idx] = new
-        if self.shared is not None:
-            return tuple(map(self.shared.up_to_here, new))
         return joined_parts((*self.keys[layer_idx].parts, new))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of keys before the first token."""
-        return self.offset if self.shared is None else self.shared.start
+        return self.offset
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Number of keys, and column of the first key."""
         attends = layer_idx in self.layout.attending  # else it stands for those that do, before Transformers 5.23
         before = self.keys[layer_idx].columns if attends else self.offset
-        before = before if self.shared is None else self.shared.before
-        return before + query_length, self.get_seq_length() - before
+        return before + query_length, self.offset - before
 
     @property
     def is_sliding(self) -> list[bool]:

@@ -18,6 +18,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
 from hf_recurrent_lengthgen.hybrids.registry import check_uses
 from hf_recurrent_lengthgen.hybrids.rows import rows_of, text_positions, uncounted
 from hf_recurrent_lengthgen.models.modeling_generation import (
+    NOT_OBEYED,
     RecurrentGenerationMixin,
     refuse_continuous_batching,
     virtual_tokens,
@@ -29,8 +30,6 @@ from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
 class HybridGenerationMixin:
     """`generate` that can continue from a state, keys and values."""
-
-    _last_chunk = RecurrentGenerationMixin._last_chunk
 
     def prepare_inputs_for_generation(
         self: Any,
@@ -132,7 +131,7 @@ def _arguments(
     stock = cache is not None and not isinstance(cache, HybridCache)
     uses: dict[str, Any] = {"states": state is not None, "use_cache": cache is not None, "no prompt": prompt is None}
     uses |= {"a state to generate from": starts, "use_cache=False": not use_cache, "a stock cache": stock}
-    uses |= {"cache_implementation": setting("cache_implementation") not in (None, "dynamic")}
+    uses |= {name: setting(name) not in (None, "dynamic") for name in NOT_OBEYED}
     uses |= {"virtual tokens of PEFT": bool(virtual_tokens(model)), "generate with a cache": use_cache}
     assists = any(setting(name) is not None for name in ("assistant_model", "prompt_lookup_num_tokens"))
     check_uses(model, uses | {"assistant_model or prompt_lookup_num_tokens": assists})
@@ -145,9 +144,8 @@ def _arguments(
         cache = model.cache_from_state(state, attention_cache)
     cache.check_rows(len(prompt))
     cache.set_in_generate(False, setting("eos_token_id"))
-    cache.chunk = setting("prefill_chunk_size")
     cache.batch_repeat_interleave(max(setting("num_beams", 1), setting("num_return_sequences", 1)))
-    return {name: cache, "cache_implementation": None, "prefill_chunk_size": None}
+    return {name: cache, "cache_implementation": None}
 
 
 def _tokens(prompt: Tensor) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """Recurrent mixers of Transformers with a state as argument and result, as those of this package have it.
 
 A mixer of a wrapped model gets a subclass of its class. In a call with a `CallCache` it reads from the state in there
-with the scan of this package: any number of tokens, padding at the ends of rows, rows that processes share, gradients
-to the state. All other calls are those of the stock class. Only the attributes of the mixers that hold weights and
-sizes are used. A mixer that has no entry in `mixers.MIXERS` reads its state through the public methods of the cache.
+with the scan of this package: any number of tokens, padding at the ends of rows, gradients to the state. All other
+calls are those of the stock class. Only the attributes of the mixers that hold weights and sizes are used. A mixer
+without an entry in `mixers.MIXERS` reads its state through the public methods of the cache.
 
 Shapes: B rows, T tokens, D hidden size, K taps.
 """
@@ -18,9 +18,7 @@ from hf_recurrent_lengthgen.hybrids.call_cache import CallCache
 from hf_recurrent_lengthgen.models.layers_conv import CausalConv1d
 from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
 from hf_recurrent_lengthgen.models.rows import Rows
-from hf_recurrent_lengthgen.models.rows_shared import scan_piece
 from hf_recurrent_lengthgen.models.scan_backends import ScanBackend, resolve_backend
-from hf_recurrent_lengthgen.models.scan_pieces import PIECES
 from hf_recurrent_lengthgen.models.state_value import LayerState, layer_state, state_dtype
 
 
@@ -90,9 +88,5 @@ class StateMixer(ScanMixer):
     def advance(
         self, *inputs: Tensor, state: LayerState, rows: Rows | None, **options: Any
     ) -> tuple[Tensor, LayerState]:
-        if rows is not None and rows.group is not None:
-            piece = PIECES[self.scan.__name__]
-            y, recurrent = scan_piece(rows, self.scan, piece, inputs, state.recurrent, options)
-        else:
-            y, recurrent = self.scan(*inputs, state.recurrent, **options)
+        y, recurrent = self.scan(*inputs, state.recurrent, **options)
         return y, state._replace(recurrent=recurrent)

@@ -12,14 +12,13 @@ from torch.nn.functional import linear, silu, softplus
 from transformers.cache_utils import Cache
 from transformers.utils import is_kernels_available
 
-from hf_recurrent_lengthgen.hybrids.call_cache import CallCache
-from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer, call_of
+from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer
 from hf_recurrent_lengthgen.models.layers_conv import causal_conv1d_fn
 from hf_recurrent_lengthgen.models.layers_delta import l2_norm
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StepProjection
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import NO_LIMIT
 from hf_recurrent_lengthgen.models.rows import Rows
-from hf_recurrent_lengthgen.models.rows_moved import last_inputs, zero_past_end
+from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, kernel_limit_of, scan_delta
 from hf_recurrent_lengthgen.models.scan_gla import chunk_gla, scan_gla
 from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
@@ -261,27 +260,6 @@ class LightningMixer(StateMixer):
         return self.out_proj(y), after._replace(recurrent=after.recurrent.mT.contiguous())
 
 
-class ZayaProjection:
-    """Zaya's projection to queries, keys and values, whose state is its last inputs, at the last real token."""
-
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        call = call_of(args, kwargs)
-        found = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        if call is None or (lengths := call.lengths) is None:
-            return found
-        inputs = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states)], -1)
-        values, before = self.v_proj_delayed(hidden_states), self.state_before(call, inputs)
-        recurrent = last_inputs(values, before.recurrent[..., None], lengths)[..., 0]
-        call.keep(self.layer_idx, LayerState(recurrent, last_inputs(inputs, before.conv, lengths)))
-        call.unstopped.discard(self.layer_idx)
-        return found
-
-    def state_before(self: Any, call: CallCache, inputs: Tensor) -> LayerState:
-        state = call.before_layer(self.layer_idx)
-        assert state is not None  # rows with padding always start from one
-        return state
-
-
 class XlstmBackend:
     """The recurrence of xLSTM. One tensor (B, H, N P + N + 1) holds memory, normalizer and stabilizer.
 
@@ -330,7 +308,6 @@ MIXERS: dict[str, Any] = {
     "Qwen3_5MoeGatedDeltaNet": QwenMixer,
     "Zamba2MambaMixer": Mamba2Mixer,
     "ZambaMambaMixer": ZambaMixer,
-    "ZayaCCAProjection": ZayaProjection,
     "xLSTMBackend": XlstmBackend,
 }
 """What is mixed into a class of Transformers, by its name."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_recurrent_lengthgen.models.modeling_generation import NO_KEYS
+from hf_recurrent_lengthgen.models.modeling_generation import NO_KEYS, NOT_OBEYED
 from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 
 
@@ -23,7 +23,6 @@ class StockType(NamedTuple):
     no_noise: str | None = None  # why noise cannot take the place of its recurrent part
     state_field: str = ""  # the field of its configuration with N of all recurrent layers, if N can grow (StateX)
     no_expansion: str = ""  # if not, why
-    refuses: Mapping[str, str] = {}  # what a call with this type cannot have, as in `REFUSED_USES`
 
 
 SSD = "(H, P, N)"
@@ -37,10 +36,6 @@ _UNIT_KEYS = (
     "association, and its configuration has one size for all layers"
 )
 _NO_STATE = "it has short convolutions only, no state that could grow"
-_NOT_SHARED = {
-    "sequence_group": "what several tokens do to its states is no affine map: leave sequence_group "
-    "(context_parallel_size) out"
-}
 
 SUPPORTED = {
     "bailing_hybrid": StockType(DELTA, no_expansion=_UNIT_KEYS),
@@ -71,17 +66,11 @@ SUPPORTED = {
     "qwen3_next": StockType(DELTA, no_expansion=_UNIT_KEYS),
     "xlstm": StockType(
         "(H, N P + N + 1): memory, normalizer, stabilizer",
-        refuses=_NOT_SHARED,
         no_noise="memory, normalizer and stabilizer are of different kinds, which no one Gaussian describes",
         no_expansion="its normalizer and stabilizer belong to heads and their gates, which merged heads cannot share",
     ),
     "zamba": StockType(SSD, no_expansion="its Mamba-1 mixers have heads of their own layout"),
     "zamba2": StockType(SSD, state_field=_MAMBA_N),
-    "zaya": StockType(
-        "(D,): delayed value of the last token",
-        refuses=_NOT_SHARED,
-        no_expansion="its state is one delayed value, nothing that could grow",
-    ),
 }
 
 REFUSED = {
@@ -91,6 +80,7 @@ REFUSED = {
     "inkling2_loop_text": "it has no recurrent layers, only attention with short convolutions around each",
     "qwen4_exp_text": "its state holds token ids, which are no value that a gradient or noise could change",
     "recurrent_gemma": "it keeps its states as attributes of its modules, where one call overwrites another's",
+    "zaya": "it has no recurrent layers, only attention with short convolutions and one delayed value",
     "rwkv": "RWKV-4 is superseded, and Transformers' class divides its weights in place when it evaluates, which "
     "checkpoints and adapters then hold: take RWKV-5, 6 or 7, which are families of this package",
 }
@@ -102,7 +92,7 @@ SEVERAL = "several sequences in a row"
 REFUSED_USES: dict[tuple[str, ...], str] = {
     ("forgetting",): "families of this package can forget: set forgetting in the config to None",
     ("layer_replication of PEFT",): "repeated layers have one state: leave it out",
-    ("stock mixers that read over padding or pieces",): "give rows of equal length without padding, no sequence_group",
+    ("stock mixers that read over padding",): "give rows of equal length without padding",
     ("attention_window", "no attention layers"): "a window limits the attention of hybrids: leave it out",
     ("attention_window", ROPE): "a window of keys would not be exact: set another rope_type in the config",
     ("attention_window", "this attn_implementation"): 'choose "sdpa", "eager", "flex_attention" or flash',
@@ -122,15 +112,10 @@ REFUSED_USES: dict[tuple[str, ...], str] = {
     ("classification of rows", SEVERAL): "one output stands for a row: give one sequence per row",
     ("another head", "padding"): "give rows of equal length to a model that is not a language model",
     ("another head", SEVERAL): "give rows of one sequence to a model that is not a language model",
-    ("sequence_group", "labels"): "give shift_labels, those of this piece",
-    ("sequence_group", "padding"): "give rows of real tokens",
-    ("sequence_group", "seq_idx"): "give rows of one sequence",
-    ("sequence_group", SEVERAL): "give rows of one sequence",
-    ("sequence_group", "attention_cache"): "pieces see no keys of an earlier text: leave them out",
-    ("sequence_group", "output_router_logits"): _EXPERTS,
+    ("sequence_group",): "processes share rows of families of this package only: leave it out",
     ("a stock cache",): "give one that a call with use_cache=True or cache_from_state returned. If PEFT gave it: "
     + NO_KEYS,
-    ("cache_implementation",): "the cache is the state, keys and values: leave it out",
+    **{(name,): f"{why}: leave it out" for name, why in NOT_OBEYED.items()},
     ("assistant_model or prompt_lookup_num_tokens",): "states cannot be cropped to an earlier token: leave them out",
     ("no prompt",): "give a prompt of at least one token",
     ("a state to generate from", "use_cache=False"): "generate carries it in the cache: leave use_cache on",
@@ -148,9 +133,7 @@ def stock_type_of(model: StatefulModel) -> StockType:
 def check_uses(model: Any, uses: Mapping[str, Any]) -> None:
     """Raise a `ValueError` for what a model cannot do; `uses` that are None or false do not count."""
     asked = {name for name, value in uses.items() if value is not None and value is not False}
-    of_type = stock_type_of(model).refuses if hasattr(model, "stock_class") else {}  # else no model of `stateful`
-    refused = REFUSED_USES | {(name,): why for name, why in of_type.items()}
-    for names, why in refused.items():
+    for names, why in REFUSED_USES.items():
         if asked.issuperset(names):
             raise ValueError(f"{type(model).__name__} does not take {' with '.join(names)}: {why}.")
 

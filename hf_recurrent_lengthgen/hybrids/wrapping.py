@@ -43,13 +43,11 @@ from hf_recurrent_lengthgen.hybrids.rows import (
     rows_of,
     with_share_of_experts,
 )
-from hf_recurrent_lengthgen.hybrids.sharing import Shared
 from hf_recurrent_lengthgen.hybrids.windows import (
     check_same_window,
     limits_of,
     obey_window,
     set_window,
-    window_of,
 )
 from hf_recurrent_lengthgen.models.rows import token_shape
 from hf_recurrent_lengthgen.models.scan_hub_kernels import use_hub_kernels
@@ -104,11 +102,6 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         """Shapes of the state of every layer, without the batch dimension."""
         return self._layout.shapes
 
-    def check_shares_rows(self: Any) -> None:
-        """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""
-        experts = experts_counted({}, self.config.get_text_config(decoder=True))
-        check_uses(self, {"sequence_group": True, "output_router_logits": experts})
-
     def check_reads_chunks(self: Any) -> None:
         """Raise a `ValueError` if a row in chunks, with states, keys and values carried, is not the row at once."""
         scaled = self.attends and bool(rope_of_length(self.config.get_text_config(decoder=True)))
@@ -154,7 +147,6 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         initial_state: RecurrentState | None,
         output_final_state: bool | None,
         attention_cache: HybridCache | None,
-        group: Any,
         arguments: dict[str, Any],
     ) -> Any:
         cache = arguments.get(name := cache_argument(self))
@@ -162,22 +154,15 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
             return super().forward(**arguments)  # type: ignore[misc]
         refuse_unread(arguments)
         check_call(self, cache)
+        check_uses(self, {"sequence_group": arguments.get("sequence_group")})
         obey_window(self)
-        if any(given is not None for given in (group, initial_state, attention_cache)) or output_final_state:
-            uses = {name: arguments.get(name) for name in ("labels", "seq_idx")} | {"states": True}
-            uses |= {"sequence_group": group, "attention_cache": attention_cache}
-            uses["use_cache"] = bool(arguments.get("use_cache")) or cache is not None
-            uses["output_router_logits"] = bool(arguments.get("output_router_logits"))
-            check_uses(self, uses)
+        if any(given is not None for given in (initial_state, attention_cache)) or output_final_state:
+            uses_cache = bool(arguments.get("use_cache")) or cache is not None
+            check_uses(self, {"states": True, "use_cache": uses_cache})
             if attention_cache is not None:
                 check_attention_cache(self, attention_cache, initial_state)
-            if group is not None:
-                self.check_shares_rows()
-                if (targets := arguments.get("shift_labels")) is not None:
-                    # stock models compute a loss where they get labels; Transformers takes views of these
-                    arguments = arguments | dict.fromkeys(("labels", "shift_labels"), targets.contiguous())
             rows = rows_of(arguments, 0 if attention_cache is None else attention_cache.get_seq_length())
-            return self._read(initial_state, attention_cache, rows, arguments, group, output_final_state is not False)
+            return self._read(initial_state, attention_cache, rows, arguments, output_final_state is not False)
         learned = recorded(self.config)["active"] is not None
         if not learned and not reads_tokens(self):
             rows = rows_of(arguments) if "SequenceClassification" in type(self).__name__ else None
@@ -207,7 +192,6 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         cache: HybridCache | None,
         rows: StockRows | None,
         arguments: dict[str, Any],
-        group: Any = None,
         keeps: bool = True,
         fills: str | None = None,
     ) -> Any:
@@ -218,7 +202,6 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
             cache: Keys and values before the tokens, to which those of the tokens go; None for no others.
             rows: How the rows are moved; None if they are not.
             arguments: Of the stock model, for the rows as they are given.
-            group: Of processes that share the rows.
             keeps: Whether the output has the final state.
             fills: The name under which the output has the cache, which then gets the final state, too.
         """
@@ -229,22 +212,21 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         if fills is not None and cache is not None:
             check_uses(self, {"a cache of keys without a state": cache.state is None and cache.position > 0})
             state = cache.state
-        uses = {"sequence_group": group, "use_cache": fills is not None, "another head": not reads_tokens(self)}
+        uses = {"use_cache": fills is not None, "another head": not reads_tokens(self)}
         check_uses(self, uses_of_rows(rows) | uses)
         state = self.first_state(rows_given) if state is None else self._check_state(state, rows_given)
         keys, padded = cache, None
         if rows is not None:
             state, keys = rows.starting(state, learned_row(self)), rows.keys(cache)
             size, padded = (rows.rows, rows.length), rows.padded
-        shared = None if group is None else Shared(group, size, self.device, window_of(self.config))
-        call = CallCache(self._layout, state, keys, padded, shared, self.dtype)
+        call = CallCache(self._layout, state, keys, padded, self.dtype)
         start, given = 0 if cache is None else cache.position, arguments.get("position_ids")
         further = further_arguments(self, call, start, given, rows, size[1])
         experts = experts_counted(arguments, self.config)
         unequal = {"a cache of rows of unequal length": "attention_mask" in further}
         check_uses(self, unequal | {"output_router_logits": experts})
         output = self._carry(call, {n: x for n, x in arguments.items() if n != "position_ids"}, rows, further)
-        check_uses(self, {"stock mixers that read over padding or pieces": bool(call.unstopped)})
+        check_uses(self, {"stock mixers that read over padding": call.over_padding})
         after: Any = None
         if keeps or (cache is not None and cache.state is not None):
             after = call.final_state(size[0], self.device, state_dtype(self.dtype))
@@ -281,8 +263,7 @@ def _stateful_class(stock: Any) -> Any:
     signature = inspect.signature(stock.forward)
     parameters = list(signature.parameters.values())
     catch_all = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
-    own = ["initial_state", "output_final_state", "attention_cache", "sequence_group"]
-    own += ["attention_mask", "position_ids", "seq_idx"]
+    own = ["initial_state", "output_final_state", "attention_cache", "attention_mask", "position_ids", "seq_idx"]
     own = [name for name in own if name not in signature.parameters]  # `Trainer` keeps columns that are named here
     added = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY, default=None) for k in own]
 
@@ -292,14 +273,13 @@ def _stateful_class(stock: Any) -> Any:
         initial_state: RecurrentState | None = None,
         output_final_state: bool | None = None,
         attention_cache: HybridCache | None = None,
-        sequence_group: Any = None,
         **kwargs: Any,
     ) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         extra = bound.pop(catch_all[0].name, {}) if catch_all else {}
         bound.pop("self")
         arguments = with_one_cache(self, {**bound, **extra})
-        call = functools.partial(self._forward, initial_state, output_final_state, attention_cache, sequence_group)
+        call = functools.partial(self._forward, initial_state, output_final_state, attention_cache)
         return with_share_of_experts(self, call, arguments)
 
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
@@ -327,9 +307,8 @@ def stateful(model: PreTrainedModel, attention_window: int | str | None = None) 
 
     Returns:
         The same object, with the methods of `StatefulMixin`. Its `forward` takes `initial_state`, `attention_cache`
-        and `output_final_state` (by default true if one of the others is given) and returns `final_state`. It also
-        takes a `sequence_group` of processes that share rows, as the models of this package do. Its `generate` takes
-        `initial_state` and `attention_cache`.
+        and `output_final_state` (by default true if one of the others is given) and returns `final_state`. Its
+        `generate` takes `initial_state` and `attention_cache`.
 
     Raises:
         ValueError: with the reason, if the model's states cannot be carried, or its attention cannot have the window.

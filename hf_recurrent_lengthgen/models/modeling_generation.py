@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.utils import ModelOutput
 
-from .configuration_stateful import CACHE_NAME, OLD_CACHE_NAMES, extra
-from .rows import check_prompts, read_rows
+from .configuration_stateful import CACHE_NAME, OLD_CACHE_NAMES
+from .rows import check_prompts
 from .state_value import (
     RecurrentState,
     check_finite_state,
@@ -35,6 +35,11 @@ NO_KEYS = (
 _BOOKKEEPING = ("cache_position", "is_first_iteration", "labels", "next_sequence_length")
 _DROPPED = (*_BOOKKEEPING, "tokenizer", "assistant_tokenizer")
 _PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids")
+NOT_OBEYED = {
+    "cache_implementation": "the cache is the state",
+    "prefill_chunk_size": "read the beginning of a prompt in chunks, model(chunk, cache=cache), and give the cache",
+}
+"""Settings of `generate` that are refused, and why."""
 
 
 class RecurrentCache(Cache):
@@ -51,7 +56,6 @@ class RecurrentCache(Cache):
         ends: The tokens that end a row in the `generate` that runs; those after them are not read.
         prompt: Tokens of its prompt; None before they were read.
         before_beams: What this cache was before its beams first parted; None without beam search.
-        chunk: The most tokens of the prompt that are read at once; None for all.
     """
 
     is_compileable = False
@@ -64,8 +68,6 @@ class RecurrentCache(Cache):
         self.ends: Any = None
         self.prompt: int | None = None
         self.before_beams: Any = None
-        self.chunk: int | None = None
-        self.steps: Any = None  # compiled, of the `generate` that runs (modeling_compiled.py)
 
     def state_for(self, batch_size: int) -> RecurrentState | None:
         """The state of so many rows; None before any token."""
@@ -81,7 +83,7 @@ class RecurrentCache(Cache):
 
     def set_in_generate(self, begins: bool, ends: Any = None) -> None:
         """Whether a `generate` begins or ends: the states before and after it belong to the caller."""
-        self._in_generate, self._is_own, self.steps, self.chunk = begins, False, None, None
+        self._in_generate, self._is_own = begins, False
         self.ends, self.prompt, self.before_beams = ends, None, None
 
     def still_read(self, input_ids: Tensor, length: int, mask: Tensor | None) -> Tensor | None:
@@ -235,45 +237,16 @@ class RecurrentGenerationMixin(GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *args: Any
     ) -> None:
         """The cache is a state."""
-        kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation must be left out, got {kind!r}: the cache is the state.")
+        for name, why in NOT_OBEYED.items():
+            if (value := getattr(generation_config, name)) not in (None, "dynamic"):
+                raise ValueError(f"{name} must be left out, got {value!r}: {why}.")
         if generation_config.use_cache is not False and model_kwargs.get(CACHE_NAME) is None:
             model_kwargs[CACHE_NAME] = RecurrentCache()
         if (cache := model_kwargs.get(CACHE_NAME)) is not None:
             cache.set_in_generate(True, generation_config.eos_token_id)
-            cache.chunk, generation_config.prefill_chunk_size = generation_config.prefill_chunk_size, None
             repeats = max(generation_config.num_beams, generation_config.num_return_sequences)
             if repeats > 1 and cache.state is not None and state_batch_size(cache.state) == batch_size:
                 cache.batch_repeat_interleave(repeats)
-        if generation_config.compile_config is not None and not generation_config.disable_compile:
-            extra("modeling_compiled").compile_steps(self, generation_config, cache)
-
-    def _last_chunk(self, inputs: dict[str, Any], name: str, cache: RecurrentCache, virtual: int) -> dict[str, Any]:
-        """The inputs of the last `cache.chunk` tokens or less, after the cache has read those before them.
-
-        `name` is that of the tokens or embeddings.
-        """
-        model: Any = self
-        size: Any = cache.chunk
-        length, mask = inputs[name].shape[1], inputs["attention_mask"]
-        refused = {
-            "virtual tokens of PEFT": virtual,
-            "padding at the end of prompts (set padding_side='left')": mask is not None and not mask[:, -1].all(),
-            "sequences that begin inside a prompt": read_rows(inputs, cache.tokens_seen).starts is not None,
-        }
-        if reasons := [reason for reason, holds in refused.items() if holds]:
-            raise ValueError(f"prefill_chunk_size does not go with {' and '.join(reasons)}: leave it out.")
-        chunks = [
-            {
-                key: value[:, start : start + size] if key in (name, *_PER_TOKEN) and value is not None else value
-                for key, value in inputs.items()
-            }
-            for start in range(0, length, size)
-        ]
-        for chunk in chunks[:-1]:
-            model(**chunk | {"logits_to_keep": 1, "output_final_state": False, "output_hidden_states": False})
-        return chunks[-1]
 
     def prepare_inputs_for_generation(
         self,
@@ -317,8 +290,6 @@ class RecurrentGenerationMixin(GenerationMixin):
             width = input_ids.shape[1] if virtual else length  # PEFT puts the columns of its tokens before all others
             inputs["attention_mask"] = cache.still_read(input_ids, width, inputs["attention_mask"])
         inputs[name] = unread
-        if cache is not None and cache.chunk is not None and length > cache.chunk:
-            return self._last_chunk(inputs, name, cache, virtual)
         return inputs
 
     def generate(
@@ -335,12 +306,11 @@ class RecurrentGenerationMixin(GenerationMixin):
             initial_state: State with B rows that has read what comes before the prompt. It is not changed.
 
         The state after generation is in the cache of the output with `return_dict_in_generate=True`
-        (`output.cache.state`); it has read everything but the last token. With `prefill_chunk_size`, a prompt of any
-        length takes the memory of that many tokens. With `compile_config=CompileConfig()`, single tokens are compiled.
+        (`output.cache.state`); it has read everything but the last token.
 
         Raises:
-            ValueError: if the state does not fit the prompt, holds NaN, or comes with a cache; for a
-                `cache_implementation`, since the cache is a state; and for a `compile_config` that cannot be obeyed.
+            ValueError: if the state does not fit the prompt, holds NaN, or comes with a cache; and for settings that
+                cannot be obeyed (`NOT_OBEYED`).
         """
         model: Any = self
         cache = given_cache(initial_state, **{name: kwargs.pop(name, None) for name in ("cache", *OLD_CACHE_NAMES)})

@@ -12,7 +12,6 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary.
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -117,10 +116,6 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
                 "size, so the model reads whole sequences only: give no initial_state or cache, generate "
                 "with use_cache=False, and train without carried or random states."
             )
-
-    def check_shares_rows(self) -> None:
-        """Raise a `ValueError` if processes cannot share rows (`sequence_group`)."""
-        self.check_has_states()
 
     def zero_state(self, batch_size: int) -> RecurrentState:
         """The state before any token, on the device of the model."""
@@ -281,12 +276,9 @@ class StatefulBackbone(StatefulPreTrainedModel):
         if own and moved is None:
             state = own_state(state)
         caches = use_cache or cache is not None
-        step: Any = None
-        if (steps := getattr(cache, "steps", None)) is not None and length == 1 and moved is None:
-            state, step = steps.begin(state)
         through = self._through_layers if rows.starts is None else self._through_sequences
         keep_states = caches or output_final_state
-        all_hidden_states, final_state = through(hidden_states, state, rows, moved, keep_all, keep_states, step)
+        all_hidden_states, final_state = through(hidden_states, state, rows, moved, keep_all, keep_states)
         if caches:
             cache = RecurrentCache() if cache is None else cache
             cache.advance(final_state, length)
@@ -305,7 +297,6 @@ class StatefulBackbone(StatefulPreTrainedModel):
         moved: MovedRows | None,
         keep_all: bool,
         keep_states: bool,
-        step: Any,
     ) -> tuple[list[Tensor], RecurrentState]:
         """Hidden states before each layer, if all are kept, and after the final norm; and the state after, or ()."""
         hidden_states, states = [], []
@@ -319,8 +310,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
             if keep_all:
                 hidden_states.append(x)
             starting = before if moved is None else moved.starting_states(before, new)
-            run = block if step is None else partial(step, block)
-            inside, after, *further = run(inside, starting, for_layers, *inputs, *shared)
+            inside, after, *further = block(inside, starting, for_layers, *inputs, *shared)
             if keep_states:
                 states.append(after if moved is None else moved.final_states(after))
             del starting, after  # else they would be there while the next layer runs

@@ -78,17 +78,16 @@ def measure(model_type: str) -> Row:
 def table(rows: list[Row]) -> str:
     """The Markdown table."""
     lines = [
-        "| `model_type` | works | recurrent part | " + " | ".join(WORDS) + " | shares rows |",
-        "|---" * (len(WORDS) + 4) + "|",
+        "| `model_type` | works | recurrent part | " + " | ".join(WORDS) + " |",
+        "|---" * (len(WORDS) + 3) + "|",
     ]
     for row in rows:
         if row.reason:
-            lines.append(f"| `{row.model_type}` | no: {row.reason} |" + " |" * (len(WORDS) + 2))
+            lines.append(f"| `{row.model_type}` | no: {row.reason} |" + " |" * (len(WORDS) + 1))
         else:
             works = "yes" if row.supported else "**no**"
             numbers = " | ".join(f"{error:.0e}" for error in row.errors)
-            shares = "no" if "sequence_group" in SUPPORTED[row.model_type].refuses else "yes"
-            lines.append(f"| `{row.model_type}` | {works} | {row.layout} | {numbers} | {shares} |")
+            lines.append(f"| `{row.model_type}` | {works} | {row.layout} | {numbers} |")
     return "\n".join(lines)
 
 

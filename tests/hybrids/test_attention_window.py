@@ -69,7 +69,6 @@ def test_generate_attends_to_the_window(model_type: str) -> None:
         return  # takes no attention cache and no padding, and its beams are those of the stock class, which are wrong
     beams = [model.generate(prompt, num_beams=3, use_cache=cache, **options) for cache in (True, False)]
     assert torch.equal(*beams)
-    assert torch.equal(model.generate(prompt, prefill_chunk_size=3, **options)[:, 8:], expected)
     state, cache = None, model.new_attention_cache()
     for piece in prompt[:, :-1].split(3, dim=1):
         state = model(piece, initial_state=state, attention_cache=cache).final_state
@@ -86,7 +85,7 @@ def test_generate_attends_to_the_window(model_type: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [1, WINDOW])
-@pytest.mark.parametrize("model_type", ["bamba", "zaya", pytest.param("lfm3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model_type", ["bamba", pytest.param("lfm3", marks=pytest.mark.slow)])
 def test_a_cache_keeps_the_keys_of_the_window_alone(model_type: str, window: int, tmp_path: Any) -> None:
     stock, model = windowed(model_type, window)
     tokens = random_tokens(1, 10 * window + 3)

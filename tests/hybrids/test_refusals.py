@@ -86,7 +86,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         "before get_peft_model",
     ),
     "no states": (lambda: wrapped("lfm2", layer_types=["full_attention"] * 3), "has no recurrent layers"),
-    "a start that is not zero": (lambda: wrapped("zaya", attention_bias=True), "starts from a state that is not zero"),
     "a window without attention": (lambda: stateful(mamba(), 4), "Mamba.* limits the attention of hybrids"),
     "rotary embeddings": (lambda: stateful(tiny_model("bamba", **BY_LENGTH), 4), "change with the length of the text"),
     **{
@@ -112,8 +111,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: stateful(with_config(tiny_model("mamba"), learned_states=learned(mamba()).config.learned_states)),
         r"names the learned states .*, but the model has .*: load the checkpoint with",
     ),
-    "shared rows": (lambda: wrapped("xlstm").check_shares_rows(), "xLSTM.* sequence_group.* no affine map"),
-    "shared rows of zaya": (lambda: wrapped("zaya").check_shares_rows(), "sequence_group.* no affine map"),
     "an unknown attention": (
         lambda: read(with_config(stateful(tiny_model("bamba"), 4), _attn_implementation="unknown")),
         "this attn_implementation: choose",
@@ -149,6 +146,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no tokens": (lambda m: read(m, input_ids=X[:, :0]), "give at least one of each"),
     "names": (lambda m: called(m, X, Cache(layers=[]), cache_params=Cache(layers=[])), "two names of a cache"),
     "segment_ids": (lambda m: m(X, segment_ids=COUNTED), "segment_ids.* are not read"),
+    "a group": (lambda m: m(X, sequence_group=object()), "sequence_group: processes share rows of families"),
     "tree": (lambda m: read(m, tree_cu_seqlens_q=COUNTED), "tree_cu_seqlens_q.* are not read"),
     "few logits": (lambda m: read(m, attention_mask=LEFT, labels=X, logits_to_keep=1), "logits_to_keep with labels"),
     "labels of one row": (
@@ -199,10 +197,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stock": (lambda m: called(m, X, DynamicCache(config=m.config)), "a stock cache: give one that a call"),
     "static": (lambda m: m.generate(X, cache_implementation="static", **GREEDY), "cache_implementation: the cache is"),
     "lookup": (lambda m: m.generate(X, prompt_lookup_num_tokens=3), "cannot be cropped"),
-    "chunks, right padding": (
-        lambda m: m.generate(X, attention_mask=RIGHT, prefill_chunk_size=3, **GREEDY),
-        "prefill_chunk_size does not go with padding at the end",
-    ),
+    "chunks": (lambda m: m.generate(X, prefill_chunk_size=3, **GREEDY), "prefill_chunk_size: read the beginning of"),
     "nothing new": (
         lambda m: m.generate(
             torch.cat([X, Y], 1),
@@ -263,28 +258,6 @@ def test_what_does_not_fit_is_refused(stock: Any, case: str) -> None:
     call, message = CALLS[case]
     with pytest.raises(ValueError, match=message):
         call(stateful(copy.deepcopy(stock)))
-
-
-PIECES: dict[str, tuple[dict[str, Any], str]] = {
-    "labels": ({"labels": X}, "sequence_group with labels: give shift_labels"),
-    "seq_idx": ({"seq_idx": 0 * X}, "sequence_group with seq_idx"),
-    "experts": ({"output_router_logits": True}, "sequence_group with output_router_logits"),
-    "padding": ({"attention_mask": LEFT}, "sequence_group with padding"),
-    "keys": ({"attention_cache": True}, "sequence_group with attention_cache"),
-    "experts in the config": ({}, "sequence_group with output_router_logits"),
-    "stock mixers": ({}, "stock mixers that read over padding or pieces"),
-}
-
-
-@pytest.mark.parametrize("case", PIECES)
-def test_what_a_piece_cannot_have_is_refused(group: Any, case: str) -> None:
-    model, (given, message) = wrapped("qwen3_next"), PIECES[case]
-    model.config.output_router_logits = case == "experts in the config"
-    model = with_stock_mixers(model) if case == "stock mixers" else model
-    if "attention_cache" in given:
-        given = {"attention_cache": model.new_attention_cache()}
-    with pytest.raises(ValueError, match=message):
-        model(input_ids=X, sequence_group=group, **given)
 
 
 @torch.no_grad()

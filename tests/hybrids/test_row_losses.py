@@ -14,7 +14,7 @@ from tests.hybrids.measures import parts, random_state, random_tokens
 from tests.hybrids.padded_rows import PACKED, PADDED, places_of, positions_and_mask, tokens_of
 from tests.hybrids.tiny_models import tiny_composite, tiny_model
 
-TYPES = ["falcon_h1", "lfm2", "minimax", "qwen3_next", "xlstm", "zaya"]
+TYPES = ["falcon_h1", "lfm2", "minimax", "qwen3_next", "xlstm"]
 
 
 def mean_by_hand(model: Any, tokens: Tensor, words: list[str], state: Any = None) -> Tensor:
@@ -40,7 +40,7 @@ def test_losses_are_those_of_the_sequences(model_type: str, words: list[str]) ->
     if words is PADDED:
         given.pop("position_ids")
     state = random_state(model, len(words))
-    for start in (None,) if model_type in ("minimax", "zaya") else (None, state):
+    for start in (None,) if model_type == "minimax" else (None, state):
         expected = mean_by_hand(model, tokens, words, start)
         options = {} if start is None else {"initial_state": start}
         loss = model(**given, **options).loss

@@ -13,7 +13,7 @@ from tests.hybrids.tiny_models import tiny_model
 from tests.row_forms import PADDED, WHOLE, forms_of, places_of, real_of
 from tests.versions import SINCE_5_23
 
-QUICK = ["falcon_h1", "minimax", "qwen3_next", "xlstm", "zaya"]
+QUICK = ["falcon_h1", "minimax", "qwen3_next", "xlstm"]
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
 
 

@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.models.state_value import concatenate_rows, map_stat
 from tests.hybrids.measures import parts, random_tokens, relative_error
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 
-QUICK = {"bamba", "jamba", "lfm3", "minimax", "qwen3_next", "xlstm", "zaya"}
+QUICK = {"bamba", "jamba", "lfm3", "minimax", "qwen3_next", "xlstm"}
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in SUPPORTED_TYPES]
 TOKENS = random_tokens(3, 12, seed=7)
 TEXT = TOKENS[:2]

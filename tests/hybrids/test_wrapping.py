@@ -13,7 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import find_labels
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.hybrids.mixers import DeltaMixer, call_of
+from hf_recurrent_lengthgen.hybrids.mixer_base import call_of
+from hf_recurrent_lengthgen.hybrids.mixers import DeltaMixer
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from tests.hybrids.measures import parts, random_state, random_tokens, relative_error, with_checkpointing
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
@@ -34,7 +35,7 @@ def test_object_class_and_signature_stay(model: Any) -> None:
     assert str(type(model)) == str(stock)
     assert stateful(model) is model
     before, after = (list(inspect.signature(x.forward).parameters) for x in (STOCK, model))
-    own = ["initial_state", "output_final_state", "attention_cache", "sequence_group", "seq_idx"]
+    own = ["initial_state", "output_final_state", "attention_cache", "seq_idx"]
     assert [name for name in after if name not in before] == own
     assert [name for name in after if name in before] == before
     assert find_labels(type(model)) == ["labels"]  # or Trainer, and so its evaluation loss, would expect others, too
@@ -62,7 +63,7 @@ def test_calls_without_states_are_stock_and_copies_keep_their_mixers(model_type:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("model_type", ["bamba", "lfm2", "qwen3_next", "zaya"])
+@pytest.mark.parametrize("model_type", ["bamba", "lfm2", "qwen3_next"])
 def test_without_keys_each_call_is_a_text_of_its_own_to_attention(model_type: str) -> None:
     stock = tiny_model(model_type)
     model: Any = stateful(copy.deepcopy(stock))

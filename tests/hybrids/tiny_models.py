@@ -129,7 +129,6 @@ TINY: dict[str, dict[str, Any]] = {
         "num_mem_blocks": 1,
         "adapter_rank": 4,
     },
-    "zaya": {"head_dim": 8, "num_experts": 2, "moe_intermediate_size": 16, "router_hidden_size": 8},
 }
 TINY = {name: config for name, config in TINY.items() if name in CONFIG_MAPPING}  # else newer than Transformers
 SUPPORTED_TYPES = sorted(SUPPORTED.keys() & TINY.keys())

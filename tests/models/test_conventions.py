@@ -6,14 +6,13 @@ import torch
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
-from .families import FAMILIES, SHELL_FAMILIES, Family, build, random_state, random_tokens, variant_id
+from .families import FAMILIES, SHELL_FAMILIES, Family, build, random_tokens, variant_id
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 shell_families = pytest.mark.parametrize("family", SHELL_FAMILIES, ids=variant_id)
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
 # left, inner and right padding
 MASK = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 1, 1, 0, 0]])
-LEFT = torch.tensor([[0, 0, 0, 0, 0, 0, 0, 1], [0, 1, 0, 0, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]])
 
 
 def same_state(state: RecurrentState, other: RecurrentState) -> bool:
@@ -126,26 +125,6 @@ def test_embeddings_go_on_from_a_cache(family: Family, read: int) -> None:
         model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
 
 
-@pytest.mark.thinned(5)
-@every_family
-@pytest.mark.parametrize("size", [1, 3, 8, 100])
-def test_a_prompt_is_read_in_chunks(family: Family, size: int) -> None:
-    model, prompt = build(family, torch.float64), random_tokens(3, 8)
-    lengths: list[int] = []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: lengths.append((kwargs.get("input_ids") if not args else args[0]).shape[1]),
-        with_kwargs=True,
-    )
-    for options in ({}, {"attention_mask": LEFT}, {"initial_state": random_state(model, 3)}):
-        expected = model.generate(prompt, **GREEDY, **options)
-        lengths.clear()
-        assert torch.equal(model.generate(prompt, prefill_chunk_size=size, **GREEDY, **options), expected)
-        assert max(lengths) <= size
-        assert sum(lengths) == 8 + 4
-    read, expected = model(prompt[:, :2]).past_key_values, model.generate(prompt, **GREEDY)
-    assert torch.equal(model.generate(prompt, past_key_values=read, prefill_chunk_size=size, **GREEDY), expected)
-
-
 @shell_families
 def test_what_generation_has_no_meaning_for_is_refused(family: Family) -> None:
     model, prompt = build(family), random_tokens(2, 6)
@@ -153,13 +132,7 @@ def test_what_generation_has_no_meaning_for_is_refused(family: Family) -> None:
         with pytest.raises(ValueError, match=f"cache_implementation must be left out, got '{kind}'"):
             model.generate(prompt, cache_implementation=kind, **GREEDY)
     assert model.generate(prompt, cache_implementation="dynamic", **GREEDY).shape == (2, 11)
-    with pytest.raises(ValueError, match="without a cache"):
-        model.generate(prompt, prefill_chunk_size=2, use_cache=False, **GREEDY)
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
-    with pytest.raises(ValueError, match="not go with padding at the end of prompts"):
-        model.generate(prompt, attention_mask=mask, prefill_chunk_size=2, **GREEDY)
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
-    with pytest.raises(ValueError, match="not go with sequences that begin inside"):
-        model.generate(prompt, position_ids=positions, prefill_chunk_size=2, **GREEDY)
+    with pytest.raises(ValueError, match="prefill_chunk_size must be left out, got 2: read the beginning of a prompt"):
+        model.generate(prompt, prefill_chunk_size=2, **GREEDY)
     with pytest.raises(ValueError, match="output_attentions"):
         model.generate(prompt, output_attentions=True, return_dict_in_generate=True, **GREEDY)
