@@ -50,31 +50,19 @@ from hf_recurrent_lengthgen.surgery.expansion_plan import (
 Initialization = Literal["reinit", "inherit", "inherit-zero"]
 
 
-class LayerExpansion(NamedTuple):
-    """One expanded layer: its index among the recurrent layers; N or H, state and parameters before and after."""
-
-    layer: int
-    size_before: int
-    size_after: int
-    state_before: int
-    state_after: int
-    parameters_before: int
-    parameters_after: int
-
-
 class ExpansionReport(NamedTuple):
     """What an expansion changes; state sizes are elements of the recurrent part, without convolution states.
 
     Attributes:
         size: "state_size" or "num_heads".
-        layers: The expanded layers.
+        layers: N or H of each expanded layer, by its number among the recurrent layers, before and after.
         recurrent_layers: Number of layers that can be expanded.
         parameters_before, parameters_after: Parameters of the whole model; tied weights count once.
         state_before, state_after: State elements of all layers.
     """
 
     size: str
-    layers: tuple[LayerExpansion, ...]
+    layers: dict[int, tuple[int, int]]
     recurrent_layers: int
     parameters_before: int
     parameters_after: int
@@ -82,21 +70,15 @@ class ExpansionReport(NamedTuple):
     state_after: int
 
     def __str__(self) -> str:
-        def changed(before: int, after: int, more: str = "") -> str:
-            return f"{before:,} -> {after:,}{more}"
-
-        rows = [("layer", self.size, "state elements", "parameters")]
-        for layer in self.layers:
-            size, state, parameters = zip(layer[1::2], layer[2::2], strict=True)
-            rows.append((str(layer.layer), changed(*size), changed(*state), changed(*parameters)))
-        times = f" ({self.state_after / self.state_before:.2f}x)"
-        more = f" ({self.parameters_after / self.parameters_before - 1:+.2%})"
-        states = changed(self.state_before, self.state_after, times)
-        weights = changed(self.parameters_before, self.parameters_after, more)
-        rows.append((f"all {self.recurrent_layers}", "", states, weights))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join(line.rstrip() for line in lines)
+        times = self.state_after / self.state_before
+        more = self.parameters_after / self.parameters_before - 1
+        lines = [f"layer {layer}: {self.size} {before} -> {after}" for layer, (before, after) in self.layers.items()]
+        lines += [
+            f"{len(self.layers)} of {self.recurrent_layers} recurrent layers",
+            f"state elements: {self.state_before:,} -> {self.state_after:,} ({times:.2f}x)",
+            f"parameters: {self.parameters_before:,} -> {self.parameters_after:,} ({more:+.2%})",
+        ]
+        return "\n".join(lines)
 
 
 def expand_state(
@@ -209,23 +191,11 @@ def expansion_report(
         ValueError: as `expand_state`.
     """
     plan = expansion_plan(config, model_class, layers, count, factor, state_size, num_heads)
-    before, after = blank_model(config, model_class), blank_model(plan.config, model_class)
-    mixers = [expandable_mixers(model) for model in (before, after)]
-    states = [{layer: _recurrent_elements(model, layer) for layer in plan.recurrent} for model in (before, after)]
-    expanded = tuple(
-        LayerExpansion(
-            layer,
-            plan.before[layer],
-            plan.after[layer],
-            *(state[layer] for state in states),
-            *(sum(p.numel() for p in mixer_of[layer][1].parameters()) for mixer_of in mixers),
-        )
-        for layer in plan.layers
-    )
-    parameters = (sum(p.numel() for p in model.parameters()) for model in (before, after))
-    return ExpansionReport(
-        plan.size, expanded, len(plan.recurrent), *parameters, *(sum(state.values()) for state in states)
-    )
+    models = [blank_model(each, model_class) for each in (config, plan.config)]
+    parameters = (sum(p.numel() for p in model.parameters()) for model in models)
+    states = (sum(_recurrent_elements(model, layer) for layer in plan.recurrent) for model in models)
+    sizes = {layer: (plan.before[layer], plan.after[layer]) for layer in plan.layers}
+    return ExpansionReport(plan.size, sizes, len(plan.recurrent), *parameters, *states)
 
 
 def recorded_expansions(config: Any) -> dict[int, str]:

@@ -30,7 +30,7 @@ def test_the_report_of_mamba2_has_the_figures_computed_for_the_paper() -> None:
     """48 layers of 64 heads of 64 x 128: 25.17 M; four times that in 4 or 8 of them."""
     config = StatefulMamba2Config(**recipe("mamba2-1.3b.json"))
     four, eight = expansion_report(config), expansion_report(config, count=8)
-    assert [layer.layer for layer in four.layers] == [0, 12, 24, 36]
+    assert four.layers == dict.fromkeys((0, 12, 24, 36), (128, 512))
     state = 64 * 64 * 128
     assert (four.state_before, four.state_after) == (48 * state, (44 + 16) * state)
     assert four.state_before == pytest.approx(25.17e6, rel=2e-4)
@@ -68,9 +68,6 @@ def test_the_report_is_what_the_expansion_does(family: Family) -> None:
     assert (report.state_before, report.state_after) == (state(model), state(expanded))
     counts = (sum(p.numel() for p in of.parameters()) for of in (model, expanded))
     assert (report.parameters_before, report.parameters_after) == tuple(counts)
-    (layer,) = report.layers
-    assert layer.state_after - layer.state_before == report.state_after - report.state_before
-    assert layer.parameters_after - layer.parameters_before == report.parameters_after - report.parameters_before
 
 
 @pytest.mark.thinned(3)
@@ -163,7 +160,8 @@ def test_one_layer_of_a_hybrid_is_expanded_alone(model_type: str, tmp_path: Path
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, wrapped(tokens).logits)
     twice = expand_state(expand_state(loaded, [0], state_size=7), "all", factor=2)
-    assert [layer.size_after for layer in expansion_report(twice.config, "all", factor=2).layers][:2] == [28, 48]
+    layers = expansion_report(twice.config, "all", factor=2).layers
+    assert (layers[0], layers[1]) == ((14, 28), (24, 48))
 
 
 def test_every_recurrent_type_of_transformers_is_expanded_or_refused_with_the_reason() -> None:
