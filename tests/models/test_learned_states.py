@@ -8,16 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import pipeline
-from transformers.pipelines import TextGenerationPipeline
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
-from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models.scan_forgetting import forgetting
 from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, STATE_FILE, fingerprint
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
-from tests.without_package import clean_process
 
 from .families import FAMILIES, MAMBA2, Family, build, random_state, random_tokens, variant_id
 
@@ -220,18 +216,6 @@ def test_what_cannot_be_meant_is_refused() -> None:
         model(random_tokens(1, 3))
 
 
-def test_a_pipeline_starts_from_it() -> None:
-    model = build(MAMBA2, vocab_size=384).eval()
-    plain: TextGenerationPipeline = pipeline("text-generation", model=model, tokenizer=byte_tokenizer())
-    before = plain("abc", **GENERATION)[0]["generated_text"]
-    state = learned(model)
-    prompt = byte_tokenizer()("abc", return_tensors="pt", add_special_tokens=False)
-    given = plain("abc", add_special_tokens=False, **GENERATION)[0]["generated_text"]
-    expected = model.generate(**prompt, initial_state=state, **GENERATION)
-    assert given == byte_tokenizer().decode(expected[0], skip_special_tokens=True)
-    assert given != before
-
-
 def test_a_fingerprint_sees_every_parameter_and_no_learned_state() -> None:
     model = build(MAMBA2)
     before = fingerprint(model)
@@ -247,35 +231,6 @@ def test_a_fingerprint_sees_every_parameter_and_no_learned_state() -> None:
         with torch.no_grad():
             parameter.copy_(kept)
     assert fingerprint(model) == before
-
-
-@pytest.mark.slow
-def test_a_process_without_our_package_starts_from_them_and_loads_no_folders(tmp_path: Path) -> None:
-    model, tokens = build(MAMBA2).eval(), random_tokens(2, 9)
-    model.save_pretrained(tmp_path / "plain")
-    state = learned(model)
-    model.save_pretrained(tmp_path / "with")
-    model.save_learned_state(tmp_path / "state")
-    torch.save({"tokens": tokens, "logits": model(tokens).logits}, tmp_path / "in.pt")
-    code = """
-inputs = torch.load(data)
-carried = AutoModelForCausalLM.from_pretrained(checkpoint + "/with", trust_remote_code=True)
-assert type(carried).__module__.startswith("transformers_modules.")
-assert torch.equal(carried(inputs["tokens"]).logits, inputs["logits"])
-plain = AutoModelForCausalLM.from_pretrained(checkpoint + "/plain", trust_remote_code=True)
-assert not torch.equal(plain(inputs["tokens"]).logits, inputs["logits"])
-try:
-    plain.load_learned_state(checkpoint + "/state")
-except ValueError as error:
-    assert "pip install" in str(error) and "state_learned_files.py" in str(error), error
-else:
-    raise AssertionError("a folder was loaded")
-carried.save_pretrained(checkpoint + "/again")
-again = AutoModelForCausalLM.from_pretrained(checkpoint + "/again", trust_remote_code=True)
-assert torch.equal(again(inputs["tokens"]).logits, inputs["logits"])
-"""
-    clean_process(tmp_path, code, str(tmp_path), str(tmp_path / "in.pt"))
-    exactly(load_model(str(tmp_path / "again")).first_state(1), state)
 
 
 def test_they_are_switched_while_the_model_forgets() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
 from hf_recurrent_lengthgen.models.state_value import LayerShape, RecurrentState
@@ -18,7 +17,6 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingTrainer,
     ZeroStateTrainer,
 )
-from tests.without_package import clean_process
 
 from .families import MAMBA, MAMBA2, Family, build, random_state, random_tokens, variant_id
 from .law import assert_equal_up_to, checkpointed, model_step, run_in_pieces
@@ -179,29 +177,6 @@ def test_weights_start_as_those_of_the_mixers(family: Family, rescale: bool) -> 
         weight = projection.weight.detach()
         assert 0.99 * largest < float(weight.abs().max()) <= largest
         assert float(weight.std()) == pytest.approx(largest / math.sqrt(3), rel=0.05)
-
-
-def test_checkpoints_run_where_our_package_is_not_installed(tmp_path: Path) -> None:
-    tokens = random_tokens(2, 9)
-    models = {
-        "softmax": model_of(MAMBA, torch.float32, **SOFTMAX),
-        "linear": model_of(MAMBA2, torch.float32, **LINEAR),
-    }
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / name)
-        ours: Any = load_model(tmp_path / name)
-        assert (ours.config.attention_layers, ours.config.attention_kind) == ([1], name)
-        assert torch.equal(ours(tokens).logits, model(tokens).logits)
-    torch.save(tokens, tmp_path / "tokens.pt")
-    code = """
-tokens = torch.load(data)
-for name in ("softmax", "linear"):
-    model = AutoModelForCausalLM.from_pretrained(checkpoint + "/" + name, trust_remote_code=True)
-    torch.save(model(tokens).logits, checkpoint + "/" + name + ".pt")
-"""
-    clean_process(tmp_path / "cwd", code, tmp_path, tmp_path / "tokens.pt")
-    for name, model in models.items():
-        assert torch.equal(torch.load(tmp_path / f"{name}.pt"), model(tokens).logits)
 
 
 @pytest.mark.parametrize(
