@@ -8,8 +8,6 @@ INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 # Two single-threaded workers are faster than two that fight over the cores. A file goes to one of them, so that what its
 # tests share is made once.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-# Of the cases of each test outside `make test`, one in so many: 3 in .ci/run, so that it ends in time.
-ONE_OF ?= 1
 # What touches Transformers, Accelerate or PEFT.
 OF_RELEASES := $(addprefix tests/,checkpoints cli harness hybrids models surgery trainers)
 export TOKENIZERS_PARALLELISM := false
@@ -34,16 +32,16 @@ test-all: test-slow test-oldest test-newest ## run all the other tests, too
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(INSTALLED) ## run what `make test` leaves out
-	$(VENV)/bin/python $(PYTEST) -m slow --one-of $(ONE_OF)
+	$(VENV)/bin/python $(PYTEST) -m slow
 
 test-oldest: export OMP_NUM_THREADS := 1
 test-oldest: $(INSTALLED_OLDEST) ## run those that touch Transformers with the oldest supported versions
-	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow" --one-of $(ONE_OF) $(OF_RELEASES)
+	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow" $(OF_RELEASES)
 
 test-newest: export OMP_NUM_THREADS := 1
 test-newest: $(INSTALLED) ## run them with the newest releases of the registry, if any is newer than the pinned one
 	$(VENV)/bin/python .ci/newest.py $(VENV_NEWEST)
-	if [ -e $(VENV_NEWEST) ]; then $(VENV_NEWEST)/bin/python $(PYTEST) -m "not slow" --one-of $(ONE_OF) $(OF_RELEASES); fi
+	if [ -e $(VENV_NEWEST) ]; then $(VENV_NEWEST)/bin/python $(PYTEST) -m "not slow" $(OF_RELEASES); fi
 
 lint: $(INSTALLED) ## check style, formatting and types
 	$(VENV)/bin/ruff check .

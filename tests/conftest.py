@@ -2,15 +2,16 @@
 
 import gc
 import os
+import random
 import runpy
 import sys
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
-from math import ceil
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,13 +94,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "run one of so many cases of each test, never none; others with other releases of Transformers"
-    parser.addoption("--one-of", type=int, default=1, metavar="N", help=text)
+    text = "run every case of tests of three and more parameters, not only each pair of values once"
+    parser.addoption("--every-case", action="store_true", help=text)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark cases of `thinned` tests `slow`, skip tests marked `gpu` where CUDA has no device; thin for `--one-of`."""
+    """Mark cases of `thinned` tests `slow`, skip tests of a GPU where there is none, choose pairs of values."""
     cases: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
@@ -111,15 +112,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     yield  # -m chooses
-    kept = one_of(config.getoption("--one-of"), [item.nodeid for item in items])
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
-    items[:] = [item for item in items if item.nodeid in kept]
+    if not config.getoption("--every-case"):
+        tests: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        kept = {those[index] for those in tests.values() for index in covering([*map(values_of, those)])}
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
-def one_of(number: int, cases: Iterable[str]) -> set[str]:
-    """Of the cases of each test, as many as a share of one in `number` rounds up to, as if drawn at random."""
-    release = metadata.version("transformers")
-    tests: dict[str, list[str]] = {}
-    for case in sorted(cases, key=lambda case: zlib.crc32(f"{release} {case}".encode())):
-        tests.setdefault(case.partition("[")[0], []).append(case)
-    return {case for those in tests.values() for case in those[: ceil(len(those) / number)]}
+def values_of(item: pytest.Item) -> list[Hashable]:
+    """What each `parametrize` and each fixture with parameters gives to a case."""
+    given = {name: id(value) for name, value in getattr(item, "callspec", SimpleNamespace(params={})).params.items()}
+    marked = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    names = [[name.strip() for name in (mark.split(",") if isinstance(mark, str) else mark)] for mark in marked]
+    together = [tuple(given.pop(name) for name in those) for those in names]
+    return [*together, *given.values()]
+
+
+def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
+    """Indices of cases that have, together, each pair of values of two parameters that is in any (pairwise testing).
+
+    All cases of fewer than three parameters. The next is one with the most pairs that are missing, drawn at random
+    but the same in each run.
+    """
+    if len(cases[0]) < 3:
+        return {*range(len(cases))}
+    pairs = [{*combinations(enumerate(case), 2)} for case in cases]
+    missing, chosen = set[Any]().union(*pairs), set[int]()
+    order = random.Random(0).sample(range(len(cases)), len(cases))
+    while missing:
+        best = max(order, key=lambda index: len(pairs[index] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return chosen

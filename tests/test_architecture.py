@@ -1,15 +1,16 @@
-"""Imports go one way, files that travel inside checkpoints stand alone, and `--one-of N` leaves no test out."""
+"""Imports go one way, files that travel inside checkpoints stand alone, and each pair of values is tested."""
 
 import ast
 import re
 import subprocess
 import sys
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-from tests.conftest import one_of
+from tests.conftest import covering
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_recurrent_lengthgen"
@@ -248,13 +249,12 @@ def test_what_a_training_does_not_use_is_not_imported(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "loaded set()", done.stdout + done.stderr
 
 
-def test_a_thinned_run_keeps_a_share_of_the_cases_of_each_test() -> None:
-    cases = ["a.py::one", *(f"a.py::ten[{n}]" for n in range(10)), *(f"b.py::T::two[{n}-x[y]]" for n in range(2))]
-    assert one_of(1, cases) == {*cases}
-    for number, kept in ((2, (1, 5, 1)), (3, (1, 4, 1)), (100, (1, 1, 1))):
-        chosen = one_of(number, cases)
-        assert (
-            tuple(sum(case.startswith(name) for case in chosen) for name in ("a.py::one", "a.py::t", "b.py")) == kept
-        )
-        assert chosen <= {*cases}
-        assert chosen == one_of(number, reversed(cases))
+def test_cases_of_many_parameters_have_each_pair_of_values() -> None:
+    cases = [*product(range(3), "abcd", (True, False), range(5))]
+    chosen = [cases[index] for index in covering(cases)]
+    assert 20 <= len(chosen) < 30 < len(cases)
+    assert {pair for case in chosen for pair in combinations(enumerate(case), 2)} == {
+        pair for case in cases for pair in combinations(enumerate(case), 2)
+    }
+    assert len(covering([*product(range(3), "abcd")])) == 12, "of two parameters, all"
+    assert covering([()]) == {0}
