@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.evaluation.json_schema import document, from_json, t
 from hf_recurrent_lengthgen.evaluation.measurement import Measurement
 from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
 from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
-from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
+from hf_recurrent_lengthgen.metrics.part import Part, Picture
 from hf_recurrent_lengthgen.metrics.parts import PARTS
 from hf_recurrent_lengthgen.plotting.style import new_axes
 from tests.cli.conftest import checkpoint, text_file
@@ -62,8 +62,7 @@ TOY = Part(
     compute=measured,
     section="How undecided it is",
     texts=lambda found, unit: (f"Its first prediction has {found.entropies[0]:.3f} nats per {unit}.",),
-    facts=lambda found: (Fact("First entropy", f"{found.entropies[0]:.2f} nats"),),
-    rows=(PartRow("Last entropy", "nats per {unit}", lambda found: f"<b>{found.entropies[-1]:.3f}</b>"),),
+    facts=lambda found: {"First entropy": f"{found.entropies[0]:.2f} nats"},
     pictures={"toy_entropy": Picture(toy_figure, "A line.")},
     definitions=lambda found: ("Entropy is minus the mean of log p.",),
 )
@@ -98,14 +97,13 @@ def test_a_metric_of_one_file_is_everywhere(
     found = model.found(ToyEntropy)
     assert found is not None
     assert list(found.entropies) == stored["entropies"]
-    first, last = found.entropies[0], found.entropies[-1]
+    first = found.entropies[0]
 
     shown = capsys.readouterr().out
     assert re.search(rf"Misalignment +First entropy\n{checkpoint.name} +\S+ nats +{first:.2f} nats\n", shown)
     page = (out / "index.html").read_text(encoding="utf-8")
     for text in (
         f"How undecided it is A line. {checkpoint.name} Its first prediction has {first:.3f} nats per byte.",
-        f"Last entropy nats per byte {last:.3f}",
         f"First entropy {first:.2f} nats",
         "Entropy is minus the mean of log p.",
     ):

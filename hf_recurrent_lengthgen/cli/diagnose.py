@@ -89,9 +89,7 @@ def why_table(diagnosis: "Diagnosis") -> str:
     """One row per model with the facts of all parts, and below what could not be measured."""
     from hf_recurrent_lengthgen.metrics.diagnosis.page import facts, reasons
 
-    by_model = [
-        (model.evaluation.model, {fact.name: fact.value for fact in facts(model)}) for model in diagnosis.models
-    ]
+    by_model = [(model.evaluation.model, facts(model)) for model in diagnosis.models]
     names = list(dict.fromkeys(name for _, values in by_model for name in values))
     rows = [["model", *names], *([label, *(values.get(name, "-") for name in names)] for label, values in by_model)]
     return "\n".join([in_columns(rows), *reasons(diagnosis)])

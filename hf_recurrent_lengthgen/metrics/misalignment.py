@@ -23,8 +23,8 @@ from hf_recurrent_lengthgen.evaluation.results import Estimate, PartResult
 from hf_recurrent_lengthgen.evaluation.settings import CONFIDENCE
 from hf_recurrent_lengthgen.evaluation.statistics import estimate
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar
-from hf_recurrent_lengthgen.evaluation.words import cell, interval_text
-from hf_recurrent_lengthgen.metrics.part import INSIDE, Fact, Part, PartRow
+from hf_recurrent_lengthgen.evaluation.words import interval_text
+from hf_recurrent_lengthgen.metrics.part import INSIDE, Part
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 
 LOGITS_PER_CHUNK = {"cpu": 2**19, "accelerator": 2**25}
@@ -202,15 +202,7 @@ MISALIGNMENT = Part(
     compute=_compute,
     section=INSIDE,
     texts=lambda result, unit: (f"Long-short misalignment {interval_text(result)} nats.",),
-    facts=lambda result: (
-        Fact(
-            "Misalignment",
-            f"{result.mean:.3f} nats",
-            " (lower is better)",
-            f"Long-short misalignment: {interval_text(result, bounds=' [{}, {}]')} nats.",
-        ),
-    ),
-    rows=(PartRow("Long-short misalignment", "inside the training length, nats", cell),),
+    facts=lambda result: {"Misalignment": f"{interval_text(result)} nats"},
     definitions=lambda _: (
         "Long-short misalignment is the symmetric cross-entropy between the predictions after a context and after "
         "the same context cut a little shorter. It is not 0 for equal predictions: compare models on the same text.",

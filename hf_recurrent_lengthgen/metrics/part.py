@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hf_recurrent_lengthgen.evaluation.measurement import Measurement
 from hf_recurrent_lengthgen.evaluation.results import PartResult, Role
@@ -33,26 +33,6 @@ class Picture(Generic[Result]):
     bands: bool = False
 
 
-class PartRow(NamedTuple):
-    """A row of the table of numbers.
-
-    It has a name, a remark ("{unit}" is the name of a token), and the HTML for a result, empty without such a number.
-    """
-
-    name: str
-    note: str
-    html: Callable[[Any], str]
-
-
-class Fact(NamedTuple):
-    """A key number: name, value, a remark after it, and a sentence (Markdown) for model cards."""
-
-    name: str
-    value: str
-    note: str = ""
-    sentence: str = ""
-
-
 @dataclass(frozen=True)
 class Part(Generic[Result]):
     """One metric of a diagnosis: how it is measured, and everything that is shown about its result.
@@ -62,8 +42,7 @@ class Part(Generic[Result]):
         compute: Measures the result; raises a `ValueError` with the reason if it cannot be measured.
         section: Heading under which the page shows it.
         texts: Sentences of the page about a result; the second argument is the name of a token.
-        facts: Key numbers for the page, the terminal and model cards.
-        rows: Rows of the table of numbers.
+        facts: Key numbers for the page, the terminal and model cards: name -> value.
         pictures: Figures by file name.
         definitions: Definitions of terms, from all results of a page.
         reason: A clause that explains the model's verdict ("breaks", "holds", "unclear"), or "".
@@ -75,8 +54,7 @@ class Part(Generic[Result]):
     compute: Callable[[Measurement], Result]
     section: str
     texts: Callable[[Result, str], Sequence[str]]
-    facts: Callable[[Result], Sequence[Fact]]
-    rows: Sequence[PartRow] = ()
+    facts: Callable[[Result], Mapping[str, str]]
     pictures: Mapping[str, Picture[Result]] = field(default_factory=dict)
     definitions: Callable[[Sequence[Result]], Sequence[str]] = lambda _: ()
     reason: Callable[[Result, Status], str] = lambda *_: ""

@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.evaluation.results import Curve, PartResult, Role
 from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
 from hf_recurrent_lengthgen.evaluation.statistics import bin_means, make_curve, position_edges
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
-from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
+from hf_recurrent_lengthgen.metrics.part import Part, Picture
 from hf_recurrent_lengthgen.metrics.states.distance import SMALLEST_DRIFT
 from hf_recurrent_lengthgen.metrics.states.measure import describe_states
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
@@ -176,11 +176,6 @@ def constant_prompt_text(result: ConstantPrompt) -> str:
     )
 
 
-def _facts(result: ConstantPrompt) -> tuple[Fact]:
-    start = result.exceeded_from
-    return (Fact("Constant prompt", "holds" if start is None else f"fails at {start:,} tokens"),)
-
-
 def _states_picture(name: str, caption: str) -> Picture[ConstantPrompt]:
     def draw(models: Mapping[str, ConstantPrompt], *_: Any) -> "Figure":
         from hf_recurrent_lengthgen.metrics.states import figure
@@ -197,14 +192,9 @@ CONSTANT_PROMPT = Part(
     compute=_compute,
     section="One token repeated",
     texts=lambda result, unit: (constant_prompt_text(result),),
-    facts=_facts,
-    rows=(
-        PartRow(
-            "Constant prompt",
-            "highest loss beyond the training length, and inside",
-            lambda result: f"<b>{result.beyond:.3g}</b><small>{result.inside:.3g} inside</small>",
-        ),
-    ),
+    facts=lambda result: {
+        "Constant prompt": "holds" if (start := result.exceeded_from) is None else f"fails at {start:,} tokens"
+    },
     pictures={
         "constant_prompt": Picture(
             lambda result, roles, unit: constant_prompt_figure(result, roles),

@@ -5,22 +5,12 @@ Arguments are plain text, which is escaped here, unless they are named HTML. Col
 
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.plotting.images import inline_svg
 from hf_recurrent_lengthgen.plotting.style import DARK
-
-
-class Evaluated(Protocol):
-    """A model with its evaluation, whose `model` is its name."""
-
-    @property
-    def evaluation(self) -> Any: ...
-
-
-Shown = TypeVar("Shown", bound=Evaluated)
 
 CSS = """
 :root{color-scheme:light dark;--ground:#fff;--panel:#f5f6f8;%(light)s}
@@ -69,12 +59,12 @@ _NAMES = {color: f"--{COLOR_NAMES.get(color, 'c' + color[1:])}" for color in DAR
 VARIABLES = {color: f"var({name})" for color, name in _NAMES.items()}
 
 
-class Row(NamedTuple, Generic[Shown]):
+class Row(NamedTuple):
     """A row of a table with one column per model: name, remark, and HTML for a model."""
 
     name: str
     note: str
-    html: Callable[[Shown], str]
+    html: Callable[[Any], str]
 
 
 def html_page(title: str, sections: Sequence[str]) -> str:
@@ -97,7 +87,8 @@ def picture(figure: Figure, name: str, caption: str, description: str) -> str:
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def table(models: Sequence[Shown], colors: Sequence[str], rows: Sequence[Row[Shown]]) -> str:
+def table(models: Sequence[Any], colors: Sequence[str], rows: Sequence[Row]) -> str:
+    """Rows with a column for each model, named by its `evaluation`."""
     head = "".join(
         f'<th scope="col" style="border-color:{color}">{escape(model.evaluation.model)}</th>'
         for model, color in zip(models, colors, strict=True)

@@ -50,7 +50,9 @@ def test_a_diagnosis_of_all_parts(
     shown = capsys.readouterr().out
     assert f"Diagnosing {checkpoint.name} on 3 texts of 64 bytes" in shown
     assert re.search(r"model +Heads that drift +Effective Remembrance +Misalignment +Constant prompt\n", shown)
-    assert re.search(rf"{checkpoint.name} +unknown from 3 texts +0\.\d+ +\d+\.\d+ nats +(holds|fails at)", shown)
+    assert re.search(
+        rf"{checkpoint.name} +unknown from 3 texts +0\.\d+ \(.+\) +\d+\.\d+ \(.+\) nats +(holds|fails at)", shown
+    )
     assert f"Report: {tmp_path / 'out' / 'index.html'}" in shown
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"index.html", "result.json", "context_harm.png", "context_harm.svg"} <= names
@@ -70,19 +72,16 @@ def test_another_token_can_be_repeated(
     prompt = ("--parts", "constant prompt", "--repeated-text")
     monkeypatch.setattr("hf_recurrent_lengthgen.metrics.diagnosis.page.diagnosis_figures", None)  # drawn once, below
     assert diagnose(checkpoint, *prompt, ",") == 0
-    found = read_result(tmp_path / "out" / "result.json", Diagnosis).models[0].found(ConstantPrompt)
-    assert found is not None
+    found: Any = read_result(tmp_path / "out" / "result.json", Diagnosis).models[0].found(ConstantPrompt)
     assert found.token == ord(",") + 3
     assert found.states is not None
     assert (tmp_path / "out" / "constant_prompt_mean.png").is_file()
     monkeypatch.undo()
     page = diagnosis_page(read_result(tmp_path / "out" / "result.json", Diagnosis))
     assert (tmp_path / "out" / "index.html").read_text(encoding="utf-8") == page
-    for refused, reason in (
-        ((*prompt, "ab"), "must be one token of the tokenizer, got 'ab', which it reads as 2 tokens"),
-    ):
-        assert diagnose(checkpoint, *refused) != 0
-        assert reason in capsys.readouterr().err
+    assert diagnose(checkpoint, *prompt, "ab") != 0
+    told = "must be one token of the tokenizer, got 'ab', which it reads as 2 tokens"
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -105,18 +104,6 @@ def test_models_of_all_kinds_side_by_side(
     assert "LlamaForCausalLM does not carry a recurrent state" in (tmp_path / "out" / "index.html").read_text(
         encoding="utf-8"
     )
-
-
-@pytest.mark.slow
-def test_parts_can_be_chosen_and_what_is_left_out_of_them_is_said(
-    diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert diagnose(checkpoint, "--parts", "states", "--patched-heads", 0) == 0
-    [model] = read_result(tmp_path / "out" / "result.json", Diagnosis).models
-    assert list(model.parts) == ["states"]
-    shown = capsys.readouterr().out
-    assert "unknown from 3 texts" in shown
-    assert f"{checkpoint.name}, states: No head is said to drift: 3 texts cannot tell" in shown
 
 
 def test_an_interrupt_says_how_to_go_on(

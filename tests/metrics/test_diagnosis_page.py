@@ -104,11 +104,10 @@ def test_every_number_is_in_the_table(page: str) -> None:
     table = Reader(page[page.index("<table") : page.index("</table>") + len("</table>")]).text
     for numbers in (
         "+1.400 +1.390 to +1.410 +0.020 +0.010 to +0.030",
-        "3 of 8 layer 1, head 2: 47.3 0 of 8 layer 0, head 0: 0.3",
-        "+1.000 +0.990 to +1.010 +0.005 \N{MINUS SIGN}0.005 to +0.015",
-        "+0.970 +0.960 to +0.980 97% none drifts",
-        "0.200 0.190 to 0.210 0.030 0.020 to 0.040",
-        "4 1.5 inside 1.4 1.5 inside",
+        "Heads that drift 3 of 8, layer 1, head 2 the furthest none of 8",
+        "Their share of the harm 97% not measured",
+        "Effective Remembrance 0.200 (0.190 to 0.210) 0.030 (0.020 to 0.040)",
+        "Constant prompt fails at 32 tokens holds",
     ):
         assert numbers in table, numbers
 
@@ -166,8 +165,8 @@ def test_models_with_and_without_states_stand_side_by_side(llama: Diagnosis) -> 
     page = diagnosis_page(Diagnosis("t", (base, unpatched, *llama.models)))
     text = Reader(page).text
     assert drawn(page) == FIGURES
-    assert "Heads that drift of all; the furthest, in standard deviations of training 3 of 8" in text
-    assert text.count("not measured") == 10  # all 6 rows of the bare model, 4 of the hybrid's
+    assert text.count("Heads that drift 3 of 8") == 2  # in the card of the model, and in the table
+    assert text.count("not measured") == 8  # all 5 rows of the bare model, 3 of the hybrid's
 
 
 def test_a_hybrid_has_attention_apart_and_other_models_no_empty_rows(page: str) -> None:

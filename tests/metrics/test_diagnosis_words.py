@@ -8,9 +8,8 @@ import pytest
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.words import sentence
-from hf_recurrent_lengthgen.metrics.diagnosis import page
-from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_summary, not_measured, verdicts
-from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
+from hf_recurrent_lengthgen.metrics.diagnosis.page import diagnosis_summary, facts, not_measured, verdicts
+from hf_recurrent_lengthgen.metrics.diagnosis.result import Diagnosis
 from hf_recurrent_lengthgen.metrics.remembrance.words import remembrance_text
 from hf_recurrent_lengthgen.metrics.repeated_token import constant_prompt_text
 from hf_recurrent_lengthgen.metrics.states.result import StateDiagnosis
@@ -37,10 +36,6 @@ from tests.metrics.diagnoses import (
 BASE, CURED = expected().models
 
 
-def facts(model: DiagnosedModel) -> dict[str, str]:
-    return {fact.name: fact.value + fact.note for fact in page.facts(model)}
-
-
 def reason(found: StateDiagnosis, harm: float = 1.4) -> str:
     return verdicts(Diagnosis("", (diagnosed("base", "b", harm, found),)))[0].reason
 
@@ -49,9 +44,8 @@ def of_states(**changes: Any) -> StateDiagnosis:
     return replace(states_of(BASE), **changes)
 
 
-def of_attention(found: StateDiagnosis, **changes: Any) -> StateDiagnosis:
+def of_attention(found: Any, **changes: Any) -> StateDiagnosis:
     """The diagnosis of a hybrid with another harm of its attention."""
-    assert found.attention is not None
     return replace(found, attention=replace(found.attention, **changes))
 
 
@@ -127,7 +121,7 @@ def test_what_is_not_there_is_not_told() -> None:
 
 def test_the_facts_have_the_numbers_of_all_parts() -> None:
     base, cured = facts(BASE), facts(CURED)
-    values = ("3 of 8, layer 1, head 2 the furthest", "97%", "0.200", "3.600 nats", "fails at 32 tokens")
+    values = ("3 of 8, layer 1, head 2 the furthest", "97%", "0.200", "3.600", "fails at 32 tokens")
     assert all(value.startswith(start) for value, start in zip(base.values(), values, strict=True)), base
     assert [cured["Heads that drift"], cured["Constant prompt"]] == ["none of 8", "holds"]
     few = replace(states({}), sequences=3)
@@ -175,9 +169,7 @@ def test_the_layers_that_left_training_first_are_told(places: Mapping[int, int |
     [((0.3, 1.3, 1.295, 1.3), "no window of attention (4, 8, 16)"), ((0.3, 0.0, 0.0, 0.005), "none is shown")],
 )
 def test_a_window_that_does_not_help_is_not_recommended(means: tuple[float, ...], told: str) -> None:
-    found = hybrid()
-    assert found.attention is not None
-    assert found.attention.windows is not None
+    found: Any = hybrid()
     harm = tuple(Estimate(mean, mean - 0.01, mean + 0.01) for mean in means)
     found = of_attention(found, windows=replace(found.attention.windows, harm=harm))
     assert told in windows_text(found, "byte")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -14,7 +14,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.figure import (
 )
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, EvaluationResult
 from hf_recurrent_lengthgen.metrics.context_harm.words import Finding
-from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, Shown, entry_list
+from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, entry_list
 from hf_recurrent_lengthgen.plotting.style import role_colors
 
 STATUS_MARKS = {"breaks": "✕", "holds": "✓", "unclear": "?"}
@@ -67,7 +67,7 @@ def bands_text(evaluation: EvaluationResult) -> str:
     return f" Bands: {evaluation.confidence:.0%} intervals over {evaluation.sequences} sequences." if many else ""
 
 
-def evaluation_rows(models: Sequence[Shown]) -> list[Row[Shown]]:
+def evaluation_rows(models: Sequence[Any]) -> list[Row]:
     """The numbers of evaluations; the remarks are those of the first one."""
     first = models[0].evaluation
     unit, tolerance = first.data.token_unit, f"{first.verdict.tolerance:.0%}"

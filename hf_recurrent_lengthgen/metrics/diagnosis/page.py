@@ -19,7 +19,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.page import (
 )
 from hf_recurrent_lengthgen.metrics.context_harm.words import findings
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
-from hf_recurrent_lengthgen.metrics.part import INSIDE, Fact, Part, PartRow
+from hf_recurrent_lengthgen.metrics.part import INSIDE, Part
 from hf_recurrent_lengthgen.metrics.parts import PARTS
 from hf_recurrent_lengthgen.plotting.html import Row, entry_list, html_page, picture, table
 from hf_recurrent_lengthgen.plotting.names import figure_names, short_names, with_names
@@ -37,9 +37,9 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def facts(model: DiagnosedModel) -> list[Fact]:
-    """The key numbers of a model."""
-    return [fact for part, result in _parts(model) for fact in part.facts(result)]
+def facts(model: DiagnosedModel) -> dict[str, str]:
+    """The key numbers of a model by name."""
+    return {name: value for part, result in _parts(model) for name, value in part.facts(result).items()}
 
 
 def verdicts(diagnosis: Diagnosis) -> list[Verdict]:
@@ -104,7 +104,7 @@ def diagnosis_page(
         f"<p><b>{escape(verdict.headline)}</b> {escape(verdict.reason)}</p>" for verdict in verdicts(diagnosis)
     )
     cards = "".join(
-        card(finding, color, entry_list([(fact.name, fact.value + fact.note) for fact in facts(model)]))
+        card(finding, color, entry_list([*facts(model).items()]))
         for finding, color, model in zip(findings(diagnosis.comparison), colors, models, strict=True)
     )
     sections = [
@@ -132,12 +132,6 @@ def diagnosis_page(
 
 def _parts(model: DiagnosedModel) -> list[tuple[Part[Any], Any]]:
     return [(part, model.parts[name]) for name, part in PARTS.items() if name in model.parts]
-
-
-def _results(diagnosis: Diagnosis) -> list[tuple[Part[Any], list[Any]]]:
-    """The results of each part that any model has."""
-    found = [(part, [m.parts[name] for m in diagnosis.models if name in m.parts]) for name, part in PARTS.items()]
-    return [(part, results) for part, results in found if results]
 
 
 def _sections(diagnosis: Diagnosis, figures: Mapping[str, Figure]) -> list[str]:
@@ -187,14 +181,14 @@ def _pairs(parts: Sequence[str]) -> str:
     return f'<div class="pair">{"".join(parts)}</div>' if parts else ""
 
 
-def _rows(diagnosis: Diagnosis) -> list[Row[DiagnosedModel]]:
-    def html(model: DiagnosedModel, name: str, row: PartRow) -> str:
-        return (row.html(model.parts[name]) if name in model.parts else "") or ABSENT
+def _rows(diagnosis: Diagnosis) -> list[Row]:
+    def html(model: DiagnosedModel, name: str) -> str:
+        return escape(facts(model).get(name, "")) or ABSENT
 
-    unit = diagnosis.models[0].evaluation.data.token_unit
-    rows = [(part.name, row) for part, _ in _results(diagnosis) for row in part.rows]
-    return [Row(row.name, row.note.format(unit=unit), partial(html, name=name, row=row)) for name, row in rows]
+    names = dict.fromkeys(name for model in diagnosis.models for name in facts(model))
+    return [Row(name, "", partial(html, name=name)) for name in names]
 
 
 def _definitions(diagnosis: Diagnosis) -> list[str]:
-    return [text for part, results in _results(diagnosis) for text in part.definitions(results)]
+    found = [(part, [m.parts[name] for m in diagnosis.models if name in m.parts]) for name, part in PARTS.items()]
+    return [text for part, results in found if results for text in part.definitions(results)]

@@ -10,8 +10,8 @@ from matplotlib.ticker import MultipleLocator
 from hf_recurrent_lengthgen.evaluation.measurement import Measurement
 from hf_recurrent_lengthgen.evaluation.results import Role
 from hf_recurrent_lengthgen.evaluation.settings import DiagnosisSettings
-from hf_recurrent_lengthgen.evaluation.words import cell, interval_text
-from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
+from hf_recurrent_lengthgen.evaluation.words import interval_text
+from hf_recurrent_lengthgen.metrics.part import Part, Picture
 from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINING, Remembrance, effective_remembrance
 from hf_recurrent_lengthgen.plotting import style
 
@@ -81,15 +81,9 @@ def remembrance_text(result: Remembrance) -> str:
     )
 
 
-def _facts(result: Remembrance) -> Sequence[Fact]:
-    if (beyond := result.beyond_training) is None:
-        return ()
-    sentence = (
-        "Effective remembrance: tokens further back than the training length change predictions by "
-        f"{interval_text(beyond, bounds=' [{}, {}]')} (total variation, 0 to 1)."
-    )
-    note = " beyond training (0: no effect of distant tokens)"
-    return (Fact("Effective Remembrance", f"{beyond.mean:.3f}", note, sentence),)
+def _facts(result: Remembrance) -> Mapping[str, str]:
+    beyond = result.beyond_training
+    return {} if beyond is None else {"Effective Remembrance": interval_text(beyond)}
 
 
 REMEMBRANCE = Part(
@@ -100,13 +94,6 @@ REMEMBRANCE = Part(
     section="What it remembers",
     texts=lambda result, unit: (remembrance_text(result),),
     facts=_facts,
-    rows=(
-        PartRow(
-            "Effective Remembrance",
-            "of tokens beyond the training length, 0 to 1",
-            lambda result: "" if (beyond := result.beyond_training) is None else cell(beyond),
-        ),
-    ),
     pictures={
         "remembrance": Picture(
             lambda result, roles, unit: remembrance_figure(result, roles),

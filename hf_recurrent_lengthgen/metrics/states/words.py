@@ -6,13 +6,12 @@ heads, if it is with one confidence for all of them.
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.statistics import shown_above
-from hf_recurrent_lengthgen.evaluation.words import cell, interval_text, number_text
+from hf_recurrent_lengthgen.evaluation.words import interval_text, number_text
 from hf_recurrent_lengthgen.metrics.context_harm.words import HALF, Status
-from hf_recurrent_lengthgen.metrics.part import Fact, Part, PartRow, Picture
+from hf_recurrent_lengthgen.metrics.part import Part, Picture
 from hf_recurrent_lengthgen.metrics.states.distance import SMALLEST_DRIFT
 from hf_recurrent_lengthgen.metrics.states.figure import (
     attention_harm_figure,
@@ -183,20 +182,20 @@ def windows_text(states: StateDiagnosis, unit: str) -> str:
     )
 
 
-def _facts(states: StateDiagnosis) -> Sequence[Fact]:
+def _facts(states: StateDiagnosis) -> dict[str, str]:
     drifting, total, harm = states.drifting, len(states.heads), states.attention
     furthest = f"{len(drifting):,} of {total:,}, {states.ranking[0].name} the furthest"
     none = f"none of {total:,}" if states.names_heads else f"unknown from {states.sequences} texts"
-    facts = [Fact("Heads that drift", furthest if drifting else none)]
+    facts = {"Heads that drift": furthest if drifting else none}
     if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
-        facts.append(Fact("Their share of the harm", harm_share_text(states.patching, group.restored)))
+        facts["Their share of the harm"] = harm_share_text(states.patching, group.restored)
     if harm is not None:
         for name, values in (("states", harm.recurrent), ("attention", harm.attention)):
-            facts.append(Fact(f"Harm of long {name} alone", f"{number_text(values[-1].mean, '+.3f')} nats"))
+            facts[f"Harm of long {name} alone"] = f"{number_text(values[-1].mean, '+.3f')} nats"
         windows = harm.windows
         if windows is not None and _shown(windows.at(None)) and (best := windows.best) is not None:
             left = number_text(windows.at(best).mean, "+.3f")
-            facts.append(Fact(f"Harm with a window of {best:,} keys", f"{left} nats"))
+            facts[f"Harm with a window of {best:,} keys"] = f"{left} nats"
     return facts
 
 
@@ -242,23 +241,6 @@ def _attention_reason(states: StateDiagnosis) -> list[str]:
     return clauses
 
 
-def _drift_cell(states: StateDiagnosis) -> str:
-    furthest = f"{states.ranking[0].name}: {distance_text(states.ranking[0])}"
-    drifting = f"{len(states.drifting):,} of {len(states.heads):,}" if states.names_heads else "unknown"
-    return f"<b>{drifting}</b><small>{escape(furthest)}</small>"
-
-
-def _removed_cell(states: StateDiagnosis) -> str:
-    if states.patching is None:
-        return ""
-    group = drifting_group(states)
-    if group is None:
-        return f"<small>{'none drifts' if states.names_heads else 'unknown'}</small>"
-    if not states.patching.harmful:
-        return "<small>no harm shown</small>"
-    return f"{cell(group.restored, sign=True)}<small>{harm_share_text(states.patching, group.restored)}</small>"
-
-
 def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
     sentences = [
         "The distance of a head at a position is the 2-Wasserstein distance between the elements of its states there "
@@ -299,15 +281,6 @@ STATES = Part(
         if text
     ],
     facts=_facts,
-    rows=(
-        PartRow("Heads that drift", "of all; the furthest, in standard deviations of training", _drift_cell),
-        PartRow(
-            "Harm of a long context's state",
-            "compared with a short one's, nats per {unit}",
-            lambda result: "" if result.patching is None else cell(result.patching.harm, sign=True),
-        ),
-        PartRow("Removed", "with states of a short context in the heads that drift", _removed_cell),
-    ),
     pictures={
         "state_distance": Picture(
             lambda result, *_: distance_map_figure(result),

@@ -187,7 +187,7 @@ def test_retrieval_is_shown_by_length(work: Work, tmp_path: Path) -> None:
     write_result(tmp_path / "retrieval.json", both)
     write_result(tmp_path / "one.json", RetrievalComparison((retrieval(work),)))
     files = [work.results, tmp_path / "retrieval.json", tmp_path / "one.json"]
-    text = write_card(folder, files).path.read_text()
+    text = write_card(folder, files).read_text()
     # Wilson's interval of 19 of 20 and 5 of 20, by hand
     row = "| **this model** | 95<br>[76, 99] | 25<br>[11, 47] |"
     assert text.count(row) == 2
@@ -213,14 +213,13 @@ def test_a_diagnosis_is_shown_as_an_evaluation_and_more(work: Work, tmp_path: Pa
     )
     write_result(tmp_path / "result.json", Diagnosis("Diagnosis", diagnosed))
     text = str(build_card(work.cured, [tmp_path / "result.json"]))
-    assert "change predictions by 0.250 [0.200, 0.300]" in text
+    assert "- Effective Remembrance: 0.250 (0.200 to 0.300)." in text
     assert "Not measured: states (no_states)." in text
     plain = str(build_card(work.cured, [work.results]))
-    row = re.search(r"^\| Harm of the context.*$", plain, flags=re.MULTILINE)
-    assert row is not None
+    row: Any = re.search(r"^\| Harm of the context.*$", plain, flags=re.MULTILINE)
     assert row[0] in text
     assert "(results/diagnosis.json)" in text
     both = str(build_card(work.cured, [tmp_path / "result.json", work.results]))
     assert (both.count(row[0]), both.count("- Measured on 3 texts")) == (1, 1)
-    assert "change predictions by 0.250" in both.partition("### Diagnosis")[2]
+    assert "Effective Remembrance: 0.250" in both.partition("### Diagnosis")[2]
     assert len(ModelCard(both).data.eval_results) == 3
