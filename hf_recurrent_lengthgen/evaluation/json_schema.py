@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import core_schema
 
-from hf_recurrent_lengthgen.evaluation.views import summary, to_frame, to_html
+from hf_recurrent_lengthgen.evaluation.views import summary, to_html
 
 Document = TypeVar("Document")
 Scalar = bool | int | float | str | None
@@ -37,7 +37,7 @@ class AnyDocument:
 
 
 def document(kind: str, version: int = 1, figure: str = "") -> Callable[[type[Document]], type[Document]]:
-    """Give a dataclass a file form, a short `repr`, and `to_frame()`, all its numbers as a table.
+    """Give a dataclass a file form and a short `repr`.
 
     `figure` names the function ("folder.figure.function" in `metrics`) whose picture of `models` notebooks show.
 
@@ -47,7 +47,7 @@ def document(kind: str, version: int = 1, figure: str = "") -> Callable[[type[Do
 
     def register(cls: type[Document]) -> type[Document]:
         _SCHEMAS[cls] = (kind, version)
-        cls.__repr__, cls.to_frame = summary, to_frame  # type: ignore[attr-defined, method-assign]
+        cls.__repr__ = summary  # type: ignore[method-assign]
         if figure:
             cls._repr_html_ = partialmethod(to_html, figure)  # type: ignore[attr-defined]
         return cls
