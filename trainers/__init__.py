@@ -15,7 +15,6 @@ from hf_recurrent_lengthgen.trainers.ready_metrics import (
     effective_remembrance_at,
     length_evaluation,
     misalignment,
-    nll_by_length,
     retrieval,
 )
 from hf_recurrent_lengthgen.trainers.state_passing import PassedStates, StatePassingConfig, StatePassingTrainer
@@ -59,6 +58,5 @@ __all__ = [
     "effective_remembrance_at",
     "length_evaluation",
     "misalignment",
-    "nll_by_length",
     "retrieval",
 ]

@@ -11,7 +11,6 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.trainers.run.callback import AttachedCallback
 
 MetricFunction = Callable[[Any], Any]
-BARS = ContextVar("bars", default=False)  # whether metrics show progress bars: as the trainer does
 
 
 class Metric(NamedTuple):
@@ -190,7 +188,7 @@ class MetricCallback(AttachedCallback):
         values: dict[str, float] = {}
         for name, function, _ in self.metrics:
             try:
-                with undisturbed(model, bars=not self._trainer.args.disable_tqdm):
+                with undisturbed(model):
                     numbers = numbers_of(f"eval_{name}", function(model))
                 if not numbers or numbers.keys() & values.keys():
                     raise ValueError(f"it returned {'names of another metric' if numbers else 'no number'}")
@@ -204,9 +202,8 @@ class MetricCallback(AttachedCallback):
 
 
 @contextmanager
-def undisturbed(model: nn.Module, bars: bool = False) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients and autocast; afterwards modes and random states are restored."""
-    shown = BARS.set(bars)
     training = [(module, module.training) for module in model.modules()]
     forward = vars(model).get("forward")  # accelerate's, with mixed precision; it keeps the original beside it
     python_state, numpy_state = random.getstate(), np.random.get_state()
@@ -218,7 +215,6 @@ def undisturbed(model: nn.Module, bars: bool = False) -> Iterator[None]:
                 vars(model)["forward"] = model._original_forward
             yield
     finally:
-        BARS.reset(shown)
         if forward is not None:
             vars(model)["forward"] = forward
         for module, mode in training:

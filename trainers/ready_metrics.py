@@ -1,11 +1,9 @@
 """Metrics for `MetricCallback`, of texts longer than training and of retrieval; see `metric_callbacks.py`."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data.tasks import RetrievalGrid
 from hf_recurrent_lengthgen.evaluation.results import Estimate
@@ -17,72 +15,38 @@ from hf_recurrent_lengthgen.metrics.context_harm.windows import window_nll
 from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.metrics.remembrance.measure import LENGTHS_OF_TRAINING, effective_remembrance
 from hf_recurrent_lengthgen.metrics.retrieval.measure import retrieval_accuracy
-from hf_recurrent_lengthgen.trainers.metric_callbacks import BARS, Metric
+from hf_recurrent_lengthgen.trainers.metric_callbacks import Metric
 
-logger = logging.get_logger(__name__)
-MOST_TOKENS = 2**20
-"""Default limit of the tokens that a metric reads in each measurement."""
+SILENT = EvaluationSettings(progress=False)
 
 
-def at_most(tokens: Tokens, most: int, name: str) -> Tokens:
-    """Evenly spaced rows of tokens (S, L), at most `most` tokens, but at least one row; a message if some are left."""
-    if tokens.ndim != 2 or math.prod(tokens.shape) <= most or len(tokens) < 2:
-        return tokens
-    kept = tokens[:: math.ceil(len(tokens) / max(1, most // tokens.shape[1]))]
-    logger.warning(
-        f"The metric {name!r} reads {len(kept):,} of {len(tokens):,} texts in each measurement, evenly spaced: "
-        f"together they have {math.prod(tokens.shape):,} tokens. Give a larger max_tokens to read more."
-    )
-    return kept
-
-
-def length_evaluation(
-    tokens: Tokens, training_length: int, name: str = "length", max_tokens: int = MOST_TOKENS
-) -> Metric:
+def length_evaluation(tokens: Tokens, training_length: int, name: str = "length") -> Metric:
     """What `lengthgen evaluate` shows: context harm, loss inside the training length, and up to where the model holds.
 
     Logged as `eval_length_harm`, `eval_length_loss` and `eval_length_holds_to`, with the picture of context harm by
     position. Tokens (S, L + 1). Costs three forward passes per token.
     """
     check_training_length(training_length)
-    tokens = at_most(tokens, max_tokens, name)
 
     def measure(model: nn.Module) -> dict[str, Any]:
         _check_reach(tokens, training_length)
-        found = evaluate_model(model, tokens, training_length, settings=EvaluationSettings(progress=BARS.get()))
-        holds_to = found.verdict.holds_to
-        return {"harm": found.harm.last, "loss": found.in_window.loss, "holds_to": holds_to}
+        found = evaluate_model(model, tokens, training_length, settings=SILENT)
+        return {"harm": found.harm.last, "loss": found.in_window.loss, "holds_to": found.verdict.holds_to}
 
     return Metric(name, measure, {"harm": False, "loss": False, "holds_to": True})
 
 
-def nll_by_length(tokens: Tokens, training_length: int, name: str = "nll", max_tokens: int = MOST_TOKENS) -> Metric:
-    """Mean NLL inside and beyond the training length, with intervals over sequences; tokens (S, L + 1)."""
-    tokens = at_most(tokens, max_tokens, name)
-
-    def measure(model: nn.Module) -> dict[str, Estimate]:
-        _check_reach(tokens, training_length)
-        nll = stream_nll(model, tokens, progress=BARS.get()).nll
-        parts = {"inside": nll[:, :training_length], "beyond": nll[:, training_length:]}
-        return {part: estimate(values, CONFIDENCE) for part, values in parts.items()}
-
-    return Metric(name, measure, greater_is_better=False)
-
-
-def context_harm(
-    tokens: Tokens, training_length: int, name: str = "context_harm", max_tokens: int = MOST_TOKENS
-) -> Metric:
+def context_harm(tokens: Tokens, training_length: int, name: str = "context_harm") -> Metric:
     """Harm of context beyond the training length, mean over the last octave of positions; tokens (S, L + 1).
 
     The value of `EvaluationResult.harm.last`. Costs three forward passes per token.
     """
     check_training_length(training_length)
-    tokens = at_most(tokens, max_tokens, name)
 
     def measure(model: nn.Module) -> Estimate:
         _check_reach(tokens, training_length)
-        nll = stream_nll(model, tokens, progress=BARS.get()).nll
-        harm = nll[:, training_length:] - window_nll(model, tokens, training_length, progress=BARS.get()).truncated
+        nll = stream_nll(model, tokens, progress=False).nll
+        harm = nll[:, training_length:] - window_nll(model, tokens, training_length, progress=False).truncated
         start, stop = last_octave(nll.shape[1], training_length)
         return estimate(harm[:, start - training_length : stop - training_length], CONFIDENCE)
 
@@ -90,11 +54,7 @@ def context_harm(
 
 
 def effective_remembrance_at(
-    tokens: Tokens,
-    training_length: int,
-    length: int | None = None,
-    name: str = "remembrance",
-    max_tokens: int = MOST_TOKENS,
+    tokens: Tokens, training_length: int, length: int | None = None, name: str = "remembrance"
 ) -> Metric:
     """Effective Remembrance in total variation one training length before the end: earlier tokens should not matter.
 
@@ -103,34 +63,24 @@ def effective_remembrance_at(
         training_length: Tokens per training sequence.
         length: T; by default 4 training lengths.
         name: Name of the metric; the number of the start point t is appended.
-        max_tokens: Limit of the tokens read, of which evenly spaced rows are taken.
     """
-    tokens = at_most(tokens, max_tokens, name)
     end = LENGTHS_OF_TRAINING * training_length if length is None else length
     start = end - training_length
 
     def measure(model: nn.Module) -> dict[str, Estimate]:
-        settings = EvaluationSettings(progress=BARS.get())
-        remembrance = effective_remembrance(model, tokens, training_length, settings, length=end, starts=[start])
+        remembrance = effective_remembrance(model, tokens, training_length, SILENT, length=end, starts=[start])
         return {str(start): remembrance.at(start)}
 
     return Metric(name, measure, greater_is_better=False)
 
 
 def misalignment(
-    tokens: Tokens,
-    training_length: int,
-    samples: int = 8,
-    seed: int = 0,
-    name: str = "misalignment",
-    max_tokens: int = MOST_TOKENS,
+    tokens: Tokens, training_length: int, samples: int = 8, seed: int = 0, name: str = "misalignment"
 ) -> Metric:
     """Long-short misalignment over the same context pairs each time; tokens (S, at least `training_length`)."""
-    tokens = at_most(tokens, max_tokens, name)
 
     def measure(model: nn.Module) -> Estimate:
-        drawn = {"samples": samples, "seed": seed}
-        return long_short_misalignment(model, tokens, training_length, **drawn, progress=BARS.get())
+        return long_short_misalignment(model, tokens, training_length, samples=samples, seed=seed, progress=False)
 
     return Metric(name, measure, greater_is_better=False)
 
@@ -149,12 +99,11 @@ def retrieval(grid: RetrievalGrid, lengths: Sequence[int], name: str = "retrieva
     """
 
     def measure(model: nn.Module) -> dict[str, Any]:
-        result = retrieval_accuracy(model, grid, lengths, settings=EvaluationSettings(progress=BARS.get()))
+        result = retrieval_accuracy(model, grid, lengths, settings=SILENT)
         found = {length: n for length, n in zip(sorted(lengths), result.by_length, strict=True) if n.samples}
         if without := sorted(set(lengths) - found.keys()):
             raise ValueError(f"no question fits into {without[0]} tokens together with its facts: leave it out")
-        shares = {str(n): Estimate(share.right / share.samples, *share.interval()) for n, share in found.items()}
-        return shares
+        return {str(n): Estimate(share.right / share.samples, *share.interval()) for n, share in found.items()}
 
     return Metric(name, measure, greater_is_better=True)
 
