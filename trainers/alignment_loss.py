@@ -62,11 +62,9 @@ def overlap_positions(rows: int, length: int, extra: int, min_context: int | Non
     """Pairs of positions that the misalignment averages over: B (T - h - l_extra), of B rows before their crops.
 
     Raises:
-        ValueError: if l_extra is below 1 or leaves no overlap, and for h below 0.
+        ValueError: if l_extra is below 1 or leaves no overlap.
     """
     largest = largest_extra(length, min_context)
-    if min_context is not None and min_context < 0:
-        raise ValueError(f"min_context, the tokens before an aligned one, must be at least 0, got {min_context}.")
     if not 1 <= extra <= largest:
         raise ValueError(
             f"l_extra must be between 1 and {largest} for crops of {length} tokens, got {extra}: otherwise no token "
@@ -304,22 +302,23 @@ class CropLoss:
         return result.loss
 
 
-@dataclass(frozen=True)
 class AlignmentSettings:
-    """The settings `alignment_*` in the arguments of a run, checked."""
+    """The settings `alignment_*` in the arguments of a trainer, checked.
 
-    args: InitialStateConfig
+    Attributes:
+        length: T, tokens of a crop; None for as many as the rows allow.
+        second_from_zero: Whether the second crop starts from zero, whatever the state of the first.
 
-    @classmethod
-    def of(
-        cls, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None, gives_states: bool
-    ) -> "AlignmentSettings":
-        """From the arguments of a trainer; `gives_states` is whether its method gives initial states.
+    Raises:
+        ValueError: if the model has a loss other than next-token cross-entropy, or there is an own loss, if the length
+            does not allow the shifts, or if the second crop is to start from zero as both crops do.
+    """
 
-        Raises:
-            ValueError: if the model or `own_loss` has a loss other than next-token cross-entropy, if the length does
-                not allow the shifts, or if the second crop is to start from zero as both crops do.
-        """
+    def __init__(
+        self, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None, gives_states: bool
+    ) -> None:
+        self.args, self.length = args, args.alignment_length
+        self.second_from_zero = args.alignment_second_state == "zero"
         if own_loss is not None:
             raise ValueError(
                 "compute_loss_func cannot be combined with alignment_alpha, which computes the loss: leave one out."
@@ -328,15 +327,13 @@ class AlignmentSettings:
             raise ValueError(
                 "The alignment loss would leave out the model's router loss: set output_router_logits=False."
             )
-        settings = cls(args)
-        if settings.second_from_zero and not gives_states:
+        if self.second_from_zero and not gives_states:
             raise ValueError(
                 "alignment_second_state='zero' has no effect where both crops start from zero: leave it out, or use a "
                 "method that gives states, such as TbttTrainer or StatePassingTrainer."
             )
-        if settings.length is not None:
-            settings._check(settings.length, f"With alignment_length {settings.length}")
-        return settings
+        if self.length is not None:
+            self._check(self.length, f"With alignment_length {self.length}")
 
     @staticmethod
     def share_overlap(trainer: Any, losses: list[CropLoss]) -> None:
@@ -346,16 +343,6 @@ class AlignmentSettings:
             overlap = int(trainer.accelerator.reduce(torch.tensor(overlap, device=trainer.args.device), "sum"))
         for loss in losses:
             loss.step_overlap = overlap
-
-    @property
-    def length(self) -> int | None:
-        """T, tokens of a crop; None for as many as the rows allow."""
-        return self.args.alignment_length
-
-    @property
-    def second_from_zero(self) -> bool:
-        """Whether the second crop starts from zero, whatever the state of the first."""
-        return self.args.alignment_second_state == "zero"
 
     @property
     def max_extra(self) -> int:

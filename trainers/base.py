@@ -7,46 +7,39 @@ says otherwise. All other differences from Trainer are in `run/`.
 """
 
 import re
-import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_recurrent_lengthgen.checkpoints.methods import PLAIN, Method
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.evaluation.results import DataSource
-from hf_recurrent_lengthgen.models.modeling_protocols import base_of
-from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.state_value import states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.attention_windows import drawn_window
 from hf_recurrent_lengthgen.trainers.checks import (
     check_no_forgetting,
-    check_train_data,
     check_trainer,
     check_windows,
-    takes_states,
 )
-from hf_recurrent_lengthgen.trainers.chunked_backprop import evaluation_chunk, forward_in_chunks
-from hf_recurrent_lengthgen.trainers.combinations import UPDATE_IN_BACKWARD
+from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
+from hf_recurrent_lengthgen.trainers.combinations import UPDATE_IN_BACKWARD, data_tables_of, refuse
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, InitialStateSource, MicroBatch
 from hf_recurrent_lengthgen.trainers.row_layout import lay_out, rows_of_all_lengths
 from hf_recurrent_lengthgen.trainers.run import resume
 from hf_recurrent_lengthgen.trainers.run.callback import AttachedCallback, RunCallback, is_finished
-from hf_recurrent_lengthgen.trainers.run.dataloaders import DealtBatches, evaluation_loader, more_columns, train_loader
-from hf_recurrent_lengthgen.trainers.run.evaluation import WeightedLoss, predict
+from hf_recurrent_lengthgen.trainers.run.dataloaders import more_columns, train_loader
+from hf_recurrent_lengthgen.trainers.run.evaluation import EvaluationTrainer
 from hf_recurrent_lengthgen.trainers.run.pushes import prepare_push, write_card
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts, RunRecord, record_model
-from hf_recurrent_lengthgen.trainers.run.scored_targets import with_scored_labels
 from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows
 from hf_recurrent_lengthgen.trainers.run.step_checks import (
     ModelCalls,
@@ -55,8 +48,8 @@ from hf_recurrent_lengthgen.trainers.run.step_checks import (
     raise_bypassed,
     raise_ignored,
 )
-from hf_recurrent_lengthgen.trainers.states_of_batches import observe, with_evaluation_states, with_training_states
-from hf_recurrent_lengthgen.trainers.token_ids import check_batch
+from hf_recurrent_lengthgen.trainers.states_of_batches import observe, with_training_states
+from hf_recurrent_lengthgen.trainers.token_ids import usable_ids
 from hf_recurrent_lengthgen.trainers.windows import plan_windows, train_in_windows
 
 _NEVER_DECAYED = re.compile(r"(^|\.)(A_log$|learned_states\.|time_|x_[rwkvag]$|r_k$|bonus$|lora\.\d|x_proj\.\d)")
@@ -65,7 +58,7 @@ INTERVENTIONS: dict[str, type["InitialStateTrainer"]] = {}
 """The trainers by the name of their method. A class with an `about` of its own is registered when it is defined."""
 
 
-class InitialStateTrainer(Trainer, ABC):
+class InitialStateTrainer(EvaluationTrainer, ABC):
     """`Trainer` for models that take `initial_state` and return `final_state`. Takes Trainer's arguments; `model` may
     also be a checkpoint folder or Hub name, which `load_model` loads.
 
@@ -104,22 +97,15 @@ class InitialStateTrainer(Trainer, ABC):
     card_writer: Callable[[str, str | None, bool], bool] | None = None
     hp_search_backend: Any
     hub_model_id: Any
-    shared = SharedRows()
     sampler: Any = None
     alignment: Any  # AlignmentSettings, or None
     _current: MicroBatch | None = None  # between `training_step` and `compute_loss`
-    _resumed: str | None = None  # the checkpoint from which a run goes on
+    resumed: str | None = None  # the checkpoint from which a run goes on
     _trained: TrainOutput | None = None
 
     def __init__(
-        self,
-        model: nn.Module | str | None = None,
-        args: InitialStateConfig | None = None,
-        *positional: Any,
-        **keyword: Any,
+        self, model: nn.Module | str | None = None, args: InitialStateConfig | None = None, *rest: Any, **keyword: Any
     ) -> None:
-        if args is None:
-            args = self.config_class("tmp_trainer")
         if not isinstance(args, self.config_class):
             raise ValueError(
                 f"{type(self).__name__} needs args of class {self.config_class.__name__}, which has all fields of "
@@ -130,18 +116,15 @@ class InitialStateTrainer(Trainer, ABC):
 
             model = load_model(model, needs_states=self.needs_states)
         self.shared = SharedRows.of(args)
-        super().__init__(self.prepared(model, args), args, *positional, **keyword)
+        super().__init__(self.prepared(model, args), args, *rest, **keyword)
         self.data_collator = rows_of_all_lengths(self.data_collator)
         check_trainer(self)
-        self._own_loss = self.compute_loss_func
         self.given_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
-        self._set_up_alignment()
-        if self.train_dataset is not None:
-            check_train_data(self)
-        self._make_source()
+        self._set_up_method()
+        refuse(self, data_tables_of(self))
         self.run_record = RunRecord(self)
-        self.evaluated, self.evaluation_batches = WeightedLoss(), 0
         self.calls, self.logs = ModelCalls(), StepLogs()
+        self.means, self.evaluation_batches = [], 0
         self.checks = StepChecks(partial(resume.hint, self.args.output_dir))
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, AttachedCallback):
@@ -183,36 +166,20 @@ class InitialStateTrainer(Trainer, ABC):
         whole = self.args.bptt_chunk_length is not None  # each row is an example, which TBTT reads in windows
         return isinstance(self.train_dataset, ContinuedChunks) or (self.needs_continued_data and not whole)
 
-    def _set_up_alignment(self) -> None:
+    def _set_up_method(self) -> None:
         self.alignment = None
         if self.args.alignment_alpha:
             from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
-            self.alignment = AlignmentSettings.of(self.args, self.model, self._own_loss, self.needs_states)
-        self.compute_loss_func = self._own_loss if self.alignment is None else self._not_aligned
-
-    def _not_aligned(self, *_: Any, **__: Any) -> NoReturn:
-        """Called in place of the loss of a micro-batch, which `compute_loss` gives."""
-        raise_bypassed(self)
-
-    def _make_source(self) -> None:
+            self.alignment = AlignmentSettings(self.args, self.model, self.compute_loss_func, self.needs_states)
         self.initial_states = self.initial_state_source(self.args, self)
         self.initial_states.sum_over_processes = partial(self.accelerator.reduce, reduction="sum")
-
-    @cached_property
-    def takes_states(self) -> bool:
-        assert self.model is not None
-        return takes_states(self.model)
 
     @property
     def bptt_window(self) -> int | None:
         """Chunks between which the gradient is stopped; 1 for TBTT on examples, unless another number is given."""
         by_chunk = self.args.bptt_chunk_length is not None and self.needs_continued_data and not self.continues
         return 1 if by_chunk and self.args.bptt_window is None else self.args.bptt_window
-
-    def scored(self, batch: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
-        """A batch with only the labels that the model scores; unchanged for a model without states."""
-        return with_scored_labels(base_of(self.model), batch, rows) if self.takes_states else batch
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Trainer's, without parameters of one dimension, Mamba's A_log, all small ones of RWKV and a learned state.
@@ -237,26 +204,17 @@ class InitialStateTrainer(Trainer, ABC):
             SystemExit: after SIGTERM, likewise.
         """
         check_no_forgetting(self.model)
-        self._resumed = resume.chosen_checkpoint(self, resume_from_checkpoint)
-        self.run_record = RunRecord(self, self._resumed)
+        self.resumed = resume.chosen_checkpoint(self, resume_from_checkpoint)
+        self.run_record = RunRecord(self, self.resumed)
         self.initial_states.reset()
         self.checks = StepChecks(partial(resume.hint, self.args.output_dir))
-        # Trainer's filter reads each loss, to leave those that are not finite out of the log; here they end the run.
-        asked, self.args.logging_nan_inf_filter = self.args.logging_nan_inf_filter, False
-        try:
-            with self._run.listening():
-                output: TrainOutput = super().train(self._resumed, *args, **kwargs)
-        except KeyboardInterrupt:
-            self._say_interrupted()
-            raise
-        finally:
-            self.args.logging_nan_inf_filter = asked
-            self.calls.stop()
-            if (noise := getattr(self, "neftune_hook_handle", None)) is not None:
-                noise.remove()  # Trainer leaves it on the embeddings after an error, and the next run adds another
-        if self.any_process(self._run.received is not None):
-            self._say_interrupted()
-            raise SystemExit(128 + signal.SIGTERM) if self._run.received == signal.SIGTERM else KeyboardInterrupt
+        with self._run.listening():
+            try:
+                output: TrainOutput = super().train(self.resumed, *args, **kwargs)
+            finally:
+                self.calls.stop()
+                if (noise := getattr(self, "neftune_hook_handle", None)) is not None:
+                    noise.remove()  # Trainer leaves it on the embeddings after an error, and the next run adds another
         self._trained = output
         return output
 
@@ -266,17 +224,6 @@ class InitialStateTrainer(Trainer, ABC):
             return condition
         flag = torch.tensor(float(condition), device=self.accelerator.device)
         return bool(self.accelerator.reduce(flag, "sum") > 0)
-
-    def _say_interrupted(self) -> None:
-        if self.is_world_process_zero():
-            hint = resume.hint(self.args.output_dir)
-            print(f"\nInterrupted after step {self.state.global_step}. {hint}", flush=True)
-
-    def load_initial_states(self) -> None:
-        """Give the source of a resumed run what the checkpoint holds, once Trainer has loaded all else."""
-        if self._resumed is not None:
-            tensors = resume.load_initial_states(resume.own_file(self, self._resumed), resume.run_of(self))
-            self.initial_states.load_state_dict(tensors, self.args.device)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Trainer's; after `train`, also lineage.json, which tells from which checkpoint the model was made, and how.
@@ -327,26 +274,10 @@ class InitialStateTrainer(Trainer, ABC):
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the same rows on any number of processes; see `train_loader`."""
         if self.hp_search_backend is not None:  # a trial may have changed settings of the method
-            self._set_up_alignment()
-            self._make_source()
-        if self.train_dataset is not None:  # it may have been replaced
-            check_train_data(self)
+            self._set_up_method()
+        refuse(self, data_tables_of(self))  # they may have been replaced
         with more_columns(self):
             return train_loader(self, super().get_train_dataloader)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Trainer's, with each row once; see `evaluation_loader`."""
-        data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        data = self.eval_dataset[data] if isinstance(data, str) else data  # type: ignore[index]
-        return evaluation_loader(self, data, partial(super().get_eval_dataloader, eval_dataset))
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Trainer's, in the order of the data, which is how predictions are told apart, also if rows are grouped."""
-        asked, self.args.train_sampling_strategy = self.args.train_sampling_strategy, "random"
-        try:
-            return evaluation_loader(self, test_dataset, partial(super().get_test_dataloader, test_dataset))
-        finally:
-            self.args.train_sampling_strategy = asked
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Trainer's, counting the rows of a group of processes once."""
@@ -371,9 +302,8 @@ class InitialStateTrainer(Trainer, ABC):
                 batch[MICRO_BATCH].is_last = False
         if self.bptt_window is not None:
             plan_windows(self, batches)
-        if self.alignment is None:  # whose rows have one length
-            self.run_record.count_tokens(self, batches)
-        else:
+        self.run_record.count(self, batches)
+        if self.alignment is not None:
             self.alignment.share_overlap(self, [batch[MICRO_BATCH].crop_loss for batch in batches])
         return batches, num_items
 
@@ -414,15 +344,15 @@ class InitialStateTrainer(Trainer, ABC):
         """Trainer's loss; in training, from the initial states of the source.
 
         Raises:
-            ValueError: for ids and labels outside the vocabulary, for a training loss that is not finite, and for a
-                broken final state if `nonfinite_states` is "stop".
+            ValueError: for ids and labels outside the vocabulary, and for a training loss or a final state that is not
+                finite.
         """
         if not model.training:
-            check_batch(self.model, inputs)
+            inputs = usable_ids(self.model, inputs, self.checks.ask)
+            self.checks.read()
             if self.args.world_size > 1:
                 num_items_in_batch = None  # the mean of this process; `prediction_step` averages over processes
-            with self._loss_function(None if self.alignment else self.compute_loss_func):
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if self.bptt_window is not None:
             check_windows(self, self._current, num_items_in_batch)
         micro_batch = self._current
@@ -432,11 +362,12 @@ class InitialStateTrainer(Trainer, ABC):
         inputs = self.with_states(micro_batch, inputs)
         crop_loss = micro_batch.crop_loss
         length = None if self.bptt_window == 1 else self.args.bptt_chunk_length
-        with (
-            self._loss_function(crop_loss or self.compute_loss_func),
-            nullcontext() if length is None else forward_in_chunks(model, length),
-        ):
-            result = self._loss(model, inputs, return_outputs, num_items_in_batch)
+        own, self.compute_loss_func = self.compute_loss_func, crop_loss or self.compute_loss_func
+        try:
+            with nullcontext() if length is None else forward_in_chunks(model, length):
+                result = self._loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            self.compute_loss_func = own
         self.checks.ask_loss(result[0] if return_outputs else result, micro_batch.where)
         if crop_loss is not None:
             if crop_loss.misalignment is None:
@@ -456,63 +387,11 @@ class InitialStateTrainer(Trainer, ABC):
         """The training loss of the trainer that the method is combined with."""
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items)
 
-    @contextmanager
-    def _loss_function(self, function: Any) -> Iterator[None]:
-        kept, self.compute_loss_func = self.compute_loss_func, function
-        try:
-            yield
-        finally:
-            self.compute_loss_func = kept
-
-    def describe_method(self) -> str:
-        """The method and the class of the trainer, in words."""
-        alignment = ["output alignment"] if self.alignment is not None else []
-        methods = alignment if self.about is PLAIN else [self.about.name.replace("_", " "), *alignment]
-        return f"{' with '.join(methods) or 'InitialStateTrainer'} ({type(self).__name__})"
-
-    # --- evaluation ---
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        self.evaluated, self.evaluation_batches = WeightedLoss(), 0
-        # Trainer sets it after each loop; before the first it may gather objects, of which accelerate loses rows
-        self.gather_function = self.accelerator.gather_for_metrics
-        if self.shared.group is not None:
-            self.gather_function = partial(self.shared.gather_once, self.accelerator)
-        output = super().evaluation_loop(dataloader, *args, **kwargs)
-        if isinstance(dataloader, DealtBatches):
-            output = output._replace(num_samples=dataloader.dealt)
-        loss = self.evaluated.mean()
-        if loss is not None and output.metrics is not None:  # Trainer's gives all batches one weight
-            prefix = [*args[3:], kwargs.get("metric_key_prefix", "eval")][0]
-            output.metrics[f"{prefix}_loss"] = loss
-        return output
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Trainer's, from the source's state for evaluation, without final states, which would count as predictions.
-        In chunks where nothing but the loss is asked for (`evaluation_chunk`).
-
-        Raises:
-            ValueError: for rows with resets inside them, which are for training only.
-        """
-        inputs = with_evaluation_states(self, dict(inputs))
-        length = evaluation_chunk(self, model, inputs) if prediction_loss_only else None
-        stock = super().prediction_step
-
-        def step(inputs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-            return stock(model, inputs, prediction_loss_only, *args, **kwargs)
-
-        with nullcontext() if length is None else forward_in_chunks(model, length):
-            return predict(self, step, inputs, prediction_loss_only)
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Trainer's, with the values of the method beside the training loss."""
         if "loss" in logs:
             logs |= self.logs.take(gather_object)
             if self.initial_states.always_zero:  # all sequences start from zero, and no state is passed on
                 logs.pop("zero_states", None)
-                if self.args.nonfinite_states == "stop":
-                    logs.pop("reset_states", None)
             logs |= self.initial_states.logs()
         super().log(logs, *args, **kwargs)

@@ -11,7 +11,7 @@ from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_value import RecurrentState
 from hf_recurrent_lengthgen.trainers.chunked_backprop import check_chunkable, innermost_model
-from hf_recurrent_lengthgen.trainers.combinations import data_tables_of, refuse, tables_of
+from hf_recurrent_lengthgen.trainers.combinations import refuse, tables_of
 from hf_recurrent_lengthgen.trainers.run.step_checks import recurrent_layers
 
 STATE_ARGUMENTS = {"initial_state", "output_final_state"}
@@ -45,15 +45,12 @@ def check_trainer(trainer: Any) -> None:
     check_trainable(model, trainer.learns_state)
     check_adapters(model)
     check_no_forgetting(model)
-    for table in tables_of(trainer):
-        refuse(trainer, table)
+    refuse(trainer, tables_of(trainer))
     if args.attention_windows is not None:
         from hf_recurrent_lengthgen.hybrids.windows import check_window  # reaches all hybrids
 
         for window in args.attention_windows:
             check_window(base_of(model), window)
-    if args.context_parallel_size > 1:
-        base_of(model).check_shares_rows()
     if args.bptt_chunk_length is not None:
         check_chunkable(innermost_model(model))
     keep_states_in_full_precision(trainer.accelerator.state)
@@ -74,12 +71,6 @@ def check_windows(trainer: Any, micro_batch: Any, num_items: Tensor | int | None
         )
 
 
-def check_train_data(trainer: Any) -> None:
-    """Raise a `ValueError` for training data whose rows do not suit the method."""
-    for table in data_tables_of(trainer):
-        refuse(trainer, table)
-
-
 def keep_states_in_full_precision(accelerator_state: Any) -> None:
     """Make FSDP cast weights but not states, which its default policy would cast at every module."""
     plugin: Any = getattr(accelerator_state, "fsdp_plugin", None)
@@ -98,14 +89,10 @@ def check_trainable(model: nn.Module, learns_state: bool) -> None:
         )
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not [name for name in trained if learns_state or "learned_states." not in name]:
-        raise ValueError(
-            "The model has no trainable parameters: all of them are frozen. "
-            + (
-                "PEFT loads adapters frozen: give PeftModel.from_pretrained(model, FOLDER, is_trainable=True)."
-                if hasattr(model, "peft_config")
-                else "Perhaps LearnedStateTrainer did that. Call model.requires_grad_(True)."
-            )
-        )
+        hint = "Perhaps LearnedStateTrainer did that. Call model.requires_grad_(True)."
+        if hasattr(model, "peft_config"):
+            hint = "PEFT loads adapters frozen: give PeftModel.from_pretrained(model, FOLDER, is_trainable=True)."
+        raise ValueError(f"The model has no trainable parameters: all of them are frozen. {hint}")
 
 
 def check_adapters(model: Any) -> None:

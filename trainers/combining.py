@@ -154,11 +154,6 @@ class _OnTexts(InitialStateTrainer):
             rows: Any = self.train_dataset  # the rest of each thousand texts is a shorter row, which would be padded
             self.train_dataset = rows.filter(lambda row: len(row["input_ids"]) == given.max_length)
 
-    @property
-    def tokens_read(self) -> int:
-        """Real tokens of all runs of this trainer, over all processes; 0 if TRL does not count them."""
-        return self._total_train_tokens
-
     def with_states(self, micro_batch: MicroBatch, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super().with_states(micro_batch, inputs)
         if micro_batch.windows is not None:

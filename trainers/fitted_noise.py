@@ -70,9 +70,9 @@ class FittedNoise(InitialStateSource):
             state.append(LayerState(fitted.to(by_head).reshape_as(layer.recurrent), layer.conv))
         return tuple(state)
 
-    def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
-        """Add the states to the sums of the step, except for broken rows."""
-        sums = [_sums(layer.recurrent, broken) for layer in final_state]
+    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
+        """Add the states to the sums of the step."""
+        sums = [_sums(layer.recurrent) for layer in final_state]
         if self._sums is not None:
             sums = [old + new for old, new in zip(self._sums, sums, strict=True)]
         self._sums = sums
@@ -84,19 +84,13 @@ class FittedNoise(InitialStateSource):
         sizes = [len(sums) for sums in self._sums]
         total = self.sum_over_processes(torch.cat(self._sums))
         self._sums = None
-        some = total[:, :1].any()  # whether a row of the step was not broken
-        if self._statistics is None and not bool(some):
-            return
         fresh = [_moments(sums) for sums in total.split(sizes)]
         if self._statistics is not None:
             fresh = [
-                LayerStatistics(*(self._moved(new, old, some) for new, old in zip(*pair, strict=True)))
+                LayerStatistics(*((1 - self.beta) * new + self.beta * old for new, old in zip(*pair, strict=True)))
                 for pair in zip(fresh, self._statistics, strict=True)
             ]
         self._statistics = tuple(fresh)
-
-    def _moved(self, new: Tensor, old: Tensor, some: Tensor) -> Tensor:
-        return torch.where(some, (1 - self.beta) * new + self.beta * old, old)
 
     def reset(self) -> None:
         """Forget the statistics."""
@@ -135,12 +129,11 @@ def _by_head(recurrent: Tensor) -> Tensor:
     return recurrent.reshape(*recurrent.shape[:2], -1) if recurrent.shape[1] else recurrent[..., None]
 
 
-def _sums(recurrent: Tensor, broken: Tensor | None) -> Tensor:
-    """Count, sum and sum of squares of each head, (heads, 3) in float64, without broken (zero) rows."""
+def _sums(recurrent: Tensor) -> Tensor:
+    """Count, sum and sum of squares of each head, (heads, 3) in float64."""
     values, double = _by_head(recurrent), torch.float64
-    rows = values.new_full((), len(values), dtype=double) if broken is None else (~broken).sum(dtype=double)
     squares = torch.linalg.vector_norm(values, dim=2, dtype=double).square()
-    counts = (rows * values.shape[2]).expand(values.shape[1])
+    counts = values.new_full((values.shape[1],), len(values) * values.shape[2], dtype=double)
     return torch.stack([counts, values.sum(2, dtype=double).sum(0), squares.sum(0)], 1)
 
 

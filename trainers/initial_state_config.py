@@ -75,15 +75,8 @@ class InitialStateConfig(TrainingArguments):
         1, "Processes that share each row, each with a piece of it; they divide all processes. Default 1."
     )
 
-    # Parameters that control what happens to broken states
-    nonfinite_states: Literal["stop", "reset"] = option(
-        "stop",
-        "What to do when final states hold NaN or infinite values: stop the run, or reset the rows to "
-        "zero and warn. A loss that is not finite always stops the run. Default: stop.",
-    )
-
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_settings(self, self.method_fields())
         self.check()
         super().__post_init__()
 
@@ -142,7 +135,7 @@ class InitialStateConfig(TrainingArguments):
         """
         made = object.__new__(cls)
         vars(made).update(defaults_of(cls) | settings)
-        check_settings(made)
+        check_settings(made, made.method_fields())
         made.check()
         return made
 

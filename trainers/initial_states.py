@@ -95,6 +95,8 @@ class MicroBatch:
 
     Attributes:
         place: Its place in the run.
+        length: Length of its rows, with padding.
+        tokens: Real tokens of its rows.
         layout: How its rows become those of the model.
         crop_loss: Its loss (`CropLoss`), if rows are cropped.
         is_trained: Whether the loss was computed.
@@ -108,6 +110,8 @@ class MicroBatch:
     """
 
     place: BatchPlace
+    length: int
+    tokens: int | Tensor
     layout: RowLayout
     crop_loss: Any = None
     is_trained: bool = False
@@ -145,16 +149,8 @@ class InitialStateSource(ABC):
         """Initial states for the rows of an evaluation batch; by default None, the zero state."""
         return None
 
-    def observe(  # noqa: B027
-        self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None
-    ) -> None:
-        """Called with the final states of the micro-batch at `place`, without gradients. By default keeps nothing.
-
-        Args:
-            place: The micro-batch.
-            final_state: Its final states; those of broken rows are zero.
-            broken: Rows whose states were not finite, (rows,) bool; None if such rows stop the run.
-        """
+    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:  # noqa: B027
+        """Called with the final states of the micro-batch at `place`, without gradients. By default keeps nothing."""
 
     def end_step(self) -> None:  # noqa: B027
         """Called after the optimizer step, when all of its micro-batches were observed."""

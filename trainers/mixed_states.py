@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import UNEXPLORED_STATES
 from hf_recurrent_lengthgen.evaluation.settings import option
-from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, keep_rows, layer_state
 from hf_recurrent_lengthgen.trainers import fitted_noise, random_noise, state_passing, tbtt, zero_state  # noqa: F401 (known in INTERVENTIONS when they are imported)
 from hf_recurrent_lengthgen.trainers.base import INTERVENTIONS, InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
@@ -49,19 +49,18 @@ class MixedStates(InitialStateSource):
         mixed: RecurrentState | None = None
         for index, source in enumerate(self._sources.values()):
             given = source.initial_state(place)
-            if given is None:
-                continue
-            mixed = map_state(torch.zeros_like, given) if mixed is None else mixed
-            mixed = _rows_where(chosen == index, given, mixed)
+            if given is not None:
+                rows = keep_rows(given, chosen == index)
+                mixed = rows if mixed is None else _sum(mixed, rows)
         return mixed
 
     @property
     def sources(self) -> dict[str, InitialStateSource]:
         return self._sources
 
-    def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
+    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
         for source in self._sources.values():
-            source.observe(place, final_state, broken)
+            source.observe(place, final_state)
 
     def end_step(self) -> None:
         for source in self._sources.values():
@@ -87,23 +86,8 @@ class MixedStates(InitialStateSource):
         return {key: value for source in self._sources.values() for key, value in source.logs().items()}
 
 
-def check_probabilities(probabilities: Mapping[str, float]) -> None:
-    """Raise a `ValueError` unless probabilities are at least 0 and add up to 1."""
-    numbers = [value for value in probabilities.values() if isinstance(value, int | float) and 0.0 <= value <= 1.0]
-    if not numbers or len(numbers) < len(probabilities) or abs(sum(numbers) - 1.0) > 1e-6:
-        raise ValueError(f"The shares of a mixture must be at least 0 and add up to 1, got {dict(probabilities)}.")
-
-
-def _rows_where(rows: Tensor, given: RecurrentState, other: RecurrentState) -> RecurrentState:
-    """The rows of `given` where the mask `rows` (B,) is true, else those of `other`."""
-
-    def choose(part: Tensor, rest: Tensor) -> Tensor:
-        return torch.where(rows.to(part.device).reshape(-1, *[1] * (part.ndim - 1)), part, rest)
-
-    return tuple(
-        LayerState(*(choose(*parts) for parts in zip(*layers, strict=True)))
-        for layers in zip(given, other, strict=True)
-    )
+def _sum(first: RecurrentState, second: RecurrentState) -> RecurrentState:
+    return tuple(layer_state(map(torch.add, *layers)) for layers in zip(first, second, strict=True))
 
 
 def mixable() -> dict[str, type[InitialStateTrainer]]:
@@ -141,7 +125,10 @@ class MixedStatesConfig(InitialStateConfig):
             )
         if unknown := sorted(set(self.mixture) - set(known)):
             raise ValueError(f"mixture must give shares to some of {known}, got {unknown}.")
-        check_probabilities(self.shares())
+        shares = self.shares()
+        numbers = [share for share in shares.values() if isinstance(share, int | float) and 0.0 <= share <= 1.0]
+        if not numbers or len(numbers) < len(shares) or abs(sum(numbers) - 1.0) > 1e-6:
+            raise ValueError(f"The shares of a mixture must be at least 0 and add up to 1, got {shares}.")
         shuffled = [name for name in self.mixture if mixable()[name].needs_shuffled_data is True]
         continued = [name for name in self.mixture if mixable()[name].needs_continued_data is True]
         if shuffled and continued and self.bptt_chunk_length is None:

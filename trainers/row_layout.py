@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.rows import LAYOUT, read_rows
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, BatchPlace, MicroBatch, RowLayout
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
-from hf_recurrent_lengthgen.trainers.run.shared_rows import refuse_other_rows
+from hf_recurrent_lengthgen.trainers.run.shared_rows import other_rows
 from hf_recurrent_lengthgen.trainers.token_ids import usable_ids
 from hf_recurrent_lengthgen.trainers.windows import ended_together
 
@@ -73,12 +73,14 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
             inputs = dict(trainer.scored(ended_together(inputs)))
         if not isinstance(trainer.data_collator, DataCollatorWithFlattening):  # whose examples are one sequence each
             first_row = args.row_process_index << 20  # the rows of the processes before this one are unknown
-    rows = token_shape_of(inputs)[0]
+    rows, length = token_shape_of(inputs)
+    mask = inputs.get("attention_mask")
+    tokens = rows * length if mask is None else (mask != 0).sum()
     place = BatchPlace(args.seed, trainer.state.global_step, micro_batch, first_row, rows)
     place = place if resets is None else replace(place, continues=~resets[:, 0])
     layout, loss = RowLayout(), None
     if shared.group is not None:
-        trainer.checks.ask(shared.differ(inputs), refuse_other_rows)
+        trainer.checks.ask(shared.differ(inputs), other_rows)
         inputs = piece_of_rows(inputs, shared.rank, shared.size)
     elif resets is not None or align is not None:
         if "attention_mask" in inputs and bool((inputs["attention_mask"] == 1).all()):
@@ -90,4 +92,4 @@ def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, 
             layout = RowLayout(crops=2, later_from_zero=align.second_from_zero)
     if "shift_labels" in inputs:
         inputs.setdefault("labels", inputs["shift_labels"])  # where Trainer looks before it counts targets
-    return {**inputs, MICRO_BATCH: MicroBatch(place, layout, loss, sequences=sequences)}
+    return {**inputs, MICRO_BATCH: MicroBatch(place, length, tokens, layout, loss, sequences=sequences)}

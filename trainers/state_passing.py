@@ -60,7 +60,7 @@ class PassedStates(InitialStateSource):
             keep = keep.to(place.continues.device) & place.continues
         return keep_rows(_resize_rows(carried, place.rows), keep)
 
-    def observe(self, place: BatchPlace, final_state: RecurrentState, broken: Tensor | None = None) -> None:
+    def observe(self, place: BatchPlace, final_state: RecurrentState) -> None:
         state = map_state(_in_own_memory, detach_state(final_state))
         if not self.carry_conv_state:
             state = zero_conv(state)

@@ -8,7 +8,6 @@ from transformers import DataCollatorWithFlattening
 from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.rows import read_rows
-from hf_recurrent_lengthgen.models.state_value import keep_rows
 from hf_recurrent_lengthgen.trainers.initial_states import BatchPlace, InitialStateSource, MicroBatch
 from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 from hf_recurrent_lengthgen.trainers.run.step_checks import raise_ignored
@@ -43,8 +42,8 @@ def with_training_states(trainer: Any, micro_batch: MicroBatch, inputs: dict[str
 
 
 def observe(trainer: Any, micro_batch: MicroBatch, inputs: dict[str, Any]) -> None:
-    """Show the source the final states that the model returned, or keep them for the next window; zeros in broken
-    rows if these are reset. Before weights change, answer the questions of the step."""
+    """Show the source the final states that the model returned, or keep them for the next window. Before weights
+    change, answer the questions of the step."""
     if trainer.takes_states:
         if inputs["initial_state"] is not None and not trainer.calls.got_state:
             raise_ignored(trainer, "the model got no initial_state", "the initial_state of the inputs")
@@ -52,11 +51,9 @@ def observe(trainer: Any, micro_batch: MicroBatch, inputs: dict[str, Any]) -> No
         if final_state is None:
             raise_ignored(trainer, "the model returned no final_state", "the output_final_state of the inputs")
         state = micro_batch.layout.gather(final_state)
-        resets = trainer.args.nonfinite_states == "reset"
-        broken = trainer.checks.ask_final_state(state, micro_batch.where, resets, trainer.logs)
-        state = keep_rows(state, ~broken) if resets else state
+        trainer.checks.ask_final_state(state, micro_batch.where, trainer.logs)
         if micro_batch.ends:
-            trainer.initial_states.observe(micro_batch.place, state, broken if resets else None)
+            trainer.initial_states.observe(micro_batch.place, state)
         else:
             micro_batch.carried = state
     if micro_batch.is_last:

@@ -346,7 +346,7 @@ def test_without_alpha_nothing_is_aligned(tmp_path: Path) -> None:
 
 def test_blocks_of_three_halves_are_read_as_crops_of_an_even_length() -> None:
     args = AlignmentConfig.alone()
-    settings = AlignmentSettings.of(args, toys.tiny_model(), None, True)
+    settings = AlignmentSettings(args, toys.tiny_model(), None, True)
     block = next(iter(PackedBlocks(torch.arange(400) % toys.VOCABULARY, 192)))
     rows = {name: ids[None] for name, ids in block.items()}
     assert rows["input_ids"].shape == (1, 193)

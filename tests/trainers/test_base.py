@@ -252,9 +252,7 @@ CHECKPOINTING = f"{'activation' if SINCE_5_23 else 'gradient'}_checkpointing_kwa
         ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
         ({"ignore_data_skip": True}, "ignore_data_skip is not supported"),
         ({"accelerator_config": {"use_seedable_sampler": False}}, "draws an order of rows that neither"),
-        ({"fp16": True}, "fp16 needs a GPU: on a CPU accelerate would compute in float32"),
         ({"accelerator_config": {"split_batches": True}}, "would make batches smaller than said"),
-        ({"dataloader_in_order": False, "dataloader_num_workers": 2}, "in an order that no run repeats"),
         ({CHECKPOINTING: {"use_reentrant": True}}, "set use_reentrant=False"),
     ],
 )

@@ -85,8 +85,7 @@ def refused(folder: Path, given: dict[str, Any], world_size: int, started: int =
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORLD_SIZE", str(started))
-            for table in tables_of(trainer):
-                refuse(trainer, table)
+            refuse(trainer, tables_of(trainer))
     except ValueError as error:
         return str(error)
     return ""

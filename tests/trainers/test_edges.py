@@ -12,8 +12,6 @@ from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
 from hf_recurrent_lengthgen.models.state_value import detach_state
 from hf_recurrent_lengthgen.trainers import (
-    FittedNoiseConfig,
-    FittedNoiseTrainer,
     InitialStateConfig,
     LearnedStateConfig,
     LearnedStateTrainer,
@@ -105,31 +103,6 @@ def test_what_a_learner_leaves_in_a_model_is_named(settings: Settings) -> None:
     model.learned_states.set_adapter(None)
     with pytest.raises(ValueError, match=r"Call model\.requires_grad_\(True\)"):
         ZeroStateTrainer(model, settings(InitialStateConfig), train_dataset=data)
-
-
-@pytest.mark.slow
-def test_nonfinite_rows_do_not_count_in_fitted_statistics(settings: Settings) -> None:
-    results = []
-    for poisoned in (None, 1):
-        model = toys.SumModel()
-        model.poisoned_pass = poisoned  # row 1
-        config = settings(FittedNoiseConfig, nonfinite_states="reset", learning_rate=0.0, max_steps=2)
-        trainer = FittedNoiseTrainer(model, config, train_dataset=toys.sequences(8))
-        seen: list[Any] = []
-        trainer.initial_states.observe = (
-            lambda place, state, broken, seen=seen, observe=trainer.initial_states.observe: (
-                seen.append((state[0].recurrent.clone(), broken)),
-                observe(place, state, broken),
-            )
-        )
-        trainer.train()
-        results.append((seen, trainer.initial_states.statistics))
-    (_, _), (seen, statistics) = results
-    first, second = seen[0][0], seen[1][0][:1]
-    assert seen[1][1].tolist() == [False, True]
-    for index, moment in enumerate((torch.mean, lambda values: torch.var(values, correction=0))):
-        expected = 0.9 * moment(second) + 0.1 * moment(first)
-        torch.testing.assert_close(statistics[0][index], expected.reshape(1), rtol=1e-5, atol=1e-5)
 
 
 def test_the_settings_of_a_source_stand_beside_its_share(settings: Settings) -> None:

@@ -74,20 +74,6 @@ def test_statistics_are_those_computed_by_hand_over_two_steps(micro_batches: int
     assert variance == pytest.approx([0.9 * 3 + 0.1 * 5, 1.0])
 
 
-def test_broken_rows_do_not_move_statistics_and_a_step_of_them_alone_moves_none() -> None:
-    source, zero = FittedNoise(zeros(2, 1, 2)), final(*[[[0.0, 0.0], [0.0, 0.0]]] * 2)
-    for broken, rows in ((True, zero), (False, final(*FIRST)), (True, zero)):
-        source.observe(place(), rows, torch.tensor([broken, broken]))
-        source.end_step()
-        found = None if source.statistics is None else [values.tolist() for values in source.statistics[0]]
-        assert found == (None if source.initial_state(place()) is None else [[4.0, 1.0], [5.0, 1.0]])
-    assert found is not None
-    source.observe(place(), final([[0.0, 0.0], [0.0, 0.0]], SECOND[1]), torch.tensor([True, False]))
-    source.end_step()
-    assert source.statistics is not None
-    assert source.statistics[0].mean.tolist() == pytest.approx([0.9 * 2 + 0.1 * 4, 0.9 * 3 + 0.1 * 1])
-
-
 def test_layers_without_a_recurrent_part_have_neither_statistics_nor_noise() -> None:
     """Of three layers the second, attention say, is left out; the others are as they are without it."""
 

@@ -1,4 +1,4 @@
-"""States that are not finite or explode are named, and stop the run or start from zero again; what is logged."""
+"""States that are not finite or explode are named, and stop the run; what is logged."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.trainers import StatePassingConfig, StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.run.step_checks import (
     StepLogs,
-    broken_rows,
     describe_broken,
     part_norms,
     recurrent_rms,
@@ -25,12 +24,6 @@ def state_of_ones(rows: int = 3) -> RecurrentState:
     """Two layers of four recurrent numbers, the first without a conv part."""
     ones = torch.ones(rows, 2, 2)
     return LayerState(ones, torch.zeros(rows, 0)), LayerState(ones.clone(), torch.ones(rows, 5))
-
-
-def found(state: RecurrentState) -> tuple[list[bool], str]:
-    norms = part_norms(state)
-    broken = broken_rows(norms)
-    return broken.tolist(), describe_broken(norms) if bool(broken.any()) else ""
 
 
 def test_norms_and_root_mean_squares_are_those_computed_by_hand() -> None:
@@ -67,13 +60,10 @@ def test_a_row_starts_from_zero_if_all_of_its_state_is_zero() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_named_by_layer_part_and_rows(value: float) -> None:
     state = state_of_ones()
-    assert found(state) == ([False] * 3, "")
     state[1].conv[2, 4] = value
-    assert found(state) == ([False, False, True], "layer 1, part 'conv' has NaN or infinite values in rows [2]")
+    assert describe_broken(part_norms(state)) == "layer 1, part 'conv' has NaN or infinite values in rows [2]"
     state[1].recurrent[0, 1, 1] = value
-    broken, told = found(state)
-    assert broken == [True, False, True]
-    assert told == "layer 1, part 'recurrent' has NaN or infinite values in rows [0]"
+    assert describe_broken(part_norms(state)) == "layer 1, part 'recurrent' has NaN or infinite values in rows [0]"
 
 
 # --- in training ---
@@ -107,42 +97,22 @@ def starts_and_ends(trainer: StatePassingTrainer) -> list[tuple[list[float], lis
     ]
 
 
-def test_the_policy_stop_names_where_it_happened(run: Callable[..., StatePassingTrainer]) -> None:
+def test_a_final_state_that_is_not_finite_stops(run: Callable[..., StatePassingTrainer]) -> None:
     trainer = run()
     trainer.model.poisoned_pass = 5
     with pytest.raises(
         ValueError,
         match=r"final_state of step 2, micro-batch 1: layer 0, part 'recurrent' has NaN or infinite values in rows "
-        r"\[1\]\. The newest complete checkpoint is .*checkpoint-2.*set nonfinite_states='reset'",
+        r"\[1\]\. The newest complete checkpoint is .*checkpoint-2",
     ):
         trainer.train()
 
 
-def test_the_policy_reset_goes_on_from_zero_in_that_row_only(
-    run: Callable[..., StatePassingTrainer], caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer = run(nonfinite_states="reset")
-    trainer.model.poisoned_pass = 5
-    trainer.train()
-    seen = starts_and_ends(trainer)
-    assert seen[7][0] == [seen[5][1][0], 0.0]
-    assert seen[6][0] == seen[4][1]
-    told = [message for message in caplog.messages if "NaN" in message]
-    assert len(told) == 1
-    assert "step 2, micro-batch 1: layer 0, part 'recurrent'" in told[0]
-    assert "rows [1]. The states of these rows are reset to zero." in told[0]
-    logged = [entry["reset_states"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == [0.0, 0.0, 0.25, 0.0]
-    zeros = [entry["zero_states"] for entry in trainer.state.log_history if "loss" in entry]
-    assert zeros == [1.0, 0.0, 0.0, 0.25]
-
-
-def test_a_loss_that_is_not_finite_stops_under_both_policies(run: Callable[..., StatePassingTrainer]) -> None:
-    for policy in ("stop", "reset"):
-        trainer = run(nonfinite_states=policy)
-        trainer.model.weight.data.fill_(math.nan)
-        with pytest.raises(ValueError, match="The loss of step 0, micro-batch 0 is nan"):
-            trainer.train()
+def test_a_loss_that_is_not_finite_stops(run: Callable[..., StatePassingTrainer]) -> None:
+    trainer = run()
+    trainer.model.weight.data.fill_(math.nan)
+    with pytest.raises(ValueError, match="The loss of step 0, micro-batch 0 is nan"):
+        trainer.train()
 
 
 def test_weights_that_are_not_finite_are_not_saved(run: Callable[..., StatePassingTrainer], tmp_path: Path) -> None:
@@ -172,7 +142,6 @@ def test_the_log_has_the_size_of_the_states_and_the_share_of_zero_ones(
         assert entry["zero_states"] == starts.count(0.0) / 8
         assert entry["state_rms"] == pytest.approx(sum(ends) / 8, rel=1e-4)  # of one number, so its size
         assert entry["state_rms_max"] == pytest.approx(max(ends), rel=1e-4)
-        assert entry["reset_states"] == 0.0
 
 
 def test_logs_are_means_and_maxima_over_micro_batches_and_processes() -> None:
@@ -180,23 +149,17 @@ def test_logs_are_means_and_maxima_over_micro_batches_and_processes() -> None:
     assert logs.take(list) == {}
     for value in (1.0, 3.0):
         logs.add(size=torch.tensor(value), size_max=torch.tensor(value))
-    other = {"size": 6.0, "size_max": 7.0, "seen_here": 5.0}  # all rows of the first process may be broken
-    assert logs.take(lambda own: [*own, other]) == {"size": 4.0, "size_max": 7.0, "seen_here": 5.0}
+    other = {"size": 6.0, "size_max": 7.0}
+    assert logs.take(lambda own: [*own, other]) == {"size": 4.0, "size_max": 7.0}
     assert logs.take(list) == {}
 
 
 @pytest.mark.parametrize(
-    ("method", "settings", "told"),
-    [
-        ("zero state", {}, set()),
-        ("alignment", {}, set()),
-        ("zero state", {"nonfinite_states": "reset"}, {"reset_states"}),
-        ("state passing", {}, {"zero_states", "reset_states"}),
-    ],
+    ("method", "is_logged"), [("zero state", False), ("alignment", False), ("state passing", True)]
 )
-def test_what_happens_to_states_is_logged_where_a_method_gives_some(
-    tmp_path: Path, method: str, settings: dict[str, Any], told: set[str]
+def test_the_share_of_zero_states_is_logged_where_a_method_gives_some(
+    tmp_path: Path, method: str, is_logged: bool
 ) -> None:
-    trainer = toys.resumable_trainer(tmp_path, method=method, max_steps=1, save_strategy="no", **settings)
+    trainer = toys.resumable_trainer(tmp_path, method=method, max_steps=1, save_strategy="no")
     trainer.train()
-    assert {"zero_states", "reset_states"} & trainer.state.log_history[0].keys() == told
+    assert ("zero_states" in trainer.state.log_history[0]) == is_logged

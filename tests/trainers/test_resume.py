@@ -448,16 +448,6 @@ def test_an_unreadable_trainer_state_is_an_interrupted_save(tmp_path: Path, text
     assert "trainer_state.json cannot be read" in str(what_is_missing(folder))
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "model.safetensors"])
-@pytest.mark.parametrize("share", [0, 0.5])
-def test_a_file_that_is_cut_off_is_named(tmp_path: Path, name: str, share: float) -> None:
-    older, newer = make_checkpoint(tmp_path, 5), make_checkpoint(tmp_path, 6)
-    path = newer / name
-    os.truncate(path, int(path.stat().st_size * share))
-    assert what_is_missing(newer) == f"damaged or cut off: {name}"
-    assert newest_complete_checkpoint(tmp_path) == older
-
-
 def test_the_newest_complete_checkpoint_counts_steps_not_letters_or_times(tmp_path: Path) -> None:
     assert newest_complete_checkpoint(tmp_path / "nowhere") is None
     for step in (10, 9, 11, 2):

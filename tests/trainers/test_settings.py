@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -39,12 +39,10 @@ def make(config: Any, folder: Path, **changes: Any) -> Any:
     return config(**{"output_dir": str(folder), "report_to": "none", **REQUIRED.get(config.__name__, {}), **changes})
 
 
-def plain_fields(config: Any, kind: type) -> Iterator[str]:
-    """Fields of one scalar type, or of it or None."""
+def plain_fields(config: Any, kind: type) -> list[str]:
+    """Fields of the package of one scalar type, or of it or None."""
     hints = get_type_hints(config)
-    for item in dataclasses.fields(config):
-        if set(get_args(hints[item.name]) or (hints[item.name],)) - {type(None)} == {kind}:
-            yield item.name
+    return [n for n in config.method_fields() if set(get_args(hints[n]) or (hints[n],)) - {type(None)} == {kind}]
 
 
 @pytest.mark.parametrize("trainer", [InitialStateTrainer, *INTERVENTIONS.values()])
@@ -56,39 +54,28 @@ def test_annotations_of_trainers_can_be_evaluated(trainer: Any) -> None:
 @pytest.mark.thinned(5)
 @every_config
 def test_values_of_wrong_types_are_refused_in_every_field(config: Any, tmp_path: Path) -> None:
-    checked = 0
+    assert "bptt_window" in plain_fields(config, int)
     for kind, values in WRONG:
-        for name in plain_fields(config, kind):
-            for value in values:
-                with pytest.raises(ValueError, match=rf"^{name} must be"):
-                    make(config, tmp_path, **{name: value})
-                checked += 1
-    assert checked > 300
+        for name, value in product(plain_fields(config, kind), values):
+            with pytest.raises(ValueError, match=rf"^{name} must be"):
+                make(config, tmp_path, **{name: value})
 
 
 @every_config
-def test_negative_numbers_are_refused_but_for_those_that_mean_not_given(config: Any, tmp_path: Path) -> None:
-    for kind in (int, float):
-        for name in plain_fields(config, kind):
-            for value in (-2, -(2**70)):
-                with pytest.raises(ValueError, match=rf"^{name} must be"):
-                    make(config, tmp_path, **{name: value})
-    assert make(config, tmp_path, max_steps=-1).max_steps == -1
+def test_negative_numbers_are_refused(config: Any, tmp_path: Path) -> None:
+    for name in (*plain_fields(config, int), *plain_fields(config, float)):
+        with pytest.raises(ValueError, match=rf"^{name} must be"):
+            make(config, tmp_path, **{name: -2})
 
 
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (
-            StatePassingConfig,
-            {"gradient_accumulation_steps": 0},
-            "gradient_accumulation_steps must be at least 1, got 0",
-        ),
-        (StatePassingConfig, {"learning_rate": "1e-3"}, "learning_rate must be a number, got '1e-3'"),
-        (StatePassingConfig, {"nonfinite_states": 3}, "nonfinite_states must be 'stop' or 'reset', got 3"),
+        (StatePassingConfig, {"bptt_chunk_length": 0}, "bptt_chunk_length must be at least 1, got 0"),
+        (RandomNoiseConfig, {"noise_sigma": "1e-3"}, "noise_sigma must be a number or None, got '1e-3'"),
+        (StatePassingConfig, {"alignment_divergence": 3}, "alignment_divergence must be 'sce' or 'jeffreys', got 3"),
         (RandomNoiseConfig, {"noise_sigma": 0.0}, "noise_sigma must be a finite number above 0"),
         (StateXConfig, {"expand_initialization": "x"}, "expand_initialization must be 'reinit' or"),
-        (InitialStateConfig, {"eval_strategy": 3}, "eval_strategy must be 'no' or 'steps' or 'epoch' or text, got 3"),
     ],
     ids=str,
 )
@@ -104,19 +91,6 @@ def test_a_config_can_be_made_again_from_its_own_values(config: Any, tmp_path: P
     """Trainer's own parsing turns names into enumerations and mappings into objects, which are taken back."""
     first = make(config, tmp_path, accelerator_config={"even_batches": True}, eval_strategy="steps", eval_steps=2)
     assert dataclasses.replace(first, learning_rate=1).eval_strategy == first.eval_strategy
-
-
-@dataclasses.dataclass
-class OfOnesOwn(InitialStateConfig):
-    anything: Any = 3
-    later: "OnlyForTypeCheckers | None" = None  # type: ignore[name-defined] # noqa: F821
-    count: "int" = 3
-
-
-def test_annotations_that_cannot_be_evaluated_are_not_checked() -> None:
-    assert OfOnesOwn.alone(anything="text", later="text").later == "text"
-    with pytest.raises(ValueError, match="count must be an integer"):
-        OfOnesOwn.alone(count="text")
 
 
 @pytest.mark.parametrize("parts", [{"bptt_chunk_length": 1}, {"context_parallel_size": 2}], ids=str)

@@ -19,7 +19,6 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingConfig,
     StatePassingTrainer,
 )
-from hf_recurrent_lengthgen.trainers.run.records import rows_seen
 
 SIZES = {"hidden_size": 8, "num_heads": 2, "head_dim": 8, "state_size": 4, "n_groups": 1, "num_hidden_layers": 1}
 QUICK = {"max_steps": 3, "per_device_train_batch_size": 2, "report_to": "none", "dataloader_pin_memory": False}
@@ -161,19 +160,3 @@ def test_a_model_of_nowhere_gets_no_lineage(tmp_path: Path) -> None:
     trainer.save_model()
     assert (tmp_path / "config.json").is_file()
     assert read_lineage(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("steps", "rows", "accumulation", "batches", "dataset", "seen"),
-    [
-        (7, 8, 2, None, None, 56),  # a stream
-        (4, 8, 2, 4, 19, 32),  # three rows are left out of each epoch of two steps
-        (4, 8, 2, 5, 20, 28),  # the third step of an epoch has one micro-batch: 8 + 8 + 4, then 8
-        (6, 8, 2, 5, 20, 40),
-        (6, 8, 2, 5, 18, 36),  # Trainer's own last batch has two rows
-    ],
-)
-def test_rows_are_counted_step_by_step(
-    steps: int, rows: int, accumulation: int, batches: int | None, dataset: int | None, seen: int
-) -> None:
-    assert rows_seen(steps, rows, accumulation, batches, dataset) == seen

@@ -98,7 +98,7 @@ def test_weights_are_those_of_a_loop_over_single_examples(
     assert trainer.run_record.given == sum(
         -(-size // (chunk * (window or 1))) - 1 for size in sizes
     )  # for the lineage
-    assert trainer.run_record.tokens(trainer) == sum(sizes)
+    assert trainer.run_record.tokens == sum(sizes)
     assert idle[0] == pytest.approx(1 - torch.stack([row["attention_mask"] for row in rows]).float().mean().item())
     wanted = loop(expected, rows, 3 * accumulation, chunk * (window or 1))
     assert_same_weights(weights(model), wanted, atol=1e-6)  # the loss of Transformers is computed in float32
@@ -324,8 +324,6 @@ def of_virtual_tokens() -> Any:
 IN_FOURS, IN_WINDOWS = {"bptt_chunk_length": 4}, {"bptt_chunk_length": 4, "bptt_window": 1}
 IN_EACH_PASS = "changes the weights in each backward pass"
 REFUSED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
-    "drops": (TbttTrainer, IN_FOURS | {"state_drop_probability": 0.1}, {}, "state_drop_probability does nothing here"),
-    "conv": (TbttTrainer, IN_FOURS | {"carry_conv_state": False}, {}, "carry_conv_state does nothing here"),
     "chunks": (TbttTrainer, {}, {}, "set bptt_chunk_length: each is read in chunks"),
     "a loss": (ZeroStateTrainer, IN_WINDOWS, {"compute_loss_func": lambda: 0}, "compute_loss_func gets the logits"),
     "adalomo": (ZeroStateTrainer, IN_WINDOWS | {"optim": "adalomo"}, {}, IN_EACH_PASS),

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from hf_recurrent_lengthgen.trainers.run import resume
 from hf_recurrent_lengthgen.trainers.run.pushes import prepare_push
 
 logger = logging.get_logger(__name__)
@@ -45,7 +46,8 @@ class RunCallback(TrainerCallback):
         self.received: int | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._trainer.load_initial_states()
+        args.logging_nan_inf_filter = False  # it reads each loss, for which it waits; one that is NaN ends the run
+        resume.load_states(self._trainer)
         self._trainer.run_record.note_settings(self._trainer)
         if is_finished(state) and state.is_world_process_zero:
             logger.warning(f"Nothing is left to train: the run has completed all of its {state.max_steps} steps.")
@@ -78,12 +80,15 @@ class RunCallback(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the first SIGINT or SIGTERM; a second one goes to the previous handler. Only in the main thread."""
+        """Handle the first SIGINT or SIGTERM, in the main thread only; a second one goes to the previous handler.
+
+        Raises:
+            KeyboardInterrupt: at the end, if a process got SIGINT.
+            SystemExit: at the end, if this process got SIGTERM.
+        """
         self.received = None
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in SIGNALS}
+        numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        before = {number: signal.getsignal(number) for number in numbers}
         owner = os.getpid()
 
         def note(number: int, frame: Any) -> None:
@@ -99,10 +104,21 @@ class RunCallback(TrainerCallback):
                 flush=True,
             )
 
-        for number in SIGNALS:
+        for number in numbers:
             signal.signal(number, note)
         try:
             yield
+        except KeyboardInterrupt:
+            self._say_interrupted()
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        if self._trainer.any_process(self.received is not None):
+            self._say_interrupted()
+            raise SystemExit(128 + signal.SIGTERM) if self.received == signal.SIGTERM else KeyboardInterrupt
+
+    def _say_interrupted(self) -> None:
+        if self._trainer.is_world_process_zero():
+            hint = resume.hint(self._trainer.args.output_dir)
+            print(f"\nInterrupted after step {self._trainer.state.global_step}. {hint}", flush=True)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, count, islice
 from typing import Any
 
@@ -20,7 +21,7 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import DataCollatorWithFlattening
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import RemoveColumnsCollator, has_length
+from transformers.trainer_utils import RemoveColumnsCollator, has_length, seed_worker
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks, StreamRowSampler
@@ -31,7 +32,6 @@ logger = logging.get_logger(__name__)
 COLUMNS = ("shift_labels", "state_resets", "position_ids", "seq_idx")
 """Columns of training data that no signature of a model names, and that reach it, or `lay_out`."""
 
-# workers that persist would not hear of a new epoch
 _SETTINGS = ("num_workers", "pin_memory", "prefetch_factor", "multiprocessing_context", "in_order")
 
 
@@ -56,7 +56,9 @@ def _collator(trainer: Any) -> Callable[[Any], Any]:
 
 
 def _settings(trainer: Any) -> dict[str, Any]:
-    return {name: getattr(trainer.args, f"dataloader_{name}") for name in _SETTINGS}
+    args = trainer.args
+    seeding = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
+    return {name: getattr(args, f"dataloader_{name}") for name in _SETTINGS} | {"worker_init_fn": seeding}
 
 
 def packs_all(trainer: Any) -> bool:
@@ -110,6 +112,7 @@ def train_loader(trainer: Any, stock: Callable[[], DataLoader]) -> DataLoader:
                 args.dataloader_drop_last = asked
         else:
             settings = {"batch_size": args.train_batch_size, "collate_fn": _collator(trainer), **_settings(trainer)}
+            settings["persistent_workers"] = args.dataloader_persistent_workers  # not of a stream, which has epochs
             loader = DataLoader(dataset, sampler=trainer.sampler, drop_last=True, **settings)
             loader = trainer.accelerator.prepare(loader)
     _check_batches(trainer, len(loader))

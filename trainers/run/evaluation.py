@@ -1,99 +1,133 @@
 """`Trainer` gives all batches of an evaluation one weight, and counts repeated rows; here each target counts once."""
 
-from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Trainer
 
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
-from hf_recurrent_lengthgen.trainers.run.dataloaders import packs_all
-from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels, token_shape_of
-from hf_recurrent_lengthgen.trainers.run.shared_rows import refuse_other_rows
+from hf_recurrent_lengthgen.models.rows import Rows
+from hf_recurrent_lengthgen.trainers.checks import takes_states
+from hf_recurrent_lengthgen.trainers.chunked_backprop import evaluation_chunk, forward_in_chunks
+from hf_recurrent_lengthgen.trainers.run.dataloaders import DealtBatches, evaluation_loader, packs_all
+from hf_recurrent_lengthgen.trainers.run.scored_targets import token_labels, token_shape_of, with_scored_labels
+from hf_recurrent_lengthgen.trainers.run.shared_rows import SharedRows, other_rows
+from hf_recurrent_lengthgen.trainers.run.step_checks import StepChecks
+from hf_recurrent_lengthgen.trainers.states_of_batches import with_evaluation_states
 
 Prediction = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class WeightedLoss:
-    """The mean loss of an evaluation over all its targets, from the means of batches and their numbers of targets."""
+class EvaluationTrainer(Trainer):
+    """`Trainer` whose evaluation loss is the mean over all targets, on any data and number of processes."""
 
-    def __init__(self) -> None:
-        self._batches: list[tuple[Tensor, Tensor]] = []
+    args: Any
+    checks: StepChecks
+    shared = SharedRows()
+    means: list[tuple[Tensor, Tensor]]  # of the batches of an evaluation, with their numbers of targets
+    evaluation_batches: int
 
-    def add(self, mean: Tensor, count: Tensor) -> None:
-        self._batches.append((mean, count))
+    @cached_property
+    def takes_states(self) -> bool:
+        assert self.model is not None
+        return takes_states(self.model)
 
-    def mean(self) -> float | None:
-        """None without a batch that has labels."""
-        if not self._batches:
-            return None
-        means, counts = (torch.stack(values).double() for values in zip(*self._batches, strict=True))
-        return float(means.mul(counts).where(counts > 0, 0).sum() / counts.sum())
+    def scored(self, batch: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
+        """A batch with only the labels that the model scores; unchanged for a model without states."""
+        return with_scored_labels(base_of(self.model), batch, rows) if self.takes_states else batch
 
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Trainer's, with each row once; see `evaluation_loader`."""
+        data: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        data = self.eval_dataset[data] if isinstance(data, str) else data  # type: ignore[index]
+        return evaluation_loader(self, data, partial(super().get_eval_dataloader, eval_dataset))
 
-def predict(
-    trainer: Any, step: Callable[[dict[str, Any]], Prediction], inputs: dict[str, Any], loss_only: bool
-) -> Prediction:
-    """Trainer's `prediction_step`; on several processes, with the mean loss over the tokens that are targets on all of
-    them. Rows that were repeated to give all processes the same number have no targets."""
-    args, shared, accelerator = trainer.args, trainer.shared, trainer.accelerator
-    inputs = trainer.scored(inputs)
-    if not (names := token_labels(base_of(trainer.model), inputs)):
-        return step(inputs)
-    present = token_shape_of(inputs)[0]
-    if args.world_size > 1:
-        unit = present if packs_all(trainer) else 1  # a packed row is repeated as a whole
-        present = unit * present_rows(accelerator, present // unit, args.row_process_index)
-    inputs, scored = without_repeated_rows(inputs, names, present)
-    if shared.group is None or not loss_only:  # predictions are of whole rows
-        loss, logits, labels = step(inputs)
-        return None if loss is None else _mean(trainer, loss, scored), logits, labels
-    refuse_other_rows(bool(shared.differ(inputs)))
-    inputs = piece_of_rows(inputs, shared.rank, shared.size)
-    scored = inputs["shift_labels"].ne(IGNORED_LABEL).sum()
-    inputs["sequence_group"] = shared.group
-    names, trainer.label_names = trainer.label_names, ["shift_labels"]
-    try:
-        loss, _, _ = step(inputs)
-    finally:
-        trainer.label_names = names
-    assert loss is not None  # there are labels
-    return _mean(trainer, loss, scored), None, None
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Trainer's, in the order of the data, which is how predictions are told apart, also if rows are grouped."""
+        asked, self.args.train_sampling_strategy = self.args.train_sampling_strategy, "random"
+        try:
+            return evaluation_loader(self, test_dataset, partial(super().get_test_dataloader, test_dataset))
+        finally:
+            self.args.train_sampling_strategy = asked
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        self.means, self.evaluation_batches = [], 0
+        # Trainer sets it after each loop; before the first it may gather objects, of which accelerate loses rows
+        self.gather_function = self.accelerator.gather_for_metrics
+        if self.shared.group is not None:
+            self.gather_function = partial(self.shared.gather_once, self.accelerator)
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        if isinstance(dataloader, DealtBatches):
+            output = output._replace(num_samples=dataloader.dealt)
+        if self.means and output.metrics is not None:  # Trainer's gives all batches one weight
+            means, counts = (torch.stack(values).double() for values in zip(*self.means, strict=True))
+            prefix = [*args[3:], kwargs.get("metric_key_prefix", "eval")][0]
+            output.metrics[f"{prefix}_loss"] = float(means.mul(counts).where(counts > 0, 0).sum() / counts.sum())
+        return output
 
-def _mean(trainer: Any, loss: Tensor, scored: Tensor) -> Tensor:
-    """The mean over the targets of a batch on all processes, from that over `scored` targets of this one."""
-    mean, count = loss, scored.to(loss.device)
-    if trainer.args.world_size > 1:
-        mean, count = mean_over_processes(trainer.accelerator, loss, scored)
-    trainer.evaluated.add(mean, count)
-    return mean
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Prediction:
+        """Trainer's, from the source's state for evaluation, without final states, which would count as predictions;
+        in chunks where nothing but the loss is asked for (`evaluation_chunk`). On several processes the loss is the
+        mean over the targets of all of them.
 
+        Raises:
+            ValueError: for rows with resets inside them, which are for training only.
+        """
+        inputs = with_evaluation_states(self, dict(inputs))
+        length = evaluation_chunk(self, model, inputs) if prediction_loss_only else None
+        stock = super().prediction_step
 
-def present_rows(accelerator: Any, rows: int, index: int) -> int:
-    """How many of the `rows` of this process, the `index`-th that reads rows, are not repeated; these come first."""
-    state = accelerator.gradient_state
-    if not state.end_of_dataloader or state.remainder <= 0:
-        return rows
-    left = state.remainder - index * rows  # counted over all processes
-    return min(max(left, 0), rows)
+        def step(inputs: dict[str, Any]) -> Prediction:
+            with nullcontext() if length is None else forward_in_chunks(model, length):
+                return stock(model, inputs, prediction_loss_only, *args, **kwargs)
 
+        inputs = self.scored(inputs)
+        names = token_labels(base_of(self.model), inputs)
+        if not names:
+            return step(inputs)
+        present = self._present_rows(token_shape_of(inputs)[0])
+        for name in names:
+            ignored = torch.full_like(inputs[name][present:], IGNORED_LABEL)
+            inputs = {**inputs, name: torch.cat([inputs[name][:present], ignored])}
+        targets = inputs["shift_labels"] if "shift_labels" in names else inputs["labels"][..., 1:]
+        if self.shared.group is None or not prediction_loss_only:  # predictions are of whole rows
+            loss, logits, labels = step(inputs)
+            return None if loss is None else self._mean(loss, targets), logits, labels
+        self.checks.ask(self.shared.differ(inputs), other_rows)
+        self.checks.read()
+        inputs = piece_of_rows(inputs, self.shared.rank, self.shared.size)
+        inputs["sequence_group"] = self.shared.group
+        label_names, self.label_names = self.label_names, ["shift_labels"]
+        try:
+            loss, _, _ = step(inputs)
+        finally:
+            self.label_names = label_names
+        assert loss is not None  # there are labels
+        return self._mean(loss, inputs["shift_labels"]), None, None
 
-def without_repeated_rows(inputs: dict[str, Any], names: list[str], present: int) -> tuple[dict[str, Any], Tensor]:
-    """A batch without targets (labels of these names) in rows after the first `present`, and how many are left."""
-    kept = {
-        name: torch.cat([inputs[name][:present], torch.full_like(inputs[name][present:], IGNORED_LABEL)])
-        for name in names
-    }
-    targets = kept["shift_labels"] if "shift_labels" in kept else kept["labels"][..., 1:]
-    return {**inputs, **kept}, targets.ne(IGNORED_LABEL).sum()
+    def _present_rows(self, rows: int) -> int:
+        """How many of the rows of this process are not repeated, to give all processes the same number."""
+        ending, unit = self.accelerator.gradient_state, 1
+        if self.args.world_size == 1 or not ending.end_of_dataloader or ending.remainder <= 0:
+            return rows
+        if packs_all(self):  # a packed row is repeated as a whole
+            rows, unit = 1, rows
+        left = ending.remainder - self.args.row_process_index * rows  # counted over all processes
+        return unit * min(max(left, 0), rows)
 
-
-def mean_over_processes(accelerator: Any, loss: Tensor, scored: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over the targets of all processes, from the mean over `scored` targets of this one; their number."""
-    scored = scored.to(accelerator.device)
-    total = torch.where(scored > 0, loss.double() * scored, 0.0)
-    summed, count = accelerator.reduce(torch.stack([total, scored.double()]), "sum")
-    return (summed / count).to(loss), count
+    def _mean(self, loss: Tensor, targets: Tensor) -> Tensor:
+        """The mean over the targets of a batch on all processes, from that over the targets of this one."""
+        count = targets.ne(IGNORED_LABEL).sum().to(loss.device)
+        if self.args.world_size > 1:
+            total = torch.where(count > 0, loss.double() * count, 0.0)
+            summed, count = self.accelerator.reduce(torch.stack([total, count.double()]), "sum")
+            loss = (summed / count).to(loss)
+        self.means.append((loss, count))
+        return loss

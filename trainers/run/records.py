@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import TrainOutput, has_length
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.checkpoints.adapters import (
@@ -35,8 +35,8 @@ from hf_recurrent_lengthgen.checkpoints.records import Hardware, InitialWeights,
 from hf_recurrent_lengthgen.evaluation.json_schema import Scalar, Value, from_plain, to_plain
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
+from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH
 from hf_recurrent_lengthgen.trainers.run.resume import own_file, saved_run, step_of
-from hf_recurrent_lengthgen.trainers.run.scored_targets import token_shape_of
 
 if TYPE_CHECKING:
     from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
@@ -45,7 +45,7 @@ logger = logging.get_logger(__name__)
 
 _MAY_CHANGE = ("max_steps", "max_grad_norm", "precision", "neftune_noise_alpha")
 """What a resume may change; what else the optimizer has, it loads, and a schedule may have moved it."""
-_NO_EFFECT = ("assume_shuffled", "nonfinite_states")
+_NO_EFFECT = ("assume_shuffled",)
 """Settings that only control what is refused, so they do not change the result."""
 
 
@@ -103,8 +103,7 @@ def _facts_of(trainer: "InitialStateTrainer", lineage_of: Callable[[str], Lineag
     if not start:
         return None
     data: Any = trainer.train_dataset
-    rows = _length(data)
-    named = trainer.data_description or type(data).__name__ + ("" if rows is None else f" of {rows:,} rows")
+    named = trainer.data_description or type(data).__name__ + (f" of {len(data):,} rows" if has_length(data) else "")
     lengths = (getattr(data, "length", None), getattr(data, "longest", None))
     length = next(filter(None, lengths), getattr(model.config, "training_length", None))
     in_script = sys.argv[0].endswith(".py") and "ipykernel" not in sys.argv[0]
@@ -116,24 +115,24 @@ def _facts_of(trainer: "InitialStateTrainer", lineage_of: Callable[[str], Lineag
     )
 
 
-def methods_of(trainer: Trainer, weights: InitialWeights | None = None) -> tuple[Method, ...]:
+def methods_of(trainer: "InitialStateTrainer", weights: InitialWeights | None = None) -> tuple[Method, ...]:
     """The methods that a trainer applied, the main one first: plain training if no state was ever given."""
-    about: Method = getattr(trainer, "about", PLAIN)
-    if about is not PLAIN and trainer.gives_states and not trainer.run_record.given:  # type: ignore[attr-defined]
+    about = trainer.about
+    if about is not PLAIN and trainer.gives_states and not trainer.run_record.given:
         logger.warning(
             f"All sequences of the {trainer.state.global_step} steps started from the zero state: the lineage records "
             f"plain training, not {about.name}."
         )
         about = PLAIN
     beside = {
-        OUTPUT_ALIGNMENT: getattr(trainer.args, "alignment_alpha", 0),
-        ATTENTION_WINDOWS: getattr(trainer.args, "attention_windows", None),
+        OUTPUT_ALIGNMENT: trainer.args.alignment_alpha,
+        ATTENTION_WINDOWS: trainer.args.attention_windows,
         MIMETIC_INITIALIZATION: weights is not None and weights.mimetic is not None,
     }
     return (about, *(method for method, used in beside.items() if used))
 
 
-def training_run(trainer: Trainer, output: TrainOutput, facts: RunFacts) -> TrainingRun:
+def training_run(trainer: "InitialStateTrainer", output: TrainOutput, facts: RunFacts) -> TrainingRun:
     """The record of a finished training.
 
     Args:
@@ -141,26 +140,23 @@ def training_run(trainer: Trainer, output: TrainOutput, facts: RunFacts) -> Trai
         output: What `train` returned.
         facts: Facts that the trainer cannot know.
     """
-    args, state = trainer.args, trainer.state
-    record = getattr(trainer, "run_record", None) or RunRecord(trainer)
-    readers = getattr(args, "row_processes", args.world_size)
-    rows = args.train_batch_size * args.gradient_accumulation_steps * readers
-    batches, dataset = _length(trainer.callback_handler.train_dataloader), _length(trainer.train_dataset)
-    all_rows = rows_seen(state.global_step, rows, args.gradient_accumulation_steps, batches, dataset)
-    tokens = record.tokens(trainer)
+    args, state, record = trainer.args, trainer.state, trainer.run_record
+    usual, tokens = facts.training_length * record.rows, int(record.tokens)
+    if tokens == record.rows * record.longest:  # a block has one token more than targets
+        tokens = usual
     best = args.load_best_model_at_end and state.best_global_step not in (None, state.global_step)
     return TrainingRun(
         methods=methods_of(trainer, facts.initial_weights),
         data=facts.data,
         training_length=facts.training_length,
-        rows_per_step=rows,
+        rows_per_step=args.train_batch_size * args.gradient_accumulation_steps * args.row_processes,
         steps=state.global_step,
-        tokens=tokens or facts.training_length * all_rows,
+        tokens=tokens,
         seconds=record.seconds_before + float(output.metrics["train_runtime"]),
         loss=mean_loss(state.log_history, float(output.training_loss)),
         hardware=_hardware(args),
         settings=record.settings(trainer),
-        row_tokens=tokens / all_rows if tokens not in (0, facts.training_length * all_rows) else None,
+        row_tokens=None if tokens == usual else tokens / record.rows,
         adapter=adapter_of(trainer.model),
         initial_weights=facts.initial_weights,
         best_step=state.best_global_step if best else None,
@@ -177,19 +173,19 @@ class RunRecord:
 
     Attributes:
         given: Number of sequences of this process that started from a nonzero state, or of chunks with TBTT.
-        read: Real tokens that were read since the run began or was continued, over all processes.
+        rows: Number of sequences of all steps, over all processes.
+        tokens: Number of their real tokens.
+        longest: Largest length of a batch.
         seconds_before: Seconds of training in the previous parts.
     """
 
     def __init__(self, trainer: Trainer, checkpoint: str | None = None) -> None:
         saved = {} if checkpoint is None else saved_run(own_file(trainer, checkpoint))["record"]
         self._start = 0 if checkpoint is None else step_of(checkpoint)
-        self._tokens = int(saved.get("tokens", 0)) - _tokens_read(trainer)  # a trainer counts over all its runs
         self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
         self.given: float | Tensor = float(saved.get("given", 0.0))
-        self.read: int | Tensor = 0
-        self._rows: int | Tensor = 0
-        self._longest = 0
+        self.rows, self.longest = int(saved.get("rows", 0)), int(saved.get("longest", 0))
+        self.tokens: int | Tensor = int(saved.get("tokens", 0))
         self._settings = tuple(from_plain(part, Settings) for part in saved.get("settings", ()))
 
     def note_settings(self, trainer: Trainer) -> None:
@@ -205,53 +201,24 @@ class RunRecord:
     def saved(self, trainer: Trainer) -> dict[str, Any]:
         """The record, as the next part reads it from a checkpoint."""
         seconds = self.seconds_before + time.monotonic() - self._began
-        done = {"given": float(self.given), "tokens": self.tokens(trainer), "seconds": seconds}
-        return done | {"settings": [to_plain(part) for part in self.settings(trainer)]}
+        read = {"rows": self.rows, "longest": self.longest, "tokens": int(self.tokens)}
+        settings = [to_plain(part) for part in self.settings(trainer)]
+        return {"given": float(self.given), "seconds": seconds, "settings": settings, **read}
 
-    def count_tokens(self, trainer: Any, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Count the real tokens of the micro-batches of a step, and their rows, over all processes."""
-        read: int | Tensor = 0
-        rows: int | Tensor = 0
-        for batch in batches:
-            (size, length), mask = token_shape_of(batch), batch.get("attention_mask")
-            read, rows = read + (size * length if mask is None else (mask != 0).sum()), rows + size
-            self._longest = max(self._longest, length)
-        if trainer.args.world_size > 1:
-            counted = torch.stack([torch.as_tensor(number, device=trainer.args.device) for number in (read, rows)])
-            read, rows = trainer.accelerator.reduce(counted, "sum")
-        self.read, self._rows = self.read + read, self._rows + rows
-
-    def tokens(self, trainer: Trainer) -> int:
-        """Real tokens of all steps if the trainer counts them, reads windows, or has rows of several lengths; else 0,
-        since all rows have the training length."""
-        in_windows = getattr(trainer, "bptt_window", None) is not None
-        several = bool(self.read != self._rows * self._longest)
-        return self._tokens + (_tokens_read(trainer) or (int(self.read) if in_windows or several else 0))
+    def count(self, trainer: Any, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Count the rows of the micro-batches of a step and their real tokens, over all processes."""
+        args, parts = trainer.args, [batch[MICRO_BATCH] for batch in batches]
+        self.rows += len(batches) * args.train_batch_size * args.row_processes
+        self.longest = max([self.longest, *(part.length for part in parts)])
+        tokens = sum(part.tokens for part in parts)
+        if args.world_size > 1:
+            tokens = trainer.accelerator.reduce(torch.as_tensor(tokens, device=args.device), "sum")
+        self.tokens = self.tokens + tokens // args.context_parallel_size
 
     def settings(self, trainer: Trainer) -> tuple[Settings, ...]:
         """The settings of the run, with a new entry wherever they changed and a step was made."""
         parts = tuple(part for part in self._settings if part.from_step < trainer.state.global_step)
         return parts or (settings(trainer),)
-
-
-def _tokens_read(trainer: Trainer) -> int:
-    return int(getattr(trainer, "tokens_read", 0))
-
-
-def rows_seen(steps: int, rows: int, accumulation: int, batches: int | None, dataset: int | None) -> int:
-    """Total number of rows over all steps; the last step of an epoch may have fewer rows.
-
-    Args:
-        steps: Optimizer steps.
-        rows: Rows of a full step, over micro-batches and processes.
-        accumulation: Micro-batches of a full step.
-        batches: Micro-batches of an epoch; None for data without a length.
-        dataset: Rows of the data, including those that an epoch leaves out; None if unknown.
-    """
-    if not batches or dataset is None:
-        return steps * rows
-    epochs, rest = divmod(steps, -(-batches // accumulation))
-    return epochs * min(dataset, batches * rows // accumulation) + rest * rows
 
 
 def mean_loss(log: list[dict[str, float]], otherwise: float) -> float:
@@ -351,10 +318,3 @@ def _scalar(value: Any) -> Scalar:
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return portable(value if isinstance(value, str) else json.dumps(value, default=str))
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except TypeError:
-        return None

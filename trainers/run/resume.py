@@ -10,8 +10,6 @@ import functools
 import hashlib
 import json
 import os
-import zipfile
-from collections.abc import Callable
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -126,22 +124,6 @@ def begin_save(checkpoint: str | os.PathLike[str]) -> None:
         leftover.unlink()
 
 
-def _is_safetensors(path: Path) -> bool:
-    try:
-        with safe_open(os.fspath(path), framework="pt"):
-            return True
-    except SafetensorError:
-        return False
-
-
-_READERS: dict[str, Callable[[Path], bool]] = {
-    ".safetensors": _is_safetensors,
-    ".pt": zipfile.is_zipfile,
-    ".pth": zipfile.is_zipfile,
-}
-"""Whether a file of this kind is complete, from its header or from the directory at the end of a zip archive."""
-
-
 def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     """Why a checkpoint folder cannot be resumed from, or None if it is complete."""
     folder = Path(checkpoint)
@@ -169,10 +151,7 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     missing = [name for name in names if not (folder / name).is_file()]
     if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):  # global_step*: DeepSpeed
         missing.append("optimizer.pt")
-    if missing:
-        return f"missing: {', '.join(missing)}"
-    damaged = [path.name for path in folder.iterdir() if path.suffix in _READERS and not _READERS[path.suffix](path)]
-    return f"damaged or cut off: {', '.join(sorted(damaged))}" if damaged else None
+    return f"missing: {', '.join(missing)}" if missing else None
 
 
 def checkpoints_of(output_dir: str | os.PathLike[str]) -> dict[int, Path]:
@@ -319,6 +298,13 @@ def chosen_checkpoint(trainer: Any, asked: str | bool | None) -> str | None:
     if trainer.is_world_process_zero():
         print(f"Resuming from {checkpoint}, after step {step_of(checkpoint)}.", flush=True)
     return str(checkpoint)
+
+
+def load_states(trainer: Any) -> None:
+    """Give the source of a resumed run what the checkpoint holds, once Trainer has loaded all else."""
+    if trainer.resumed is not None:
+        tensors = load_initial_states(own_file(trainer, trainer.resumed), run_of(trainer))
+        trainer.initial_states.load_state_dict(tensors, trainer.args.device)
 
 
 def step_of(checkpoint: str | os.PathLike[str]) -> int:

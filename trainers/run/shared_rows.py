@@ -83,11 +83,10 @@ class SharedRows(NamedTuple):
         return recursively_apply(lambda rows: rows[:left], once) if left > 0 else once
 
 
-def refuse_other_rows(differ: bool) -> None:
-    """Raise a `ValueError` if processes that share rows have read different ones."""
-    if differ:
-        raise ValueError(
-            "Processes that share rows (context_parallel_size) have read different ones: give all of them the same "
-            "data in the same order, shuffled with one seed, and draw nothing at random where rows are read or "
-            "collated."
-        )
+def other_rows() -> str:
+    """Why processes that share rows and have read different ones are stopped."""
+    return (
+        "Processes that share rows (context_parallel_size) have read different ones: give all of them the same "
+        "data in the same order, shuffled with one seed, and draw nothing at random where rows are read or "
+        "collated."
+    )

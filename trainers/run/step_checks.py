@@ -11,11 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, detach_state
-
-logger = logging.get_logger(__name__)
 
 
 def describe_broken(norms: Tensor) -> str:
@@ -23,11 +20,6 @@ def describe_broken(norms: Tensor) -> str:
     layer, part = (~norms.isfinite()).any(-1).nonzero()[0].tolist()
     rows = (~norms[layer, part].isfinite()).nonzero().flatten().tolist()
     return f"layer {layer}, part '{LayerState._fields[part]}' has NaN or infinite values in rows {rows}"
-
-
-def broken_rows(norms: Tensor) -> Tensor:
-    """Rows with a value that is not finite, (B,), from the `part_norms` of a state."""
-    return ~norms.isfinite().all(0).all(0)
 
 
 def part_norms(state: RecurrentState) -> Tensor:
@@ -68,12 +60,11 @@ class StepLogs:
             self._values[name] = total, count + 1
 
     def take(self, gather: Callable[[list[dict[str, float]]], list[dict[str, float]]]) -> dict[str, float]:
-        """Values over all processes, whose lists `gather` joins; a value may be missing in some processes."""
+        """Values over all processes, whose lists `gather` joins."""
         own = {name: float(total if _is_max(name) else total / count) for name, (total, count) in self._values.items()}
         self._values = {}
         everyone = gather([own])
-        names = sorted({name for values in everyone for name in values})
-        by_name = {name: [values[name] for values in everyone if name in values] for name in names}
+        by_name = {name: [values[name] for values in everyone] for name in sorted(own)}
         return {name: max(values) if _is_max(name) else sum(values) / len(values) for name, values in by_name.items()}
 
 
@@ -97,7 +88,7 @@ def zero_rows(state: RecurrentState | None) -> tuple[Tensor, Tensor]:
 
 
 class StepChecks:
-    """The questions about the micro-batches of a step.
+    """The questions about the micro-batches of a step, each with the error for the answer yes.
 
     Args:
         hint: Says how to continue a run that stops now.
@@ -105,69 +96,56 @@ class StepChecks:
 
     def __init__(self, hint: Callable[[], str]) -> None:
         self._hint = hint
-        self._waiting: list[tuple[Tensor, Callable[[bool], None]]] = []
+        self._waiting: list[tuple[Tensor, Callable[[], str]]] = []
 
-    def ask(self, question: Tensor, then: Callable[[bool], None]) -> None:
-        """Call `then` with the answer, a tensor with one boolean, in `read`."""
-        self._waiting.append((question, then))
+    def ask(self, question: Tensor, error: Callable[[], str]) -> None:
+        """Ask whether a tensor with one boolean is true."""
+        self._waiting.append((question, error))
 
     def read(self) -> None:
-        """Answer the questions in the order in which they were asked, up to one whose answer raises."""
+        """Raise a `ValueError` for the first question whose answer is yes."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
         device = waiting[0][0].device
         answers: list[bool] = torch.stack([asked.to(device) for asked, _ in waiting]).tolist()
-        for answer, (_, then) in zip(answers, waiting, strict=True):
-            then(answer)
+        for answer, (_, error) in zip(answers, waiting, strict=True):
+            if answer:
+                raise ValueError(error())
 
     def ask_initial_state(self, state: RecurrentState | None, where: str, source: str) -> Tensor:
         """Stop at initial states with NaN or infinite values; the share of the rows that start from zero."""
         from_zero, is_broken = zero_rows(state)
-
-        def then(is_so: bool) -> None:
-            if is_so:
-                raise ValueError(
-                    f"The initial_state of {where} has NaN or infinite values: {source} must give finite ones. "
-                    f"{self._hint()}"
-                )
-
-        self.ask(is_broken, then)
+        self.ask(
+            is_broken,
+            lambda: (
+                f"The initial_state of {where} has NaN or infinite values: {source} must give finite ones. "
+                f"{self._hint()}"
+            ),
+        )
         return from_zero
 
     def ask_loss(self, loss: Tensor, where: str) -> None:
         """Stop at a loss that is not finite."""
         loss = loss.detach()
+        self.ask(
+            ~loss.isfinite(),
+            lambda: (
+                f"The loss of {where} is {loss.item()}. {self._hint()} Lower the learning rate, clip gradients "
+                "(max_grad_norm), and look for batches without labels."
+            ),
+        )
 
-        def then(is_so: bool) -> None:
-            if is_so:
-                raise ValueError(
-                    f"The loss of {where} is {loss.item()}. {self._hint()} Lower the learning rate, clip gradients "
-                    "(max_grad_norm), and look for batches without labels."
-                )
-
-        self.ask(~loss.isfinite(), then)
-
-    def ask_final_state(self, state: RecurrentState, where: str, resets: bool, logs: StepLogs) -> Tensor:
-        """Log the sizes of final states; stop at broken ones, or tell that they are reset. Returns the broken rows."""
+    def ask_final_state(self, state: RecurrentState, where: str, logs: StepLogs) -> None:
+        """Log the sizes of final states; stop at states with NaN or infinite values."""
         norms = part_norms(state)
-        rms, broken = recurrent_rms(state, norms), broken_rows(norms)
-
-        def then(is_so: bool) -> None:
-            if is_so:
-                what = f"final_state of {where}: {describe_broken(norms)}."
-                if not resets:
-                    raise ValueError(
-                        f"{what} {self._hint()} To go on from zero in these rows, set nonfinite_states='reset'."
-                    )
-                logger.warning(f"{what} The states of these rows are reset to zero.")
-            kept = rms[:, ~broken] if is_so else rms
-            logs.add(reset_states=broken.double().mean())
-            if kept.numel():
-                logs.add(state_rms=kept.mean(), state_rms_max=kept.max())
-
-        self.ask(broken.any(), then)
-        return broken
+        rms = recurrent_rms(state, norms)
+        if rms.numel():
+            logs.add(state_rms=rms.mean(), state_rms_max=rms.max())
+        self.ask(
+            ~norms.isfinite().all(),
+            lambda: f"final_state of {where}: {describe_broken(norms)}. {self._hint()} Lower the learning rate.",
+        )
 
 
 class ModelCalls:
@@ -221,17 +199,20 @@ class ModelCalls:
 
 def raise_ignored(trainer: Any, what: str, needed: str) -> NoReturn:
     """Raise a `ValueError`: the loss ignored what the method puts into the inputs."""
-    raise ValueError(
-        f"{trainer.describe_method()} had no effect in step {trainer.state.global_step}: {what}. The compute_loss of "
-        f"{type(trainer).__name__}, or one that it calls, must use {needed}."
-    )
+    name = type(trainer).__name__
+    _raise_no_effect(trainer, f"{what}. The compute_loss of {name}, or one that it calls, must use {needed}.")
 
 
 def raise_bypassed(trainer: Any) -> NoReturn:
     """Raise a `ValueError`: the loss was computed without the method."""
-    raise ValueError(
-        f"{trainer.describe_method()} had no effect in step {trainer.state.global_step}: the compute_loss of "
-        f"{type(trainer).__name__} does not call that of InitialStateTrainer. Call super().compute_loss(...) in it, "
-        "or, if it belongs to another trainer, join the two with "
-        "hf_recurrent_lengthgen.trainers.combine(method, trainer)."
+    _raise_no_effect(
+        trainer,
+        f"the compute_loss of {type(trainer).__name__} does not call that of InitialStateTrainer. Call "
+        "super().compute_loss(...) in it, or, if it belongs to another trainer, join the two with "
+        "hf_recurrent_lengthgen.trainers.combine(method, trainer).",
     )
+
+
+def _raise_no_effect(trainer: Any, why: str) -> NoReturn:
+    method = trainer.about.title + (" with output alignment" if trainer.alignment is not None else "")
+    raise ValueError(f"{method} ({type(trainer).__name__}) had no effect in step {trainer.state.global_step}: {why}")
