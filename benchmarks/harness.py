@@ -2,8 +2,8 @@
 
     python benchmarks/harness.py
 
-40 questions of four choices behind 16 demonstrations, for a Mamba-2, a hybrid (Falcon-H1, wrapped) and a model with
-attention only (Llama), all small and of random weights.
+40 questions of four choices behind 16 demonstrations, for a Mamba-2 and a hybrid (Falcon-H1, wrapped), small and of
+random weights.
 """
 
 import random
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from transformers import FalconH1Config, FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import FalconH1Config, FalconH1ForCausalLM
 
 from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.data import byte_tokenizer
@@ -50,7 +50,6 @@ def models() -> dict[str, Any]:
     return {
         "mamba2": StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes, **mamba2)),
         "falcon_h1": stateful(FalconH1ForCausalLM(FalconH1Config(**sizes, **heads, **hybrid))),
-        "llama": LlamaForCausalLM(LlamaConfig(**sizes, **heads)),
     }
 
 

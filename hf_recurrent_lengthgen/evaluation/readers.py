@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from hf_recurrent_lengthgen.evaluation import attention_caches
 from hf_recurrent_lengthgen.evaluation.text_configs import rope_of_length, text_config, vocabulary_size
-from hf_recurrent_lengthgen.models.configuration_stateful import CACHE_NAME
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, take_rows
 
@@ -49,8 +47,8 @@ class Reader:
         carries: Whether a text can be read in pieces.
         carried_by_row: Whether the cache is a value of constant size, which `take_rows` and `join_rows` work on and
             reading does not change.
-        branches: Whether several texts can continue one, with `take_rows` and `join_rows`; caches that grow can be
-            joined after the same number of tokens only.
+        branches: Whether several texts can continue one, with `fork`, `take_rows` and `join_rows`; caches that grow
+            can be joined after the same number of tokens only.
         keeps: Whether the model computes only the logits that `logits_to_keep` asks for.
         why: Why the cache is no value of constant size.
     """
@@ -97,10 +95,6 @@ class Reader:
         without = {"use_cache": False} if "use_cache" in inspect.signature(self.model.forward).parameters else {}
         return self._forward(input_ids, logits_to_keep, **without), None
 
-    def fork(self, cache: Any) -> Any:
-        """A cache to read from that leaves `cache` as it is, without a copy of what it holds."""
-        self.refuse("reading twice from one cache")
-
     def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
         self.refuse("taking rows of its cache")
 
@@ -118,11 +112,8 @@ class Reader:
             return 0
         with torch.inference_mode(), evaluation_mode(self.model):
             _, cache = self.read(torch.zeros(1, 1, dtype=torch.long, device=self.device))
-        return attention_caches.cached_elements(self.keys_of(cache))
-
-    def generation_arguments(self, cache: Any, copies: int = 1) -> dict[str, Any]:
-        """What `generate` needs to continue texts, with a prompt of one token each and `copies` beams."""
-        self.refuse("continuing a text")
+        layers = getattr(self.keys_of(cache), "layers", ())
+        return sum(x.keys.numel() + x.values.numel() for x in layers if getattr(x, "keys", None) is not None)
 
     def state(self, cache: Any) -> RecurrentState:
         """The recurrent state in a cache; empty for a model without states."""
@@ -179,6 +170,7 @@ class StateReader(Reader):
         return logits[:, -logits_to_keep:] if logits_to_keep else logits, (output.final_state, attention_cache)
 
     def fork(self, cache: Any) -> Any:
+        """A cache to read from that leaves `cache` as it is, without a copy of what it holds."""
         state, keys = cache
         return state, copy.copy(keys)
 
@@ -193,7 +185,8 @@ class StateReader(Reader):
     def keys_of(self, cache: Any) -> Any:
         return cache[1]
 
-    def generation_arguments(self, cache: Any, copies: int = 1) -> dict[str, Any]:
+    def generation_arguments(self, cache: Any) -> dict[str, Any]:
+        """What `generate` needs to continue texts, with a prompt of one token each."""
         state, attention_cache = cache
         return {"initial_state": state} | ({"attention_cache": attention_cache} if self._attends else {})
 
@@ -202,39 +195,22 @@ class StateReader(Reader):
 
 
 class CacheReader(Reader):
-    """Reads with a model of Transformers that caches keys and values; carries this cache."""
+    """Reads with a model of Transformers that caches keys and values; carries this cache, one text at a time."""
 
     carries = True
 
     def __init__(self, model: nn.Module, argument: str) -> None:
         """`argument` is what the model's `forward` calls the cache."""
-        super().__init__(model, "its cache holds more than keys and values")
+        super().__init__(model, "its cache changes as it reads")
         self._argument = argument
-        self.branches = attention_caches.holds_keys_only(self._new_cache())
-
-    def _new_cache(self) -> DynamicCache:
-        return DynamicCache(config=self.model.config)
 
     def read(self, input_ids: Tensor, cache: Any = None, logits_to_keep: int = 0) -> tuple[Tensor, Any]:
-        cache = self._new_cache() if cache is None else cache
+        cache = DynamicCache(config=self.model.config) if cache is None else cache
         logits = self._forward(input_ids, logits_to_keep, use_cache=True, **{self._argument: cache})
         return logits, cache
 
-    def take_rows(self, cache: Any, rows: Tensor | slice) -> Any:
-        return attention_caches.cache_rows(cache, rows) if self.branches else super().take_rows(cache, rows)
-
-    def join_rows(self, caches: Sequence[Any]) -> Any:
-        return attention_caches.joined_caches(caches) if self.branches else super().join_rows(caches)
-
     def keys_of(self, cache: Any) -> Any:
         return cache
-
-    def generation_arguments(self, cache: Any, copies: int = 1) -> dict[str, Any]:
-        # positions follow from the mask over the whole text
-        rows, tokens = len(cache.layers[0].keys), attention_caches.cached_tokens(cache) + 1
-        mask = torch.ones(rows, tokens, dtype=torch.long, device=self.device)
-        cache.batch_repeat_interleave(copies)
-        return {CACHE_NAME: cache, "attention_mask": mask}
 
 
 def reader_of(model: Any) -> Reader:

@@ -25,8 +25,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingC
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer
 from hf_recurrent_lengthgen.data.tokens import text_ids, text_prefix
-from hf_recurrent_lengthgen.evaluation import attention_caches
-from hf_recurrent_lengthgen.evaluation.readers import Reader, check_generation, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import StateReader, check_generation, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
     Branch,
     prefix_tree,
@@ -51,7 +50,7 @@ Request = tuple[tuple[str, str], Ids, Ids]
 
 @register_model("lengthgen")
 class StateLM(TemplateLM):
-    """A recurrent model, a hybrid or a model with attention only, if several texts can continue what it has read.
+    """A recurrent model or a hybrid whose state is a value, so that several texts can continue what it has read.
 
     Args:
         pretrained: Checkpoint folder, Hub name, or a model; a hybrid of Transformers after `stateful(model)`.
@@ -68,7 +67,7 @@ class StateLM(TemplateLM):
         tokens_read: Tokens read so far, without generated ones, which shows what sharing saves.
 
     Raises:
-        ValueError: for a model whose cache cannot branch, and arguments that do not go together.
+        ValueError: for a model whose state is no value, and arguments that do not go together.
     """
 
     def __init__(
@@ -221,14 +220,14 @@ class StateLM(TemplateLM):
         known: int | Ids | None = self._reader.model.generation_config.eos_token_id
         ends = sorted({*(known if isinstance(known, list) else [known]), self.eot_token_id} - {None})
         ending = Ending(self.tokenizer, stop, ends)
-        pad, beams = self.tokenizer.pad_token_id, arguments.get("num_beams") or 1
+        pad = self.tokenizer.pad_token_id
 
         def generate(batch: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, str]]:
             places, carries = zip(*batch, strict=True)
             prompt = torch.tensor([ids[place][-1:] for place in places], device=self._device)
             read = {}
             if carries[0] is not None:
-                read = self._reader.generation_arguments(self._reader.join_rows(carries), beams)
+                read = self._reader.generation_arguments(self._reader.join_rows(carries))
             with evaluation_mode(self._reader.model):
                 output = self._reader.model.generate(
                     input_ids=prompt,
@@ -248,7 +247,8 @@ class StateLM(TemplateLM):
         # the last token of a context is the prompt of generate; the tokens before it have been read
         waiting: dict[int, list[tuple[int, Any]]] = {}  # by the length of their keys, in which a batch agrees
         for place, branch in self._read([text[:-1] for text in ids], None, disable_tqdm):
-            tokens = -1 if branch.carry is None else attention_caches.cached_tokens(self._reader.keys_of(branch.carry))
+            keys = None if branch.carry is None else self._reader.keys_of(branch.carry)
+            tokens = -1 if branch.carry is None else 0 if keys is None else keys.get_seq_length()
             waiting.setdefault(tokens, []).append((place, branch.carry))
             if sum(map(len, waiting.values())) >= rows_with_room(self._reader, self.batch_size, max(waiting)):
                 longest = max(waiting, key=lambda tokens: len(waiting[tokens]))
@@ -267,7 +267,7 @@ class StateLM(TemplateLM):
 
 def _reader(
     pretrained: Any, device: str | None, dtype: str | torch.dtype | None, trust_remote_code: bool, window: Any
-) -> Reader:
+) -> StateReader:
     if isinstance(pretrained, str):
         name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
         if name not in DTYPES:
@@ -278,7 +278,7 @@ def _reader(
         raise ValueError("A given model keeps its device, dtype and window: leave those arguments out.")
     else:
         reader = reader_of(pretrained)
-    if not reader.branches:
+    if not isinstance(reader, StateReader):
         raise ValueError(
             f"The model lengthgen continues what it has read in several ways, which {reader.name} does not allow: "
             f"{reader.why}. Wrap a hybrid with stateful(model); for other models, use lm_eval's own model hf."

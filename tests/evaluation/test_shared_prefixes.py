@@ -22,8 +22,8 @@ from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
     tokens_to_read,
     walk,
 )
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from tests.llamas import tiny_llama
+from tests.models.families import MAMBA2, build
 
 VOCABULARY = 40
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=8)
@@ -50,18 +50,8 @@ def test_a_tree_that_splits_wherever_it_saves_has_each_prefix_once(texts: list[l
     assert sum(len(node.tokens) for node in walk(prefix_tree(texts, worth=1))) == len(prefixes)
 
 
-def stateful_model() -> nn.Module:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 8,
-        "num_heads": 2,
-        "head_dim": 8,
-        "state_size": 4,
-        "n_groups": 1,
-        "num_hidden_layers": 2,
-    }
-    config = StatefulMamba2Config(vocab_size=VOCABULARY, initializer_range=0.5, **sizes)
-    return StatefulMamba2ForCausalLM(config).double().eval()
+def stateful_model() -> Any:
+    return build(MAMBA2, torch.float64, vocab_size=VOCABULARY).eval()
 
 
 def llama() -> nn.Module:
@@ -103,7 +93,7 @@ CASES = [
 @pytest.mark.thinned(4)
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("chunk_length", [None, 1, 7])
-def test_scores_are_those_of_each_text_alone(
+def test_scores_and_states_are_those_of_each_text_alone(
     reader: Reader, batch_size: int, chunk_length: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts = [60, 1, 64, 120, 64, 1, 1, 69, 30, *[100] * 6]
@@ -123,6 +113,11 @@ def test_scores_are_those_of_each_text_alone(
     total = 60 + 0 + 2 + 63 + 0 + 1 + 1 + 69 + 2 * (40 + 3 * 2)
     assert tokens_to_read(tree, states=False) == total < sum(map(len, CASES)) / 2
     assert sum(read) == (total if chunk_length == 1 else 0)
+    kept = dict(read_tree(reader, tree, batch_size=batch_size, chunk_length=chunk_length))
+    for index, text in enumerate(CASES):
+        with torch.no_grad():
+            state = reader.model(input_ids=torch.tensor([text])).final_state
+        torch.testing.assert_close(reader.state(kept[index].carry), state, rtol=1e-9, atol=1e-9)
 
 
 def fed(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -135,21 +130,6 @@ def fed(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(reader, "read", counting)
     return counts
-
-
-@pytest.mark.thinned(5)
-@pytest.mark.parametrize("batch_size", [1, 2, 16])
-@pytest.mark.parametrize("chunk_length", [None, 7])
-def test_states_are_those_after_each_text_alone(reader: Reader, batch_size: int, chunk_length: int | None) -> None:
-    branches = read_tree(reader, prefix_tree(CASES), batch_size=batch_size, chunk_length=chunk_length)
-    found = {index: reader.state(branch.carry) for index, branch in branches}
-    assert found.keys() == set(range(len(CASES)))
-    for index, text in enumerate(CASES):
-        with torch.no_grad():
-            expected = reader.model(input_ids=torch.tensor([text])).final_state
-        for layer, expected_layer in zip(found[index], expected, strict=True):
-            for part, expected_part in zip(layer, expected_layer, strict=True):
-                torch.testing.assert_close(part, expected_part, rtol=1e-9, atol=1e-9)
 
 
 def test_states_are_kept_for_one_way_down_the_tree_only(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +207,7 @@ def test_hits_are_those_of_whole_texts(
         assert found[index] == [int(best[place - 1]) == text[place] for place in range(start, len(text))]
     assert {hit for hits in found.values() for hit in hits} == {True, False}
     everything = sum(map(len, texts)) - len(texts)
-    assert sum(read) < 0.75 * everything if make is not Whole and worth < 10**6 else sum(read) > 0.9 * everything
+    assert sum(read) < 0.75 * everything if make is stateful_model and worth < 10**6 else sum(read) > 0.9 * everything
 
 
 def test_wrong_use_is_refused(family: tuple[list[np.ndarray], list[int]]) -> None:

@@ -2,7 +2,7 @@
 
 Accuracy by depth and length as in Chen et al., 2024 (arXiv:2410.07145), B.1 and Figure 2, Buitrago Ruiz and Gu, 2025
 (arXiv:2507.02782), B.3 and B.4, and Shen et al., 2025 (arXiv:2509.22630), C.4. Decoding is greedy (`greedy_hits`).
-Wrong answers that a task names (`Task.mistakes`) are looked for in the same way; a model whose cache cannot branch
+Wrong answers that a task names (`Task.mistakes`) are looked for in the same way; a model whose state is no value
 reads the prompt again for each.
 """
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import StateReader, reader_of
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.statistics import check_training_length, estimate, last_octave
@@ -71,7 +71,7 @@ def attention_apart(
     """
     check_training_length(training_length)
     reader = reader_of(model)
-    if not getattr(reader.model, "attends", False):
+    if not isinstance(reader, StateReader) or not getattr(reader.model, "attends", False):
         raise ValueError(
             f"{reader.name} has no attention layers beside recurrent ones, or is not wrapped: give stateful(model) of "
             "a hybrid. For other models, window_nll measures the harm."
@@ -123,7 +123,7 @@ def _places(borders: Sequence[int] | None, length: int, training_length: int) ->
     return places
 
 
-def _mean_nll(reader: Reader, kept: tuple[Any, Any], ids: torch.Tensor, targets: torch.Tensor) -> np.ndarray:
+def _mean_nll(reader: StateReader, kept: tuple[Any, Any], ids: torch.Tensor, targets: torch.Tensor) -> np.ndarray:
     """NLL (B,) of the last targets (B, n) of `ids`, read after a state and keys, either of which may be None."""
     state, keys = kept
     cache = reader.fork((state, keys or reader.begin()[1]))
