@@ -55,7 +55,7 @@ class StreamNll(NamedTuple):
 class Chunk(NamedTuple):
     """Positions [start, start + C) of some rows: their NLL (B, C) float32, and the state and cache after them.
 
-    Reading on may change the cache, see `Reader.fork`.
+    Reading on may change the cache, see `StateReader.fork`.
     """
 
     start: int
@@ -209,19 +209,23 @@ def reading_plan(
     batch_size: int | None,
     chunk_length: int | None,
     shortest: int = SHORTEST_CHUNK,
+    logits: int | None = None,
 ) -> tuple[int, int]:
     """`forward_plan` for a reader; one that carries nothing reads whole texts.
+
+    `logits` are those of a token that the model computes, by default for its whole vocabulary.
 
     Raises:
         ValueError: for a text that does not fit into one forward pass of such a model.
     """
     most = TOKENS_PER_FORWARD_ON_CPU if reader.device.type == "cpu" else TOKENS_PER_FORWARD
+    logits = logits or reader.vocabulary
     if reader.carries:
         state = kept_elements(reader, length)
-        return forward_plan(rows, length, reader.vocabulary, batch_size, chunk_length, state, shortest, most)
-    if length > (longest := LOGITS_AT_ONCE // reader.vocabulary):
+        return forward_plan(rows, length, logits, batch_size, chunk_length, state, shortest, most)
+    if length > (longest := LOGITS_AT_ONCE // logits):
         reader.refuse(f"a text of {length:,} tokens", f" At once it can read at most {longest:,} tokens here.")
-    batch = max(1, LOGITS_PER_FORWARD // (length * reader.vocabulary), most // length)
+    batch = max(1, LOGITS_PER_FORWARD // (length * logits), most // length)
     return min(rows, batch_size or batch), length
 
 

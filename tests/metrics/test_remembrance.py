@@ -12,7 +12,7 @@ import torch
 from scipy.spatial.distance import cityblock, cosine, jensenshannon
 from scipy.special import rel_entr
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import MambaConfig, MambaForCausalLM
 
 from hf_recurrent_lengthgen import forgetting
 from hf_recurrent_lengthgen.evaluation.files import read_result, write_result
@@ -28,17 +28,12 @@ from hf_recurrent_lengthgen.metrics.remembrance.measure import (
 )
 from hf_recurrent_lengthgen.metrics.remembrance.words import remembrance_figure
 from hf_recurrent_lengthgen.metrics.repeated_token import ConstantPrompt, constant_prompt_figure
-from hf_recurrent_lengthgen.models import (
-    StatefulGLAConfig,
-    StatefulGLAForCausalLM,
-    StatefulMamba2Config,
-    StatefulMamba2ForCausalLM,
-    StatefulMambaConfig,
-    StatefulMambaForCausalLM,
-)
+from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from hf_recurrent_lengthgen.plotting.style import ROLE_COLORS
 from tests.hybrids.tiny_models import tiny_model
+from tests.llamas import tiny_llama
+from tests.models.families import MAMBA, MAMBA2, build
 
 VOCABULARY = 11
 SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -47,20 +42,11 @@ SMALL = {"hidden_size": 8, "num_hidden_layers": 2, "initializer_range": 0.5, **S
 QUIET = EvaluationSettings(progress=False)
 
 
-def mamba2() -> nn.Module:
-    sizes = {"state_size": 4, "num_heads": 2, "head_dim": 8, "n_groups": 1}
-    return StatefulMamba2ForCausalLM(StatefulMamba2Config(**sizes, **SMALL))
-
-
-def llama() -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(intermediate_size=16, num_attention_heads=2, **SMALL))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "mamba2": mamba2,
-    "mamba1": lambda: StatefulMambaForCausalLM(StatefulMambaConfig(state_size=4, **SMALL)),
+    "mamba2": lambda: build(MAMBA2, vocab_size=VOCABULARY),
+    "mamba1": lambda: build(MAMBA, vocab_size=VOCABULARY),
     "gla": lambda: StatefulGLAForCausalLM(StatefulGLAConfig(num_heads=2, intermediate_size=16, **SMALL)),
-    "llama, by its cache": llama,
+    "llama, by its cache": lambda: tiny_llama(num_hidden_layers=2, initializer_range=0.5, vocab_size=VOCABULARY),
     "stock mamba, as a whole": lambda: MambaForCausalLM(MambaConfig(state_size=4, **SMALL)),
 }
 
@@ -115,19 +101,15 @@ def test_pieces_do_not_change_the_values(batch_size: int | None, chunk_length: i
         np.testing.assert_allclose(values, by_definition(model, tokens, 17, starts)[:, :1], rtol=1e-6, atol=1e-7)
 
 
-def test_a_hybrid_keeps_the_keys_and_values_of_each_start_point() -> None:
+def test_values_of_a_hybrid_and_of_a_window_on_the_state() -> None:
+    tokens, starts, model = token_ids(40), [0, 5, 30, 39], small_model("mamba2")
+    with forgetting(model, window=6):
+        values = remembrance_values(model, tokens, 40, starts, progress=False)
+        np.testing.assert_allclose(values, by_definition(model, tokens, 40, starts)[:, :1], rtol=1e-6, atol=1e-7)
     model, tokens, starts = stateful(tiny_model("bamba")).eval(), token_ids(33), [0, 1, 16, 32]
     values = remembrance_values(model, tokens, 33, starts, chunk_length=5, progress=False)
     np.testing.assert_allclose(values, by_definition(model, tokens, 33, starts)[:, :1], rtol=1e-4, atol=1e-6)
     assert values[:, 0, 1].min() > 1e-5
-
-
-def test_a_window_on_the_state_joins_the_batch_too() -> None:
-    tokens, starts = token_ids(40), [0, 5, 30, 39]
-    model = small_model("mamba2")
-    with forgetting(model, window=6):
-        values = remembrance_values(model, tokens, 40, starts, progress=False)
-        np.testing.assert_allclose(values, by_definition(model, tokens, 40, starts)[:, :1], rtol=1e-6, atol=1e-7)
 
 
 def distances(p: Any, q: Any, dtype: torch.dtype = torch.float64) -> list[float]:

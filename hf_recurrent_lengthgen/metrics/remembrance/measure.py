@@ -6,14 +6,12 @@ prediction of the next token. d is the total variation (Eq. 3) and, if named, ot
 
 t = T is refused: without any token there is no prediction.
 
-One sweep reads all start points: at each t a row in the zero state joins the batch, and all rows read the same next
-tokens. With a model that carries keys and values, or nothing, each start point is read separately.
+Each start point is read separately, all sequences together.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -25,26 +23,12 @@ from hf_recurrent_lengthgen.evaluation.readers import Reader, reader_of
 from hf_recurrent_lengthgen.evaluation.results import Estimate, PartResult
 from hf_recurrent_lengthgen.evaluation.settings import DEFAULTS, EvaluationSettings
 from hf_recurrent_lengthgen.evaluation.statistics import t_interval
-from hf_recurrent_lengthgen.evaluation.streaming import (
-    LOGITS_PER_FORWARD,
-    SHORTEST_CHUNK,
-    STATES_PER_FORWARD,
-    TOKENS_PER_FORWARD,
-    Tokens,
-    check_pieces,
-    check_tokens,
-    progress_bar,
-    state_elements,
-)
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, chunk_borders, progress_bar, reading_plan
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
-from hf_recurrent_lengthgen.models.state_learned import recorded
-from hf_recurrent_lengthgen.models.state_value import map_state
 
 START_POINTS = 64
 LENGTHS_OF_TRAINING = 4
 """Default T in training lengths, as in the paper's figures."""
-Row = tuple[int, int]
-"""Start point and sequence."""
 
 
 def total_variation(p: Tensor, q: Tensor) -> Tensor:
@@ -148,7 +132,7 @@ def effective_remembrance(
         model: A causal language model, see `reader_of`.
         tokens: Token ids (S, at least `length`); the first `length` of each sequence are read.
         training_length: Tokens per training sequence.
-        settings: Confidence, progress, and rows (a sequence from one start point) and tokens per forward pass.
+        settings: Confidence, progress, and sequences, and tokens of each, per forward pass.
         length: T; by default 4 training lengths.
         starts: The t, in any order, from 0 to T - 1; by default those of `start_points`.
         distances: Names of `DISTANCES` to measure beside total variation, which the result always has.
@@ -194,88 +178,34 @@ def remembrance_values(
         )
     reader = reader_of(model)
     array = check_tokens(tokens, reader.vocabulary, length - 1)[:, :length]
-    batch, chunk, budget = sweep_plan(reader, length, len(starts), batch_size, chunk_length)
+    logits = 1 if reader.keeps else None
+    batch, chunk = reading_plan(reader, len(array), length, batch_size, chunk_length, logits=logits)
     read = sorted({0, *starts})
     values = np.empty((len(array), len(distances), len(read)))
     total = len(array) * sum(length - start for start in read)
     with evaluation_mode(reader.model), progress_bar(total, "start points", progress) as bar:
-        together = max(1, batch // len(read)) if reader.carried_by_row else batch
-        for first in range(0, len(array), together):
-            group = range(first, min(first + together, len(array)))
-            whole: Tensor | None = None
-            for rows in row_batches(read, group, batch, reader.carried_by_row):
-                predictions = final_predictions(reader, array, rows, chunk, budget, bar)
-                # The first rows start at 0, one per sequence of the group.
-                whole = predictions[: len(group)] if whole is None else whole
-                for prediction, (start, sequence) in zip(predictions, rows, strict=True):
-                    found = [float(DISTANCES[name](whole[sequence - first], prediction)) for name in distances]
-                    values[sequence, :, read.index(start)] = found
+        for first in range(0, len(array), batch):
+            rows, whole = slice(first, first + batch), None
+            for place, start in enumerate(read):
+                prediction = _final_prediction(reader, array[rows, start:], chunk, first, start, bar)
+                whole = prediction if whole is None else whole  # the first start is 0
+                values[rows, :, place] = torch.stack([DISTANCES[name](whole, prediction) for name in distances], 1)
     return values[..., [read.index(start) for start in starts]].clip(max=1)
 
 
-def sweep_plan(
-    reader: Reader, length: int, starts: int, batch_size: int | None, chunk_length: int | None
-) -> tuple[int, int, int]:
-    """Maximum rows, tokens per row and tokens of all rows in one forward pass."""
-    check_pieces(batch_size, chunk_length)
-    limit = TOKENS_PER_FORWARD if reader.keeps else LOGITS_PER_FORWARD // reader.vocabulary
-    tokens = max(1, min(TOKENS_PER_FORWARD, limit))
-    if batch_size is None:
-        # Rows join after every length / starts tokens, so rows beyond a full pass of that many tokens do not help.
-        piece = min(SHORTEST_CHUNK, max(1, length // starts)) if reader.carried_by_row else length
-        state = max(1, state_elements(reader.model))
-        batch_size = max(1, min(tokens // piece, LOGITS_PER_FORWARD // reader.vocabulary, STATES_PER_FORWARD // state))
-    return batch_size, chunk_length or length, tokens
-
-
-def row_batches(starts: Sequence[int], sequences: range, batch_size: int, joined: bool) -> Iterator[list[Row]]:
-    """All (start, sequence) pairs ordered by start, in batches of at most `batch_size`; unless `joined`, one start per
-    batch."""
-    rows = [(start, sequence) for start in starts for sequence in sequences]
-    parts = [rows] if joined else [list(part) for _, part in groupby(rows, key=lambda row: row[0])]
-    for part in parts:
-        for first in range(0, len(part), batch_size):
-            yield part[first : first + batch_size]
-
-
-def final_predictions(
-    reader: Reader, array: np.ndarray, rows: Sequence[Row], chunk: int, budget: int, bar: Any
-) -> Tensor:
-    """q(.|x_{start:T}) of each row, (R, V) float64 on the CPU: the sweep of this module.
-
-    `array` (S, T) holds the tokens. `chunk` and `budget` limit the tokens per row and of all rows in a forward pass.
-    Rows are ordered by start, and have the same start unless the reader is `carried_by_row`.
-    """
+def _final_prediction(reader: Reader, ids: np.ndarray, chunk: int, first: int, start: int, bar: Any) -> Tensor:
+    """q(.|x_{start:T}) after tokens (R, T - start) of the sequences from `first` on, (R, V) float64 on the CPU."""
     cache = None
-    for begin, end in pairwise([*sorted({start for start, _ in rows}), array.shape[1]]):
-        reading = [row for row in rows if row[0] <= begin]
-        if cache is not None:
-            cache = add_rows(reader, cache, sum(start == begin for start, _ in reading))
-        sequences = [sequence for _, sequence in reading]
-        most = max(1, min(chunk, budget // len(reading))) if reader.carries else end - begin
-        step = math.ceil((end - begin) / math.ceil((end - begin) / most))  # equal pieces, without a short last one
-        for at in range(begin, end, step):
-            ids = array[sequences, at : min(at + step, end)].astype(np.int64)
-            logits, cache = reader.read(torch.from_numpy(ids).to(reader.device), cache, logits_to_keep=1)
-            check_logits(logits, reading, at + ids.shape[1])
-            bar.update(ids.size)
-    return logits[:, -1].cpu().double().softmax(-1)
-
-
-def add_rows(reader: Reader, cache: Any, count: int) -> Any:
-    """The cache with `count` more rows at the end that have read nothing."""
-    shaped = reader.state(reader.take_rows(cache, torch.zeros(count, dtype=torch.long)))
-    learned = recorded(reader.model.config)["active"] is not None
-    first = reader.model.first_state(count) if learned else map_state(torch.zeros_like, shaped)
-    return reader.join_rows([cache, reader.begin(first)])
-
-
-def check_logits(logits: Tensor, rows: Sequence[Row], stop: int) -> None:
-    """Refuse logits (R, 1, V) that give no prediction, and name the first row with such."""
-    broken = (logits.isnan() | (logits == math.inf)).flatten(1).any(1) | (logits == -math.inf).flatten(1).all(1)
+    for begin, stop in chunk_borders(ids.shape[1], chunk):
+        piece = torch.from_numpy(ids[:, begin:stop].astype(np.int64)).to(reader.device)
+        logits, cache = reader.read(piece, cache, logits_to_keep=1)
+        bar.update(piece.numel())
+    last = logits[:, -1].cpu().double()
+    broken = (last.isnan() | (last == math.inf)).any(1) | (last == -math.inf).all(1)
     if bool(broken.any()):
-        start, sequence = rows[int(broken.nonzero()[0])]
+        sequence = first + int(broken.nonzero()[0])
         raise ValueError(
-            f"The prediction after token {stop} of sequence {sequence}, read from token {start} on, is not finite: "
-            "the model overflows there or has broken weights. Evaluate in float32, or a shorter length."
+            f"The prediction after token {start + stop} of sequence {sequence}, read from token {start} on, is not "
+            "finite: the model overflows there or has broken weights. Evaluate in float32, or a shorter length."
         )
+    return last.softmax(-1)
