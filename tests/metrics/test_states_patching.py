@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.metrics.states.patching import Heads, exchange, patch_heads, patched_place
-from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver
+from hf_recurrent_lengthgen.metrics.states.patching import Heads, exchange, patch_heads
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import GLA, MAMBA, MAMBA2, RWKV6, Family, build, random_state, random_tokens, variant_id
@@ -122,27 +120,6 @@ def test_each_exchange_in_a_hybrid_equals_plain_forward_passes(model_type: str) 
     np.testing.assert_allclose(found.restored, expected_full - restored, atol=1e-6)
     np.testing.assert_allclose(found.broken, np.array(broken) - expected_short, atol=1e-6)
     assert np.abs(found.restored).max(1).min() > 2e-6
-
-
-@pytest.mark.thinned(5)
-@pytest.mark.parametrize("family", [MAMBA2, GLA, MAMBA, RWKV6], ids=variant_id)
-@pytest.mark.parametrize("length", [40, 19, 17])
-def test_states_that_were_kept_on_the_way_give_the_same_numbers(family: Family, length: int) -> None:
-    model, tokens = build(family, torch.float64), random_tokens(3, length + 1)
-    position, _ = patched_place(length, T)
-    observer = StateObserver(model, 3, (2, length), position)
-    assert observer.positions == tuple(sorted({2, position, length}))
-    with observer:
-        stream_nll(model, tokens, observer=observer, batch_size=2, chunk_length=5, progress=False)
-    observer.trajectory()  # it has seen all
-    groups = [[(1, 1)], [(0, 0), (1, 0)]]
-    expected = patch_heads(model, tokens, T, groups, progress=False)
-    assert expected.position == position
-    found = patch_heads(model, tokens, T, groups, state_there=observer.kept_state(), progress=False)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-9)
-    assert np.abs(expected.harm).max() > 1e-6
-    assert StateObserver(model, 3, (2, length)).kept_state() is None
 
 
 def test_channels_are_exchanged_in_groups_and_nothing_given_changes() -> None:

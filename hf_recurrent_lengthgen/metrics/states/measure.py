@@ -29,7 +29,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluated
 from hf_recurrent_lengthgen.metrics.states.attention import attention_harm
 from hf_recurrent_lengthgen.metrics.states.attention_windows import attention_window_harm, windows_to_read
 from hf_recurrent_lengthgen.metrics.states.distance import Drift, pooled_std, state_drift
-from hf_recurrent_lengthgen.metrics.states.patching import Head, Heads, heads_of, patch_heads, patched_place
+from hf_recurrent_lengthgen.metrics.states.patching import Head, Heads, heads_of, patch_heads
 from hf_recurrent_lengthgen.metrics.states.result import (
     FEWEST_SEQUENCES,
     ConvStates,
@@ -47,7 +47,6 @@ from hf_recurrent_lengthgen.metrics.states.trajectory import (
     sample_positions,
 )
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
-from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
 DIGITS = 4
 """Significant digits of curves in results."""
@@ -77,12 +76,12 @@ def diagnose_states(
     """
     check_training_length(training_length)
     StateReader.of(model, "a diagnosis of states")
-    observer = _observer(model, tokens, training_length, patched_heads)
+    observer = StateObserver(model, len(tokens), sample_positions(int(tokens.shape[1]) - 1, training_length))
     with observer:
         stream_nll(model, tokens, observer=observer, **settings.reading)
     states = describe_states(model, observer.trajectory(), training_length, settings.confidence)
     windows = functools.partial(attention_window_harm, model, tokens, training_length, settings=settings)
-    return with_exchanges(model, tokens, states, patched_heads, settings, observer.kept_state(), windows)
+    return with_exchanges(model, tokens, states, patched_heads, settings, windows)
 
 
 def measure_states(task: Measurement) -> StateDiagnosis:
@@ -92,7 +91,7 @@ def measure_states(task: Measurement) -> StateDiagnosis:
     if not isinstance(task.reader, StateReader):
         task.reader.refuse("a diagnosis of states")
     heads = settings.patched_heads
-    observer = _observer(task.model, task.tokens, task.training_length, heads)
+    observer = StateObserver(task.model, len(task.tokens), sample_positions(task.length, task.training_length))
 
     def describe() -> StateDiagnosis:
         evaluated(task, observer)
@@ -109,17 +108,9 @@ def measure_states(task: Measurement) -> StateDiagnosis:
         return task.kept("windows of attention", WindowHarm, sweep, model=model, windows=read)
 
     def exchange() -> StateDiagnosis:
-        return with_exchanges(task.model, task.tokens, states, heads, settings, observer.kept_state(), windows)
+        return with_exchanges(task.model, task.tokens, states, heads, settings, windows)
 
     return task.kept("states and exchanges", StateDiagnosis, exchange, patched_heads=heads, windows=read)
-
-
-def _observer(model: nn.Module, tokens: Tokens, training_length: int, patched_heads: int) -> StateObserver:
-    """Of the states of a model; it also keeps those that are exchanged, in models without attention."""
-    length = int(tokens.shape[1]) - 1
-    keeps = patched_heads and not getattr(model, "attends", False)
-    place = patched_place(length, training_length)[0] if keeps else None
-    return StateObserver(model, len(tokens), sample_positions(length, training_length), place)
 
 
 def describe_states(
@@ -162,13 +153,11 @@ def with_exchanges(
     states: StateDiagnosis,
     patched_heads: int,
     settings: EvaluationSettings,
-    state_there: RecurrentState | None,
     windows: Callable[[], WindowHarm],
 ) -> StateDiagnosis:
     """The diagnosis of `describe_states` with patching, and in hybrids with the harm of attention apart and by window.
 
-    `windows` measures the latter. What could not be measured has its reason in `left_out`. `state_there` are the
-    states kept by the observer.
+    `windows` measures the latter. What could not be measured has its reason in `left_out`.
     """
     attends, left_out = getattr(model, "attends", False), list(states.left_out)
     attention = patching = None
@@ -187,7 +176,7 @@ def with_exchanges(
         if attends:
             groups["attention"] = ["attention"]
         try:
-            patching = _patching(model, tokens, states, groups, settings, state_there)
+            patching = _patching(model, tokens, states, groups, settings)
         except ValueError as error:
             left_out.append(f"Heads were not patched: {error}")
     return dataclasses.replace(states, attention=attention, patching=patching, left_out=tuple(left_out))
@@ -211,9 +200,8 @@ def _patching(
     states: StateDiagnosis,
     groups: dict[str, Heads],
     settings: EvaluationSettings,
-    state_there: RecurrentState | None,
 ) -> HeadPatching:
-    reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress, "state_there": state_there}
+    reading: Any = {"batch_size": settings.batch_size, "progress": settings.progress}
     result = patch_heads(model, tokens, states.training_length, list(groups.values()), **reading)
 
     def mean(values: np.ndarray) -> Estimate:

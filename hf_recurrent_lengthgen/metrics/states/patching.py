@@ -26,7 +26,7 @@ from hf_recurrent_lengthgen.evaluation.statistics import check_training_length
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, progress_bar, reading_plan, stream_chunks
 from hf_recurrent_lengthgen.metrics.states.trajectory import as_units
 from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, state_to
+from hf_recurrent_lengthgen.models.state_value import RecurrentState
 
 Head = tuple[int, int]
 """(layer, unit); see `trajectory.as_units` for layers without heads."""
@@ -54,34 +54,25 @@ class Patching(NamedTuple):
         return np.asarray(self.full - self.short)
 
 
-def patched_place(length: int, training_length: int) -> tuple[int, int]:
-    """Tokens read before an exchange and tokens scored after it, in texts of `length` positions.
-
-    Scored is half the training length, or the length of the texts beyond it if that is less; h' has read the tokens
-    before them that make up the training length.
-    """
-    width = max(1, min(training_length // 2, length - training_length))
-    return length - width, width
-
-
 def patch_heads(
     model: nn.Module,
     tokens: Tokens,
     training_length: int,
     groups: Sequence[Heads],
     *,
-    state_there: RecurrentState | None = None,
     batch_size: int | None = None,
     progress: bool = True,
 ) -> Patching:
     """Exchange groups of heads at a position of long texts and measure the NLL of the tokens after it.
+
+    Scored is half the training length, or the length of the texts beyond it if that is less; h' has read the tokens
+    before them that make up the training length.
 
     Args:
         model: A model whose state is a value; a hybrid is wrapped by `stateful`.
         tokens: Token ids (S, L + 1).
         training_length: Tokens per training sequence, T.
         groups: Groups of heads that are exchanged together; each group is one measurement.
-        state_there: The states h, S rows, if they are known, of a model without attention; None to read the texts.
         batch_size, progress: As in `stream_nll`.
 
     Raises:
@@ -91,12 +82,12 @@ def patch_heads(
     reader = StateReader.of(model, "an exchange of heads")
     check_training_length(training_length)
     array = check_tokens(tokens, reader.vocabulary, training_length + 1)
-    position, width = patched_place(array.shape[1] - 1, training_length)
-    kept = training_length - width
+    width = max(1, min(training_length // 2, array.shape[1] - 1 - training_length))
+    position, kept = array.shape[1] - 1 - width, training_length - width
     _check_groups(groups, reader)
     after = array[:, position : position + width + 1]
     nll = np.empty((2 + 2 * len(groups), len(array)))
-    total = len(array) * (position * (state_there is None) + kept + len(nll) * width)
+    total = len(array) * (position + kept + len(nll) * width)
     together = len(array)
     if not reader.carried_by_row:  # then no more rows than can carry their keys at once
         together, _ = reading_plan(reader, len(array), position, batch_size, None)
@@ -104,10 +95,7 @@ def patch_heads(
     with evaluation_mode(reader.model), progress_bar(total, "patching", progress) as bar:
         for first in range(0, len(array), together):
             rows = slice(first, min(first + together, len(array)))
-            if state_there is None:
-                full = _cache_after(reader, array[rows, : position + 1], batch_size, bar, first)
-            else:  # of all rows
-                full = reader.begin(state_to(state_there, reader.device))
+            full = _cache_after(reader, array[rows, : position + 1], batch_size, bar, first)
             short = _cache_after(reader, array[rows, position - kept : position + 1], batch_size, bar, first)
             for index, cache in enumerate(_variants(full, short, groups)):
                 nll[index, rows] = _nll_from(reader, cache, after[rows], batch_size, bar)
@@ -170,7 +158,7 @@ def _cache_after(reader: Reader, rows: np.ndarray, batch_size: int | None, bar: 
     return caches[0] if len(caches) == 1 else reader.join_rows(caches)
 
 
-def _nll_from(reader: Reader, cache: Any, rows: np.ndarray, batch_size: int | None, bar: Any) -> np.ndarray:
+def _nll_from(reader: StateReader, cache: Any, rows: np.ndarray, batch_size: int | None, bar: Any) -> np.ndarray:
     """Mean NLL of each row (S, W + 1), read from a cache, (S,)."""
     batch, chunk = reading_plan(reader, len(rows), rows.shape[1] - 1, batch_size, None)
     losses = []

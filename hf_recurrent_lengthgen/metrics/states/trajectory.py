@@ -31,7 +31,6 @@ from hf_recurrent_lengthgen.evaluation.recorded_scans import SUMS, ScanSums, rec
 from hf_recurrent_lengthgen.evaluation.streaming import Chunk
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, concatenate_rows, state_to
 
 CHANNEL_GROUPS = 16
 """Maximum number of channel groups in a layer without heads."""
@@ -126,17 +125,14 @@ class StateObserver:
     """Takes the statistics of a stream, as the `observer` of `stream_nll`.
 
     As a context manager around the reading, it also records the inputs of the recurrence if the layers' scans are
-    known; otherwise `inputs` of the layers are None. `positions` increase from 1 or more. The states after `kept_at`
-    tokens are kept, too.
+    known; otherwise `inputs` of the layers are None. `positions` increase from 1 or more.
     """
 
-    def __init__(self, model: nn.Module, sequences: int, positions: Sequence[int], kept_at: int | None = None) -> None:
+    def __init__(self, model: nn.Module, sequences: int, positions: Sequence[int]) -> None:
         self._model: Any = base_of(model)
         self._blocks: Any = getattr(getattr(self._model, "base_model", None), "layers", ())
-        self._taken, self._kept_at = tuple(positions), kept_at
-        self.positions = tuple(sorted({*positions, *(() if kept_at is None else (kept_at,))}))
+        self.positions = tuple(positions)
         """Where the stream has to stop."""
-        self._states: list[RecurrentState] = []
         self._places = {position: place for place, position in enumerate(positions)}
         mixers = dict(enumerate(getattr(block, "scan_mixer", None) for block in self._blocks))
         self._layouts = [
@@ -168,8 +164,6 @@ class StateObserver:
     @torch.inference_mode()
     def see(self, first_sequence: int, chunk: Chunk) -> None:
         tokens = chunk.nll.shape[1]
-        if chunk.start + tokens == self._kept_at:
-            self._states.append(state_to(chunk.state, "cpu"))  # other texts follow before it is needed
         rows = slice(first_sequence, first_sequence + len(chunk.nll))
         self._add_calls(chunk.start == 0, tokens)
         place = self._places.get(chunk.start + tokens)
@@ -227,19 +221,15 @@ class StateObserver:
                 statistics[name] = (total / tokens).reshape(len(total), units, -1).mean(-1)
         return statistics
 
-    def kept_state(self) -> RecurrentState | None:
-        """The states of all texts after `kept_at` tokens; None if none were kept."""
-        return concatenate_rows(self._states) if self._states else None
-
     def trajectory(self) -> StateTrajectory:
         """The statistics; a `ValueError` unless all positions of all sequences were seen."""
         if not self._seen.all():
             place, sequence = np.argwhere(~self._seen)[0]
             raise ValueError(
-                f"Sequence {sequence} was not read to position {self._taken[place]}: pass this observer to "
+                f"Sequence {sequence} was not read to position {self.positions[place]}: pass this observer to "
                 "stream_nll, with as many sequences of at least this length."
             )
-        return StateTrajectory(self._taken, tuple(map(self._layer, range(len(self._layouts)), self._layouts)))
+        return StateTrajectory(self.positions, tuple(map(self._layer, range(len(self._layouts)), self._layouts)))
 
     def _layer(self, layer: int, layout: "_Layout") -> LayerTrajectory:
         def kept(part: str, kind: type[Any]) -> Any:
