@@ -26,16 +26,16 @@ MAP_ROWS = 24
 """Maximum number of heads in a panel of the map of distances."""
 DRAWN_HEADS = 40
 """Maximum number of heads of each kind, drifting or not, that have a line."""
+ORANGE = "Orange: heads that drift (L0 H5: layer 0, head 5)"
 WIDTH, HEIGHT, LEFT, RIGHT, TITLE, BOTTOM, GAP = 4.8, 1.75, 0.55, 1.05, 0.8, 0.55, 0.5
 """Inches."""
 Diagnoses = Mapping[str, StateDiagnosis]
-Curves = Callable[[StateDiagnosis, HeadStates], Sequence[float] | None]
-Reading = Callable[[HeadStates], Sequence[float] | None]
-INPUTS: dict[str, Reading] = {
-    "largest element": lambda head: head.largest,
-    "steps": lambda head: head.inputs.get("step"),
-    "keys": lambda head: head.inputs.get("key"),
-    "values": lambda head: head.inputs.get("value"),
+Curve = Callable[[StateDiagnosis, HeadStates], Sequence[float]]
+INPUTS: dict[str, Curve] = {
+    "largest element": lambda its, head: _relative(head.largest, its),
+    "steps": lambda its, head: _relative(head.inputs.get("step", ()), its),
+    "keys": lambda its, head: _relative(head.inputs.get("key", ()), its),
+    "values": lambda its, head: _relative(head.inputs.get("value", ()), its),
 }
 """Panels of `state_inputs_figure`."""
 
@@ -46,115 +46,109 @@ def state_std_figure(diagnoses: Diagnoses) -> Figure:
     explanation = (
         "Standard deviation relative to that at the training length.\nOrange: heads that drift. Dashed: the whole"
     )
-    panels = {name: (diagnosis, lambda head: head.std) for name, diagnosis in diagnoses.items()}
-    return _relative_figure(panels, "Spread of each head's state", f"{explanation}. Dotted: convolutions", whole=True)
+    curves: dict[str, Curve] = {"": lambda its, head: _relative(head.std, its)}
+    title = "Spread of each head's state"
+    return _curves_figure(diagnoses, curves, title, f"{explanation}. Dotted: convolutions", _ratios, whole=True)
 
 
 def state_inputs_figure(diagnoses: Diagnoses) -> Figure:
     """Largest element of each head's state and inputs of its recurrence, relative to those at the training length, by
     position (Chen et al., 2024, Figures 6 and 7); a panel for each that is known."""
-    panels = {
-        f"{name}: {what}": (diagnosis, reading)
-        for name, diagnosis in diagnoses.items()
-        for what, reading in INPUTS.items()
-        if any(map(reading, diagnosis.heads))
-    }
     explanation = "Relative to that at the training length, mean since the last position.\nOrange: heads that drift"
-    return _relative_figure(panels, "What goes into each head's state, and its largest element", explanation)
-
-
-def _relative_figure(
-    drawn: Mapping[str, tuple[StateDiagnosis, Reading]], title: str, explanation: str, whole: bool = False
-) -> Figure:
-    """A panel for each name with a line per head, relative to the training length, on a logarithmic scale."""
-    diagnoses = {name: diagnosis for name, (diagnosis, _) in drawn.items()}
-    figure, panels = _panels(diagnoses, title, explanation)
-    _position_axes(panels, diagnoses)
-    shown = [
-        value
-        for diagnosis, reading in drawn.values()
-        for values in [*map(reading, diagnosis.heads), *(_spreads(diagnosis) if whole else ())]
-        for value in _relative(values or (), diagnosis)[_first_place(diagnosis) :]
-        if value > 0
-    ]
-    low, high = min([0.5, *shown]) / 1.15, max([2.0, *shown]) * 1.3
-    ticks = [value for power in range(-9, 10) for value in (10.0**power, 3 * 10.0**power) if low <= value <= high]
-    for axes, (diagnosis, reading) in zip(panels, drawn.values(), strict=True):
-        axes.set_yscale("log")
-        axes.set_ylim(low, high)
-        style.set_ticks(axes.yaxis, ticks, "{:,g}x".format)
-        ends = []
-        if whole:
-            std = _relative(diagnosis.std, diagnosis)
-            axes.plot(diagnosis.positions, std, color=style.INK, linewidth=1.6, linestyle=(0, (4, 2)), zorder=3)
-            ends.append((std[-1], "whole", style.INK))
-            for spread in _spreads(diagnosis)[1 : DRAWN_HEADS + 1]:
-                axes.plot(
-                    diagnosis.positions, _relative(spread, diagnosis), color=style.MUTED, linewidth=1, linestyle=":"
-                )
-        _draw_heads(axes, diagnosis, _relative_curve(reading), ends)
-    return figure
+    title = "What goes into each head's state, and its largest element"
+    return _curves_figure(diagnoses, INPUTS, title, explanation, _ratios)
 
 
 def state_mean_figure(diagnoses: Diagnoses) -> Figure:
     """Mean of each head's state, in its standard deviations at the training length, by position (Buitrago Ruiz and Gu,
     2025, appendix C; Chen et al., 2024, Figures 5 and 16)."""
-    figure, panels = _panels(
-        diagnoses,
-        "Mean of each head's state",
-        "In its standard deviations at the training length.\nOrange: heads that drift (L0 H5: layer 0, head 5)",
-    )
-    _position_axes(panels, diagnoses)
-    shown = [
-        value
-        for diagnosis in diagnoses.values()
-        for head in diagnosis.heads
-        for value in _mean_in_stds(diagnosis, head)[_first_place(diagnosis) :]
-        if math.isfinite(value)
-    ]
-    powers = [10.0**power for power in range(10)]
-    for axes, diagnosis in zip(panels, diagnoses.values(), strict=True):
-        axes.set_yscale("symlog", linthresh=1)
-        axes.set_ylim(1.3 * min([-1.0, *shown]), 1.3 * max([1.0, *shown]))
-        style.set_ticks(axes.yaxis, [*(-power for power in powers), 0.0, *powers], "{:,g}".format)
-        _draw_heads(axes, diagnosis, _mean_in_stds)
-    return figure
+    explanation = f"In its standard deviations at the training length.\n{ORANGE}"
+    curves: dict[str, Curve] = {"": lambda its, head: _relative(head.mean, its, head.std)}
+    return _curves_figure(diagnoses, curves, "Mean of each head's state", explanation, _signed)
 
 
 def retention_figure(diagnoses: Diagnoses) -> Figure:
     """What each head retains of the first token, alpha_{2:n}, by position (Chen et al., 2024, Figure 3); heads whose
     scan is not known are left out."""
-    figure, panels = _panels(
-        diagnoses,
-        "How much of the first token a head still holds",
-        "1: all of what the token wrote; 0: nothing.\nOrange: heads that drift (L0 H5: layer 0, head 5)",
-    )
-    _position_axes(panels, diagnoses)
-    for axes, diagnosis in zip(panels, diagnoses.values(), strict=True):
-        axes.set_ylim(0, 1.2)
-        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-        _draw_heads(axes, diagnosis, lambda _, head: head.log_retention and [math.exp(x) for x in head.log_retention])
+    explanation = f"1: all of what the token wrote; 0: nothing.\n{ORANGE}"
+    curves: dict[str, Curve] = {"": lambda _, head: [math.exp(log) for log in head.log_retention or ()]}
+    return _curves_figure(diagnoses, curves, "How much of the first token a head still holds", explanation, _shares)
+
+
+def _ratios(axes: Axes, shown: Sequence[float]) -> None:
+    above = [value for value in shown if value > 0]
+    low, high = min([0.5, *above]) / 1.15, max([2.0, *above]) * 1.3
+    axes.set_yscale("log")
+    axes.set_ylim(low, high)
+    ticks = [value for power in range(-9, 10) for value in (10.0**power, 3 * 10.0**power) if low <= value <= high]
+    style.set_ticks(axes.yaxis, ticks, "{:,g}x".format)
+
+
+def _signed(axes: Axes, shown: Sequence[float]) -> None:
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(1.3 * min([-1.0, *shown]), 1.3 * max([1.0, *shown]))
+    powers = [10.0**power for power in range(10)]
+    style.set_ticks(axes.yaxis, [*(-power for power in powers), 0.0, *powers], "{:,g}".format)
+
+
+def _shares(axes: Axes, _: Sequence[float]) -> None:
+    axes.set_ylim(0, 1.2)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+
+
+def _curves_figure(
+    diagnoses: Diagnoses,
+    curves: Mapping[str, Curve],
+    title: str,
+    explanation: str,
+    scale: Callable[[Axes, Sequence[float]], None],
+    whole: bool = False,
+) -> Figure:
+    """A panel per model and named curve with a line per head that has it: orange and named if it drifts, else blue.
+
+    `scale` sets the vertical axis by the visible values of all panels. `whole` adds the spreads of the whole state,
+    dashed, and of convolution states, dotted.
+    """
+    drawn = {
+        f"{name}: {what}" if what else name: (diagnosis, curve)
+        for name, diagnosis in diagnoses.items()
+        for what, curve in curves.items()
+        if not what or any(curve(diagnosis, head) for head in diagnosis.heads)
+    }
+    shown_by = {name: diagnosis for name, (diagnosis, _) in drawn.items()}
+    figure, panels = _panels(shown_by, title, explanation)
+    _position_axes(panels, shown_by)
+    shown = [
+        value
+        for diagnosis, curve in drawn.values()
+        for values in [*(curve(diagnosis, head) for head in diagnosis.heads), *(_spreads(diagnosis) if whole else ())]
+        for value in values[_first_place(diagnosis) :]
+        if math.isfinite(value)
+    ]
+    for axes, (diagnosis, curve) in zip(panels, drawn.values(), strict=True):
+        scale(axes, shown)
+        ends = []
+        if whole:
+            std, *conv = _spreads(diagnosis)
+            axes.plot(diagnosis.positions, std, color=style.INK, linewidth=1.6, linestyle=(0, (4, 2)), zorder=3)
+            ends.append((std[-1], "whole", style.INK))
+            for spread in conv[:DRAWN_HEADS]:
+                axes.plot(diagnosis.positions, spread, color=style.MUTED, linewidth=1, linestyle=":")
+        lines = [(head, values) for head in diagnosis.ranking if (values := curve(diagnosis, head))]
+        drifting = [line for line in lines if line[0].drifts]
+        steady = [line for line in lines if not line[0].drifts]
+        for kind, color, width in ((steady, STEADY, 1.2), (drifting, DRIFT, 1.6)):
+            for _, values in kind[:: -(-len(kind) // DRAWN_HEADS) or 1]:
+                axes.plot(diagnosis.positions, values, color=color, linewidth=width, alpha=0.85)
+        ends += [(values[-1], _short_name(head), DRIFT) for head, values in drifting[:NAMED_HEADS]]
+        if more := drifting[NAMED_HEADS:]:
+            ends.append((min(values[-1] for _, values in more), f"+{len(more)} more", DRIFT))
+        if steady:
+            none = "none drifts" if diagnosis.names_heads else "drift unknown"
+            text = f"{len(steady)} steady" if drifting else none
+            ends.append((float(np.median([values[-1] for _, values in steady])), text, STEADY))
+        style.label_ends(axes, ends)
     return figure
-
-
-def _draw_heads(
-    axes: Axes, diagnosis: StateDiagnosis, curve: Curves, named: Sequence[tuple[float, str, str]] = ()
-) -> None:
-    """A line per head that has a curve: orange and named if it drifts, else blue; then the names of other lines."""
-    lines = [(head, values) for head in diagnosis.ranking if (values := curve(diagnosis, head))]
-    drifting = [line for line in lines if line[0].drifts]
-    steady = [line for line in lines if not line[0].drifts]
-    for kind, color, width in ((steady, STEADY, 1.2), (drifting, DRIFT, 1.6)):
-        for _, values in kind[:: -(-len(kind) // DRAWN_HEADS) or 1]:
-            axes.plot(diagnosis.positions, values, color=color, linewidth=width, alpha=0.85)
-    ends = [*named, *((values[-1], _short_name(head), DRIFT) for head, values in drifting[:NAMED_HEADS])]
-    if more := drifting[NAMED_HEADS:]:
-        ends.append((min(values[-1] for _, values in more), f"+{len(more)} more", DRIFT))
-    if steady:
-        none = "none drifts" if diagnosis.names_heads else "drift unknown"
-        text = f"{len(steady)} steady" if drifting else none
-        ends.append((float(np.median([values[-1] for _, values in steady])), text, STEADY))
-    style.label_ends(axes, ends)
 
 
 def distance_map_figure(diagnoses: Diagnoses) -> Figure:
@@ -360,17 +354,9 @@ def _relative(values: Sequence[float], diagnosis: StateDiagnosis, to: Sequence[f
     return [value / scale if scale else math.nan for value in values]
 
 
-def _relative_curve(reading: Reading) -> Curves:
-    return lambda diagnosis, head: (values := reading(head)) and _relative(values, diagnosis)
-
-
-def _spreads(diagnosis: StateDiagnosis) -> list[Sequence[float]]:
+def _spreads(diagnosis: StateDiagnosis) -> list[list[float]]:
     """Standard deviations of the whole state and of the parts of convolution states."""
-    return [diagnosis.std, *(part.std for part in diagnosis.conv)]
-
-
-def _mean_in_stds(diagnosis: StateDiagnosis, head: HeadStates) -> list[float]:
-    return _relative(head.mean, diagnosis, head.std)
+    return [_relative(std, diagnosis) for std in (diagnosis.std, *(part.std for part in diagnosis.conv))]
 
 
 def _cell_edges(positions: Sequence[int]) -> list[float]:
