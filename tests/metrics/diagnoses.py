@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate, PartResult, Role
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
@@ -69,8 +70,7 @@ def states(
 
 def hybrid() -> StateDiagnosis:
     """Head 2 of layer 1 drifts and does most of the harm, attention little."""
-    found = states({(1, 2): 47.3})
-    assert found.patching is not None
+    found: Any = states({(1, 2): 47.3})
     keys = PatchedHeads("attention", (), near(0.1), near(0.1))
     borders = (16, 64, 512)
     recurrent, attention = (tuple(map(near, values)) for values in ((0.0, 0.5, 1.2), (0.3, 0.0, 0.02)))
@@ -130,6 +130,5 @@ def with_part(model: DiagnosedModel, name: str, found: PartResult | None) -> Dia
 
 
 def states_of(model: DiagnosedModel) -> StateDiagnosis:
-    found = model.found(StateDiagnosis)
-    assert found is not None
+    found: Any = model.found(StateDiagnosis)
     return found

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.metrics import EvaluationSettings, attention_apart, stream_nll, window_nll
+from hf_recurrent_lengthgen.metrics import EvaluationSettings, attention_apart
 from hf_recurrent_lengthgen.metrics.states.attention import attention_harm
 from tests.hybrids.tiny_models import VOCABULARY, tiny_model
 from tests.models.families import MAMBA2, build, random_tokens
@@ -57,20 +57,9 @@ def test_each_of_four_contexts_is_that_of_plain_calls(model_type: str) -> None:
         assert min(np.abs(one - other).max() for i, one in enumerate(values) for other in values[:i]) > 1e-4
 
 
-def test_both_and_neither_are_the_two_sides_of_context_harm() -> None:
-    model, tokens = hybrid("bamba"), text(40)
-    found = attention_apart(model, tokens, T, progress=False)
-    assert found.borders == (24, 32)  # the second half of 40 begins at 20
-    whole, windows = stream_nll(model, tokens, progress=False).nll, window_nll(model, tokens, T, progress=False)
-    for number, border in enumerate(found.borders):
-        part = slice(border + T // 2, border + T)
-        np.testing.assert_allclose(found.both[:, number], whole[:, part].mean(1), atol=1e-5)
-        cut = windows.truncated[:, part.start - T : part.stop - T]
-        np.testing.assert_allclose(found.neither[:, number], cut.mean(1), atol=1e-5)
-
-
 def test_harm_by_length_is_that_of_plain_differences() -> None:
     model, tokens = hybrid("bamba"), text(8 * T, rows=5)
+    assert attention_apart(model, text(40), T, progress=False).borders == (24, 32)  # the second half begins at 20
     found = attention_harm(model, tokens, T, EvaluationSettings(progress=False, confidence=0.8))
     assert found.borders == (8, 11, 16, 23, 32, 45, 56)  # two per doubling, and the last that leaves T tokens
     apart = attention_apart(model, tokens, T, borders=found.borders, progress=False)

@@ -83,8 +83,7 @@ def test_the_window_that_is_named_is_the_largest_that_is_as_good_as_any(
 def test_the_place_of_all_keys_is_named_however_many_windows_there_are(last: int) -> None:
     windows = (*(2**power for power in range(last)), None)
     values = tuple(Estimate(0.1 * place, None, None) for place in range(last + 1))
-    found = hybrid()
-    assert found.attention is not None
+    found: Any = hybrid()
     apart = replace(found.attention, windows=WindowHarm((256, 512), windows, values, values[:1] * (last + 1)))
     figure = attention_windows_figure({"one": found, "two": replace(found, attention=apart)})
     for axes in figure.axes:

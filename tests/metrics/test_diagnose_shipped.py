@@ -72,7 +72,6 @@ def diagnosed(name: str, texts: np.ndarray) -> tuple[float, StateDiagnosis]:
     assert states is not None, found.refused
     if states.attention is not None:
         return states.attention.recurrent[-1].mean, states
-    assert harm.low is not None
     assert harm.low > 0
     return harm.mean, states
 
@@ -92,11 +91,9 @@ def test_a_base_fails_by_the_heads_that_drift_and_its_cured_model_does_not(famil
     base, states = diagnosed(f"{family}-base", texts)
     assert harm_of_states(f"{family}-cured", texts) < base / 3
     assert states.drifting
-    assert states.patching is not None
     drifting = {(head.layer, head.head) for head in states.drifting}
     (patched,) = (group for group in states.patching.groups if {*group.heads} == drifting)
-    share = states.patching.share(patched.restored)
-    assert share is not None
+    share: Any = states.patching.share(patched.restored)
     if states.attention is not None:  # attention fails, too, so less goes away with the states than they do alone
         assert patched.broken.mean > 0.8 * base
         (keys,) = (group for group in states.patching.groups if group.attention)

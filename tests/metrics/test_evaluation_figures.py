@@ -31,8 +31,6 @@ def test_lines_show_the_stored_means_and_bands_the_stored_intervals(demo: Compar
         # Bins [16, 32) to [512, 1024): middles of 17..32 to 513..1024 tokens of context.
         np.testing.assert_allclose(np.asarray(line.get_xdata())[[0, -1]], [math.sqrt(17 * 32), math.sqrt(513 * 1024)])
         vertices = band.get_paths()[0].vertices
-        assert curve.low is not None
-        assert curve.high is not None
         assert (vertices[:, 1].min(), vertices[:, 1].max()) == pytest.approx((min(curve.low), max(curve.high)))
 
 

@@ -133,8 +133,7 @@ def test_a_cure_that_is_not_enough_goes_on_and_one_that_holds_is_read_further() 
 
 
 def test_harm_of_attention_is_not_said_to_be_cured_by_states() -> None:
-    found = hybrid()
-    assert found.attention is not None
+    found: Any = hybrid()
     assert "state_passing" in step(diagnosed("base", "a", 1.4, found)).commands[0]
     apart = replace(found.attention, recurrent=found.attention.attention, attention=found.attention.recurrent)
     model = diagnosed("base", "a", 1.4, replace(found, attention=apart))

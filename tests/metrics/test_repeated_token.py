@@ -20,7 +20,6 @@ from hf_recurrent_lengthgen.metrics.repeated_token import (
     constant_prompt_text,
     single_token,
 )
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 from tests.hybrids.tiny_models import tiny_model
 from tests.llamas import tiny_llama
 from tests.metrics.test_states import one_head_keeps_all
@@ -53,7 +52,11 @@ def test_maxima_and_the_first_bin_above_the_limit(counter_model: type, chunk_len
     assert {32, 91} <= {*edges}
 
 
-def test_the_first_bin_does_not_set_the_limit(counter_model: type) -> None:
+def test_the_first_bin_does_not_set_the_limit_and_a_model_that_holds_exceeds_nothing(counter_model: type) -> None:
+    holds = constant_prompt(counter_model(certain_until(90, after=1.5)), 0, 32, 300, progress=False)
+    assert holds.exceeded_from is None
+    assert loss(1.5) < 2 * loss(2)
+
     def shy_at_first(count: Tensor) -> Tensor:
         return torch.where((count == 1) | (count > 90), -2.0, 2.0)
 
@@ -63,9 +66,7 @@ def test_the_first_bin_does_not_set_the_limit(counter_model: type) -> None:
 
 
 def test_the_curve_is_that_of_one_forward_pass_over_the_token() -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 384, "hidden_size": 8, "state_size": 4, "num_heads": 2, "head_dim": 8, "n_groups": 1}
-    model: Any = StatefulMamba2ForCausalLM(StatefulMamba2Config(num_hidden_layers=2, initializer_range=0.5, **sizes))
+    model = build(MAMBA2, vocab_size=384)
     token = 10 + 3  # a newline in bytes
     found = constant_prompt(model, token, 16, 67, chunk_length=10, progress=False)
     with torch.no_grad():
@@ -75,9 +76,8 @@ def test_the_curve_is_that_of_one_forward_pass_over_the_token() -> None:
     assert np.ptp(nll) > 0
 
 
-def assert_states_of(found: ConstantPrompt, states: dict[int, Any]) -> None:
+def assert_states_of(found: Any, states: dict[int, Any]) -> None:
     """Mean, standard deviation and largest element of each head are those of the states after so many tokens."""
-    assert found.states is not None
     for place, position in enumerate(found.states.positions):
         for head in found.states.heads:
             elements = units_of(states[position][head.layer].recurrent.numpy())[0, head.head]
@@ -90,10 +90,9 @@ def assert_states_of(found: ConstantPrompt, states: dict[int, Any]) -> None:
 @pytest.mark.parametrize("family", [MAMBA2, GLA, RWKV6, RWKV7, MAMBA], ids=variant_id)
 def test_states_are_those_of_a_loop_over_the_token(family: Family) -> None:
     model = build(family, torch.float64)
-    found = constant_prompt(model, 3, 8, 40, chunk_length=7, progress=False)
+    found: Any = constant_prompt(model, 3, 8, 40, chunk_length=7, progress=False)
     states = dict(enumerate(states_by_token(family, model, torch.full((1, 41), 3)), start=1))
     assert_states_of(found, states)
-    assert found.states is not None
     assert len(found.states.heads) == sum(units_of(layer.recurrent.numpy()).shape[1] for layer in states[1])
     for part in found.states.conv if family is MAMBA2 else ():  # 4 heads of 8, 2 groups of 5
         rows = {"x": slice(0, 32), "B": slice(32, 42), "C": slice(42, 52)}[part.part]
@@ -105,8 +104,7 @@ def test_states_are_those_of_a_loop_over_the_token(family: Family) -> None:
 
 def test_layers_of_a_hybrid_without_a_recurrent_part_are_left_out() -> None:
     model = stateful(tiny_model("bamba")).double()
-    found = constant_prompt(model, 3, 8, 40, progress=False)
-    assert found.states is not None
+    found: Any = constant_prompt(model, 3, 8, 40, progress=False)
     assert {head.layer for head in found.states.heads} == {0, 2}
     with torch.no_grad():
         states = {n: model(torch.full((1, n), 3), output_final_state=True).final_state for n in found.states.positions}
@@ -114,8 +112,7 @@ def test_layers_of_a_hybrid_without_a_recurrent_part_are_left_out() -> None:
 
 
 def test_a_head_that_keeps_all_grows_with_the_number_of_tokens(tmp_path: Any) -> None:
-    found = constant_prompt(one_head_keeps_all(), 3, 16, 512, progress=False)
-    assert found.states is not None
+    found: Any = constant_prompt(one_head_keeps_all(), 3, 16, 512, progress=False)
     assert [head.name for head in found.states.drifting] == ["layer 1, head 2"]
     (head,) = found.states.drifting
     before = found.states.positions.index(128)  # the convolutions are full
@@ -192,10 +189,3 @@ def test_a_tokenizer_without_a_newline_has_none(tokenizer: Any) -> None:
 def test_a_token_outside_the_vocabulary_is_refused(counter_model: type) -> None:
     with pytest.raises(ValueError, match=r"Token ids must be from 0 to .* got 7 to 7"):
         constant_prompt(counter_model(certain_until(90)), 7, 32, 64, progress=False)
-
-
-def test_a_model_that_holds_exceeds_nothing(counter_model: type) -> None:
-    model = counter_model(certain_until(90, after=1.5))
-    found = constant_prompt(model, 0, 32, 300, progress=False)
-    assert found.exceeded_from is None
-    assert loss(1.5) < 2 * loss(2)

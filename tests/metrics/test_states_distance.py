@@ -35,7 +35,6 @@ def trajectory_of(states: np.ndarray, positions: tuple[int, ...] = POSITIONS) ->
 
 def drift_of(states: np.ndarray, positions: tuple[int, ...] = POSITIONS, smallest: float = 1.0) -> Drift:
     (drift,) = state_drift(trajectory_of(states, positions), T, smallest)
-    assert drift is not None
     return drift
 
 
@@ -186,7 +185,6 @@ def test_one_text_is_enough_if_it_is_not_random() -> None:
     states[PLACE[56], :, 2] *= 6  # further inside training than beyond it
     states[PLACE[256] :, :, 2] *= 4
     (drift,) = state_drift(trajectory_of(states), T, fixed=True)
-    assert drift is not None
     assert drift.drifts.tolist() == [False, True, False]
     assert drift.leaves_at == (None, 256, None)
     assert drift.late[1] == pytest.approx(3, rel=0.1)

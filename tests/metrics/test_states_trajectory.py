@@ -14,12 +14,7 @@ from hf_recurrent_lengthgen import forgetting, load_model
 from hf_recurrent_lengthgen.evaluation.streaming import stream_nll
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.metrics.maps.measure import attention_maps
-from hf_recurrent_lengthgen.metrics.states.trajectory import (
-    LayerTrajectory,
-    StateObserver,
-    StateTrajectory,
-    sample_positions,
-)
+from hf_recurrent_lengthgen.metrics.states.trajectory import StateObserver, sample_positions
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import (
     DECAYING,
@@ -52,7 +47,7 @@ def made(family: Family, variant: str = "default", dtype: torch.dtype = torch.fl
     return build(family, dtype, **family.variants.get(variant, {}))
 
 
-def observed(model: Any, tokens: Tensor, positions: tuple[int, ...] = POSITIONS, **options: Any) -> StateTrajectory:
+def observed(model: Any, tokens: Tensor, positions: tuple[int, ...] = POSITIONS, **options: Any) -> Any:
     observer = StateObserver(model, len(tokens), positions)
     with observer:
         stream_nll(model, tokens, observer=observer, progress=False, **options)
@@ -85,24 +80,21 @@ def test_statistics_are_those_of_the_states_after_each_token(family: Family, var
     for place, position in enumerate(POSITIONS):
         for found, state in zip(trajectory.layers, states[position - 1], strict=True):
             units = units_of(state.recurrent.numpy())
-            assert found.recurrent is not None
             np.testing.assert_allclose(found.recurrent.mean[place], units.mean(-1), atol=1e-9)
             np.testing.assert_allclose(found.recurrent.variance[place], units.var(-1), atol=1e-9)
             index = np.abs(units).argmax(-1)
             extreme = np.take_along_axis(units, index[..., None], -1)[..., 0]
             np.testing.assert_allclose(found.recurrent.extreme[place], extreme, atol=1e-9)
-            assert found.sketch is not None
             np.testing.assert_allclose(found.sketch[place] @ found.masses, units.mean(-1), atol=1e-5)
             conv = state.conv.numpy()
             if conv[0].size:
-                assert found.conv is not None
                 mean = found.conv.mean[place] * part_sizes(found, conv) / conv.shape[1]
                 np.testing.assert_allclose(mean.sum(-1), conv.mean((1, 2)), atol=1e-9)
             else:
                 assert found.conv is None
 
 
-def part_sizes(found: LayerTrajectory, conv: np.ndarray) -> np.ndarray:
+def part_sizes(found: Any, conv: np.ndarray) -> np.ndarray:
     """Channels of each part, from the shape of the heads."""
     channels = conv.shape[1]
     if found.conv_parts == ("x", "B", "C"):
@@ -110,7 +102,6 @@ def part_sizes(found: LayerTrajectory, conv: np.ndarray) -> np.ndarray:
     if found.conv_parts == ("x", "B"):
         return np.array([32, channels - 32])
     if found.conv_parts == ("q", "k", "v"):
-        assert found.recurrent is not None
         (values, keys), heads = found.shape, found.recurrent.mean.shape[2]
         kv_heads = (channels - heads * keys) / (keys + values)
         return np.array([heads * keys, kv_heads * keys, kv_heads * values])
@@ -120,9 +111,8 @@ def part_sizes(found: LayerTrajectory, conv: np.ndarray) -> np.ndarray:
 def test_convolution_states_are_told_apart_by_part() -> None:
     tokens = random_tokens(SEQUENCES, LENGTH + 1)
     model = made(MAMBA2)
-    found = observed(model, tokens).layers[1].conv
+    found: Any = observed(model, tokens).layers[1].conv
     state = states_by_token(MAMBA2, model, tokens)[-1][1].conv.numpy()
-    assert found is not None
     for part, channels in enumerate((slice(0, 32), slice(32, 42), slice(42, 52))):  # 4 heads of 8, 2 groups of 5
         np.testing.assert_allclose(found.variance[-1, :, part], state[:, channels].var((1, 2)), atol=1e-9)
         values = np.abs(state[:, channels]).reshape(SEQUENCES, -1)
@@ -168,8 +158,7 @@ def test_retention_is_the_product_of_the_decays_after_the_first_token(
     model, tokens = made(family, variant), random_tokens(SEQUENCES, 10)
     positions = (1, 2, 5, 9)
     decays, _ = decays_and_writes(model, tokens, layer)
-    inputs = observed(model, tokens, positions, batch_size=2, chunk_length=3).layers[layer].inputs
-    assert inputs is not None
+    inputs: Any = observed(model, tokens, positions, batch_size=2, chunk_length=3).layers[layer].inputs
     before = 0
     for place, position in enumerate(positions):
         kept = units_of(decays[1:position].prod(0))
@@ -190,8 +179,7 @@ def test_retention_of_mamba_3_is_what_is_left_of_the_norm_of_a_state() -> None:
         states = [model(tokens[:, :length], initial_state=start).final_state[1].recurrent for start in (zero, one)]
         return (states[1] - states[0]).norm(dim=(2, 3)).numpy()
 
-    inputs = observed(model, tokens, (1, 4, 9)).layers[1].inputs
-    assert inputs is not None
+    inputs: Any = observed(model, tokens, (1, 4, 9)).layers[1].inputs
     for place, length in enumerate((1, 4, 9)):
         np.testing.assert_allclose(np.exp(inputs.log_retention[place]), norms(length) / norms(1), rtol=1e-8)
 
@@ -200,8 +188,7 @@ def test_retention_of_mamba_3_is_what_is_left_of_the_norm_of_a_state() -> None:
 def test_norms_of_keys_and_values_and_steps_make_up_what_is_written(family: Family) -> None:
     model, tokens = made(family), random_tokens(SEQUENCES, 5)
     _, writes = decays_and_writes(model, tokens, 1)
-    inputs = observed(model, tokens, (1, 2, 3, 4)).layers[1].inputs
-    assert inputs is not None
+    inputs: Any = observed(model, tokens, (1, 2, 3, 4)).layers[1].inputs
     # a write is an outer product, whose norm is the product of the norms
     found = inputs.key * inputs.value * (1 if inputs.step is None else inputs.step)
     np.testing.assert_allclose(found, np.linalg.norm(writes, axis=(-2, -1)), rtol=1e-6)
@@ -231,8 +218,7 @@ def test_steps_keys_and_values_are_what_the_modules_compute() -> None:
 def test_retention_over_long_streams_does_not_underflow() -> None:
     model = made(MAMBA2, dtype=torch.float32)
     tokens = random_tokens(1, 5001)
-    inputs = observed(model, tokens, (1, 100, 5000)).layers[0].inputs
-    assert inputs is not None
+    inputs: Any = observed(model, tokens, (1, 100, 5000)).layers[0].inputs
     assert float(inputs.log_retention[-1].min()) < -800  # exp is 0 there
     np.testing.assert_allclose(
         inputs.log_retention[-1] - inputs.log_retention[-2], 4900 * inputs.log_decay[-1], rtol=1e-6
@@ -242,12 +228,11 @@ def test_retention_over_long_streams_does_not_underflow() -> None:
 def test_the_sketch_holds_means_of_neighbours_among_the_sorted_elements() -> None:
     model = made(MAMBA2, "own state size in each layer")  # 8 * 12 elements: all of them are sketched
     tokens = random_tokens(2, 9)
-    layer = observed(model, tokens, (8,)).layers[0]
+    layer: Any = observed(model, tokens, (8,)).layers[0]
     state = states_by_token(MAMBA2, model, tokens)[-1][0].recurrent.numpy().reshape(2, 4, -1)
     counts = np.round(layer.masses * 96).astype(int)
     assert counts.sum() == 96
     ordered, start = np.sort(state, -1), 0
-    assert layer.sketch is not None
     for group, count in enumerate(counts):
         np.testing.assert_allclose(
             layer.sketch[0, ..., group], ordered[..., start : start + count].mean(-1), rtol=1e-5
@@ -272,11 +257,7 @@ def test_wrapped_models_of_transformers_have_the_inputs_of_our_classes(model_typ
     tokens = random_tokens(2, 21)
     found, expected = observed(stateful(stock), tokens), observed(load_model(str(tmp_path)), tokens)
     for layer, ours in zip(found.layers, expected.layers, strict=True):
-        assert layer.recurrent is not None
-        assert ours.recurrent is not None
         np.testing.assert_allclose(layer.recurrent.mean, ours.recurrent.mean, atol=1e-6)
-        assert layer.inputs is not None
-        assert ours.inputs is not None
         for values, ours_values in zip(layer.inputs, ours.inputs, strict=True):
             np.testing.assert_allclose(values, ours_values, rtol=1e-4)
     assert not any(module._forward_pre_hooks for module in stock.modules())
