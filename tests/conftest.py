@@ -31,23 +31,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("LENGTHGEN_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
 
 
-SCRIPTS = [
-    path for folder in ("examples", "benchmarks") for path in (Path(__file__).parents[1] / folder).rglob("*.py")
-]
-
-
-def loaded_scripts() -> set[str]:
-    """Those that are modules now."""
-    names = {path.stem for path in SCRIPTS} & sys.modules.keys()
-    return {name for name in names if Path(getattr(sys.modules[name], "__file__", None) or "") in SCRIPTS}
+SCRIPTS = {
+    path.stem for folder in ("examples", "benchmarks") for path in (Path(__file__).parents[1] / folder).rglob("*.py")
+} - {"tests"}
 
 
 @pytest.fixture(autouse=True)
 def own_scripts() -> Iterator[None]:
     """Each test imports its own: studies have files of one name, such as run.py, and find them by the path."""
-    before = loaded_scripts()
+    before = SCRIPTS & sys.modules.keys()
     yield
-    for name in loaded_scripts() - before:
+    for name in (SCRIPTS & sys.modules.keys()) - before:
         del sys.modules[name]
 
 
