@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -129,15 +128,15 @@ def run_job(
     return {key: value.detach().clone() for key, value in found.items()}
 
 
-def run_process(run: Callable[..., Any], rank: int, size: int, folder: Path, jobs: list[Any]) -> None:
+def run_process(rank: int, size: int, folder: Path, jobs: list[Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size)
-    found = [run(**job, group=dist.group.WORLD) if size in sizes else None for job, sizes in jobs]
+    found = [run_job(**job, group=dist.group.WORLD) if size == own else None for job, own in jobs]
     torch.save(found, folder / f"{size}_{rank}.pt")
     dist.destroy_process_group()
 
 
-def main(run: Callable[..., Any] = run_job) -> None:
-    """Run jobs in processes; `run` takes the keywords of a job and the `group`."""
+def main() -> None:
+    """Run jobs, each in its number of processes."""
     file, jobs = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(1)
     gc.freeze()
@@ -148,7 +147,7 @@ def main(run: Callable[..., Any] = run_job) -> None:
             for rank in range(size):
                 child = os.fork()
                 if not child:
-                    run_process(run, rank, size, Path(folder), jobs)
+                    run_process(rank, size, Path(folder), jobs)
                     os._exit(0)
                 children.append(child)
             codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

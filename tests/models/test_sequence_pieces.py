@@ -29,24 +29,11 @@ SHARDED = [
     for name in ("mamba2", "gla", "rwkv7")
 ]
 
-Results = dict[str, dict[int, list[dict[str, Tensor]]]]
+Results = dict[str, list[dict[str, Tensor]]]
 
 
 def settings(job: Job) -> dict[str, Any]:
     return dict(zip(("name", "rows", "dtype", "checkpointed"), job, strict=True))
-
-
-def results_of(
-    jobs: list[dict[str, Any]], file: Any, script: str = "tests.models.pieces_in_processes", thinned: Any = ()
-) -> Results:
-    """By job and number of processes, what each process got; a job of `thinned` runs on one number of processes, which
-    it takes in turn."""
-    sizes = [[PROCESSES[i % len(PROCESSES)]] if job in thinned else PROCESSES for i, job in enumerate(jobs)]
-    command = [sys.executable, "-m", script, str(file), json.dumps([*zip(jobs, sizes, strict=True)])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = torch.load(file)
-    return {str(job): {n: [each[i] for each in results[n]] for n in sizes[i]} for i, job in enumerate(jobs)}
 
 
 def of_variant(name: str, variant: str) -> dict[str, Any]:
@@ -55,11 +42,18 @@ def of_variant(name: str, variant: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    jobs, variants = [settings(job) for job in JOBS + BROKEN], [of_variant(*job) for job in VARIANTS]
-    thinned = [job for job in jobs if job["checkpointed"] or job["dtype"] != "float64" or "broken" in job["rows"]]
-    return results_of(
-        [*jobs, *variants, *SHARDED], tmp_path_factory.mktemp("pieces") / "results", thinned=thinned + variants
+    """By job, its number of processes, which jobs take in turn, and what each process got."""
+    jobs, file = (
+        [*map(settings, JOBS + BROKEN), *(of_variant(*job) for job in VARIANTS), *SHARDED],
+        tmp_path_factory.mktemp("pieces") / "results",
     )
+    sizes = [PROCESSES[i % len(PROCESSES)] for i in range(len(jobs))]
+    given = json.dumps([*zip(jobs, sizes, strict=True)])
+    command = [sys.executable, "-m", "tests.models.pieces_in_processes", str(file), given]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = torch.load(file)
+    return {str(job): [each[i] for each in results[n]] for i, (job, n) in enumerate(zip(jobs, sizes, strict=True))}
 
 
 def errors(pieces: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> dict[str, float]:
@@ -81,11 +75,10 @@ def errors(pieces: list[dict[str, Tensor]], whole: dict[str, Tensor]) -> dict[st
     return found
 
 
-def check(pieces: dict[int, list[dict[str, Tensor]]], whole: dict[str, Tensor], tolerance: float) -> None:
-    for size, each in pieces.items():
-        limits = {"loss": max(tolerance, 1e-6)}  # Transformers computes losses in float32
-        wrong = {key: error for key, error in errors(each, whole).items() if not error <= limits.get(key, tolerance)}
-        assert not wrong, (size, wrong)
+def check(pieces: list[dict[str, Tensor]], whole: dict[str, Tensor], tolerance: float) -> None:
+    limits = {"loss": max(tolerance, 1e-6)}  # Transformers computes losses in float32
+    wrong = {key: error for key, error in errors(pieces, whole).items() if not error <= limits.get(key, tolerance)}
+    assert not wrong, (len(pieces), wrong)
 
 
 @pytest.mark.slow
@@ -97,16 +90,15 @@ def test_processes_that_share_rows_give_what_one_gives(job: Job, found: Results)
 @pytest.mark.slow
 @pytest.mark.parametrize("job", BROKEN, ids=str)
 def test_a_broken_sequence_breaks_no_other(job: Job, found: Results) -> None:
-    whole = run_job(**settings(job))
-    for pieces in found[str(settings(job))].values():
-        for key in ("final recurrent 0", "final recurrent 1"):
-            assert bool(whole[key][-1].isfinite().all())
-            torch.testing.assert_close(pieces[0][key][-1], whole[key][-1], rtol=0, atol=1e-9)
-        for key in ("logits", "gradient of inputs"):
-            value = torch.cat([piece[key] for piece in pieces], 1)
-            for row, others in ((-1, slice(32, None)), (1, slice(0, 9))):
-                assert bool(whole[key][row, others].isfinite().all())
-                torch.testing.assert_close(value[row, others], whole[key][row, others], rtol=0, atol=1e-9)
+    whole, pieces = run_job(**settings(job)), found[str(settings(job))]
+    for key in ("final recurrent 0", "final recurrent 1"):
+        assert bool(whole[key][-1].isfinite().all())
+        torch.testing.assert_close(pieces[0][key][-1], whole[key][-1], rtol=0, atol=1e-9)
+    for key in ("logits", "gradient of inputs"):
+        value = torch.cat([piece[key] for piece in pieces], 1)
+        for row, others in ((-1, slice(32, None)), (1, slice(0, 9))):
+            assert bool(whole[key][row, others].isfinite().all())
+            torch.testing.assert_close(value[row, others], whole[key][row, others], rtol=0, atol=1e-9)
 
 
 @pytest.mark.slow
