@@ -9,12 +9,13 @@ import torch
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.cli.main import main
-from tests.checkpoints.cards.test_model_cards import FAR, MODEL_CARDS, NAMES
+from tests.checkpoints.cards.test_model_cards import FAR, MODEL_CARDS
 
 from .client import run_stranger
 from .endpoint import Endpoint
 
-CURED = [name for name in NAMES if not name.endswith("-base")]
+CURED = ["mamba2-cured", "rwkv7-cured", "bamba-cured", FAR]
+"""Of a scan, a delta rule, a hybrid, and words; `test_remote_code` has all families."""
 TEXT = "The sky is blue"
 CODE = """
 import torch
