@@ -34,9 +34,7 @@ def test_one_container_of_the_commit_is_downloaded_and_recorded(hub: Endpoint, t
     first = hub.put("user/name", files | extra)
     hub.put("user/name", {"config.json": b"{}"})
     convert_checkpoint("user/name", tmp_path / "ours", revision=first)
-    lineage = read_lineage(tmp_path / "ours")
-    assert lineage is not None
-    assert lineage.source is not None
+    lineage: Any = read_lineage(tmp_path / "ours")
     assert (lineage.source.name, lineage.source.on_hub, lineage.source.revision) == ("user/name", True, first)
     assert (lineage.source.license, set(lineage.source.files)) == ("mit", {"model.safetensors"})
     for name in ("pytorch_model.bin", "large.png"):
@@ -86,9 +84,7 @@ def test_a_file_in_the_cache_of_the_hub_keeps_its_name_and_neighbours(tmp_path: 
         path.rename(model / "blobs" / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     convert_checkpoint(str(snapshot / "pytorch_model.bin"), tmp_path / "ours")
-    lineage = read_lineage(tmp_path / "ours")
-    assert lineage is not None
-    assert lineage.source is not None
+    lineage: Any = read_lineage(tmp_path / "ours")
     assert (lineage.source.name, lineage.source.revision) == ("user/name", "0" * 40)
     assert set(lineage.source.files) == {"pytorch_model.bin"}
 
@@ -103,8 +99,7 @@ def steps(*kinds: str) -> Any:
 
 def test_the_last_training_is_told_if_nothing_but_a_merge_follows() -> None:
     for kinds in (("train",), ("train", "merge"), ("expand", "train", "merge")):
-        found = last_training(steps(*kinds))
-        assert found is not None
+        found: Any = last_training(steps(*kinds))
         assert (found.methods, found.steps, found.learning_rate) == (("state passing",), 7, 0.01)
     for kinds in ((), ("merge",), ("train", "forget"), ("train", "expand", "merge")):
         assert last_training(steps(*kinds)) is None

@@ -16,27 +16,19 @@ from torch import Tensor
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_model
 from hf_recurrent_lengthgen.checkpoints.records import Adapter, read_lineage
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
 from hf_recurrent_lengthgen.models import StatefulGLAConfig, StatefulGLAForCausalLM, StatefulMamba2ForCausalLM
+from tests.cli.training import run, train_briefly
 from tests.without_package import clean_process
 
 RANK, ALPHA = 2, 6
 TOKENS = torch.arange(3, 40)[None]
 
 
-def run(*arguments: Any) -> int:
-    return main([str(argument) for argument in arguments])
-
-
 def train(model: Path, output: Path, text_file: Path, *options: Any) -> int:
-    few = ("--max-steps", 2, "--per-device-train-batch-size", 2, "--save-strategy", "no", "--learning-rate", 0.1)
-    return run(
-        *("train", "--model", model, "--output", output, "--data", text_file, "--training-length", 16, "--use-cpu"),
-        *few,
-        *options,
-    )
+    few = ("--max-steps", 2, "--training-length", 16, "--learning-rate", 0.1)
+    return train_briefly(model, output, text_file, *few, *options)
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +110,9 @@ def test_a_merged_checkpoint_has_weights_code_tokenizer_and_the_whole_lineage(
     torch.testing.assert_close(logits(model).double(), logits(merged_by_hand(checkpoint, adapter)), rtol=0, atol=1e-5)
     assert {"tokenizer_config.json", "modeling_stateful_mamba2.py"} <= {path.name for path in out.iterdir()}
     assert not [path for path in out.iterdir() if "adapter" in path.name]
-    lineage = read_lineage(out)
-    assert lineage is not None
+    lineage: Any = read_lineage(out)
     assert lineage.source == lineage_of(str(checkpoint)).source
     assert [step.kind for step in lineage.steps] == ["train", "merge"]
-    assert lineage.steps[0].training is not None
     assert lineage.steps[0].training.adapter == Adapter("LORA", 2, 6.0, ("in_proj", "out_proj"))
     assert lineage.steps[1].command == "lengthgen merge adapter --output merged"
     assert (model.config.training_length, len(model.config.interventions)) == (16, 1)
@@ -135,8 +125,7 @@ def test_an_adapter_is_trained_on(adapter: Path, text_file: Path, tmp_path: Path
     before, after = (load_file(each / "adapter_model.safetensors") for each in (adapter, tmp_path / "more"))
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before)
-    lineage = read_lineage(tmp_path / "more")
-    assert lineage is not None
+    lineage: Any = read_lineage(tmp_path / "more")
     trainings = [step.training for step in lineage.steps if step.training is not None]
     assert [(run.methods[0].name, run.adapter is None, run.steps) for run in trainings] == [
         ("state_passing", False, 2)

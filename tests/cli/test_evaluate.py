@@ -45,19 +45,6 @@ def test_a_second_evaluation_keeps_a_table_equal_to_its_result(
     assert table.read_text().startswith("model,role,")
 
 
-def test_several_models_on_the_same_text(
-    evaluate: Evaluate, checkpoint: Path, stock_checkpoint: Path, tmp_path: Path
-) -> None:
-    assert evaluate(checkpoint, stock_checkpoint, "--tokenizer", "bytes") == 0
-    comparison = read_result(tmp_path / "out" / "result.json", Comparison)
-    names = [
-        f"{folder.parent.name}/{folder.name}" for folder in (checkpoint, stock_checkpoint)
-    ]  # the ends that differ
-    assert [model.evaluation.model for model in comparison.models] == names
-    assert len({model.evaluation.data.digest for model in comparison.models}) == 1
-    assert len({model.evaluation.in_window.loss.mean for model in comparison.models}) == 2
-
-
 def test_methods_with_several_seeds_are_compared(
     evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

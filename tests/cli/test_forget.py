@@ -44,6 +44,8 @@ def test_a_copy_forgets_by_itself_and_says_so(
         expected = base(TOKENS).logits
     assert torch.equal(copy(TOKENS).logits, expected)
     assert not torch.allclose(copy(TOKENS).logits, base(TOKENS).logits, atol=1e-4)
+    assert forget(out, "--output", tmp_path / "two", "--window", 8) == 1
+    assert "forgets already (window 4): give the checkpoint that it was made from" in capsys.readouterr().err
 
 
 def test_a_process_without_our_package_forgets_too(checkpoint: Path, tmp_path: Path) -> None:
@@ -120,11 +122,3 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert forget(checkpoint, *(text.format(full=checkpoint, out=tmp_path / "out") for text in arguments)) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_checkpoint_that_forgets_is_not_made_to_forget_again(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert forget(checkpoint, "--output", tmp_path / "one", "--window", 4) == 0
-    assert forget(tmp_path / "one", "--output", tmp_path / "two", "--window", 8) == 1
-    assert "forgets already (window 4): give the checkpoint that it was made from" in capsys.readouterr().err

@@ -20,26 +20,16 @@ from hf_recurrent_lengthgen.checkpoints.records import (
     write_lineage,
 )
 from hf_recurrent_lengthgen.checkpoints.sources import lineage_of
-from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 from tests.checkpoints.hub.conftest import hub as hub
 from tests.checkpoints.hub.endpoint import Endpoint
-
-
-def run(*arguments: Any) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def train(model: Path, output: Path, text_file: Path, *options: Any) -> int:
-    few = ("--max-steps", 3, "--per-device-train-batch-size", 2, "--logging-steps", 1, "--save-strategy", "no")
-    data = ("--data", text_file, "--training-length", 8, "--use-cpu")
-    return run("train", "--model", model, "--output", output, *data, *few, *options)
+from tests.cli.training import run
+from tests.cli.training import train_briefly as train
 
 
 def steps_of(folder: Path) -> tuple[Step, ...]:
-    lineage = read_lineage(folder)
-    assert lineage is not None
+    lineage: Any = read_lineage(folder)
     return lineage.steps
 
 
@@ -49,8 +39,7 @@ def sha256(path: Path) -> str:
 
 def test_a_training_is_recorded_with_what_it_started_from(checkpoint: Path, tmp_path: Path, text_file: Path) -> None:
     assert train(checkpoint, tmp_path / "out", text_file, "--learning-rate", "1e-3", "--alignment-alpha", 0.1) == 0
-    lineage = read_lineage(tmp_path / "out")
-    assert lineage is not None
+    lineage: Any = read_lineage(tmp_path / "out")
     digest = sha256(checkpoint / "model.safetensors")
     assert lineage.source == Source("checkpoint", False, None, "lengthgen", None, {"model.safetensors": digest})
     [step] = lineage.steps
@@ -58,8 +47,7 @@ def test_a_training_is_recorded_with_what_it_started_from(checkpoint: Path, tmp_
     assert step.command.startswith("lengthgen train --model checkpoint --output out --data text.txt")
     assert step.versions["torch"]
     assert step.versions["python"]
-    training = step.training
-    assert training is not None
+    training: Any = step.training
     assert training.methods == (StatePassingTrainer.about, OUTPUT_ALIGNMENT)
     assert training.data == DataSource("text.txt", "train")
     assert (training.steps, training.tokens) == (3, 3 * 2 * 8)
@@ -86,8 +74,7 @@ def test_each_command_goes_on_with_the_lineage_of_its_start(checkpoint: Path, tm
     assert run("expand", start, "--output", tmp_path / "larger", "--layers", "all", "--factor", 2) == 0
     assert train(tmp_path / "larger", tmp_path / "trained", text_file, "--intervention", "none") == 0
     assert run("forget", tmp_path / "trained", "--output", tmp_path / "forgets", "--window", 4) == 0
-    lineage = read_lineage(tmp_path / "forgets")
-    assert lineage is not None
+    lineage: Any = read_lineage(tmp_path / "forgets")
     assert lineage.source == source
     assert lineage.steps[0] == converted
     told = [(step.kind, step.description, step.training is not None) for step in lineage.steps[1:]]
@@ -107,11 +94,9 @@ def test_a_resumed_training_is_one_step_over_all_of_it(checkpoint: Path, tmp_pat
     saving = ("--save-strategy", "steps", "--save-steps", 1)
     assert train(checkpoint, tmp_path / "out", text_file, *saving) == 0
     shutil.rmtree(tmp_path / "out" / "checkpoint-3")
-    whole = steps_of(tmp_path / "out")[0].training
+    whole: Any = steps_of(tmp_path / "out")[0].training
     assert train(checkpoint, tmp_path / "out", text_file, *saving, "--resume") == 0
     [step] = steps_of(tmp_path / "out")
-    assert step.training is not None
-    assert whole is not None
     assert step.command.endswith("--resume")
     assert (step.training.steps, step.training.tokens) == (3, 3 * 2 * 8)
     assert step.training.loss == pytest.approx(whole.loss)
@@ -119,10 +104,8 @@ def test_a_resumed_training_is_one_step_over_all_of_it(checkpoint: Path, tmp_pat
 
 def test_training_from_scratch_has_no_source(config_file: Path, tmp_path: Path, text_file: Path) -> None:
     assert train(config_file, tmp_path / "out", text_file, "--intervention", "none", "--mimetic") == 0
-    lineage = read_lineage(tmp_path / "out")
-    assert lineage is not None
+    lineage: Any = read_lineage(tmp_path / "out")
     assert lineage.source is None
-    assert lineage.steps[0].training is not None
     assert lineage.steps[0].training.methods == (PLAIN, MIMETIC_INITIALIZATION)
     assert lineage.steps[0].training.initial_weights == InitialWeights({"c": 8.0, "offset": 0})
 
@@ -134,13 +117,11 @@ def test_the_source_is_told_by_its_config_and_card(stock_checkpoint: Path, tmp_p
         "stock", False, None, "transformers", None, {"model.safetensors": sha256(folder / "model.safetensors")}
     )
     ModelCard("---\nlicense: mit\n---\n# Stock").save(folder / "README.md")
-    source = lineage_of(str(folder)).source
-    assert source is not None
+    source: Any = lineage_of(str(folder)).source
     assert source.license == "mit"
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "gla"}))
     source = lineage_of(str(folder)).source
-    assert source is not None
     assert source.format == "fla"
 
 
@@ -156,7 +137,6 @@ def test_a_start_on_the_hub_is_known_by_its_commit_and_licence(hub: Endpoint, st
     card = b"---\nlicense: mit\n---\n# Stock"
     api.upload_file(repo_id="user/stock", path_in_repo="README.md", path_or_fileobj=card)
     AutoModelForCausalLM.from_pretrained("user/stock")
-    source = lineage_of("user/stock").source
-    assert source is not None
+    source: Any = lineage_of("user/stock").source
     assert (source.license, source.revision) == ("mit", api.model_info("user/stock").sha)
     assert source.revision != commit

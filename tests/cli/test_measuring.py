@@ -19,7 +19,6 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.measuring import _training_length
 from hf_recurrent_lengthgen.data import PackedBlocks, byte_tokenizer, evaluation_sequences, token_stream
 from hf_recurrent_lengthgen.evaluation.files import read_result
@@ -90,17 +89,6 @@ def test_what_was_measured_is_not_measured_again(
         evaluate(checkpoint, "--length", 63)
 
 
-def test_models_of_different_training_lengths_need_the_option(
-    checkpoint: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = StatefulMamba2ForCausalLM.from_pretrained(checkpoint)
-    other.config.training_length = 16
-    other.save_pretrained(tmp_path / "other")
-    given = ["--data", str(text_file), "--split", "train", "--tokenizer", "bytes", "--output", str(tmp_path / "out")]
-    assert main(["evaluate", str(checkpoint), str(tmp_path / "other"), *given]) == 1
-    assert "No one training length for all models" in capsys.readouterr().err
-
-
 def test_a_checkpoint_of_a_script_of_ones_own_is_measured_by_its_lineage(
     checkpoint: Path, tmp_path: Path, text_file: Path
 ) -> None:
@@ -120,10 +108,13 @@ def test_a_checkpoint_of_a_script_of_ones_own_is_measured_by_its_lineage(
     assert _training_length([str(tmp_path / "trained")], [model]) == 11
 
 
-def test_a_training_length_from_another_model_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    configs = [SimpleNamespace(training_length=8), SimpleNamespace(), SimpleNamespace(training_length=8)]
+def test_a_training_length_from_another_model_is_told_and_two_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    configs: list[Any] = [SimpleNamespace(training_length=8), SimpleNamespace(), SimpleNamespace(training_length=8)]
     models = [SimpleNamespace(config=config) for config in configs]
     assert _training_length(["a", "b", "c"], models) == 8
     assert "Taking 8 as the training length of all models (a: 8, b: unknown, c: 8)" in capsys.readouterr().out
     assert _training_length(["a", "c"], models[::2]) == 8
     assert capsys.readouterr().out == ""
+    models[2].config.training_length = 16
+    with pytest.raises(ValueError, match="No one training length for all models"):
+        _training_length(["a", "b", "c"], models)

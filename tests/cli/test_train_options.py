@@ -107,18 +107,7 @@ def test_steps_or_epochs_count(given: str) -> None:
 
 def test_the_help_shows_what_most_people_need_and_what_holds_without_it() -> None:
     shown = RunParser().format_help()
-    parts = (
-        "model:",
-        "--model MODEL",
-        "data:",
-        "--intervention",
-        "training:",
-        "--max-steps N",
-        "--output",
-        "examples:",
-    )
-    positions = [shown.index(part) for part in parts]
-    assert positions == sorted(positions)
+    assert all(part in shown for part in ("--model MODEL", "--intervention", "--max-steps N", "--output"))
     assert "%(" not in shown
     assert "default: None" not in shown
     assert "--torch-compile" not in shown
@@ -135,10 +124,10 @@ def test_the_help_shows_what_most_people_need_and_what_holds_without_it() -> Non
         ({"data": "../nowhere"}, "no file or folder ../nowhere"),
         ({"eval_strategy": "steps"}, "has no validation split: give eval_data, or a part of the training text"),
         ({"mimetic": True}, "mimetic overwrites trained weights"),
+        ({"resume": True}, "no complete checkpoint"),
         ({"resume_from_checkpoint": "x"}, "Cannot resume from x: there is no such folder. The newest complete"),
         ({"task": "babilong"}, "task babilong needs task_files"),
         ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "own rows: leave out alignment_alpha"),
-        ({"alignment_max_extra": 2}, "have no effect without alignment_alpha"),
         ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, training_length 8"),
         ({"minimum_document_tokens": -1}, "minimum_document_tokens must be at least 0, got -1"),
         ({"intervention": "random_noise"}, "noise_sigma is missing"),
@@ -252,9 +241,7 @@ def test_an_intervention_from_a_file(
             assert train(str(config), model=checkpoint) == 0
         else:
             assert train(model=checkpoint, **{"import": own}, **given) == 0
-        lineage = read_lineage(tmp_path / "out")
-        assert lineage is not None
-        assert lineage.steps[0].training is not None
+        lineage: Any = read_lineage(tmp_path / "out")
         assert lineage.steps[0].training.settings[0].method["own_size"] == 2.5
         assert train(model=checkpoint, **{"import": write(tmp_path / "json.py", OWN)}) == 1
         assert "give a Python file that is not called as another module" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_recurrent_lengthgen import cli
+from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
 from hf_recurrent_lengthgen.data import PackedBlocks
 
@@ -33,6 +34,17 @@ def parsed(*arguments: str, file: Path | None = None) -> dict[str, Any]:
         ["--model", "m.json", "--use-cpu", *arguments], None if file is None else str(file)
     )
     return vars(training) | vars(run)
+
+
+def run(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def train_briefly(model: Path, output: Path, text_file: Path, *options: Any) -> int:
+    """Three steps of two rows; an option given again wins."""
+    few = ("--max-steps", 3, "--per-device-train-batch-size", 2, "--logging-steps", 1, "--save-strategy", "no")
+    data = ("--data", text_file, "--training-length", 8, "--use-cpu")
+    return run("train", "--model", model, "--output", output, *data, *few, *options)
 
 
 def trained_config(folder: Path) -> dict[str, Any]:

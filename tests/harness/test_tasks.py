@@ -36,8 +36,8 @@ PIQA, QASPER = (
 
 def evaluate(model: StateLM, manager: TaskManager, task: str, **options: Any) -> dict[str, dict[str, Any]]:
     """Results by task and group, without lm_eval's names of filters."""
-    found = simple_evaluate(model, tasks=[task], task_manager=manager, bootstrap_iters=0, log_samples=False, **options)
-    assert found is not None
+    options |= {"bootstrap_iters": 0, "log_samples": False}
+    found: Any = simple_evaluate(model, tasks=[task], task_manager=manager, **options)
     results = {**found["results"], **found.get("groups", {})}
     return {name: {key.partition(",")[0]: value for key, value in row.items()} for name, row in results.items()}
 
@@ -246,10 +246,7 @@ def test_longbench_e_is_read_from_its_own_files(counting: StateLM, task_manager:
         (lambda folder: books.rows(8), "give --metadata data_dir=FOLDER, with the books"),
         (lambda folder: books.rows(8, str(folder)), "cutting books to a number of tokens needs a tokenizer"),
         (lambda folder: books.rows(80, str(folder), tokenizer="bytes"), "of 80 tokens or more; the longest has 5"),
-        (
-            lambda folder: ruler.rows("vt"),
-            "with LENGTH/data/vt/validation.jsonl of RULER",
-        ),
+        (lambda folder: ruler.rows("vt"), "with LENGTH/data/vt/validation.jsonl of RULER"),
         (lambda folder: ruler.rows("vt", str(folder)), "has no LENGTH/data/vt/validation.jsonl"),
         (lambda folder: ruler.rows("cwe", str(folder)), "has a row without input or outputs: index"),
     ],

@@ -25,11 +25,7 @@ from hf_recurrent_lengthgen.yaml_files import UniqueKeys
 
 FILES = sorted(RECIPES.glob("*/*.yaml"))
 MODELS = sorted(RECIPES.glob("models/*.json"))
-COMMANDS = re.findall(
-    r"^\|.*\| `lengthgen train (.*)` \|$",
-    (RECIPES / "README.md").read_text(),
-    flags=re.MULTILINE,
-)
+COMMANDS = re.findall(r"^\|.*\| `lengthgen train (.*)` \|$", (RECIPES / "README.md").read_text(), flags=re.MULTILINE)
 TOKENS_PER_STEP = 2**19
 
 # arXiv:2507.02782, Table 2 by the names of the paper
@@ -296,8 +292,7 @@ def test_batches_learning_rates_and_lengths_are_the_papers(run: str) -> None:
         assert rate in (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3)
         assert (values["weight_decay"], values["max_grad_norm"], values["chunks_before_reset"]) == ("0.1", "1.0", "12")
     else:
-        expected = LEARNING_RATES.get(name, LEARNING_RATES["gla-70m"] if name == "rwkv6-70m" else None)
-        assert expected is not None
+        expected: Any = LEARNING_RATES.get(name, LEARNING_RATES["gla-70m"] if name == "rwkv6-70m" else None)
         assert rate == pytest.approx(expected if values["model"].endswith(".json") else expected / 10)
         assert values["warmup_steps"] == ("0.25" if run.endswith("warmup-25") else "0.1")
         assert (values["lr_scheduler_type"], values["lr_scheduler_kwargs"]) == (

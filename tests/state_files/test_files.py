@@ -61,19 +61,21 @@ DAMAGED: dict[str, tuple[Callable[[Tensors, Fields], object], str]] = {
     "a list": (header(origin="[1]"), "lacks fields or tensors"),
     "another major version": (header(format_version="1.0"), "no text state of version 2.x: .* version '1.0'"),
     "another format": (header(format="pt"), "holds no text state .* the format 'pt'"),
+    "keys, NaN": (changed("layers.1.keys", lambda x: x * float("nan")), "the keys or values of layer 1 are NaN"),
+    "keys, heads": (changed("layers.1.keys", lambda x: x.repeat(1, 2, 1, 1)), "layer 1 has the keys and .* needs"),
+    "keys, tokens": (changed("layers.1.values", lambda x: x[:, :, :-1]), "layer 1 has the keys and .* needs"),
+    "keys, dtype": (changed("layers.1.values", lambda x: x.bfloat16()), "torch.bfloat16.* needs .*torch.float32"),
 }
 
 
-@pytest.mark.parametrize(("change", "complaint"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_or_forged_file_is_refused(
-    change: Callable[[Tensors, Fields], object], complaint: str, own: tuple[Any, TextState], tmp_path: Path
-) -> None:
-    refused(*own, tmp_path / "file", change, complaint)
-
-
-def refused(
-    model: Any, text_state: TextState, path: Path, change: Callable[[Tensors, Fields], object], complaint: str
-) -> None:
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_or_forged_file_is_refused(name: str, own: tuple[Any, TextState], tmp_path: Path) -> None:
+    model, text_state = own
+    if name.startswith("keys, "):
+        model = hybrid("jamba")
+        text_state = read_text(model, text(9))
+    change, complaint = DAMAGED[name]
+    path = tmp_path / "file"
     save_text_state(path, text_state)
     tensors, fields = contents(path)
     change(tensors, fields)
@@ -203,20 +205,6 @@ def test_the_hash_of_tokens_is_a_chain_of_columns(rows: list[list[int]]) -> None
     for column in zip(*rows, strict=True):
         expected = hashlib.sha256(expected + b"".join(token.to_bytes(8, "little") for token in column)).digest()
     assert prefix_hash(tokens) == expected.hex() == prefix_hash(tokens[:, 1:], prefix_hash(tokens[:, :1]))
-
-
-KEYS: dict[str, tuple[Callable[[Tensors, Fields], object], str]] = {
-    "NaN": (changed("layers.1.keys", lambda x: x * float("nan")), "the keys or values of layer 1 are NaN"),
-    "heads": (changed("layers.1.keys", lambda x: x.repeat(1, 2, 1, 1)), "layer 1 has the keys and values .* needs"),
-    "tokens": (changed("layers.1.values", lambda x: x[:, :, :-1]), "layer 1 has the keys and values .* needs"),
-    "dtype": (changed("layers.1.values", lambda x: x.bfloat16()), "torch.bfloat16.* needs .*torch.float32"),
-}
-
-
-@pytest.mark.parametrize(("change", "complaint"), KEYS.values(), ids=KEYS)
-def test_damaged_keys_are_refused(change: Callable[[Tensors, Fields], object], complaint: str, tmp_path: Path) -> None:
-    model = hybrid("jamba")
-    refused(model, read_text(model, text(9)), tmp_path / "file", change, complaint)
 
 
 def test_a_text_state_without_keys_does_not_fit_a_hybrid(tmp_path: Path) -> None:

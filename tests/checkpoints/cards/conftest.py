@@ -3,32 +3,15 @@
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from hf_recurrent_lengthgen.checkpoints.cards import CardSettings, write_card
-from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.data import byte_tokenizer
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-
-SIZES = {
-    "vocab_size": 384,
-    "hidden_size": 8,
-    "num_heads": 2,
-    "head_dim": 8,
-    "state_size": 4,
-    "n_groups": 1,
-    "num_hidden_layers": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-}
-
-
-def run(*arguments: Any) -> int:
-    return main([str(argument) for argument in arguments])
+from tests.cli.conftest import SIZES
+from tests.cli.training import run, train_briefly
 
 
 class Work:
@@ -55,9 +38,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     torch.manual_seed(0)
     StatefulMamba2ForCausalLM(StatefulMamba2Config(**SIZES, training_length=8)).save_pretrained(work.base)
     byte_tokenizer().save_pretrained(work.base)
-    few = ("--max-steps", 3, "--per-device-train-batch-size", 2, "--logging-steps", 1, "--save-strategy", "no")
-    data = ("--data", work.text, "--training-length", 8, "--use-cpu")
-    assert run("train", "--model", work.base, "--output", work.cured, *data, *few) == 0
+    assert train_briefly(work.base, work.cured, work.text) == 0
     measured = ("--data", work.text, "--split", "train", "--length", 64, "--sequences", 3, "--no-cache")
     pair = (work.base, work.cured, "--roles", "base,cured")
     assert run("evaluate", *pair, *measured, "--output", work.results.parent) == 0

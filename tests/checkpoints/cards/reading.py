@@ -1,5 +1,6 @@
 """What the tests read in cards and in results."""
 
+import html
 import json
 import re
 from collections.abc import Callable
@@ -27,15 +28,8 @@ def written(value: float, form: str = ".3f") -> str:
 
 def shown(text: str) -> str:
     """What a reader sees of a Markdown line."""
-    html = MarkdownIt("commonmark").enable("table").render(text)
-    return (
-        re.sub(r"<[^>]+>", "", html)
-        .replace("&lt;", "<")
-        .replace("&gt;", ">")
-        .replace("&quot;", '"')
-        .replace("&amp;", "&")
-        .strip()
-    )
+    rendered = MarkdownIt("commonmark").enable("table").render(text)
+    return html.unescape(re.sub(r"<[^>]+>", "", rendered)).strip()
 
 
 def evaluations(work: Work) -> dict[str, Any]:

@@ -137,29 +137,21 @@ def test_what_a_file_does_not_say_can_be_told(shapes: Callable[[Sizes], dict[str
 
 
 @pytest.mark.parametrize("generation", [6, 5])
-def test_repositories_compute_what_the_loop_does_and_come_back_the_same(generation: int, tmp_path: Path) -> None:
-    sizes = OFFICIAL
-    weights = draw(SHAPES[f"rwkv{generation}"](sizes))
-    folder = write_repository(weights, tmp_path / "theirs", generation, sizes)
+@pytest.mark.parametrize("tied", [False, True])
+def test_repositories_compute_what_the_loop_does_and_come_back_the_same(
+    generation: int, tied: bool, tmp_path: Path
+) -> None:
+    weights = draw(SHAPES[f"rwkv{generation}"](OFFICIAL))
+    head = weights.pop("head.weight") if tied else weights["head.weight"]
+    folder = write_repository(weights, tmp_path / "theirs", generation, OFFICIAL, tie_word_embeddings=tied)
     convert_checkpoint(str(folder), tmp_path / "ours")
-    assert_computes(tmp_path / "ours", weights)
+    assert_computes(tmp_path / "ours", weights | {"head.weight": weights["emb.weight"] if tied else head})
     assert load_model(str(tmp_path / "ours")).config.training_length == 4096
     export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv-hf")
     assert_same(load_file(tmp_path / "back/model.safetensors"), load_file(folder / "model.safetensors"))
     settings = json.loads((folder / "config.json").read_text())
     del settings["auto_map"]  # of code that does not come along
     assert json.loads((tmp_path / "back/config.json").read_text()) == settings
-
-
-@pytest.mark.parametrize("generation", [6, 5])
-def test_repositories_hold_tied_heads_and_pth_files_do_not(generation: int, tmp_path: Path) -> None:
-    weights = draw(SHAPES[f"rwkv{generation}"](OFFICIAL))
-    del weights["head.weight"]
-    folder = write_repository(weights, tmp_path / "theirs", generation, OFFICIAL, tie_word_embeddings=True)
-    convert_checkpoint(str(folder), tmp_path / "ours")
-    assert_computes(tmp_path / "ours", weights | {"head.weight": weights["emb.weight"]})
-    export_checkpoint(str(tmp_path / "ours"), tmp_path / "back", "rwkv-hf")
-    assert_same(load_file(tmp_path / "back/model.safetensors"), load_file(folder / "model.safetensors"))
 
 
 @pytest.mark.parametrize("name", RWKV5_NAMES)
@@ -237,8 +229,7 @@ def test_official_sizes_are_told_from_shapes(
     assert sum(torch.Size(entry.shape).numel() for entry in entries) == parameters
     assert config.heads_of(0)[0] == sizes.heads
     assert (config.bos_token_id, config.eos_token_id) == (0, 0)
-    repository = RWKV_HF.from_config(config)
-    assert repository is not None
+    repository: Any = RWKV_HF.from_config(config)
     assert (repository["head_size"], repository["attention_hidden_size"]) == (64, sizes.width)
 
 

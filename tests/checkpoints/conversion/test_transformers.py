@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoi
 from hf_recurrent_lengthgen.checkpoints.tensor_files import TensorFiles, same_bits
 from hf_recurrent_lengthgen.models import STATEFUL_CLASSES, StatefulMamba2Config, StatefulMambaConfig
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
+from tests.cli.training import trained_config as read_config
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
 MAMBA2 = {"num_heads": 4, "head_dim": 8, "n_groups": 1}  # versions before 5.23 are wrong with several groups
@@ -49,11 +50,6 @@ def theirs(name: str) -> Any:
             else:
                 parameter.add_(noise / parameter[0].numel() ** 0.5)
     return model
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
 
 
 def assert_same_files(one: Path, other: Path) -> None:

@@ -52,8 +52,7 @@ def test_a_sound_checkpoint_passes_gets_code_and_says_so(checkpoint: Path, capsy
     for name in code:
         (checkpoint / name).unlink()
     assert main(["verify", str(checkpoint), "--length", "520"]) == 0
-    verification = read_verification(checkpoint)
-    assert verification is not None
+    verification: Any = read_verification(checkpoint)
     assert verification.files == verified_files(checkpoint)
     assert [check.what for check in verification.checks] == ["logits", "final states", "gradients"]
     assert {path.name: path.read_bytes() for path in checkpoint.glob("*.py")} == code != {}
