@@ -102,5 +102,5 @@ measure += ["--sequences", str(options.sequences), "--output", str(evaluation)]
 if main([*measure, *(["--device", "cuda", "--dtype", "bfloat16"] if torch.cuda.is_available() else [])]):
     sys.exit(1)
 card = write_card(cured, [evaluation / "result.json"])
-print(f"\nThe card is {card.path}; its section Limits says what it lacks.")
+print(f"\nThe card is {card}; its section Limits says what it lacks.")
 print(f"Next: {shlex.join(['lengthgen', 'push', str(cured), 'OWNER/NAME', '--dry-run'])}")

@@ -21,7 +21,7 @@ ROOT = HERE.parents[1]
 STAGES = ("tests", "kernels", "speed", "failure", "large")
 NEEDED = (
     *("torch", "transformers", "accelerate", "peft", "datasets", "safetensors", "pydantic", "scipy", "matplotlib"),
-    *("yaml", "tqdm", "detect_secrets", "pytest", "hypothesis"),
+    *("yaml", "tqdm", "pytest", "hypothesis"),
 )
 
 

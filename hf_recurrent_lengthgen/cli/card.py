@@ -9,9 +9,9 @@ Write the model card of a checkpoint into its folder: README.md with the metadat
 How the checkpoint was made comes from its lineage.json, which the commands of this package write. Numbers come from
 result files only, which must belong to these weights. Its section Limits says what it lacks.
 
-A card can be written again: options that are not given keep their last values, and your own words stay, between the
-comments "own words" and "end of own words". Changes elsewhere are lost. A README.md of another origin is replaced with
---overwrite only, and kept as README.old.md.
+A card can be written again: license, language and datasets keep their last values, and your own words stay, between
+the comments "own words" and "end of own words". Changes elsewhere are lost. A README.md of another origin is replaced
+with --overwrite only.
 """
 EXAMPLES = """\
 lengthgen evaluate demo-output/base demo-output/cured --roles base,cured --output evaluation
@@ -22,13 +22,13 @@ lengthgen card demo-output/cured --results evaluation/result.json retrieval/retr
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen card", DESCRIPTION, EXAMPLES, method="card")
-    parser.model.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint or a learned state")
+    parser.model.add_argument("checkpoint", metavar="CHECKPOINT", help="folder of a checkpoint")
     parser.data.add_argument(
         "--results",
         nargs="+",
         metavar="FILE",
         help="result.json of lengthgen evaluate or diagnose, retrieval.json of lengthgen retrieve (default: the files "
-        "in results/ that the last card quoted)",
+        "in results/, if there is a card)",
     )
     add = parser.method.add_argument
     add("--repo", metavar="OWNER/NAME", help="repository on the Hub, for the code that loads the model")
@@ -47,8 +47,5 @@ def run(arguments: Sequence[str]) -> int:
     settings = CardSettings(
         options.repo, options.license, tuple(options.language), tuple(options.datasets), tuple(options.authors)
     )
-    card = write_card(options.checkpoint, options.results, settings, options.overwrite)
-    print(f"Written: {card.path}")
-    if card.kept is not None:
-        print(f"The previous README.md is kept as {card.kept}")
+    print(f"Written: {write_card(options.checkpoint, options.results, settings, options.overwrite)}")
     return 0

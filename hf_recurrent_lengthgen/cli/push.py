@@ -20,8 +20,7 @@ checkpoint.
 
 Left out, and listed: what Trainer keeps for itself, pickles, and whatever is no part of a checkpoint. Refused:
 secrets, paths of your machine in texts, adapters that are not merged, and a checkpoint that `lengthgen verify` has not
-passed, or that has changed since. A learned state is pushed from its own folder, without verification, if its base is
-on the Hub.
+passed, or that has changed since. A learned state goes to the Hub by `hf upload`.
 """
 EXAMPLES = """\
 lengthgen verify my-checkpoint  # only a verified checkpoint is pushed
@@ -33,7 +32,7 @@ lengthgen push my-checkpoint owner/name
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen push", DESCRIPTION, EXAMPLES)
-    parser.model.add_argument("folder", metavar="FOLDER", help="folder of a checkpoint or a learned state")
+    parser.model.add_argument("folder", metavar="FOLDER", help="folder of a checkpoint")
     what = "repository on the Hub; a name without owner is one of your account"
     parser.model.add_argument("repo_id", metavar="OWNER/NAME", help=what)
     add = parser.run.add_argument
@@ -60,8 +59,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.dry_run:
         print("Nothing was pushed (--dry-run).")
         return 0
-    result = do_push(plan, options.repo_id, private=not options.public, overwrite=options.overwrite)
-    print(f"\nPushed: {result.url}" if result.created else f"\nNothing to push: the Hub has all of it, {result.url}")
+    address = do_push(plan, options.repo_id, private=not options.public, overwrite=options.overwrite)
+    print(f"\nPushed: {address}")
     return 0
 
 

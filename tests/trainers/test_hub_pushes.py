@@ -143,6 +143,6 @@ def test_a_trainer_does_not_upload_secrets(hub: Endpoint, make_config: MakeConfi
         toys.tiny_model(), make_config(**PUSHING, hub_strategy="end"), train_dataset=toys.sequences(8)
     )
     (Path(trainer.args.output_dir) / "notes.md").write_text("hf_" + "a" * 34)
-    with pytest.raises(ValueError, match=r"not uploaded: notes.md, line 1: a Hub token"):
+    with pytest.raises(ValueError, match=r"not uploaded: notes.md, line 1: a token or password"):
         trainer.push_to_hub()
     assert not [c for c in hub.repositories["user/run"].history("main") if c.title.startswith("End")]

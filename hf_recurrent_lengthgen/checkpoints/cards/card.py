@@ -1,16 +1,14 @@
 """Model cards: made from a checkpoint folder and result files by the template `card.md.jinja`, beside the weights."""
 
-import itertools
 import json
 import os
 import shlex
-import shutil
 from collections import ChainMap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
@@ -18,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.checkpoints.card_mark import CardMark, cards_digest, read_card_mark
+from hf_recurrent_lengthgen.checkpoints.card_mark import card_mark, read_card_mark
 from hf_recurrent_lengthgen.checkpoints.cards import results as results_of
 from hf_recurrent_lengthgen.checkpoints.cards.facts import (
     Checkpoint,
@@ -28,12 +26,10 @@ from hf_recurrent_lengthgen.checkpoints.cards.facts import (
     read_evidence,
 )
 from hf_recurrent_lengthgen.checkpoints.cards.markdown import escape
-from hf_recurrent_lengthgen.checkpoints.cards.metadata import PACKAGE, base_on_hub, card_data
+from hf_recurrent_lengthgen.checkpoints.cards.metadata import PACKAGE, card_data
 from hf_recurrent_lengthgen.checkpoints.cards.trainings import trainings_table
-from hf_recurrent_lengthgen.checkpoints.private_text import portable
 from hf_recurrent_lengthgen.checkpoints.records import Step
 from hf_recurrent_lengthgen.evaluation.files import write_result
-from hf_recurrent_lengthgen.evaluation.json_schema import from_plain
 from hf_recurrent_lengthgen.metrics.context_harm.figure import context_harm_figure, position_wise_figure
 from hf_recurrent_lengthgen.metrics.context_harm.page import definitions
 from hf_recurrent_lengthgen.models import family_config
@@ -45,6 +41,11 @@ from hf_recurrent_lengthgen.versions import installed_versions
 
 logger = logging.get_logger(__name__)
 README, FIGURES, RESULTS = "README.md", "figures", "results"
+WRITTEN = (
+    *("figures/position_wise.png", "figures/context_harm.png"),
+    *("results/comparison*.json", "results/diagnosis*.json", "results/retrieval*.json"),
+)
+"""Patterns of the files that a card brings along."""
 OWN_WORDS = ("<!-- own words: lengthgen card keeps what stands here -->", "<!-- end of own words -->")
 """Marks around the text that a person writes."""
 Paths = Sequence[str | os.PathLike[str]]
@@ -70,27 +71,11 @@ class CardSettings:
     authors: tuple[str, ...] = ()
     own_words: str = ""
 
-    def said(self) -> dict[str, Any]:
-        """The given options, as a card records them."""
-        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "own_words"}
-        return {name: value for name, value in options.items() if value}
-
-    def completed(self, said: dict[str, Any]) -> "CardSettings":
-        """These settings, completed with those of an earlier card."""
-        return replace(from_plain(said, CardSettings), own_words=self.own_words, **self.said())
-
-
-class WrittenCard(NamedTuple):
-    """Path of a card, and the copy of the README.md that it replaced, if that was not ours."""
-
-    path: Path
-    kept: Path | None = None
-
 
 def build_card(
     folder: str | os.PathLike[str], results: Paths = (), settings: CardSettings = CardSettings()
 ) -> ModelCard:
-    """The card of a checkpoint or a learned state; `write_card` writes its figures and copies of results.
+    """The card of a checkpoint; `write_card` writes its figures and copies of results.
 
     Args:
         folder: The checkpoint.
@@ -109,17 +94,17 @@ def write_card(
     results: Paths | None = None,
     settings: CardSettings = CardSettings(),
     overwrite: bool = False,
-) -> WrittenCard:
-    """Write figures/, results/ and, when they are complete, README.md into a checkpoint folder.
+) -> Path:
+    """Write figures/, results/ and, when they are complete, README.md into a checkpoint folder; returns its path.
 
     Text between `OWN_WORDS` in an existing README.md stays; other changes to it are overwritten.
 
     Args:
         folder: The checkpoint.
-        results: As in `build_card`; None for those of the existing card.
-        settings: As in `build_card`, completed with those of the existing card.
-        overwrite: Whether to replace a README.md that this function did not write, which is kept under another name,
-            and to forget the settings of an existing card.
+        results: As in `build_card`; None for those in results/, if there is a card.
+        settings: As in `build_card`; license, language and datasets are by default those of an existing card.
+        overwrite: Whether to replace a README.md that this function did not write, and to forget the settings of an
+            existing card.
 
     Raises:
         ValueError: as in `build_card`, for such a README.md without `overwrite`, and for damaged marks of own words.
@@ -127,30 +112,32 @@ def write_card(
     path = Path(folder)
     checkpoint, readme = read_checkpoint(path), path / README
     there = readme.read_text(encoding="utf-8", errors="replace") if readme.exists() else ""
-    try:
-        mark = read_card_mark(there)
-    except ValueError:
-        mark = None
-    if there and mark is None and not overwrite:
-        raise ValueError(
-            f"{readme} was not written by lengthgen card: give --overwrite to replace it and keep it as README.old.md."
-        )
-    names = [] if mark is None else map(Path, mark.wrote)
-    old = [path / name for name in names if str(name.parent) in (FIGURES, RESULTS)]  # a stranger may have written it
+    ours = read_card_mark(there) is not None
+    if there and not ours and not overwrite:
+        raise ValueError(f"{readme} was not written by lengthgen card: give --overwrite to replace it.")
+    old = {file for pattern in WRITTEN for file in path.glob(pattern)} if ours else set()
     if results is None:
-        results = [file for file in old if file.parent.name == RESULTS]
+        results = sorted(file for file in old if file.parent.name == RESULTS)
     settings = replace(settings, own_words=own_words(there))
-    if mark is not None and not overwrite:
-        settings = settings.completed(mark.said)
+    if ours and not overwrite:
+        data: Any = ModelCard(there).data
+        settings = replace(
+            settings,
+            license=settings.license or data.license,
+            language=settings.language or _texts(data.language),
+            datasets=settings.datasets or _texts(data.datasets),
+        )
     evidence = read_evidence(checkpoint, results)
     card = render(checkpoint, evidence, settings)
     wrote = _write_figures_and_results(path, evidence)
-    kept = _set_aside(readme) if there and mark is None else None
-    write_text(readme, marked(str(card), checkpoint.files, wrote, settings.said()))
-    for file in old:
-        if file.relative_to(path).as_posix() not in wrote:
-            file.unlink(missing_ok=True)
-    return WrittenCard(readme, kept)
+    write_text(readme, marked(str(card), checkpoint.files))
+    for file in old - wrote:
+        file.unlink()
+    return readme
+
+
+def _texts(value: str | list[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
 
 
 def write_card_of_run(output: str, repo_id: str | None, overwrite: bool) -> bool:
@@ -159,18 +146,16 @@ def write_card_of_run(output: str, repo_id: str | None, overwrite: bool) -> bool
     Args:
         output: The folder.
         repo_id: Its repository on the Hub.
-        overwrite: Whether a card that is there may be replaced; otherwise it is kept under another name.
+        overwrite: Whether any README.md that is there may be replaced.
 
     Returns:
         Whether it was written; if not, a warning gives the reason.
     """
     try:
-        kept = write_card(output, settings=CardSettings(repo_id), overwrite=overwrite).kept
+        write_card(output, settings=CardSettings(repo_id), overwrite=overwrite)
     except ValueError as error:
         logger.warning(f"{output} gets no card from its lineage: {error}")
         return False
-    if kept is not None:
-        logger.warning(f"The README.md of {output} was replaced by a card from its lineage and kept as {kept.name}.")
     return True
 
 
@@ -185,17 +170,17 @@ def figures(evidence: Sequence[Evidence]) -> dict[str, Callable[[], Figure]]:
     }
 
 
-def _write_figures_and_results(folder: Path, evidence: Sequence[Evidence]) -> list[str]:
-    """Write them, and return their paths in the folder."""
-    drawn = figures(evidence)
-    for kind, some in ((FIGURES, drawn), (RESULTS, evidence)):
-        if some:
-            (folder / kind).mkdir(exist_ok=True)
-    for name, draw in drawn.items():
-        save_png(draw(), folder / FIGURES / name)
-    for item in evidence:
-        write_result(folder / RESULTS / item.file, item.original)
-    return sorted([*(f"{FIGURES}/{name}" for name in drawn), *(f"{RESULTS}/{item.file}" for item in evidence)])
+def _write_figures_and_results(folder: Path, evidence: Sequence[Evidence]) -> set[Path]:
+    """Write them, and return their paths."""
+    drawn = {folder / FIGURES / name: draw for name, draw in figures(evidence).items()}
+    results = {folder / RESULTS / item.file: item.original for item in evidence}
+    for file in (*drawn, *results):
+        file.parent.mkdir(exist_ok=True)
+    for file, draw in drawn.items():
+        save_png(draw(), file)
+    for file, result in results.items():
+        write_result(file, result)
+    return {*drawn, *results}
 
 
 def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardSettings) -> ModelCard:
@@ -208,9 +193,8 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
     env = Environment(
         loader=PackageLoader(__package__, "."), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    env.filters |= {"escape": escape, "quote": json.dumps, "shell": shlex.quote, "portable": portable}
+    env.filters |= {"escape": escape, "quote": json.dumps, "shell": shlex.quote}
     family = family_config(checkpoint.model_type)
-    learned = checkpoint.learned is not None
     body = env.get_template("card.md.jinja").render(
         checkpoint=checkpoint,
         evidence=evidence,
@@ -218,10 +202,9 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
         place=place,
         license=license,
         source=source,
-        base=base_on_hub(checkpoint),
         family=checkpoint.model_type if family is None else family.name_of(checkpoint.config),
         # load_model wraps the stock class of other families
-        wrapped=not learned and not checkpoint.model_type.startswith("stateful_") and family is None,
+        wrapped=not checkpoint.model_type.startswith("stateful_") and family is None,
         forgets=in_words(checkpoint.forgets) if checkpoint.forgets != Forgetting() else None,
         papers=list(dict.fromkeys(method.paper for method in checkpoint.methods if method.paper)),
         # of the package that changed the checkpoint last
@@ -249,9 +232,9 @@ def _step_in_words(step: Step) -> str:
     return f"{titles}{of} ({run.steps:,} steps, {number} tokens)"
 
 
-def marked(text: str, files: dict[str, str], wrote: Sequence[str], said: dict[str, Any] | None = None) -> str:
-    """A card with the comment that identifies it; the arguments are those of `CardMark`."""
-    return f"{text.rstrip(chr(10))}\n\n{CardMark(cards_digest(files), tuple(wrote), said or {}).comment()}\n"
+def marked(text: str, files: dict[str, str]) -> str:
+    """A card with the comment that identifies it."""
+    return f"{text.rstrip(chr(10))}\n\n{card_mark(files)}\n"
 
 
 def own_words(text: str) -> str:
@@ -264,11 +247,3 @@ def own_words(text: str) -> str:
             f"README.md must have its own words between {' and '.join(OWN_WORDS)}, with each mark once: restore them."
         )
     return text.partition(OWN_WORDS[0])[2].partition(OWN_WORDS[1])[0].strip()
-
-
-def _set_aside(readme: Path) -> Path:
-    """Copy a README.md to an unused name."""
-    numbers = itertools.chain([""], itertools.count(2))
-    free = next(name for number in numbers if not (name := readme.with_name(f"README.old{number}.md")).exists())
-    shutil.copyfile(readme, free)
-    return free

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.checkpoints.adapters import holds_learned_state, refuse_adapter
+from hf_recurrent_lengthgen.checkpoints.adapters import refuse_adapter
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model
 from hf_recurrent_lengthgen.checkpoints.methods import EXPANSION, FORGETTING, PLAIN, Method
 from hf_recurrent_lengthgen.checkpoints.private_text import portable, portable_command, portable_text
@@ -34,7 +34,6 @@ from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Co
 from hf_recurrent_lengthgen.metrics.diagnosis.result import DiagnosedModel, Diagnosis
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalComparison, RetrievalResult
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, in_words
-from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, read_about
 
 OWN_NAME = "this model"
 KINDS = {"comparison": Comparison, "diagnosis": Diagnosis, "retrieval_comparison": RetrievalComparison}
@@ -54,7 +53,6 @@ class Checkpoint:
         verification: None if there is none, or only one of other files.
         files: SHA-256 of weights and config, by file name.
         find_weights: Returns the digest of these weights if it is among the given ones, else None.
-        learned: Content of learned_state_config.json, if the folder holds a learned state alone.
     """
 
     name: str
@@ -65,7 +63,6 @@ class Checkpoint:
     verification: Verification | None
     files: dict[str, str]
     find_weights: Callable[[set[str]], str | None]
-    learned: dict[str, Any] | None = None
 
     @property
     def model_type(self) -> str:
@@ -142,28 +139,25 @@ class Evidence:
 def read_checkpoint(folder: str | os.PathLike[str]) -> Checkpoint:
     """Read the facts of a folder; a `ValueError` for adapters and damaged files, an `OSError` without a checkpoint."""
     path = Path(folder)
-    learned = read_about(path / CONFIG_FILE) if holds_learned_state(path) else None
-    if learned is None:
-        refuse_adapter(path)
+    refuse_adapter(path)
     verification, files = read_verification(path), verified_files(path)
     return Checkpoint(
         name=path.resolve().name,
-        config={} if learned is not None else read_json_object(path / "config.json"),
-        parameters=_parameters(path, "model" if learned is None else "learned_state"),
+        config=read_json_object(path / "config.json"),
+        parameters=_parameters(path),
         tokenizer=any((path / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json")),
         lineage=read_lineage(path),
         verification=verification if verification is None or verification.files == files else None,
         files=carded(files),
-        find_weights=_weights_of(path) if learned is None else lambda wanted: None,
-        learned=learned,
+        find_weights=_weights_of(path),
     )
 
 
-def _parameters(folder: Path, kind: str) -> int:
+def _parameters(folder: Path) -> int:
     """Number of elements in the weight files, from their headers."""
-    weights = sorted(folder.glob(f"{kind}*.safetensors"))
+    weights = sorted(folder.glob("model*.safetensors"))
     if not weights:
-        raise ValueError(f"{folder} has no {kind}*.safetensors: save the model with save_pretrained.")
+        raise ValueError(f"{folder} has no model*.safetensors: save the model with save_pretrained.")
     return sum(math.prod(meta.shape) for file in weights for meta in stored_tensors(file).values())
 
 

@@ -9,7 +9,6 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from hf_recurrent_lengthgen.checkpoints.cards.facts import Checkpoint, Evidence
 from hf_recurrent_lengthgen.checkpoints.cards.results import generalizes, mean_over, own_evaluations, own_retrievals
-from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.metrics.context_harm.result import EvaluationResult
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalResult
 from hf_recurrent_lengthgen.models import family_config
@@ -28,18 +27,17 @@ def card_data(
     datasets: Sequence[str],
 ) -> ModelCardData:
     """The metadata; `model_name` is the name in `model-index`, the other arguments are as in `CardSettings`."""
-    learned = checkpoint.learned is not None
     base = base_on_hub(checkpoint)
-    changed = learned or any(step.kind in ("train", "expand") for step in checkpoint.steps)
+    changed = any(step.kind in ("train", "expand") for step in checkpoint.steps)
     results = [result for evaluation in own_evaluations(evidence) for result in _of_evaluation(evaluation)]
     results += [result for retrieval in own_retrievals(evidence) for result in _of_retrieval(retrieval)]
-    further: dict[str, Any] = {"base_model_relation": "adapter" if learned else "finetune"} if base and changed else {}
+    further: dict[str, Any] = {"base_model_relation": "finetune"} if base and changed else {}
     return ModelCardData(
         license=license,
         language=(list(language) or None) if len(language) != 1 else language[0],
-        library_name=PACKAGE if learned else "transformers",
+        library_name="transformers",
         pipeline_tag=_TASK,
-        tags=["recurrent", "learned-state", PACKAGE] if learned else _tags(checkpoint, evidence),
+        tags=_tags(checkpoint, evidence),
         base_model=base,
         datasets=list(datasets) or None,
         metrics=list(dict.fromkeys(result.metric_type for result in results if result.metric_type in _ON_HUB)) or None,
@@ -50,10 +48,7 @@ def card_data(
 
 
 def base_on_hub(checkpoint: Checkpoint) -> str | None:
-    """Name on the Hub of what a checkpoint was made from, or a learned state belongs to."""
-    if checkpoint.learned is not None:
-        base = str(checkpoint.learned["base_model_name_or_path"])
-        return base if re.fullmatch(r"[\w.-]+/[\w.-]+", base) else None
+    """Name on the Hub of what a checkpoint was made from."""
     source = None if checkpoint.lineage is None else checkpoint.lineage.source
     return source.name if source is not None and source.on_hub else None
 
@@ -71,45 +66,28 @@ def _tags(checkpoint: Checkpoint, evidence: Sequence[Evidence]) -> list[str]:
 
 
 def _of_evaluation(evaluation: EvaluationResult) -> list[EvalResult]:
-    data, length = evaluation.data, evaluation.training_length
+    name, length, unit = evaluation.data.source.name, evaluation.training_length, evaluation.data.token_unit
     start, stop = evaluation.harm.last_range
-    inside, beyond, unit = evaluation.in_window.loss, mean_over(evaluation, start, stop), data.token_unit
-
-    def result(kind: str, name: str, value: float, positions: tuple[int, int], bounds: dict[str, Any]) -> EvalResult:
-        return EvalResult(
+    beyond = mean_over(evaluation, start, stop)
+    perplexity, place = f"Perplexity per {unit}", f"at positions {start:,} to {stop:,}"
+    measured = {
+        f"{perplexity} inside the training length of {length:,}": _perplexity(evaluation.in_window.loss.mean),
+        f"{perplexity} {place}": None if beyond is None else _perplexity(beyond),
+        f"Harm of the context beyond {length:,} {unit}s {place} (nats per {unit})": evaluation.harm.last.mean,
+    }
+    return [
+        EvalResult(
             task_type=_TASK,
-            dataset_name=data.source.name,
-            dataset_type=re.sub(r"[^\w./-]+", "-", data.source.name).strip("-").lower() or "text",
-            dataset_split=data.source.split,
-            dataset_args={"description": data.description, "sha256_of_token_ids": data.digest},
-            metric_type=kind,
-            metric_name=name,
+            dataset_name=name,
+            dataset_type=re.sub(r"[^\w./-]+", "-", name).strip("-").lower() or "text",
+            dataset_split=evaluation.data.source.split,
+            metric_type="perplexity" if title.startswith(perplexity) else "context_harm",
+            metric_name=title,
             metric_value=value,
-            metric_args={
-                "first_position": positions[0],
-                "end_position": positions[1],
-                "token_unit": unit,
-                "sequences": evaluation.sequences,
-                "confidence": evaluation.confidence,
-                **bounds,
-            },
         )
-
-    perplexity = f"Perplexity per {unit} inside the training length of {length:,}"
-    bounds = {name: _perplexity(bound) for name, bound in _bounds(inside).items()}
-    results = [result("perplexity", perplexity, _perplexity(inside.mean), (0, length), bounds)]
-    if beyond is not None:
-        name = f"Perplexity per {unit} at positions {start:,} to {stop:,}"
-        results.append(result("perplexity", name, _perplexity(beyond), (start, stop), {}))
-    harm = f"Harm of the context beyond {length:,} {unit}s at positions {start:,} to {stop:,} (nats per {unit})"
-    last = evaluation.harm.last
-    return [*results, result("context_harm", harm, last.mean, (start, stop), _bounds(last))]
-
-
-def _bounds(estimate: Estimate) -> dict[str, float]:
-    if estimate.low is None or estimate.high is None:
-        return {}
-    return {"low": estimate.low, "high": estimate.high}
+        for title, value in measured.items()
+        if value is not None
+    ]
 
 
 def _of_retrieval(retrieval: RetrievalResult) -> list[EvalResult]:
@@ -121,13 +99,6 @@ def _of_retrieval(retrieval: RetrievalResult) -> list[EvalResult]:
             metric_type="accuracy",
             metric_name=f"Right answers at {length:,} {retrieval.data.token_unit}s",
             metric_value=share.accuracy,
-            metric_args={
-                "length": length,
-                "samples": share.samples,
-                "shots": retrieval.shots,
-                "low": share.interval(retrieval.confidence)[0],
-                "high": share.interval(retrieval.confidence)[1],
-            },
         )
         for length, share in zip(retrieval.lengths, retrieval.by_length, strict=True)
         if share.accuracy is not None

@@ -4,14 +4,12 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from hf_recurrent_lengthgen.checkpoints.adapters import holds_adapter, holds_learned_state, to_merge
+from hf_recurrent_lengthgen.checkpoints.adapters import holds_adapter, to_merge
 from hf_recurrent_lengthgen.checkpoints.private_text import private_in
 from hf_recurrent_lengthgen.checkpoints.records import CHECKPOINT_FILES, TOKENIZER_FILES, TRAINER_STATES
-from hf_recurrent_lengthgen.models.state_learned_files import CONFIG_FILE, read_folder
 
 PUSHED = (
     *CHECKPOINT_FILES,
-    "learned_state_config.json",
     "README.md",
     "LICENSE*",
     "NOTICE*",
@@ -54,22 +52,6 @@ def refusals_of_files(folder: Path, pushed: Sequence[str], token: str | None) ->
         problems += [f"{name}, {private}" for private in secrets + paths]
     if holds_adapter(folder):
         problems.append(f"{to_merge(folder)}, verify FOLDER and push it")
-    elif holds_learned_state(folder):
-        problems += refusals_of_learned_state(folder)
     elif not any(name.endswith(".safetensors") and "/" not in name for name in pushed):
         problems.append("it holds no weights as safetensors: lengthgen convert writes them")
     return problems
-
-
-def refusals_of_learned_state(folder: Path) -> list[str]:
-    """Reasons not to push a learned state: damaged files, a checkpoint beside it, a base that others cannot load."""
-    if (folder / "config.json").exists():
-        return ["it holds a checkpoint beside a learned state: push them one by one"]
-    try:
-        about, _ = read_folder(folder)
-    except ValueError as error:
-        return [str(error)]
-    base = about["base_model_name_or_path"]
-    if base.count("/") == 1 and not base.startswith(("/", ".")) and not Path(base).exists():
-        return []
-    return [f"its base is no name on the Hub: push the base, and write its name (owner/name) into {CONFIG_FILE}"]

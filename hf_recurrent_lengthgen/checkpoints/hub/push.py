@@ -1,15 +1,14 @@
-"""Push a checkpoint, or a learned state, to the Hub as one commit, completely or not at all."""
+"""Push a checkpoint to the Hub as one commit, completely or not at all."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, get_token
 from huggingface_hub.utils import validate_repo_id
 
-from hf_recurrent_lengthgen.checkpoints.adapters import holds_learned_state
-from hf_recurrent_lengthgen.checkpoints.card_mark import cards_digest, read_card_mark
+from hf_recurrent_lengthgen.checkpoints.card_mark import card_mark, read_card_mark
 from hf_recurrent_lengthgen.checkpoints.hub.contents import LOADED, PUSHED, choose_files, matches, refusals_of_files
 from hf_recurrent_lengthgen.checkpoints.records import unverified, verified_files
 from hf_recurrent_lengthgen.versions import installed_versions
@@ -31,19 +30,11 @@ class PushPlan:
     refusals: tuple[str, ...]
 
 
-class PushResult(NamedTuple):
-    """A finished push: where, at which commit, and whether the push made it or found all files in place."""
-
-    url: str
-    commit: str
-    created: bool
-
-
 def plan_push(folder: str | os.PathLike[str], token: str | None = None) -> PushPlan:
     """What a push of this folder would send, leave out and refuse. The Hub is not asked.
 
     Args:
-        folder: A checkpoint, or a learned state.
+        folder: A checkpoint.
         token: Token of the Hub (default: HF_TOKEN, or that of `hf auth login`), which no file may hold.
 
     Raises:
@@ -54,7 +45,7 @@ def plan_push(folder: str | os.PathLike[str], token: str | None = None) -> PushP
     refusals = refusals_of_files(folder, names, token or get_token())
     now = verified_files(folder)
     refusals += _card_refusals(folder, now)
-    if not holds_learned_state(folder) and (problem := unverified(folder, now)):  # of all that is loaded
+    if problem := unverified(folder, now):  # of all that is loaded
         refusals.append(f"{problem}: run lengthgen verify {folder}")
     files = {name: (folder / name).stat().st_size for name in names}
     return PushPlan(folder, files, tuple(left_out), tuple(refusals))
@@ -71,16 +62,15 @@ def _card_refusals(folder: Path, now: dict[str, str]) -> list[str]:
         return [f"the metadata of README.md cannot be read ({' '.join(str(error).split())})"]
     if not data:
         return [f"README.md has no metadata: lengthgen card {folder} writes a card with metadata"]
-    mark = read_card_mark(text)
-    if mark is not None and mark.made_of != cards_digest(now):
+    if read_card_mark(text) not in (None, card_mark(now)):
         return [f"its card is of other weights or another config: measure it, and run lengthgen card {folder} again"]
     return []
 
 
 def do_push(
     plan: PushPlan, repo_id: str, *, private: bool = True, overwrite: bool = False, token: str | None = None
-) -> PushResult:
-    """Push the files of a plan as one commit.
+) -> str:
+    """Push the files of a plan as one commit; returns its address.
 
     A commit by somebody else at the same time is never overwritten. If all files are in place, no commit is made.
 
@@ -114,7 +104,7 @@ def do_push(
         ) from error
 
 
-def _pushed(api: HfApi, plan: PushPlan, repo_id: str, private: bool, overwrite: bool) -> PushResult:
+def _pushed(api: HfApi, plan: PushPlan, repo_id: str, private: bool, overwrite: bool) -> str:
     name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     info = api.model_info(name)
     others = [file.rfilename for file in info.siblings or () if file.rfilename not in plan.files]
@@ -131,6 +121,5 @@ def _pushed(api: HfApi, plan: PushPlan, repo_id: str, private: bool, overwrite: 
         raise ValueError(f"{name} {'; it '.join(problems)}. Nothing was sent.")
     stale = [other for other in others if overwrite and matches(other, (*LOADED, *PUSHED))]
     changes = [CommitOperationAdd(file, plan.folder / file) for file in plan.files], map(CommitOperationDelete, stale)
-    message = "Upload checkpoint"
-    commit = api.create_commit(name, [*changes[0], *changes[1]], commit_message=message, parent_commit=info.sha).oid
-    return PushResult(f"{api.endpoint}/{name}/commit/{commit}", commit, commit != info.sha)
+    options: Any = {"commit_message": "Upload checkpoint", "parent_commit": info.sha}
+    return str(api.create_commit(name, [*changes[0], *changes[1]], **options).commit_url)

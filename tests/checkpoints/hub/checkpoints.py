@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.checkpoints.hub.push import PushResult, do_push, plan_push
+from hf_recurrent_lengthgen.checkpoints.hub.push import do_push, plan_push
 from hf_recurrent_lengthgen.checkpoints.records import Check, Verification, verified_files, write_verification
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
 
@@ -39,7 +39,7 @@ def write_checkpoint(folder: Path) -> Path:
 NEVER_PUSHED = {"training_args.bin", "optimizer.pt", "initial_states_0.safetensors", "notes.txt"}
 
 
-def push(folder: Path, name: str, **options: Any) -> PushResult:
+def push(folder: Path, name: str, **options: Any) -> str:
     """What `lengthgen push` does; options of `do_push`."""
     return do_push(plan_push(folder), name, **options)
 
