@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from hf_recurrent_lengthgen.checkpoints.cards.card import own_words
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
-from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, passkey_prompt
+from hf_recurrent_lengthgen.data.tasks import PASSKEY_STYLES, PasskeyTemplate
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_the_pair_is_shipped(example: Any, tmp_path: Path) -> None:
 def test_every_word_of_the_prompts_is_a_token_and_a_key_is_three(example: Any) -> None:
     tokenizer = example("passkey/run.py")["word_tokenizer"]()
     for style in PASSKEY_STYLES:
-        task = passkey_prompt(tokenizer, 100, 0.5, "12045", style)
+        task = PasskeyTemplate(tokenizer, 100, style).fill(0.5, "12045")
         assert len(task.prompt) + len(task.answer) == 100
         assert 0 not in task.prompt
         assert tokenizer.convert_ids_to_tokens(task.answer.tolist()) == ["12", "04", "5", "."]

@@ -32,8 +32,6 @@ DTYPES = {
 }
 """Dtypes by their names in safetensors files."""
 
-COMPILED = "_orig_mod."
-"""In the names of the parameters of a module that `torch.compile` wraps."""
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Dtypes to which weights can be converted."""
 
@@ -60,8 +58,7 @@ class TensorFiles:
 
     Attributes:
         paths: The weight files.
-        metas: Shape and dtype of each tensor, in the order of the files, without what `torch.compile` puts into names
-            (`_orig_mod.`).
+        metas: Shape and dtype of each tensor, in the order of the files.
 
     Raises:
         ValueError: without weights, and for files that are damaged, missing, outside the folder, or hold anything but
@@ -72,15 +69,14 @@ class TensorFiles:
         path = _weight_file(Path(source))
         self.paths = _indexed(path) if path.name.endswith(".index.json") else (path,)
         self.metas: dict[str, Meta] = {}
-        self._stored: dict[str, tuple[Path, str]] = {}
+        self._files: dict[str, Path] = {}
         self._opened: tuple[Path, _Safetensors | _Pickled] | None = None
         for file in self.paths:
-            stored = self._open(file).metas
-            metas = {name.replace(COMPILED, ""): meta for name, meta in stored.items()}
+            metas = self._open(file).metas
             if twice := sorted(self.metas.keys() & metas.keys()):
                 raise ValueError(f"{file} and files before it both hold {', '.join(twice)}: {AGAIN}.")
             self.metas |= metas
-            self._stored |= {name: (file, kept) for name, kept in zip(metas, stored, strict=True)}
+            self._files |= dict.fromkeys(metas, file)
         self.close()
 
     def keys(self) -> list[str]:
@@ -92,8 +88,7 @@ class TensorFiles:
     def tensor(self, name: str) -> Tensor:
         """One tensor on the CPU. It may be a view of the mapped file, for weights larger than memory: do not write to
         either."""
-        file, stored = self._stored[name]
-        return self._open(file).tensor(stored)
+        return self._open(self._files[name]).tensor(name)
 
     def close(self) -> None:
         """Unmap the open file; reading opens it again."""

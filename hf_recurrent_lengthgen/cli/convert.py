@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,8 +110,6 @@ def _summary(name: str, output: Path) -> str:
         official = layout.tokenizer if layout.tokenizer_ids in (None, config.vocab_size) else ""
         advice = f" That of the official checkpoints is {official}: --tokenizer {official}." if official else ""
         lines.append(f"{source.name} holds no tokenizer, so {output} has none.{advice}")
-    if rounded := _rounded(files, settings["dtype"]):
-        lines.append(rounded)
     if settings.get("training_length") is None:
         lines.append(
             f"The training length of {source.name} is not known, which evaluation needs: give --training-length here, "
@@ -120,19 +117,3 @@ def _summary(name: str, output: Path) -> str:
         )
     lines.append(f"Saved to {output}. Next: {shlex.join(['lengthgen', 'verify', str(output)])}")
     return "\n".join(lines)
-
-
-def _rounded(files: Any, dtype: str) -> str:
-    """A message on the tensors that `from_pretrained` rounds to the dtype of the config; empty if there are none."""
-    import torch
-
-    size = getattr(torch, dtype).itemsize
-    finer = {name: meta.dtype for name, meta in files.metas.items() if meta.dtype.itemsize > size}
-    if not finer:
-        return ""
-    kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".N.", name) for name in finer)
-    finest = str(max(finer.values(), key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
-    return (
-        f"{len(finer)} tensors are finer than {dtype} ({', '.join(kinds)}). from_pretrained rounds them to {dtype}; "
-        f"dtype=torch.{finest} keeps all values."
-    )

@@ -59,6 +59,5 @@ def load_stream(data: str, split: str, tokenizer: PreTrainedTokenizerBase, text_
 def data_source(data: str, split: str) -> DataSource:
     """The record of a split; of an absolute path only the last part is kept."""
     if data == STANDARD_LIBRARY:
-        corpus = standard_library_corpus()
-        return DataSource(corpus.source, split, sizes=corpus.sizes)
+        return DataSource(standard_library_corpus().source, split)
     return DataSource(portable(data), split)

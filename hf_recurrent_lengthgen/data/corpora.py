@@ -9,9 +9,9 @@ import json
 import os
 import platform
 import sysconfig
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,34 +41,22 @@ class Corpus:
         source: Description of the documents, for users and result files.
         train: Training documents, sorted by name.
         validation: Validation documents, sorted by name; none of them is in `train`.
-        skipped: Names of the files that could not be read or are not UTF-8.
     """
 
     source: str
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
-    skipped: tuple[str, ...] = ()
 
     def texts(self, split: str) -> list[str]:
         """Texts of `split`, "train" or "validation", in the order of the documents' names."""
         return [document.text for document in {"train": self.train, "validation": self.validation}[split]]
-
-    @cached_property
-    def sizes(self) -> str:
-        """One line: number of files and bytes of each split, and how many files were skipped."""
-        parts = []
-        for split in ("train", "validation"):
-            texts = self.texts(split)
-            parts.append(f"{split} {len(texts)} files, {sum(len(text.encode()) for text in texts)} bytes")
-        parts.append(f"{len(self.skipped)} files skipped as unreadable or not UTF-8")
-        return "; ".join(parts)
 
 
 def standard_library_corpus(folder: str | Path | None = None) -> Corpus:
     """The source files of the Python standard library, split by file; the same for the same Python version.
 
     About one file in ten is validation, chosen by a hash of its path, so a file never changes its split. Third-party
-    packages, tests, empty files and files written by a build or an administrator are left out.
+    packages, tests, empty files, files that are not UTF-8 and those of a build or an administrator are left out.
 
     Args:
         folder: Read the .py files below this folder instead of the library of the running Python.
@@ -79,25 +67,21 @@ def standard_library_corpus(folder: str | Path | None = None) -> Corpus:
     root = Path(sysconfig.get_path("stdlib") if folder is None else folder)
     train: list[Document] = []
     validation: list[Document] = []
-    skipped: list[str] = []
     for path in _source_files(root):
         name = path.relative_to(root).as_posix()
-        try:
+        text = ""
+        with suppress(OSError, UnicodeDecodeError):
             text = path.read_bytes().decode("utf-8")
-        except (OSError, UnicodeDecodeError):
-            skipped.append(name)
-            continue
         if text:
             (validation if _is_validation(name) else train).append(Document(name, text))
     if not train or not validation:
         raise ValueError(
-            f"{root} gives {len(train)} training and {len(validation)} validation files "
-            f"({len(skipped)} skipped as unreadable or not UTF-8), but each split needs one; "
-            "this Python may ship without sources: give another folder, or your own files to load_texts"
+            f"{root} gives {len(train)} training and {len(validation)} validation files, but each split needs one: "
+            "this Python may ship without sources; give another folder, or your own files to load_texts"
         )
     library = f"Python {platform.python_version()} standard library"
     source = library if folder is None else f"Python files of {root}"
-    return Corpus(source, tuple(train), tuple(validation), tuple(skipped))
+    return Corpus(source, tuple(train), tuple(validation))
 
 
 def _source_files(root: Path) -> list[Path]:

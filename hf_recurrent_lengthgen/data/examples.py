@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from .packing import IGNORED_LABEL
 from .tokens import text_ids
 
-logger = logging.get_logger(__name__)
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -54,17 +52,11 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, examples: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase) -> None:
-        if isinstance(examples, (str, Path, Mapping)):
-            raise ValueError(
-                f"examples is a {type(examples).__name__}, but must be rows, such as one split: "
-                "datasets.load_dataset('json', data_files='FILE.jsonl', split='train')"
-            )
         self._rows: list[tuple[Tensor, Tensor]] = []  # token ids, int32, and whether they are answers
         digest = hashlib.blake2b(digest_size=8)
-        features = getattr(examples, "features", None)
         for index, example in enumerate(logging.tqdm(examples, desc="Tokenizing", unit="examples", disable=None)):
             try:
-                ids, answers = _encoded(example := _given(example, features), tokenizer)
+                ids, answers = _encoded(example := _without_none(example), tokenizer)
                 if not any(answers[1:]):
                     roles = ", ".join(sorted({message["role"] for message in example.get("messages") or ()}))
                     raise ValueError(f"it has no answer to learn{roles and f' among its roles ({roles})'}: remove it")
@@ -76,13 +68,6 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
                 digest.update(part.numpy().tobytes())
         if not self._rows:
             raise ValueError("there is no example; give some")
-        end = tokenizer.eos_token_id
-        silent = [i for i, (ids, answers) in enumerate(self._rows) if ids[answers].tolist() == [end]]
-        if silent:
-            logger.warning(
-                f"{len(silent)} of {len(self._rows)} examples (first: {silent[0]}) have an empty answer, so they "
-                "teach to end without one: remove them if that is not meant."
-            )
         self.item_lengths = [len(ids) for ids, _ in self._rows]
         self.longest = max(self.item_lengths)
         self.resume_record = {"digest": digest.hexdigest()}
@@ -95,20 +80,16 @@ class LabelledExamples(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids.long(), "labels": ids.long().masked_fill(~answers, IGNORED_LABEL)}
 
 
-def _given(value: Any, feature: Any) -> Any:
-    """A value of `datasets` without the keys that it adds because other rows have them, with the value None.
-
-    Mappings of its type `Json`, and those of other examples, have their own keys only, and a None there was given.
-    """
-    if isinstance(feature, dict) and isinstance(value, Mapping):
-        return {key: _given(part, feature.get(key)) for key, part in value.items() if part is not None}
-    inner = getattr(feature, "feature", None)
-    return value if inner is None or not isinstance(value, list) else [_given(part, inner) for part in value]
+def _without_none(value: Any) -> Any:
+    """A value without keys of the value None, which `datasets` adds where other rows have them."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(part) for key, part in value.items() if part is not None}
+    return [_without_none(part) for part in value] if isinstance(value, list) else value
 
 
 def _encoded(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Token ids of an example, and whether each is part of an answer."""
-    given = {name for name, value in example.items() if value is not None}
+    given = set(example)
     if given & {"messages", "prompt", "completion"} == {"messages"}:
         return _chat(example, tokenizer)
     if given & {"messages", "prompt", "completion"} != {"prompt", "completion"}:
@@ -152,10 +133,7 @@ def _chat(example: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[b
 
 
 def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **options: Any) -> Any:
-    """What the chat template makes of messages: tokens, or texts and places of answers if a mask of them is asked for.
-
-    Keys without value, which `datasets` adds, are left out.
-    """
+    """What the chat template makes of messages: tokens, or texts and places of answers if a mask is asked for."""
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give one that has, or prompt and completion as texts")
     if not messages or not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
@@ -167,16 +145,17 @@ def _templated(messages: Any, example: Mapping[str, Any], tokenizer: Any, **opti
                 f"a message has the role {role!r}, but must have one of {', '.join(_ROLES)}, or another that the chat "
                 "template names: correct it, or the template"
             )
-    chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    if any("weight" in message for message in chat):
+    if any("weight" in message for message in messages):
         raise ValueError("a message has a weight, but all answers of a chat count the same: leave weights out")
     tools = example.get("tools")
     options |= {"tools": json.loads(tools) if isinstance(tools, str) else tools}
     options |= example.get("chat_template_kwargs") or {}
     try:
         if options.get("return_assistant_tokens_mask"):
-            return render_jinja_template([chat], chat_template=template, **tokenizer.special_tokens_map | options)
+            return render_jinja_template([messages], chat_template=template, **tokenizer.special_tokens_map | options)
         # a row may be longer than the tokenizer's model_max_length, of which it warns
-        return tokenizer.apply_chat_template(chat, return_dict=True, tokenizer_kwargs={"verbose": False}, **options)
+        return tokenizer.apply_chat_template(
+            messages, return_dict=True, tokenizer_kwargs={"verbose": False}, **options
+        )
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses it ({error})") from error

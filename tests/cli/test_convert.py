@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.checkpoints.records import read_lineage
@@ -28,8 +28,7 @@ def test_there_and_back(source: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "Converted theirs (mamba-ssm, licence not stated):" in said
     assert "training length" not in said
     assert "Saved to ours. Next: lengthgen verify ours" in said
-    lineage = read_lineage("ours")
-    assert lineage is not None
+    lineage: Any = read_lineage("ours")
     assert lineage.steps[0].command.startswith("lengthgen convert theirs --output ours --tokenizer bytes")
     config = json.loads(Path("ours/config.json").read_text())
     assert (config["training_length"], config["dtype"]) == (64, "bfloat16")
@@ -46,22 +45,6 @@ def test_a_missing_tokenizer_is_told_with_the_official_one(source: str, capsys: 
     said = capsys.readouterr().out
     assert "--tokenizer EleutherAI/gpt-neox-20b" in said
     assert "The training length of theirs is not known" in said
-
-
-def test_tensors_that_loading_rounds_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    mixed = Path(__file__).parents[1] / "checkpoints" / "conversion" / "mamba_ssm" / "mamba1_bfloat16"
-    assert main(["convert", str(mixed), "--output", "ours"]) == 0
-    said = capsys.readouterr().out
-    assert "4 tensors are finer than bfloat16 (backbone.layers.N.mixer.A_log, backbone.layers.N.mixer.D)" in said
-    rounded, exact = (AutoModelForCausalLM.from_pretrained("ours", dtype=dtype) for dtype in ("auto", torch.float32))
-    written = load_file("ours/model.safetensors")["backbone.layers.0.mixer.A_log"]
-    assert not torch.equal(rounded.backbone.layers[0].mixer.A_log.float(), written)
-    assert torch.equal(exact.backbone.layers[0].mixer.A_log, written)
-    assert main(["convert", str(mixed), "--output", "all", "--dtype", "bfloat16"]) == 0
-    assert "finer" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Own examples: token ids and labels are those of TRL's `SFTTrainer`."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from hf_recurrent_lengthgen.data import LabelledExamples, examples
+from hf_recurrent_lengthgen.data import LabelledExamples
 from tests.data.tasks.conftest import like_gpt_neox
 from tests.data.test_tokens import byte_level_tokenizer
 
@@ -131,10 +130,6 @@ def test_keys_that_only_other_rows_have_are_left_out_at_any_depth() -> None:
             '[{"takes": {"city": "any"}}]terse{"city": "Rome"}',
             '[{"takes": {"days": "any"}}]plain{"days": 3}',
         ]
-    (row,) = LabelledExamples(  # type: ignore[misc]
-        [{"messages": [{"role": "assistant", "tool_calls": [{"arguments": {"city": None}}]}]}], made
-    )
-    assert made.decode(row["input_ids"]).endswith('{"city": null}')
 
 
 UNMARKED = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -195,13 +190,6 @@ def test_a_tokenizer_that_cannot_label_is_refused() -> None:
         LabelledExamples([], tokenizer())
 
 
-def test_what_is_no_rows_is_refused() -> None:
-    data = Dataset.from_list([PAIR])
-    for given in ("a.jsonl", Path("a.jsonl"), {"train": data}):
-        with pytest.raises(ValueError, match=r"examples is a \w+, but must be rows, such as one split: datasets"):
-            LabelledExamples(given, tokenizer())  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("form", ["messages", "texts", "lists"])
 def test_rows_longer_than_a_tokenizer_expects_are_taken_in_silence(
     form: str, caplog: pytest.LogCaptureFixture
@@ -211,17 +199,3 @@ def test_rows_longer_than_a_tokenizer_expects_are_taken_in_silence(
     rows = LabelledExamples(Dataset.from_dict(columns(form)), made)
     assert rows.longest > 4
     assert "longer than the specified maximum" not in caplog.text
-
-
-def test_empty_answers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(examples.logger, "warning", told.append)
-    silent = {"prompt": "a", "completion": ""}
-    LabelledExamples([PAIR, CHAT], tokenizer())
-    assert told == []
-    rows = LabelledExamples([PAIR, silent, CHAT, silent], tokenizer())
-    assert told == [
-        "2 of 4 examples (first: 1) have an empty answer, so they teach to end without one: remove them if that is "
-        "not meant."
-    ]
-    assert (rows[1]["labels"] != -100).sum() == 1

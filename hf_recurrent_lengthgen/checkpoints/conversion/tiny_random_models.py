@@ -1,18 +1,14 @@
 """Tiny random checkpoints in other layouts, made without their libraries, for trials and tests of other parts."""
 
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from hf_recurrent_lengthgen.checkpoints.conversion.convert import write_config
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new
-from hf_recurrent_lengthgen.checkpoints.conversion.registry import named_format
-from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, write_safetensors
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
 from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 
 
@@ -25,9 +21,9 @@ def write_tiny_random_model(
     have checkpoints that the libraries themselves wrote.
 
     Raises:
-        ValueError: for an unknown format, and one that cannot hold the family.
+        ValueError: for a format that cannot hold the family.
     """
-    layout = named_format(format)
+    layout = FORMATS[format]
     check_new(folder)
     config_class = STATEFUL_CLASSES[family].config_class
     settings: dict[str, Any] = {"vocab_size": vocab_size, "hidden_size": 64, "num_hidden_layers": layers}
@@ -38,13 +34,6 @@ def write_tiny_random_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = FAMILIES[config.model_type](config)
-    values = model.state_dict()
-    entries = [
-        Entry(name, shape, values[name].dtype, partial(values.__getitem__, name))
-        for name, shape in expected_shapes(config).items()
-    ]
-    config.dtype = torch.float32
     with TemporaryDirectory() as ours:
-        write_safetensors(Path(ours), entries)
-        write_config(Path(ours), config)
+        model.save_pretrained(ours)
         return export_checkpoint(ours, folder, format)

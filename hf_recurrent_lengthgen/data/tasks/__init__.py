@@ -5,7 +5,7 @@ from .babilong import BabilongPrompts, BabiQuestion, babi_files, read_babi
 from .grids import DEPTHS, BabilongGrid, NeedleGrid, PasskeyGrid, RetrievalGrid
 from .keyed_rows import EVALUATION_SEED, KeyedRows
 from .keys_in_text import KeyGrid, KeyPrompts
-from .passkey import PASSKEY_STYLES, PasskeyPrompts, passkey_prompt
+from .passkey import PASSKEY_STYLES, PasskeyPrompts, PasskeyTemplate
 from .strings import STRING_TASKS, AssociativeRecall, CopyingStrings, SortingStrings, TaskStrings, string_task
 
 __all__ = [
@@ -24,12 +24,12 @@ __all__ = [
     "NeedleGrid",
     "PasskeyGrid",
     "PasskeyPrompts",
+    "PasskeyTemplate",
     "RetrievalGrid",
     "SortingStrings",
     "Task",
     "TaskStrings",
     "babi_files",
-    "passkey_prompt",
     "read_babi",
     "string_task",
 ]

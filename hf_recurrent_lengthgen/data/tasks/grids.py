@@ -75,7 +75,7 @@ class DepthGrid(RetrievalGrid):
 
 
 class PasskeyGrid(DepthGrid):
-    """`passkey_prompt`s; see `RetrievalGrid` for the arguments."""
+    """Prompts of a `PasskeyTemplate`; see `RetrievalGrid` for the arguments."""
 
     task = "passkey"
 

@@ -65,7 +65,8 @@ class PasskeyTemplate:
 
     Args:
         length: Tokens of prompt and answer, or the most that `fill` can be asked for.
-        style: One of `PASSKEY_STYLES`.
+        style: "pass key" (Buitrago Ruiz and Gu, 2025), "passkey" (Chen et al., 2024) or "infinity-bench" (Shen et al.,
+            2025).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int, style: str = "pass key") -> None:
@@ -76,6 +77,11 @@ class PasskeyTemplate:
         self.filler = torch.tensor(encode_next(tokenizer, f"\n{_FILLER}") + again * (max(length, 0) // len(again) + 1))
 
     def fill(self, depth: float, key: str, length: int | None = None) -> Task:
+        """A prompt up to "The pass key is" and its answer; `depth` is the share of the filler before the key, from 0.
+
+        Raises:
+            ValueError: for a length that is too short, and a wrong depth.
+        """
         length = self.length if length is None else length
         if not 0 <= depth <= 1:
             raise ValueError(f"depth is {depth}, but must be from 0 (start) to 1 (end)")
@@ -100,29 +106,12 @@ def random_key(generator: np.random.Generator) -> str:
     return str(generator.integers(10_000, 100_000))
 
 
-def passkey_prompt(
-    tokenizer: PreTrainedTokenizerBase, length: int, depth: float, key: str, style: str = "pass key"
-) -> Task:
-    """One prompt up to "The pass key is" and its answer, of `length` tokens together.
-
-    Args:
-        depth: Share of the filler before the key, from 0 to 1.
-        key: The digits of the key.
-        style: "pass key" (Buitrago Ruiz and Gu, 2025), "passkey" (Chen et al., 2024) or "infinity-bench" (Shen et al.,
-            2025).
-
-    Raises:
-        ValueError: for a length that is too short, and a wrong depth.
-    """
-    return PasskeyTemplate(tokenizer, length, style).fill(depth, key)
-
-
 class PasskeyPrompts(Prompts):
     """Training samples as `Prompts` describes them. The key is uniform in 10000..99999, the depth in [0, 1].
 
     Args:
         length, samples, seed: As in `Prompts`.
-        style: See `passkey_prompt`.
+        style: See `PasskeyTemplate`.
     """
 
     name = "passkey prompts"

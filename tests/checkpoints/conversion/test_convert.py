@@ -16,6 +16,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkp
 from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.tiny_random_models import write_tiny_random_model
 from hf_recurrent_lengthgen.checkpoints.records import file_digest, read_lineage
+from tests.cli.training import trained_config as read_config
 
 CARD = "---\nlicense: apache-2.0\nlibrary_name: transformers\n---\n\n# A model\n"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -25,11 +26,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def source(tmp_path: Path) -> Path:
     """A checkpoint in the layout of mamba-ssm."""
     return write_tiny_random_model("mamba-ssm", "mamba2", tmp_path / "theirs")
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config
 
 
 def word_tokenizer(folder: Path, words: int = 5) -> PreTrainedTokenizerFast:
@@ -60,9 +56,7 @@ def test_config_and_code_are_what_save_pretrained_writes(source: Path, tmp_path:
 def test_the_lineage_tells_source_licence_digests_and_command(source: Path, tmp_path: Path) -> None:
     (source / "README.md").write_text(CARD)
     convert_checkpoint(str(source), tmp_path / "ours", command="lengthgen convert theirs --output ours")
-    lineage = read_lineage(tmp_path / "ours")
-    assert lineage is not None
-    assert lineage.source is not None
+    lineage: Any = read_lineage(tmp_path / "ours")
     assert (lineage.source.name, lineage.source.on_hub, lineage.source.revision) == ("theirs", False, None)
     assert (lineage.source.format, lineage.source.license) == ("mamba-ssm", "apache-2.0")
     assert lineage.source.files == {"pytorch_model.bin": file_digest(source / "pytorch_model.bin")}
@@ -74,9 +68,7 @@ def test_a_snapshot_of_the_hub_tells_its_name_commit_and_training_length(source:
     snapshot = tmp_path / "hub" / "models--state-spaces--mamba2-130m" / "snapshots" / COMMIT
     shutil.copytree(source, snapshot)
     convert_checkpoint(str(snapshot), tmp_path / "ours")
-    lineage = read_lineage(tmp_path / "ours")
-    assert lineage is not None
-    assert lineage.source is not None
+    lineage: Any = read_lineage(tmp_path / "ours")
     assert (lineage.source.name, lineage.source.on_hub) == ("state-spaces/mamba2-130m", True)
     assert lineage.source.revision == COMMIT
     assert read_config(tmp_path / "ours")["training_length"] == 2048
@@ -142,7 +134,6 @@ def test_generation_settings_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "gguf"}, "format must be one of .*mamba-ssm"),
         ({"format": "transformers"}, "is no checkpoint of the Mamba, Mamba-2 and FalconMamba"),
         ({"revision": "main"}, "has no revision"),
     ],

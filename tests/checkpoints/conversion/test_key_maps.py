@@ -1,25 +1,18 @@
-"""Key maps: every name there and back, also behind that of a wrapper, and errors that list everything."""
+"""Key maps: every name there and back, and errors that list everything."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_recurrent_lengthgen.checkpoints.conversion.convert import convert_checkpoint
-from hf_recurrent_lengthgen.checkpoints.conversion.export import export_checkpoint
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import expected_shapes
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import SAME, Rename, Transform, expand, to_ours, to_theirs
 from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
-from hf_recurrent_lengthgen.checkpoints.loading import load_model
-from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta, TensorFiles
+from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta
 from hf_recurrent_lengthgen.models import FAMILIES
-from tests.models.families import DELTA_NET, MAMBA2, build
 
 TRANSPOSED = Transform(lambda tensor: tensor.T, lambda tensor: tensor.T)
 STACKED = Transform(lambda *parts: torch.stack(parts), lambda whole: whole.unbind())
@@ -116,23 +109,3 @@ def test_all_maps_give_back_every_bit(case: tuple[str, str], layers: int, tied: 
     again = {entry.name: entry.read() for entry in to_ours(renames, InMemory(theirs), shapes, "it")}
     assert again.keys() == ours.keys()
     assert all(torch.equal(again[key], ours[key]) for key in ours)
-
-
-TOKENS = torch.arange(3, 12)[None]
-
-
-@pytest.mark.parametrize("prefix", ["_orig_mod."])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("family", "layout"), [(MAMBA2, "transformers"), (DELTA_NET, "fla")])
-def test_names_behind_a_wrapper_convert(family: Any, layout: str, tied: bool, prefix: str, tmp_path: Path) -> None:
-    model = build(family, tie_word_embeddings=tied)
-    model.save_pretrained(tmp_path / "ours")
-    export_checkpoint(str(tmp_path / "ours"), tmp_path / "theirs", layout)
-    file = tmp_path / "theirs" / "model.safetensors"
-    weights = load_file(file)
-    save_file({prefix + name: value for name, value in weights.items()}, file, {"format": "pt"})
-    assert set(TensorFiles(tmp_path / "theirs").keys()) == set(weights)
-    convert_checkpoint(str(tmp_path / "theirs"), tmp_path / "new")
-    with torch.no_grad():
-        logits = load_model(str(tmp_path / "new"))(input_ids=TOKENS).logits
-        torch.testing.assert_close(logits, model(input_ids=TOKENS).logits, rtol=0, atol=1e-6)

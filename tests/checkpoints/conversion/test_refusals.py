@@ -80,7 +80,14 @@ def saved(model: Callable[[], Any], **changes: Any) -> Source:
     return make
 
 
+def adapter(folder: Path) -> Path:
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    return folder / "adapter"
+
+
 NOT_CONVERTED: dict[str, Row] = {
+    "adapter": (adapter, "merge first, `lengthgen merge"),
     "fla, attention": (fixture("fla/gla", attn={"layers": [1], "num_heads": 2}), "attn must be None"),
     "fla, unknown": (fixture("fla/gla", new_setting=3), r"new_setting 3 \(unknown\)"),
     "fla, one convolution": (fixture("fla/gla", share_conv_kernel=True), r"share_conv_kernel True \(must be False"),
@@ -128,10 +135,7 @@ NOT_CONVERTED: dict[str, Row] = {
     "RWKV-7, dtype": (authors(wkv_state_dtype="bfloat16"), "wkv_state_dtype 'bfloat16' .must be 'float32'"),
     "RWKV-7, embeddings": (authors(use_deep_embed=True), "use_deep_embed True"),
     "RWKV-7, unknown": (authors(use_glu=True), r"use_glu True \(unknown\)"),
-    "other types": (
-        other({"model_type": "llama"}),
-        r"type 'llama'\. The layouts: .*mamba-ssm.*falcon_mamba",
-    ),
+    "other types": (other({"model_type": "llama"}), r"type 'llama'\. The layouts: .*mamba-ssm.*falcon_mamba"),
     "no name": (other({"model_type": ["mamba2"]}), r"holds the model_type \['mamba2'\], not a name"),
     "ours": (saved(lambda: build(MAMBA)), "Checkpoints of this package, .* need no conversion"),
 }
@@ -158,18 +162,11 @@ def mamba3(**changes: Any) -> Source:
 
 SIX = converted(pth(lambda weights: None))
 NOT_EXPORTED: dict[str, tuple[str, Source, str]] = {
+    "adapter": ("transformers", adapter, "merge first, `lengthgen merge"),
     "epsilon of heads": ("fla", SIX, "group_norm_eps 0.00064"),
-    "another epsilon of heads": (
-        "rwkv",
-        converted(pth(lambda w: None), group_norm_eps=1e-3),
-        "group_norm_eps 0.001",
-    ),
+    "another epsilon of heads": ("rwkv", converted(pth(lambda w: None), group_norm_eps=1e-3), "group_norm_eps 0.001"),
     "epsilon": ("rwkv", converted(pth(lambda w: None), norm_eps=1e-6), "norm_eps 1e-06"),
-    "tied head": (
-        "rwkv",
-        saved(lambda: build(RWKV6, tie_word_embeddings=True)),
-        "hold tie_word_embeddings True",
-    ),
+    "tied head": ("rwkv", saved(lambda: build(RWKV6, tie_word_embeddings=True)), "hold tie_word_embeddings True"),
     "ranks": ("rwkv-hf", SIX, r"proj_low_rank_dim 5 \(there 32\), gate_low_rank_dim 7 \(there 64\)"),
     "only read": ("rwkv7-hf", saved(lambda: build(RWKV7)), "its formats are rwkv, fla"),
     "heads of layers": ("fla", saved(lambda: build(RWKV6), layer_num_heads=[2, 1]), r"layer_num_heads \[2, 1\]"),
@@ -193,7 +190,6 @@ NOT_EXPORTED: dict[str, tuple[str, Source, str]] = {
         mamba(layer_norm_epsilon=1e-6),
         r"differs in layer_norm_epsilon 1e-06 \(there 1e-05\)",
     ),
-    "name": ("mamba_ssm", mamba(), "format must be one of .*mamba-ssm, .*transformers.*, got 'mamba_ssm'"),
     "quantized": ("transformers", mamba(quantization_config={"quant_method": "bitsandbytes"}), "quantized"),
     "of Transformers": (
         "mamba-ssm",
@@ -214,14 +210,3 @@ def test_what_a_layout_cannot_hold_is_not_exported(format: str, source: Source, 
     with pytest.raises(ValueError, match=told):
         export_checkpoint(str(folder), tmp_path / "new", format)
     assert not (tmp_path / "new").exists()
-
-
-def test_adapters_are_to_be_merged_first(tmp_path: Path) -> None:
-    (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
-    for call in (
-        lambda: export_checkpoint(str(tmp_path / "adapters"), tmp_path / "back", "transformers"),
-        lambda: convert_checkpoint(str(tmp_path / "adapters"), tmp_path / "back"),
-    ):
-        with pytest.raises(ValueError, match="merge first, `lengthgen merge"):
-            call()

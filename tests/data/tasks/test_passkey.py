@@ -9,7 +9,7 @@ from scipy.stats import chisquare
 from transformers import PreTrainedTokenizerBase
 
 from hf_recurrent_lengthgen.data import byte_tokenizer
-from hf_recurrent_lengthgen.data.tasks import PasskeyPrompts, passkey_prompt
+from hf_recurrent_lengthgen.data.tasks import PasskeyPrompts, PasskeyTemplate
 from tests.data.tasks.conftest import text_of
 
 HEAD = (
@@ -25,7 +25,7 @@ def test_the_prompt_of_figure_8() -> None:
         "What is the pass key? The pass key is",
     )
     prompt = f"{HEAD}\n{SENTENCES} The gra\n{needle}\n{SENTENCES} The gra\n{question}"
-    task = passkey_prompt(byte_tokenizer(), len(prompt) + 7, 0.5, "33271")
+    task = PasskeyTemplate(byte_tokenizer(), len(prompt) + 7).fill(0.5, "33271")
     assert text_of(task.prompt) == prompt
     assert text_of(task.answer) == " 33271."
     assert text_of(task.answer[: task.scored]) == " 33271"
@@ -37,7 +37,7 @@ def test_the_prompt_of_stuffed_mamba() -> None:
         f"{SENTENCES}\nThe grass\nThe passkey is 34847. Remember it. 34847 is the passkey.\n"
         "What is the passkey? The passkey is"
     )
-    task = passkey_prompt(byte_tokenizer(), len(prompt) + 7, 1, "34847", style="passkey")
+    task = PasskeyTemplate(byte_tokenizer(), len(prompt) + 7, "passkey").fill(1, "34847")
     assert text_of(task.prompt) == prompt
 
 
@@ -66,7 +66,7 @@ def test_pieces_are_tokenized_as_the_whole_text(tokenizer: PreTrainedTokenizerBa
     question = "What is the pass key? The pass key is 12345."
     whole = f"{HEAD}\n{SENTENCES} {SENTENCES}\n{needle}\n{SENTENCES} {SENTENCES}\n{question}"
     ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
-    task = passkey_prompt(tokenizer, len(ids), 0.5, "12345")
+    task = PasskeyTemplate(tokenizer, len(ids)).fill(0.5, "12345")
     assert torch.cat([task.prompt, task.answer]).tolist() == ids
 
 
@@ -92,7 +92,7 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
     tokenizer = byte_tokenizer()
     needle, question = "The pass key is 12345. Remember it. 12345 is the pass key.", "What is the pass key?"
     shortest = len(f"{HEAD}\n{needle}\n{question} The pass key is 12345.")
-    assert len(passkey_prompt(tokenizer, shortest, 0.3, "12345").prompt) == shortest - 7
+    assert len(PasskeyTemplate(tokenizer, shortest).fill(0.3, "12345").prompt) == shortest - 7
     too_short = f"length is {shortest - 1}, .* has {shortest} tokens"
     for length, samples, complaint in (
         (shortest - 1, 1, too_short),
@@ -103,6 +103,6 @@ def test_wrong_use_is_refused(merging_tokenizer: Any) -> None:
         with pytest.raises(ValueError, match=complaint):
             PasskeyPrompts(tokenizer, length, samples)
     with pytest.raises(ValueError, match=r"depth is 1\.1"):
-        passkey_prompt(tokenizer, 400, 1.1, "12345")
+        PasskeyTemplate(tokenizer, 400).fill(1.1, "12345")
     with pytest.raises(ValueError, match="merges"):
-        passkey_prompt(merging_tokenizer, 400, 0, "12345")
+        PasskeyTemplate(merging_tokenizer, 400).fill(0, "12345")
