@@ -20,7 +20,6 @@ from hf_recurrent_lengthgen.hybrids.rows import rows_of, text_positions, uncount
 from hf_recurrent_lengthgen.models.modeling_generation import (
     NOT_OBEYED,
     RecurrentGenerationMixin,
-    refuse_continuous_batching,
     virtual_tokens,
 )
 from hf_recurrent_lengthgen.models.rows import check_prompts
@@ -90,10 +89,6 @@ class HybridGenerationMixin:
                 given.become(before)
             raise
         return result
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse continuous batching."""
-        refuse_continuous_batching(self)
 
 
 def _arguments(

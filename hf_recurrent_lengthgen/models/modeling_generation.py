@@ -217,21 +217,8 @@ def given_cache(initial_state: RecurrentState | None = None, **names: Any) -> Re
     return cache
 
 
-def refuse_continuous_batching(model: Any) -> None:
-    """Raise a `ValueError`: the manager of continuous batching keeps pages of keys and no recurrent states."""
-    raise ValueError(
-        f"{type(model).__name__} cannot be batched continuously (generate_batch, ContinuousBatchingManager, "
-        "transformers serve --continuous-batching): it keeps pages of keys and values, no "
-        "recurrent states. Use generate, or serve without --continuous-batching."
-    )
-
-
 class RecurrentGenerationMixin(GenerationMixin):
     """`GenerationMixin` that can continue from a state."""
-
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse continuous batching."""
-        refuse_continuous_batching(self)
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int, *args: Any

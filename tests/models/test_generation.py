@@ -9,10 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import ByT5Tokenizer, GenerationConfig, LogitsProcessor, TextGenerationPipeline
 
-from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.models.modeling_generation import RecurrentCache
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, clone_state, take_rows
-from tests.hybrids.tiny_models import tiny_model
 
 from .families import (
     FAMILIES,
@@ -282,13 +280,6 @@ def test_what_generate_cannot_do_is_refused(family: Family) -> None:
     model(prompt, past_key_values=read)
     with pytest.raises(ValueError, match=r"read 3 tokens and input_ids has 3: give the whole text .* or only the new"):
         generate(model, prompt, past_key_values=read)
-
-
-def test_continuous_batching_is_refused() -> None:
-    for model in (build(MAMBA2).eval(), stateful(tiny_model("xlstm")).eval()):
-        for ask in (partial(model.generate_batch, inputs=[[5], [6, 7]]), model.init_continuous_batching):
-            with pytest.raises(ValueError, match=f"{type(model).__name__} cannot be batched continuously.*no recur"):
-                ask()
 
 
 def test_generation_stops_at_strings_and_needs_a_prompt() -> None:
