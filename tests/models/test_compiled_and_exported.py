@@ -11,11 +11,26 @@ from torch.export import Dim
 
 from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState, map_state
 
-from .families import FAMILIES, GLA, MAMBA2, RWKV6, RWKV7, Family, build, random_state, random_tokens, variant_id
+from .families import (
+    FAMILIES,
+    GLA,
+    KDA,
+    MAMBA,
+    MAMBA2,
+    MAMBA3,
+    RWKV6,
+    RWKV7,
+    Family,
+    build,
+    random_state,
+    random_tokens,
+    variant_id,
+)
 
 LENGTHS = (7, 70, 131)  # below, above and far above the chunks
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
+one_for_each_scan = pytest.mark.parametrize("family", [MAMBA, MAMBA2, MAMBA3, GLA, RWKV6, KDA, RWKV7], ids=variant_id)
 one_for_each_kind_of_chunks = pytest.mark.parametrize("family", [MAMBA2, GLA, RWKV7], ids=variant_id)
 
 
@@ -72,7 +87,7 @@ def compiled_equals_eager(model: Any, backend: str, lengths: tuple[int, ...]) ->
 
 @pytest.mark.slow
 @compiling
-@every_family
+@one_for_each_scan
 def test_a_step_is_one_graph_for_all_lengths(family: Family) -> None:
     assert compiled_equals_eager(short(family), "aot_eager", LENGTHS) == 1
 
