@@ -14,7 +14,7 @@ from hf_recurrent_lengthgen.hybrids.call_cache import CallCache, Layout
 from hf_recurrent_lengthgen.hybrids.registry import REFUSED, SEVERAL, SUPPORTED, check_uses
 from hf_recurrent_lengthgen.hybrids.rows import StockRows, check_positions
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
-from hf_recurrent_lengthgen.models.modeling_protocols import HybridModel, evaluation_mode
+from hf_recurrent_lengthgen.models.modeling_protocols import evaluation_mode
 from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting
 from hf_recurrent_lengthgen.models.state_value import LayerShape, RecurrentState, state_dtype
 
@@ -46,7 +46,7 @@ def check_stock(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} cannot carry its states: {REFUSED.get(text_type, unknown)}.")
 
 
-def check_call(model: HybridModel, cache: Any) -> None:
+def check_call(model: Any, cache: Any) -> None:
     """Refuse what makes wrong states: layers that PEFT repeats, `forgetting`, a cache of Transformers."""
     adapters = vars(model).get("peft_config", {}).values()
     uses = {"layer_replication of PEFT": any(getattr(config, "layer_replication", None) for config in adapters)}
@@ -76,7 +76,7 @@ def check_prompt_mask(model: Any, cache: HybridCache, mask: Any, unread: Any) ->
         )
 
 
-def check_attention_cache(model: HybridModel, cache: Any, state: RecurrentState | None) -> None:
+def check_attention_cache(model: Any, cache: Any, state: RecurrentState | None) -> None:
     """Refuse an attention cache that cannot belong to the model or the state."""
     attending = model._layout.attending
     fits = model.attends and isinstance(cache, HybridCache) and len(cache) == len(model.state_shapes())
@@ -88,7 +88,7 @@ def check_attention_cache(model: HybridModel, cache: Any, state: RecurrentState 
 
 
 def further_arguments(
-    model: HybridModel, call: CallCache, position: int, given: Any, rows: StockRows | None, length: int
+    model: Any, call: CallCache, position: int, given: Any, rows: StockRows | None, length: int
 ) -> dict[str, Tensor]:
     """Positions that the stock model would not find, after a check of those given, and the mask that hides columns.
 

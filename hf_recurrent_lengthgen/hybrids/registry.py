@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hf_recurrent_lengthgen.models.modeling_generation import NO_KEYS, NOT_OBEYED
-from hf_recurrent_lengthgen.models.modeling_protocols import StatefulModel
 
 
 class StockType(NamedTuple):
@@ -125,7 +124,7 @@ REFUSED_USES: dict[tuple[str, ...], str] = {
 """What a call of a wrapped model cannot have, alone or together, and what to do."""
 
 
-def stock_type_of(model: StatefulModel) -> StockType:
+def stock_type_of(model: Any) -> StockType:
     """What is special about the type of a model."""
     return SUPPORTED[model.config.get_text_config(decoder=True).model_type]
 
