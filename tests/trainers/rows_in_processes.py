@@ -10,18 +10,28 @@ import os
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import torch.distributed as dist
 import toys
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from transformers import DataCollatorWithFlattening
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import DataCollatorWithFlattening, EvalPrediction
 from transformers.utils import logging
 
-from hf_recurrent_lengthgen.trainers import InitialStateConfig, InitialStateTrainer, MetricCallback, ZeroStateTrainer
+from hf_recurrent_lengthgen.trainers import (
+    InitialStateConfig,
+    InitialStateTrainer,
+    MetricCallback,
+    StatePassingTrainer,
+    ZeroStateTrainer,
+    combine,
+)
 
 BATCH = 6
 in_float32 = toys.tiny_model
@@ -29,32 +39,6 @@ in_float32 = toys.tiny_model
 
 def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def numbers(count: int) -> list[dict[str, Tensor]]:
-    """Row i is i everywhere."""
-    return [{"input_ids": torch.full((5,), i), "labels": torch.full((5,), i)} for i in range(count)]
-
-
-def rows_seen(rows: int, accumulation: int, streamed: bool) -> list[list[list[int]]]:
-    """The rows of this process in each micro-batch of each step of two epochs, as training fetches them."""
-    steps: list[list[list[int]]] = []
-
-    class Listens(ZeroStateTrainer):
-        def get_batch_samples(self, *arguments: Any) -> Any:
-            batches, items = super().get_batch_samples(*arguments)
-            if batches:
-                steps.append([batch["input_ids"][:, 0].tolist() for batch in batches])
-            return batches, items
-
-    data: Any = toys.Stream(numbers(rows)) if streamed else numbers(rows)
-    settings = {"per_device_train_batch_size": BATCH // processes(), "gradient_accumulation_steps": accumulation}
-    whole = -(-(rows // BATCH) // accumulation)
-    length = {"max_steps": 2 * (rows // BATCH // accumulation)} if streamed else {"max_steps": 2 * whole}
-    with tempfile.TemporaryDirectory() as folder:
-        args = InitialStateConfig(folder, save_strategy="no", **toys.QUIET, **settings, **length)
-        Listens(toys.SumModel(), args, train_dataset=data).train()
-    return steps
 
 
 def trained(method: str, rows: int, accumulation: int, stream: bool = False) -> dict[str, Tensor]:
@@ -71,24 +55,9 @@ def trained(method: str, rows: int, accumulation: int, stream: bool = False) -> 
         return toys.weights(trainer.model)
 
 
-def evaluated(rows: int, streamed: bool, shared: bool = False) -> tuple[float, Tensor]:
-    """The loss of an evaluation and the predictions of all rows, with labels of different number in each; rows may be
-    shared by all processes."""
-    data: Any = toys.sequences(rows)
-    if streamed:
-        data = toys.Stream(data)
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"per_device_eval_batch_size": BATCH if shared else BATCH // processes()}
-        settings |= {"context_parallel_size": processes() if shared else 1}
-        args = InitialStateConfig(folder, **settings, **toys.QUIET)
-        trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=toys.sequences(BATCH))
-        loss = trainer.evaluate(data)["eval_loss"]
-        return loss, torch.as_tensor(trainer.predict(data).predictions)
-
-
 def refused(own: str) -> list[str]:
     """What training and evaluation say where each of the processes that share rows has its `own` number of a row."""
-    own_rows = numbers(BATCH)
+    own_rows = [{"input_ids": torch.full((5,), i), "labels": torch.full((5,), i)} for i in range(BATCH)]
     own_rows[1][own][3] = 1 + int(os.environ.get("RANK", 0))
     said = []
     with tempfile.TemporaryDirectory() as folder:
@@ -103,27 +72,6 @@ def refused(own: str) -> list[str]:
             except ValueError as error:
                 said.append(str(error))
     return said
-
-
-def left_padded(rows: int) -> list[dict[str, Tensor]]:
-    """Rows of 9 tokens, of which 0 to 4 are padding on the left."""
-    texts = toys.sequences(rows)
-    for i, text in enumerate(texts):
-        text["attention_mask"] = (torch.arange(9) >= i % 5).long()
-        text["labels"] = text["input_ids"].masked_fill(torch.arange(9) < i % 5, -100)
-    return texts
-
-
-def with_padding(rows: int, accumulation: int) -> tuple[dict[str, Tensor], float]:
-    """The weights after an epoch of rows with padding on the left, and the loss of an evaluation on them."""
-    settings = {"per_device_train_batch_size": BATCH // processes(), "gradient_accumulation_steps": accumulation}
-    settings |= {"per_device_eval_batch_size": BATCH // processes(), "num_train_epochs": 1, "learning_rate": 0.05}
-    with tempfile.TemporaryDirectory() as folder:
-        args = InitialStateConfig(folder, save_strategy="no", **toys.QUIET, **settings)
-        data = left_padded(rows)
-        trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=data, eval_dataset=data)
-        trainer.train()
-        return toys.weights(trainer.model), trainer.evaluate()["eval_loss"]
 
 
 def flattened(rows: int, accumulation: int, shared: bool = False) -> tuple[dict[str, Tensor], float]:
@@ -234,6 +182,93 @@ def counted(fails: bool) -> list[float] | str:
         except RuntimeError as error:
             return str(error)
         return [entry["eval_count"] for entry in trainer.state.log_history if "eval_count" in entry]
+
+
+EACH_READS: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
+KINDS: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "torch, each reads": EACH_READS,
+    "torch, workers": {"dataloader_num_workers": 2},
+    "1 shard": {},
+    "4 shards, each reads": EACH_READS,
+    "4 shards, workers": {"dataloader_num_workers": 2},
+    "shared": {},
+    "list": {},
+    "list, shared": {},
+    "objects": {"eval_use_gather_object": True},
+    "list, objects": {"eval_use_gather_object": True},
+    "flattened": {},
+    "SFT, 2 shards": {},
+    "SFT, list, flattened": {"padding_free": True, "max_length": None},
+    "SFT, list, packed": {"packing": True, "max_length": 16},
+}
+"""Settings of the trainer by kind of data. SFTTrainer trains on a stream, so that it has each process read; except
+where it packs."""
+
+
+class Numbered(IterableDataset[Any]):
+    """Rows with a length, which workers divide."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        return iter(self.rows if worker is None else self.rows[worker.id :: worker.num_workers])
+
+
+def rows_of(kind: str, count: int) -> list[dict[str, Tensor]]:
+    """Rows of 3 to 9 tokens, which differ in their number of targets; for SFTTrainer all tokens are."""
+    rows = [{name: x[: 3 + 5 * i % 7] for name, x in row.items()} for i, row in enumerate(toys.sequences(count))]
+    return [{"input_ids": row["input_ids"]} for row in rows] if "SFT" in kind else rows
+
+
+def data_of(kind: str, rows: list[dict[str, Tensor]]) -> Any:
+    plain = [{name: values.tolist() for name, values in row.items()} for row in rows]
+    if "list" in kind:
+        return datasets.Dataset.from_list(plain)
+    if "shard" not in kind:
+        return Numbered(rows) if "workers" in kind else toys.Stream(rows)
+    shards = min(next(int(word) for word in kind.split() if word.isdigit()), len(rows))
+    return datasets.Dataset.from_list(plain).to_iterable_dataset(num_shards=shards)
+
+
+def trainer_of(kind: str, folder: str, data: Any) -> Any:
+    usual = {"per_device_eval_batch_size": 2, **toys.QUIET, **KINDS[kind]}
+    if "SFT" not in kind:
+        usual["context_parallel_size"] = processes() if "shared" in kind else 1
+        args = InitialStateConfig(folder, **usual)
+        trainer = ZeroStateTrainer(toys.tiny_model(), args, train_dataset=toys.sequences(6), eval_dataset=data)
+        trainer.data_collator = DataCollatorWithFlattening() if kind == "flattened" else trainer.data_collator
+        return trainer
+    from test_combining import tokenizer, trl
+
+    trainer_class, config_class = combine(StatePassingTrainer, trl.SFTTrainer)
+    args = config_class(folder, max_steps=1, bf16=False, assume_shuffled=True, **usual)
+    train = data_of("list" if "list" in kind else "2 shards", rows_of(kind, 6))
+    return trainer_class(toys.tiny_model(), args, train_dataset=train, eval_dataset=data, processing_class=tokenizer())
+
+
+def scored(kind: str, count: int) -> dict[str, Any]:
+    """The losses of an evaluation and of a prediction, the sums of the labels of each row, as `compute_metrics` and
+    the prediction have them, and the number of rows of them and of Trainer."""
+
+    def counted(found: EvalPrediction) -> dict[str, Any]:
+        assert len(found.predictions) == len(found.label_ids)
+        return {"sums": torch.as_tensor(found.label_ids).clamp(0).sum(1).tolist()}
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(kind, folder, data_of(kind, rows_of(kind, count)))
+        trainer.compute_metrics = counted
+        found = trainer.evaluate()
+        predicted = trainer.predict(trainer.eval_dataset)
+        sums = [found["eval_sums"], counted(predicted)["sums"]]
+        trainer.compute_metrics = None
+        losses = [found["eval_loss"], predicted.metrics["test_loss"], trainer.evaluate()["eval_loss"]]
+        return {"losses": losses, "sums": sums, "second": found["eval_samples_per_second"] * found["eval_runtime"]}
 
 
 def in_float64(**fields: Any) -> Any:

@@ -5,6 +5,7 @@ Rows are read whole, in chunks and in windows.
 
 import subprocess
 import sys
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -38,6 +39,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dic
     return gradients
 
 
+@cache
 def in_one_process(hybrid: bool = False) -> dict[str, dict[str, Tensor]]:
     """The same gradients in one process, with plain calls of the model."""
     model, inputs = chunks_in_processes.model_and_inputs(hybrid=hybrid)
@@ -48,39 +50,24 @@ def in_one_process(hybrid: bool = False) -> dict[str, dict[str, Tensor]]:
     return {"whole": whole, "chunks": whole, "windows": chunks_in_processes.in_windows(model, inputs)}
 
 
-@pytest.fixture(scope="module")
-def unsharded() -> dict[str, dict[str, Tensor]]:
-    return in_one_process()
-
-
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [("ddp_hybrid", "chunks"), *product(["fsdp_hybrid", "fsdp_checkpointed_hybrid"], ["whole", "chunks", "windows"])],
+    ("kind", "way"), [("ddp", "chunks"), *product(["fsdp", "fsdp_checkpointed"], ["whole", "chunks", "windows"])]
 )
-def test_a_wrapped_hybrid_has_the_gradients_of_one_process(
-    sharded: dict[str, dict[str, dict[str, Tensor]]], kind: str, way: str
-) -> None:
-    expected = in_one_process(hybrid=True)[way]
-    assert {name for name in expected if "k_proj" in name}
-    torch.testing.assert_close(sharded[kind][way], expected, rtol=1e-5, atol=1e-7)  # norms and loss are in float32
-
-
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [("ddp", "chunks"), *product(["fsdp", "fsdp_checkpointed"], ["whole", "chunks", "windows"])],
-)
+@pytest.mark.parametrize("hybrid", [False, True], ids=["family", "hybrid"])
 def test_a_wrapped_model_has_the_gradients_of_one_process(
-    sharded: dict[str, dict[str, dict[str, Tensor]]], unsharded: dict[str, dict[str, Tensor]], kind: str, way: str
+    sharded: dict[str, dict[str, dict[str, Tensor]]], kind: str, way: str, hybrid: bool
 ) -> None:
-    assert len(unsharded[way]) == (21 if way == "windows" else 25)
-    torch.testing.assert_close(sharded[kind][way], unsharded[way], rtol=1e-9, atol=1e-9)
+    expected, kind = in_one_process(hybrid)[way], kind + "_hybrid" * hybrid
+    assert any("k_proj" in name for name in expected) if hybrid else len(expected) == (21 if way == "windows" else 25)
+    close = {"rtol": 1e-5, "atol": 1e-7} if hybrid else {"rtol": 1e-9, "atol": 1e-9}  # there, norms are in float32
+    torch.testing.assert_close(sharded[kind][way], expected, **close)
 
 
 @pytest.mark.parametrize("way", ["whole", "chunks", "windows"])
 def test_weights_in_bfloat16_leave_the_states_in_full_precision(
-    sharded: dict[str, dict[str, dict[str, Tensor]]], unsharded: dict[str, dict[str, Tensor]], way: str
+    sharded: dict[str, dict[str, dict[str, Tensor]]], way: str
 ) -> None:
     # Were the states rounded, too, the model would refuse them.
-    for name, expected in unsharded[way].items():
+    for name, expected in in_one_process()[way].items():
         error = (sharded["fsdp_bfloat16"][way][name] - expected).norm() / expected.norm()
         assert error < 0.15, (name, error)

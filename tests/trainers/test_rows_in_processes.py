@@ -1,33 +1,29 @@
-"""1, 2 and 3 processes (gloo) see the same rows and train the same weights, whatever an epoch leaves over."""
+"""1, 2 and 3 processes (gloo) see and score the same rows and train the same weights, whatever is left over."""
 
 import json
+import os
 import subprocess
 import sys
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
+
+from tests.trainers import toys
 
 BATCH = 6
 ROWS, ACCUMULATIONS = range(29, 34), range(1, 4)
 METHODS = ["state passing", "fitted noise", "random noise", "mixture", "learned state and model", "alignment", "tbtt"]
 METHODS += ["tbtt on examples"]
-# by turns from a data set and from a stream
-SEEN: list[tuple[Any, ...]] = [
-    ("rows_seen", *job, number % 2 == 1) for number, job in enumerate(product(ROWS, ACCUMULATIONS))
-]
-EVALUATED: list[tuple[Any, ...]] = [
-    *(("evaluated", *job) for job in product(ROWS, [False, True])),
-    *(("evaluated", rows, False, True) for rows in ROWS),
-]
-PADDED: list[tuple[Any, ...]] = [("with_padding", 31, 2), ("flattened", 31, 2), ("flattened", 31, 2, True)]
+PADDED: list[tuple[Any, ...]] = [("flattened", 31, 2), ("flattened", 31, 2, True)]
 REFUSED: list[tuple[Any, ...]] = [("refused", "input_ids"), ("refused", "labels")]
 # an eleventh of all beside these: each method meets one or two numbers of rows and of micro-batches
 TRAINED: list[tuple[Any, ...]] = [
     ("trained", "state passing", 31, 2),
-    ("trained", "state passing", 31, 2, True),
+    *(("trained", "state passing", *job, True) for job in [(29, 3), (30, 1), (31, 2), (33, 3)]),
     ("trained", "mixture", 29, 3),
     ("trained", "tbtt", 31, 2),
     ("trained", "tbtt on examples", 31, 2),
@@ -38,6 +34,11 @@ TRAINED: list[tuple[Any, ...]] = [
     ("one_in_each",),
     ("asked_first",),
 ]
+KINDS = ["torch", "torch, each reads", "torch, workers", "1 shard", "4 shards, each reads", "4 shards, workers"]
+KINDS += ["shared", "list", "list, shared", "objects", "list, objects", "flattened"]
+SFT = ["SFT, 2 shards", "SFT, list, flattened", "SFT, list, packed"]
+SCORED: list[tuple[Any, ...]] = [("scored", *job) for job in [*product(KINDS, (1, 9, 10, 12)), *product(SFT, (2, 9))]]
+PACKED = ("flattened", "packed")
 OTHERS: list[tuple[Any, ...]] = [("chosen",), ("counted", False), ("counted", True)]  # what fails is last
 
 Results = dict[tuple[Any, ...], dict[int, list[Any]]]
@@ -47,37 +48,16 @@ Results = dict[tuple[Any, ...], dict[int, list[Any]]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """By job and number of processes, the result of each process."""
     jobs, file = (
-        [*SEEN, *EVALUATED, *PADDED, *REFUSED, *TRAINED, *OTHERS],
+        [*PADDED, *REFUSED, *TRAINED, *SCORED, *OTHERS],
         tmp_path_factory.mktemp("processes") / "results",
     )
-    command = [sys.executable, str(Path(__file__).with_name("rows_in_processes.py")), str(file), json.dumps(jobs)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    here = Path(__file__)
+    command = [sys.executable, str(here.with_name("rows_in_processes.py")), str(file), json.dumps(jobs)]
+    env = os.environ | {"PYTHONPATH": str(here.parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     results = torch.load(file)
     return {job: {n: [each[i] for each in results[n]] for n in results} for i, job in enumerate(jobs)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", SEEN, ids=str)
-def test_the_rows_of_a_micro_batch_are_those_of_one_process_in_turn(job: tuple[Any, ...], found: Results) -> None:
-    _, rows, accumulation, streamed = job
-    (one,) = found[job][1]
-    batches = [batch for step in one for batch in step]
-    assert {len(batch) for batch in batches} == {BATCH}
-    full = rows // BATCH
-    groups = [accumulation] * (full // accumulation)
-    if streamed:
-        assert batches[: accumulation * len(groups)] == [
-            list(range(start, start + BATCH)) for start in range(0, accumulation * len(groups) * BATCH, BATCH)
-        ]
-    else:
-        groups += [full % accumulation] * bool(full % accumulation)
-        epoch = [row for batch in batches[:full] for row in batch]
-        assert len(set(epoch)) == len(epoch) == full * BATCH
-    assert [len(step) for step in one] == 2 * groups
-    for several in (found[job][2], found[job][3]):
-        joined = [[[*chain(*parts)] for parts in zip(*steps, strict=True)] for steps in zip(*several, strict=True)]
-        assert joined == one
 
 
 @pytest.mark.slow
@@ -89,16 +69,34 @@ def test_processes_that_share_rows_must_have_read_the_same(job: tuple[Any, ...],
         assert all("have read different ones" in message for message in said)
 
 
+def by_hand(kind: str, count: int) -> tuple[float, list[int]]:
+    """The mean loss over the targets of rows of 3 to 9 tokens, each read alone, and the sums of their labels."""
+    model, total, targets, sums = toys.tiny_model().double(), 0.0, 0, []
+    for i, row in enumerate(toys.sequences(count)):
+        ids, labels = (
+            row[name][: 3 + 5 * i % 7] for name in ("input_ids", "input_ids" if "SFT" in kind else "labels")
+        )
+        with torch.no_grad():
+            total += float(cross_entropy(model(ids[None]).logits[0, :-1], labels[1:], reduction="sum"))
+        targets += int((labels[1:] != -100).sum())
+        sums.append(int(labels[kind.endswith(PACKED) :].clamp(0).sum()))  # a packed sequence has no first target
+    return total / targets, sums
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("job", EVALUATED, ids=str)
-def test_an_evaluation_scores_every_row_once(job: tuple[Any, ...], found: Results) -> None:
-    rows = job[1]
-    ((loss, predictions),) = found[job][1]
-    assert len(predictions) == rows
-    for several in (found[job][2], found[job][3]):
-        for given_loss, given in several:
-            assert given_loss == pytest.approx(loss, rel=1e-5)
-            torch.testing.assert_close(given, predictions, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("job", SCORED, ids=str)
+def test_each_row_of_an_evaluation_counts_once(job: tuple[Any, ...], found: Results) -> None:
+    _, kind, count = job
+    loss, sums = by_hand(kind, count)
+    for result in (each for several in found[job].values() for each in several):
+        assert result["losses"] == pytest.approx([loss] * 3, rel=1e-6)
+        for rows in result["sums"]:
+            if kind.endswith(PACKED):
+                assert sum(rows) == sum(sums)
+            else:
+                in_order = "workers" not in kind and "shard" not in kind
+                assert rows == sums if in_order else sorted(rows) == sorted(sums)
+        assert "packed" in kind or result["second"] == pytest.approx(count, rel=0.01)
 
 
 @pytest.mark.slow
