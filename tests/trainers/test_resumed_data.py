@@ -1,14 +1,14 @@
 """A resumed run reads the rows that the run would have read, in every order and from every kind of stream."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 from transformers import Trainer, TrainingArguments
 
 from hf_recurrent_lengthgen.trainers import InitialStateConfig, ZeroStateTrainer
@@ -90,6 +90,31 @@ def test_each_pass_over_a_shuffled_stream_has_the_order_of_its_epoch(tmp_path: P
 def test_a_stream_without_rows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="The training data have no rows for a step"):
         rows_of(Drawn(list), tmp_path)
+
+
+class Counted(Drawn):
+    """With a length; each data worker reads a share of the rows."""
+
+    def __len__(self) -> int:
+        return len(self._draw())
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        yield from islice(super().__iter__(), worker.id, None, worker.num_workers) if worker else super().__iter__()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["hub", "counted"])
+def test_data_workers_read_each_row_once_in_a_pass(tmp_path: Path, workers: int, kind: str) -> None:
+    """However their shares end; shards of 6 and 18 rows."""
+    counted = Counted(lambda: list(range(1, 25)))
+    data = hub({"seed": 3}, begins=(1,)) if kind == "hub" else counted
+    if kind == "hub":
+        data = datasets.concatenate_datasets([data, hub({"seed": 3}, begins=(7, 13, 19))])
+    read = list(chain(*rows_of(data, tmp_path, dataloader_num_workers=workers, max_steps=12)))
+    for of_pass in (read[:24], read[24:]):
+        assert sorted(of_pass) == list(range(1, 25))
 
 
 @pytest.mark.slow

@@ -55,10 +55,11 @@ def _collator(trainer: Any) -> Callable[[Any], Any]:
     return RemoveColumnsCollator(trainer.data_collator, columns)
 
 
-def _settings(trainer: Any) -> dict[str, Any]:
+def _settings(trainer: Any, **settings: Any) -> dict[str, Any]:
+    """How a loader reads, as Trainer has it, and other settings."""
     args = trainer.args
     seeding = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index)
-    return {name: getattr(args, f"dataloader_{name}") for name in _SETTINGS} | {"worker_init_fn": seeding}
+    return {name: getattr(args, f"dataloader_{name}") for name in _SETTINGS} | {"worker_init_fn": seeding} | settings
 
 
 def packs_all(trainer: Any) -> bool:
@@ -111,9 +112,10 @@ def train_loader(trainer: Any, stock: Callable[[], DataLoader]) -> DataLoader:
             finally:
                 args.dataloader_drop_last = asked
         else:
-            settings = {"batch_size": args.train_batch_size, "collate_fn": _collator(trainer), **_settings(trainer)}
-            settings["persistent_workers"] = args.dataloader_persistent_workers  # not of a stream, which has epochs
-            loader = DataLoader(dataset, sampler=trainer.sampler, drop_last=True, **settings)
+            settings = _settings(trainer, persistent_workers=args.dataloader_persistent_workers, drop_last=True)
+            loader = DataLoader(
+                dataset, args.train_batch_size, sampler=trainer.sampler, collate_fn=_collator(trainer), **settings
+            )
             loader = trainer.accelerator.prepare(loader)
     _check_batches(trainer, len(loader))
     return loader
@@ -135,18 +137,38 @@ def _check_batches(trainer: Any, batches: int) -> None:
         logger.warning(f"Each epoch leaves out {dropped} of {len(dataset)} rows, which do not fill a batch of {rows}.")
 
 
-class Endless(IterableDataset[Any]):
-    """A stream read again and again; it gets the number of each pass by `set_epoch`. It ends if a pass has no rows."""
+class StreamRows(IterableDataset[Any]):
+    """The rows of a stream in the order in which a loader, with its workers, reads them, also in short batches."""
 
-    def __init__(self, stream: IterableDataset[Any]) -> None:
-        self.stream = stream
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.loader.dataset, "set_epoch"):
+            self.loader.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        for epoch in count():
-            if hasattr(self.stream, "set_epoch"):
-                self.stream.set_epoch(epoch)
+        yield from chain.from_iterable(self.loader)
+
+
+class CountedRows(StreamRows):
+    """Rows of a stream with a length."""
+
+    def __len__(self) -> int:
+        return len(self.loader.dataset)  # type: ignore[arg-type]
+
+
+class EndlessRows(StreamRows):
+    """A stream read again and again; it gets the number of each pass. It ends if a pass has no rows."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass  # Trainer's count of epochs
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in count():
+            super().set_epoch(number)
             is_empty = True
-            for row in self.stream:
+            for row in super().__iter__():
                 is_empty = False
                 yield row
             if is_empty:
@@ -168,12 +190,15 @@ def _stream_loader(trainer: Any, stream: IterableDataset[Any]) -> DataLoader:
             f"stream are dealt to {processes} processes: give data with a length, or a collator that pads (TRL's does "
             "with padding_free=False and packing=False)."
         )
+    size = args.train_batch_size * processes
+    settings = _settings(trainer, persistent_workers=args.dataloader_persistent_workers, pin_memory=False)
+    rows = CountedRows if sized else EndlessRows if trainer.is_in_train else StreamRows
     loader = DataLoader(
-        stream if sized or not trainer.is_in_train else Endless(stream),
-        batch_size=args.train_batch_size * processes,
+        rows(DataLoader(stream, size, collate_fn=list, **settings)),
+        size,
         collate_fn=_collator(trainer),
         drop_last=True,
-        **_settings(trainer),
+        pin_memory=args.dataloader_pin_memory,
     )
     if sized:
         _check_batches(trainer, len(loader))
