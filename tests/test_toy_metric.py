@@ -100,7 +100,7 @@ def test_a_metric_of_one_file_is_everywhere(
     first = found.entropies[0]
 
     shown = capsys.readouterr().out
-    assert re.search(rf"Misalignment +First entropy\n{checkpoint.name} +\S+ nats +{first:.2f} nats\n", shown)
+    assert re.search(rf"Misalignment +First entropy\n{checkpoint.name} +\S+ \(.+\) nats +{first:.2f} nats\n", shown)
     page = (out / "index.html").read_text(encoding="utf-8")
     for text in (
         f"How undecided it is A line. {checkpoint.name} Its first prediction has {first:.3f} nats per byte.",

@@ -11,6 +11,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,10 +189,7 @@ def long_short_misalignment(
 
 def _compute(task: Measurement) -> Misalignment:
     options: Any = {name: getattr(task.settings, name) for name in ("seed", "confidence", "progress")}
-
-    def compute() -> Misalignment:
-        return long_short_misalignment(task.model, task.tokens, task.training_length, **options)
-
+    compute = partial(long_short_misalignment, task.model, task.tokens, task.training_length, **options)
     return task.kept("misalignment", Misalignment, compute, seed=task.settings.seed)
 
 

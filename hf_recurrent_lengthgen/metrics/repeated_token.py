@@ -7,6 +7,7 @@ but newlines. The prompt is not random, so one text is enough, and there are no 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -119,13 +120,9 @@ def _compute(task: Measurement) -> ConstantPrompt:
         raise ValueError(
             "The tokenizer has no single token for a line break: give a text that is one token with --repeated-text."
         )
-    chunk_length, progress, length = settings.chunk_length, settings.progress, task.length
-
-    def compute() -> ConstantPrompt:
-        given = task.model, token, task.training_length, length
-        return constant_prompt(*given, chunk_length=chunk_length, progress=progress)
-
-    return task.kept("constant prompt", ConstantPrompt, compute, token=token, length=length)
+    options: Any = {"chunk_length": settings.chunk_length, "progress": settings.progress}
+    compute = partial(constant_prompt, task.model, token, task.training_length, task.length, **options)
+    return task.kept("constant prompt", ConstantPrompt, compute, token=token, length=task.length)
 
 
 def constant_prompt_figure(models: Mapping[str, ConstantPrompt], roles: Sequence[Role]) -> "Figure":

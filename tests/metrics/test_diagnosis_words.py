@@ -18,7 +18,6 @@ from hf_recurrent_lengthgen.metrics.states.words import (
     drift_text,
     left_text,
     patching_text,
-    retention_text,
     windows_text,
 )
 from tests.metrics.diagnoses import (
@@ -51,16 +50,6 @@ def of_attention(found: Any, **changes: Any) -> StateDiagnosis:
 
 ONE, TWO = states({(0, 1): 3.0}), states({(1, 2): 9.0, (0, 0): 8.0}, restored=0.6)
 GROUPS = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
-UNKNOWN = replace(ONE, heads=tuple(replace(h, log_retention=h.log_retention if h.layer else None) for h in ONE.heads))
-KEYS = hybrid()
-assert KEYS.patching is not None
-KEYS = replace(
-    KEYS,
-    patching=replace(
-        KEYS.patching,
-        groups=(*KEYS.patching.groups[:-1], replace(KEYS.patching.groups[-1], restored=Estimate(0.9, 0.8, 1.0))),
-    ),
-)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +60,6 @@ KEYS = replace(
         (drift_text(ONE), ("1 of 8 heads drifts.",)),
         (drift_text(GROUPS), ("2 of 8 channel groups drift.", "layer 0, channel group 1", "1,234 standard")),
         (drift_text(of_states(sequences=3)), ("3 texts are too few", "47.3 standard deviations")),
-        (retention_text(ONE), ("At 16 tokens, layer 0, head 1", "90%", "all heads", "0% at 1,024 tokens")),
-        (retention_text(UNKNOWN), ("4 measured heads",)),
         (patching_text(states_of(BASE), "byte"), ("1,016 tokens", "+1.000 (+0.990 to +1.010) nats per byte")),
         (patching_text(states_of(BASE), "byte"), ("last 8 tokens", "drift 97%, all other heads none shown")),
         (patching_text(states_of(BASE), "byte"), ("Of 3 heads", "layer 0, head 3 does most harm", "120%")),
@@ -92,7 +79,6 @@ KEYS = replace(
         (reason(of_states(patching=None)), ("layer 1, head 2 the furthest).",)),
         (reason(of_states(sequences=3)), ("3 texts are too few",)),
         (reason(hybrid()), ("removes 97% of the harm", "long states alone do +1.20", "attention alone +0.02.")),
-        (reason(KEYS), ("+0.02; replacing its keys and values", "removes 90% of the harm")),
     ],
 )
 def test_a_sentence_names_its_numbers(text: str, numbers: tuple[str, ...]) -> None:
@@ -115,7 +101,7 @@ def test_the_summary_has_the_verdict_and_the_reason_of_each_model() -> None:
 
 
 def test_what_is_not_there_is_not_told() -> None:
-    assert retention_text(states({(1, 2): 5.0}, known=False)) == patching_text(of_states(patching=None), "byte") == ""
+    assert patching_text(of_states(patching=None), "byte") == ""
     assert attention_text(ONE, "byte") == windows_text(ONE, "byte") == ""
 
 

@@ -4,13 +4,12 @@ A share of the harm counts as shown if the lower bound of its interval is above 
 heads, if it is with one confidence for all of them.
 """
 
-import math
 from collections.abc import Sequence
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.statistics import shown_above
 from hf_recurrent_lengthgen.evaluation.words import interval_text, number_text
-from hf_recurrent_lengthgen.metrics.context_harm.words import HALF, Status
+from hf_recurrent_lengthgen.metrics.context_harm.words import Status
 from hf_recurrent_lengthgen.metrics.part import Part, Picture
 from hf_recurrent_lengthgen.metrics.states.distance import SMALLEST_DRIFT
 from hf_recurrent_lengthgen.metrics.states.figure import (
@@ -70,21 +69,6 @@ def drift_text(states: StateDiagnosis) -> str:
 def distance_text(head: HeadStates) -> str:
     """The distance of a head over the last octave, in standard deviations: "47.3"."""
     return f"{head.late_distance:.3g}" if head.late_distance < 1000 else f"{head.late_distance:,.0f}"
-
-
-def retention_text(states: StateDiagnosis) -> str:
-    """What the head that holds most of the first token holds at the training length and at the end."""
-    known = [(head, head.log_retention) for head in states.ranking if head.log_retention is not None]
-    if not known:
-        return ""
-    inside = max(place for place, n in enumerate(states.positions) if n <= states.training_length)
-    head, logs = max(known, key=lambda pair: pair[1][inside])
-    at, end = states.positions[inside], states.positions[-1]
-    return (
-        f"At {at:,} tokens, {head.name} still holds {math.exp(logs[inside]):.0%} of what the first token wrote, the "
-        f"most of {'all' if len(known) == len(states.heads) else f'{len(known)} measured'} heads, and "
-        f"{math.exp(logs[-1]):.0%} at {end:,} tokens."
-    )
 
 
 def _counted(states: StateDiagnosis) -> str:
@@ -201,7 +185,11 @@ def _facts(states: StateDiagnosis) -> dict[str, str]:
 
 def _reason(states: StateDiagnosis, status: Status) -> str:
     """The explanation of a verdict by the states, in clauses."""
-    return "; ".join([_drift_reason(states, status), *_attention_reason(states)])
+    clauses = [_drift_reason(states, status)]
+    if (harm := states.attention) is not None:
+        recurrent, attention = (number_text(values[-1].mean, "+.2f") for values in (harm.recurrent, harm.attention))
+        clauses.append(f"long states alone do {recurrent} nats of harm, long attention alone {attention}")
+    return "; ".join(clauses)
 
 
 def _drift_reason(states: StateDiagnosis, status: Status) -> str:
@@ -223,22 +211,6 @@ def _drift_reason(states: StateDiagnosis, status: Status) -> str:
     if not _shown(group.restored):
         return f"{clause}; but {exchange} is not shown to remove any of the harm"
     return f"{clause}; {exchange} removes {harm_share_text(patching, group.restored)} of the harm"
-
-
-def _attention_reason(states: StateDiagnosis) -> list[str]:
-    """Clauses of the verdict on a hybrid."""
-    harm, patching = states.attention, states.patching
-    if harm is None:
-        return []
-    recurrent, attention = (number_text(values[-1].mean, "+.2f") for values in (harm.recurrent, harm.attention))
-    clauses = [f"long states alone do {recurrent} nats of harm, long attention alone {attention}"]
-    if patching is None:
-        return clauses
-    for group in patching.groups:
-        if group.attention and _shown(group.restored) and (patching.share(group.restored) or 0) >= HALF:
-            share = harm_share_text(patching, group.restored)
-            clauses.append(f"replacing its keys and values by those of a short context removes {share} of the harm")
-    return clauses
 
 
 def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
@@ -273,12 +245,8 @@ STATES = Part(
     compute=measure_states,
     section="Why: the states",
     texts=lambda result, unit: [
-        text
-        for text in (
-            *(drift_text(result), retention_text(result), patching_text(result, unit)),
-            *(attention_text(result, unit), windows_text(result, unit)),
-        )
-        if text
+        drift_text(result),
+        *filter(None, (text(result, unit) for text in (patching_text, attention_text, windows_text))),
     ],
     facts=_facts,
     pictures={
