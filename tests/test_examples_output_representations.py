@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.data import PaddingCollator
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2Model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "output_representations"))
-from baselines import POSITIONS, DecoderTransformer, Positions, ScalarRegression, alibi_bias, rotate
+from baselines import POSITIONS, DecoderTransformer, Positions, ScalarRegression
 from bit_strings import REPRESENTATIONS, BitStrings, errors_by_length
 
 FOLDER = Path(__file__).parents[1] / "examples" / "output_representations"
@@ -193,14 +193,6 @@ def test_hidden_states_are_those_of_a_loop(positions: Positions) -> None:
     tokens = [3, 1, 4, 1, 5, 6]
     found = model(torch.tensor([tokens, [0] * 6])).last_hidden_state[0]
     torch.testing.assert_close(found, by_hand(model, tokens), rtol=1e-4, atol=1e-5)
-
-
-def test_rotations_and_slopes_by_hand() -> None:
-    turned_once = rotate(torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
-    torch.testing.assert_close(turned_once, torch.tensor([[1.0, 0.0], [math.cos(1), math.sin(1)]]))
-    bias = alibi_bias(8, 3, torch.zeros(1))
-    torch.testing.assert_close(bias[0], torch.tensor([[0, -math.inf, -math.inf], [-0.5, 0, -math.inf], [-1, -0.5, 0]]))
-    assert bias[7, 2, 0] == -2 / 256
 
 
 def mamba2() -> StatefulMamba2Model:

@@ -1,6 +1,5 @@
 """Shared prefixes with models that keep keys and values: each branch is what its text alone is."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.evaluation import shared_prefixes
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import prefix_tree, read_tree, rows_with_room, tokens_to_read
-from hf_recurrent_lengthgen.hybrids.caches import HybridCache
 from tests.hybrids.tiny_models import SUPPORTED_TYPES, tiny_model
 
 
@@ -96,24 +94,3 @@ def test_keys_of_a_parent_are_given_up_before_the_next_is_read(monkeypatch: pyte
 def test_a_stock_hybrid_does_not_branch() -> None:
     with pytest.raises(ValueError, match="its cache changes as it reads"):
         reader_of(tiny_model("falcon_h1")).join_rows([])
-
-
-def test_rows_that_read_unequally_many_tokens_are_taken_and_joined_with_their_positions() -> None:
-    model = stateful(tiny_model("bamba"), attention_window=8).eval()
-    text = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [4, 3, 2, 9, 0, 0, 0], [9, 9, 4, 1, 5, 0, 0]])
-    mask = (torch.arange(7) < torch.tensor([[7], [4], [5]])).long()
-    further, cache, order = (
-        torch.tensor([[3, 4], [8, 1], [2, 2]]),
-        model.new_attention_cache(),
-        torch.tensor([2, 0, 1]),
-    )
-    with torch.no_grad():
-        state = model(text, attention_mask=mask, attention_cache=cache, output_final_state=True).final_state
-        whole = copy.copy(cache)
-        expected = model(further, initial_state=state, attention_cache=whole).logits[order]
-        taken = cache.taken(order)
-        state = tuple(type(layer)(*(part[order] for part in layer)) for layer in state)
-        parts = [taken.taken(rows) for rows in (slice(0, 1), slice(1, 3))]
-        for given in (copy.copy(taken), HybridCache.joined(parts)):
-            found = model(further[order], initial_state=state, attention_cache=given).logits
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
