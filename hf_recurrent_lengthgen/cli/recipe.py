@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns
-from hf_recurrent_lengthgen.recipes import copy_recipes, load_recipe, recipe_names
+from hf_recurrent_lengthgen.recipes import copy_recipes, recipe_names, recipe_text
 
 DESCRIPTION = """\
 Training runs of the papers, one YAML file for `lengthgen train` each: which checkpoint, which method, how long, with
@@ -27,7 +27,7 @@ def command_parser() -> CommandParser:
         return actions.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", examples=example)
 
     add_action("list", "list all recipes")
-    show = add_action("show", "show a recipe, and the runs of the paper that it is for", "post_training/state_passing")
+    show = add_action("show", "show a recipe", "post_training/state_passing")
     show.model.add_argument("name", metavar="NAME", help="name of a recipe")
     copy = add_action("copy", "copy all recipes, with their README, into a new folder", "my-recipes")
     copy.run.add_argument("folder", metavar="FOLDER", help="folder to make")
@@ -37,13 +37,10 @@ def command_parser() -> CommandParser:
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     if options.action == "list":
-        recipes = [load_recipe(name) for name in recipe_names()]
-        print(in_columns([("recipe", "model", "run"), *((one.name, one.model, one.title) for one in recipes)]))
+        firsts = {name: recipe_text(name).splitlines()[0].removeprefix("# ") for name in recipe_names()}
+        print(in_columns([("recipe", "run"), *firsts.items()]))
     elif options.action == "show":
-        recipe = load_recipe(options.name)
-        print(
-            recipe.text, "\nRuns, in a copy of the recipes:\n", *(f"  {run}\n" for run in recipe.runs), sep="", end=""
-        )
+        print(recipe_text(options.name), end="")
     else:
         print(f"Copied to {copy_recipes(options.folder)}. Next: its README.md")
     return 0

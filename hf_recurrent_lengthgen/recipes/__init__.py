@@ -1,38 +1,9 @@
 """The papers' training runs as YAML files that `lengthgen train` takes; README.md lists them."""
 
-import difflib
-import re
 import shutil
 from pathlib import Path
-from typing import NamedTuple
-
-import yaml
 
 RECIPES = Path(__file__).parent
-
-
-class Recipe(NamedTuple):
-    """One file of settings.
-
-    Args:
-        name: Its path in the folder of recipes, without ".yaml".
-        text: The file.
-        runs: Commands of README.md that train with it, with the other sizes of the paper.
-    """
-
-    name: str
-    text: str
-    runs: tuple[str, ...]
-
-    @property
-    def title(self) -> str:
-        """The first sentence of the file: what it trains, and the place in the paper."""
-        comment = re.sub(r"\n# ", " ", self.text.partition("\n\n")[0]).removeprefix("# ")
-        return re.split(r"(?<=[\w)])\.(?: |\n)", comment, maxsplit=1)[0]
-
-    @property
-    def model(self) -> str:
-        return str(yaml.safe_load(self.text)["model"])
 
 
 def recipe_names() -> list[str]:
@@ -40,15 +11,11 @@ def recipe_names() -> list[str]:
     return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.glob("*/*.yaml"))
 
 
-def load_recipe(name: str) -> Recipe:
-    """A recipe by name. A `ValueError` for an unknown one gives similar names."""
-    if name not in (names := recipe_names()):
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else "lengthgen recipe list lists all."
-        raise ValueError(f"There is no recipe {name}: {hint}")
-    readme = (RECIPES / "README.md").read_text(encoding="utf-8")
-    runs = re.findall(rf"`(lengthgen train {re.escape(name)}\.yaml[^`]*)` \|$", readme, flags=re.MULTILINE)
-    return Recipe(name, (RECIPES / f"{name}.yaml").read_text(encoding="utf-8"), tuple(runs))
+def recipe_text(name: str) -> str:
+    """The file of a recipe, whose first line says what it trains, and the place in the paper."""
+    if name not in recipe_names():
+        raise ValueError(f"There is no recipe {name}: lengthgen recipe list lists all.")
+    return (RECIPES / f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def copy_recipes(folder: str | Path) -> Path:

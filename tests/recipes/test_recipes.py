@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import hf_recurrent_lengthgen.models  # noqa: F401  (registers the model types)
 from hf_recurrent_lengthgen.cli.main import main
 from hf_recurrent_lengthgen.cli.options import read_options
-from hf_recurrent_lengthgen.recipes import RECIPES, copy_recipes, load_recipe, recipe_names
+from hf_recurrent_lengthgen.recipes import RECIPES, copy_recipes, recipe_names, recipe_text
 from hf_recurrent_lengthgen.trainers import MixedStatesTrainer
 from hf_recurrent_lengthgen.yaml_files import UniqueKeys
 
@@ -309,21 +309,13 @@ def test_the_command_lists_shows_and_copies(tmp_path: Path, capsys: pytest.Captu
     assert main(["recipe", "list"]) == 0
     rows = capsys.readouterr().out.splitlines()[1:]
     assert [row.split()[0] for row in rows] == recipe_names()
-    assert all(re.search(r"arXiv:\d{4}\.\d{5}|Output Alignment", load_recipe(name).title) for name in recipe_names())
+    assert all("arXiv:" in row or "Output Alignment" in row or "ours" in row for row in rows), rows
     assert main(["recipe", "show", "post_training/tbtt"]) == 0
-    text, _, runs = capsys.readouterr().out.partition("\nRuns, in a copy of the recipes:\n")
-    assert text == (RECIPES / "post_training/tbtt.yaml").read_text()
-    assert runs.splitlines()[0] == "  lengthgen train post_training/tbtt.yaml"
-    assert sum(len(load_recipe(name).runs) for name in recipe_names()) == len(COMMANDS)
+    assert capsys.readouterr().out == (RECIPES / "post_training/tbtt.yaml").read_text()
     assert main(["recipe", "copy", str(tmp_path / "mine")]) == 0
     copied = {path.relative_to(tmp_path / "mine") for path in (tmp_path / "mine").rglob("*") if path.is_file()}
     assert copied == {Path("README.md"), *(path.relative_to(RECIPES) for path in [*FILES, *MODELS])}
     with pytest.raises(ValueError, match="mine exists: give a new folder"):
         copy_recipes(tmp_path / "mine")
-
-
-def test_a_name_that_is_not_there_gets_the_near_ones() -> None:
-    with pytest.raises(ValueError, match="did you mean post_training/tbtt"):
-        load_recipe("post_training/tbbt")
     with pytest.raises(ValueError, match="lengthgen recipe list lists all"):
-        load_recipe("zzz")
+        recipe_text("zzz")
