@@ -19,15 +19,11 @@ Headers = dict[str, str]
 
 @dataclass
 class Request:
-    """One request and the status of its answer; 0 where the connection was cut instead."""
-
     method: str
     path: str
     token: str | None
     body: bytes
     query: dict[str, list[str]]
-    headers: Headers
-    status: int = 0
 
 
 @dataclass
@@ -54,15 +50,16 @@ def whoami(hub: "Endpoint", request: Request) -> Answer:
     if account is None:
         raise Refused(401, "Invalid username or password.")
     access = {"accessToken": {"displayName": "test", "role": "write"}}
-    return as_json({"type": "user", "name": account.name, "orgs": [], "auth": access})
+    return as_json({"type": "user", "name": account, "orgs": [], "auth": access})
 
 
 def create_repository(hub: "Endpoint", request: Request) -> Answer:
     account, asked = hub.account(request), json.loads(request.body)
     if account is None:
         raise Refused(401, "Invalid username or password.")
-    name = f"{asked.get('organization') or account.name}/{asked['name']}"
-    if not account.owns(name):
+    owner = asked.get("organization") or account
+    name = f"{owner}/{asked['name']}"
+    if owner != account:
         raise Refused(403, "You don't have the rights to create a model under this namespace")
     private = asked.get("private") or asked.get("visibility") == "private"
     made = {"url": f"{hub.url}/{name}", "name": name, "id": "0" * 24}
@@ -155,9 +152,7 @@ def commit(hub: "Endpoint", request: Request, name: str, revision: str) -> Answe
             removed.append(value["path"])
         else:
             raise Refused(400, f"Unknown key {entry['key']}")
-    account = hub.account(request)
-    assert account is not None
-    oid = hub.change(repository, revision, header, added, removed, account.name)
+    oid = hub.change(repository, revision, header, added, removed)
     return as_json(
         {"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/{name}/commit/{oid}", "hookOutput": ""}
     )

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from .answers import ROUTES, Answer, Request, refusal
-from .store import Account, Refused, Repository, Store
+from .store import Refused, Repository, Store
 
 
 @dataclass
@@ -43,7 +43,6 @@ class Endpoint(Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self.accounts["hf_test"] = Account("user")
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self._lock = threading.RLock()
@@ -105,9 +104,7 @@ class Endpoint(Store):
             def _serve(self) -> None:
                 parts = urlsplit(self.path)
                 token = self.headers.get("Authorization", "").removeprefix("Bearer ") or None
-                headers = {name.lower(): value for name, value in self.headers.items()}
-                path, query = parts.path, parse_qs(parts.query)
-                request = Request(self.command, path, token, b"", query, headers)
+                request = Request(self.command, parts.path, token, b"", parse_qs(parts.query))
                 fault = endpoint._next_fault(request) or Fault("", "")
                 endpoint.requests.append(request)
                 if fault.call is not None:
@@ -119,7 +116,6 @@ class Endpoint(Store):
                     answer = refusal(Refused(fault.status, fault.message))
                 if fault.cut:
                     return self._cut()
-                request.status = answer.status
                 self.send_response(answer.status)
                 for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
                     self.send_header(name, value)
@@ -148,7 +144,7 @@ class Endpoint(Store):
             except Refused as refused:
                 return refusal(refused)
 
-    def account(self, request: Request) -> Account | None:
+    def account(self, request: Request) -> str | None:
         """Who asks; None for nobody."""
         if request.token is None:
             return None
@@ -161,7 +157,7 @@ class Endpoint(Store):
         """The repository of that name, if who asks may read it or write to it."""
         account = self.account(request)
         repository = self.repositories.get(name)
-        owned = account is not None and account.owns(name)
+        owned = name.partition("/")[0] == account
         if repository is None or (repository.private and not owned):
             raise Refused(401 if account is None else 404, "Repository not found", "RepoNotFound")
         if write and account is None:

@@ -45,8 +45,6 @@ class Commit:
     id: str
     parent: str | None
     title: str
-    description: str
-    author: str
     files: dict[str, Blob]
 
 
@@ -59,12 +57,12 @@ class Repository:
     commits: dict[str, Commit] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, branch: str, title: str, files: dict[str, Blob], description: str = "", author: str = "") -> str:
+    def commit(self, branch: str, title: str, files: dict[str, Blob]) -> str:
         """Set the branch to a new commit whose tree is `files`."""
         parent = self.branches.get(branch)
         tree = "".join(f"{path} {blob.oid}\n" for path, blob in sorted(files.items()))
-        text = f"{len(self.commits)}\n{parent}\n{title}\n{description}\n{tree}"
-        commit = Commit(hashlib.sha1(text.encode()).hexdigest(), parent, title, description, author, dict(files))
+        text = f"{len(self.commits)}\n{parent}\n{title}\n{tree}"
+        commit = Commit(hashlib.sha1(text.encode()).hexdigest(), parent, title, dict(files))
         self.commits[commit.id] = commit
         self.branches[branch] = commit.id
         return commit.id
@@ -86,21 +84,11 @@ class Repository:
         return commits
 
 
-@dataclass
-class Account:
-    """Whom a token belongs to."""
-
-    name: str
-
-    def owns(self, repository: str) -> bool:
-        return repository.partition("/")[0] == self.name
-
-
 class Store:
-    """Everything that a hub keeps. `accounts` are by token; `large_files` is content by SHA-256."""
+    """Everything that a hub keeps. `accounts` are names by token; `large_files` is content by SHA-256."""
 
     def __init__(self) -> None:
-        self.accounts: dict[str, Account] = {}
+        self.accounts = {"hf_test": "user"}
         self.repositories: dict[str, Repository] = {}
         self.large_files: dict[str, bytes] = {}
 
@@ -111,11 +99,11 @@ class Store:
         repository.commit("main", "initial commit", {".gitattributes": Blob(GITATTRIBUTES)})
         return repository
 
-    def put(self, name: str, files: dict[str, bytes], title: str = "by hand", branch: str = "main") -> str:
+    def put(self, name: str, files: dict[str, bytes]) -> str:
         """Commit files as somebody would on the site, beside those that are there; the repository may be new."""
         repository = self.repositories.get(name) or self.create(name)
         blobs = {path: self.blob(path, content) for path, content in files.items()}
-        return repository.commit(branch, title, repository.at(branch).files | blobs, author="somebody")
+        return repository.commit("main", "by hand", repository.at("main").files | blobs)
 
     def blob(self, path: str, content: bytes) -> Blob:
         """Keep a file's content."""
@@ -137,7 +125,6 @@ class Store:
         header: dict[str, str],
         added: dict[str, Blob],
         removed: Iterable[str],
-        author: str,
     ) -> str:
         """Commit changes to a branch, all or none.
 
@@ -154,4 +141,4 @@ class Store:
                 raise Refused(404, f"A file with this name doesn't exist: {path}", "EntryNotFound")
             del files[path]
         files.update(added)
-        return repository.commit(branch, header["summary"], files, header.get("description", ""), author)
+        return repository.commit(branch, header["summary"], files)
