@@ -310,13 +310,11 @@ class AlignmentSettings:
         second_from_zero: Whether the second crop starts from zero, whatever the state of the first.
 
     Raises:
-        ValueError: if the model has a loss other than next-token cross-entropy, or there is an own loss, if the length
-            does not allow the shifts, or if the second crop is to start from zero as both crops do.
+        ValueError: if the model has a loss other than next-token cross-entropy, or there is an own loss, or if the
+            length does not allow the shifts.
     """
 
-    def __init__(
-        self, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None, gives_states: bool
-    ) -> None:
+    def __init__(self, args: InitialStateConfig, model: Any, own_loss: Callable[..., Any] | None) -> None:
         self.args, self.length = args, args.alignment_length
         self.second_from_zero = args.alignment_second_state == "zero"
         if own_loss is not None:
@@ -326,11 +324,6 @@ class AlignmentSettings:
         if getattr(getattr(model, "config", None), "output_router_logits", False):
             raise ValueError(
                 "The alignment loss would leave out the model's router loss: set output_router_logits=False."
-            )
-        if self.second_from_zero and not gives_states:
-            raise ValueError(
-                "alignment_second_state='zero' has no effect where both crops start from zero: leave it out, or use a "
-                "method that gives states, such as TbttTrainer or StatePassingTrainer."
             )
         if self.length is not None:
             self._check(self.length, f"With alignment_length {self.length}")

@@ -171,7 +171,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         if self.args.alignment_alpha:
             from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 
-            self.alignment = AlignmentSettings(self.args, self.model, self.compute_loss_func, self.needs_states)
+            self.alignment = AlignmentSettings(self.args, self.model, self.compute_loss_func)
         self.initial_states = self.initial_state_source(self.args, self)
         self.initial_states.sum_over_processes = partial(self.accelerator.reduce, reduction="sum")
 

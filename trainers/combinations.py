@@ -66,11 +66,6 @@ def _started_alone(trainer: Any) -> int:
     return started if started > trainer.args.world_size else 0
 
 
-def _of_several(found: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Only on several processes."""
-    return lambda trainer: trainer.args.world_size > 1 and found(trainer)
-
-
 def _old_fsdp(trainer: Any) -> bool:
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     return plugin is not None and getattr(plugin, "fsdp_version", 1) != 2
@@ -95,11 +90,6 @@ _SHARE_NO_ROWS = (
         lambda trainer: "sequence_group" not in inspect.signature(base_of(trainer.model).forward).parameters,
         "{1} takes no sequence_group, so processes cannot share its rows: leave context_parallel_size out, or give a "
         "causal language model of a family of this package.",
-    ),
-    Refusal(
-        lambda trainer: trainer.compute_loss_func,
-        "compute_loss_func gets labels of whole rows, which processes that share rows do not have: leave it or "
-        "context_parallel_size out.",
     ),
 )
 _READ_NO_CHUNKS = (
@@ -171,26 +161,26 @@ _ARGUMENTS = (
         "{0} processes were started, but each one runs by itself and would train on all of the data: without GPUs, "
         "set use_cpu=True.",
     ),
+    Refusal(_old_fsdp, "FSDP version 1 is not supported: set fsdp_version: 2 in the accelerate config."),
+)
+_SEVERAL_PROCESSES = (
     Refusal(
-        _of_several(lambda trainer: not trainer.args.average_tokens_across_devices),
+        lambda trainer: not trainer.args.average_tokens_across_devices,
         "average_tokens_across_devices=False would make the weight of a token depend on the other tokens of its "
         "process: leave it out.",
     ),
     Refusal(
-        _of_several(_of_accelerator("even_batches", False)),
+        _of_accelerator("even_batches", False),
         "even_batches=False in accelerator_config gives several processes other rows than one: leave it out.",
     ),
     Refusal(
-        _of_several(
-            lambda trainer: (
-                trainer.args.train_sampling_strategy not in ("random", "sequential")
-                and trainer.args.train_sampling_strategy
-            )
+        lambda trainer: (
+            trainer.args.train_sampling_strategy not in ("random", "sequential")
+            and trainer.args.train_sampling_strategy
         ),
         "train_sampling_strategy {0!r} orders rows by the batches of one process, so several processes would see "
         "other batches than a single process: leave it out, or train with one process.",
     ),
-    Refusal(_old_fsdp, "FSDP version 1 is not supported: set fsdp_version: 2 in the accelerate config."),
 )
 _DATA = (
     Refusal(_empty, "{0} has no rows: give more text, or cut it into shorter rows."),
@@ -272,6 +262,8 @@ SHUFFLED_ROWS = (
 def tables_of(trainer: Any) -> Iterator[tuple[Refusal, ...]]:
     """The tables that a trainer's arguments ask for."""
     yield _ARGUMENTS
+    if trainer.args.world_size > 1:
+        yield _SEVERAL_PROCESSES
     if trainer.args.context_parallel_size > 1:
         yield _SHARE_NO_ROWS
     if trainer.args.bptt_chunk_length is not None:

@@ -50,8 +50,6 @@ def combine(
         )
     (method,) = methods
     other: Any = second if method is first else first
-    if issubclass(method, other):
-        raise ValueError(f"{method.__name__} is a {other.__name__} already: use it as it is.")
     chosen: Any = config or _config_of(other)
     return _combined(method, other, chosen)
 

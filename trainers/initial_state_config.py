@@ -86,19 +86,6 @@ class InitialStateConfig(TrainingArguments):
         Raises:
             ValueError: for the reasons given on this class.
         """
-        if self.output_dir == "":
-            raise ValueError("output_dir is empty: give the name of a folder.")
-        unused = sorted(
-            item.name
-            for item in fields(InitialStateConfig)
-            if item.name.startswith("alignment_") and getattr(self, item.name) != item.default
-        )
-        if not self.alignment_alpha and unused:
-            raise ValueError(f"{unused} have no effect without alignment_alpha: set it above 0, for instance to 0.1.")
-        windows: Any = self.attention_windows
-        listed = isinstance(windows, list | tuple) and len(windows) > 0
-        if windows is not None and not (listed and all(type(window) is int and window > 0 for window in windows)):
-            raise ValueError(f"attention_windows must be a list of numbers of tokens of at least 1, got {windows!r}.")
         if self.bptt_window is not None and self.bptt_chunk_length is None:
             raise ValueError("bptt_window counts chunks, so it needs bptt_chunk_length: set it, too.")
         if self.bptt_chunk_length is not None and self.alignment_alpha:

@@ -69,7 +69,7 @@ class MetricCallback(AttachedCallback):
         at_end: Also measure after the last step, whatever its number.
 
     Raises:
-        ValueError: for no metrics, empty or duplicate names, and every_steps < 1.
+        ValueError: for no metrics, and empty or duplicate names.
     """
 
     def __init__(
@@ -84,8 +84,6 @@ class MetricCallback(AttachedCallback):
         names = [metric.name for metric in self.metrics]
         if not names or not all(names) or len(set(names)) < len(names):
             raise ValueError(f"metrics must hold at least one metric, with different names, got {names}.")
-        if every_steps is not None and every_steps < 1:
-            raise ValueError(f"every_steps must be at least 1, got {every_steps}.")
         self.every_steps, self.at_start, self.at_end = every_steps, at_start, at_end
         self._trainer: Trainer | None = None
         self._measured_at: int | None = None

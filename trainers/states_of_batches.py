@@ -70,7 +70,10 @@ def with_evaluation_states(trainer: Any, inputs: dict[str, Any]) -> dict[str, An
             "evaluate on PackedBlocks."
         )
     if trainer.takes_states:
-        if _unpacks(trainer) and (packed := read_rows(inputs)).starts is not None:
+        from_zero = type(trainer.initial_states).evaluation_state is InitialStateSource.evaluation_state
+        # processes are dealt rows of one sequence each
+        dealt = trainer.args.world_size > 1 and isinstance(trainer.data_collator, DataCollatorWithFlattening)
+        if (dealt or not from_zero) and (packed := read_rows(inputs)).starts is not None:
             inputs = unpacked(inputs, packed)
         rows = token_shape_of(inputs)[0]
         first_row = trainer.args.row_process_index * rows
@@ -80,10 +83,3 @@ def with_evaluation_states(trainer: Any, inputs: dict[str, Any]) -> dict[str, An
         inputs |= {"initial_state": plain, "output_final_state": False}
         trainer.evaluation_batches += 1
     return inputs
-
-
-def _unpacks(trainer: Any) -> bool:
-    """Whether packed sequences are evaluated as rows: those that start from a state, or that processes share."""
-    from_zero = type(trainer.initial_states).evaluation_state is InitialStateSource.evaluation_state
-    shared = trainer.args.world_size > 1 and isinstance(trainer.data_collator, DataCollatorWithFlattening)
-    return not from_zero or shared

@@ -22,7 +22,6 @@ from hf_recurrent_lengthgen.trainers import (
     StatePassingTrainer,
     TbttConfig,
     TbttTrainer,
-    ZeroStateTrainer,
 )
 from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.run.dataloaders import train_sampler
@@ -255,14 +254,12 @@ def test_evaluation_is_plain_cross_entropy_on_whole_rows(tmp_path: Path) -> None
     [
         ({"alignment_alpha": -0.1}, "alignment_alpha must be a finite number of at least 0"),
         ({"alignment_alpha": float("nan")}, "alignment_alpha must be a finite number of at least 0"),
-        ({"alignment_alpha": 0.0, "alignment_length": 8}, "have no effect without alignment_alpha"),
         ({"alignment_length": 0}, "alignment_length must be at least 1"),
         ({"alignment_min_context": -1}, "alignment_min_context must be at least 0"),
         ({"alignment_min_extra": 0}, "alignment_min_extra must be at least 1"),
         ({"bptt_chunk_length": 4}, "bptt_chunk_length keeps no logits"),
         ({"alignment_divergence": "kl"}, "alignment_divergence must be 'sce' or 'jeffreys', got 'kl'"),
         ({"alignment_second_state": "own"}, "alignment_second_state must be 'same' or 'zero', got 'own'"),
-        ({"alignment_alpha": 0.0, "alignment_divergence": "jeffreys"}, "have no effect without alignment_alpha"),
     ],
 )
 def test_settings_out_of_range_are_refused(tmp_path: Path, fields: dict[str, Any], told: str) -> None:
@@ -276,15 +273,12 @@ def of_experts() -> Any:
     return MixtralForCausalLM(MixtralConfig(vocab_size=17, **sizes, **experts))
 
 
-ZERO, EIGHT = {"alignment_alpha": 0.1, "alignment_second_state": "zero"}, {"alignment_length": 8}
-NO_EFFECT = "has no effect where both crops start from zero"
+EIGHT = {"alignment_length": 8}
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "given", "told"),
     [
-        (AlignmentTrainer, ZERO, {}, NO_EFFECT),
-        (ZeroStateTrainer, ZERO, {}, NO_EFFECT),
         (AlignmentTrainer, EIGHT | {"alignment_max_extra": 4}, {}, r"l_extra must lie .* 1 and 3.*got 1 to 4"),
         (
             AlignmentTrainer,
@@ -295,7 +289,7 @@ NO_EFFECT = "has no effect where both crops start from zero"
         (AlignmentTrainer, {}, {"compute_loss_func": lambda *_, **__: None}, "compute_loss_func cannot be combined"),
         (AlignmentTrainer, {}, {"model": of_experts()}, "set output_router_logits=False"),
     ],
-    ids=["zero", "zero with another trainer", "no overlap", "no context", "a loss", "experts"],
+    ids=["no overlap", "no context", "a loss", "experts"],
 )
 def test_what_cannot_be_aligned_is_refused(
     tmp_path: Path, kind: Any, fields: dict[str, Any], given: dict[str, Any], told: str
@@ -346,7 +340,7 @@ def test_without_alpha_nothing_is_aligned(tmp_path: Path) -> None:
 
 def test_blocks_of_three_halves_are_read_as_crops_of_an_even_length() -> None:
     args = AlignmentConfig.alone()
-    settings = AlignmentSettings(args, toys.tiny_model(), None, True)
+    settings = AlignmentSettings(args, toys.tiny_model(), None)
     block = next(iter(PackedBlocks(torch.arange(400) % toys.VOCABULARY, 192)))
     rows = {name: ids[None] for name, ids in block.items()}
     assert rows["input_ids"].shape == (1, 193)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from scipy.stats import chisquare
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -16,8 +15,6 @@ from torch.nn.functional import cross_entropy
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.trainers import (
     InitialStateConfig,
-    StatePassingConfig,
-    StatePassingTrainer,
     ZeroStateTrainer,
 )
 from hf_recurrent_lengthgen.trainers.attention_windows import drawn_window
@@ -201,35 +198,11 @@ def test_a_run_that_breaks_off_leaves_the_own_window(
     assert trainer.model.config.to_dict() == before
 
 
-@pytest.mark.parametrize("method", ["state passing", "tbtt on examples"])
-def test_one_window_is_a_fixed_one(tmp_path: Path, method: str) -> None:
-    found = []
-    for windows, own in ([3], None), ([3, 3], 7), (None, 3), (None, None):
-        trainer = made(tmp_path, method, attention_windows=windows, max_steps=3)
-        stateful(trainer.model, attention_window=own)
-        trainer.train()
-        found.append(toys.weights(trainer.model))
-    toys.assert_same_weights(found[0], found[2])
-    toys.assert_same_weights(found[1], found[2])
-    with pytest.raises(AssertionError):
-        toys.assert_same_weights(found[3], found[2])
-
-
-def test_an_adapter_trains_with_the_windows(tmp_path: Path) -> None:
-    model = get_peft_model(toys.tiny_hybrid(), LoraConfig(r=2, target_modules=["q_proj", "in_proj"]))
-    args = StatePassingConfig(
-        str(tmp_path), attention_windows=WINDOWS, max_steps=8, per_device_train_batch_size=2, **toys.QUIET
-    )
-    trainer = StatePassingTrainer(model, args, train_dataset=toys.sequences(8))
-    calls = listening(trainer)
-    trainer.train()
-    assert len(set(windows_of(calls).values())) > 2
-
-
-@pytest.mark.parametrize("windows", [[], [0], [4, -1], [True], [2.0], ["4"], 4, "4", {"low": 1}])
+@pytest.mark.parametrize("windows", [[0], [4, -1], [2.0], "4"], ids=str)
 def test_windows_that_are_none_are_refused(windows: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="attention_windows must be a list of numbers of tokens of at least 1, got"):
-        InitialStateConfig(str(tmp_path), attention_windows=windows)
+    args = InitialStateConfig(str(tmp_path), attention_windows=windows, **toys.QUIET)
+    with pytest.raises(ValueError, match="attention_window must be a number of tokens of at least 1"):
+        ZeroStateTrainer(toys.tiny_hybrid(), args, train_dataset=toys.sequences(4))
 
 
 def test_models_without_a_window_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.models.state_on_disk import load_state
@@ -37,10 +36,6 @@ def settings(tmp_path: Path) -> Settings:
         return config(str(tmp_path / "run"), **toys.QUIET | few | {"per_device_train_batch_size": 2} | fields)
 
     return make
-
-
-def logged(trainer: Trainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def test_resets_inside_rows_belong_to_tbtt(settings: Settings) -> None:

@@ -151,18 +151,6 @@ def test_windows_are_those_of_the_stock_model_that_detaches_what_came_before(
     assert relative_error([*model.parameters()], expected) < ROUNDED
 
 
-class WithPenalty(ZeroStateTrainer):
-    """A loss of the user beside that of the method."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
-        loss = super().compute_loss(model, inputs, **given)
-        return loss + 0.01 * sum(weight.square().sum() for weight in model.parameters())
-
-
-def test_a_loss_of_the_user_beside_that_of_chunks(tmp_path: Path) -> None:
-    same_run(tmp_path, lambda: hybrid("falcon_h1"), "zero state", WithPenalty, bptt_chunk_length=4)
-
-
 def adapters(**changes: Any) -> Any:
     lora = {"target_modules": "all-linear", "modules_to_save": ["lm_head"], "init_lora_weights": False} | changes
     torch.manual_seed(0)

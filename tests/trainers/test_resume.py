@@ -19,7 +19,6 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 from hf_recurrent_lengthgen.trainers.run.resume import (
-    begin_save,
     initial_states_file,
     load_initial_states,
     newest_complete_checkpoint,
@@ -457,13 +456,3 @@ def test_the_newest_complete_checkpoint_counts_steps_not_letters_or_times(tmp_pa
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-13").touch()
     assert newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
-
-
-def test_a_folder_that_is_written_over_is_incomplete_from_the_start(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, 5)
-    (folder / ".initial_states_0.safetensors.x1.tmp").touch()
-    begin_save(folder)
-    assert "trainer_state.json is missing" in str(what_is_missing(folder))
-    assert not list(folder.glob(".*"))
-    begin_save(tmp_path / "checkpoint-6")
-    assert not (tmp_path / "checkpoint-6").exists()

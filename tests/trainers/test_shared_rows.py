@@ -125,11 +125,8 @@ def test_groups_must_fill_the_processes(tmp_path: Path) -> None:
         toys.resumable_trainer(tmp_path, context_parallel_size=2)
 
 
-def test_a_loss_function_of_whole_rows_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_shares_no_rows_is_refused(tmp_path: Path) -> None:
     trainer = toys.resumable_trainer(tmp_path)
-    trainer.args.context_parallel_size, trainer.compute_loss_func = 2, lambda *_, **__: None
-    with pytest.raises(ValueError, match="compute_loss_func gets labels of whole rows"):
-        check_trainer(trainer)
-    trainer.model = toys.SumModel()
+    trainer.args.context_parallel_size, trainer.model = 2, toys.SumModel()
     with pytest.raises(ValueError, match="SumModel takes no sequence_group"):
         check_trainer(trainer)

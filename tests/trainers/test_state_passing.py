@@ -277,17 +277,3 @@ def test_carried_states_take_no_memory_but_their_own() -> None:
     assert given is not None
     given[0].recurrent.fill_(8.0)
     assert starts(source, place(1)) == [2.0, 2.0]
-
-
-def test_a_dropped_row_is_zero_even_where_its_state_is_nan() -> None:
-    source = PassedStates(drop_probability=1.0)
-    source.observe(place(), state(float("nan"), 1.0))
-    assert starts(source, place(1)) == [0.0, 0.0]
-
-
-def test_reset_forgets_all_states() -> None:
-    source = PassedStates()
-    source.observe(place(), state(1.0, 2.0))
-    source.reset()
-    assert source.initial_state(place(1)) is None
-    assert source.state_dict() == {}

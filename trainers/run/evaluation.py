@@ -34,8 +34,7 @@ class EvaluationTrainer(Trainer):
 
     @cached_property
     def takes_states(self) -> bool:
-        assert self.model is not None
-        return takes_states(self.model)
+        return takes_states(self.model)  # type: ignore[arg-type]
 
     def scored(self, batch: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
         """A batch with only the labels that the model scores; unchanged for a model without states."""

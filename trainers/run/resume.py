@@ -116,14 +116,6 @@ def saved_run(path: Path) -> dict[str, Any]:
     return run
 
 
-def begin_save(checkpoint: str | os.PathLike[str]) -> None:
-    """Mark a folder as incomplete before a save, and remove the leftovers of an interrupted one."""
-    folder = Path(checkpoint)
-    (folder / TRAINER_STATE_FILE).unlink(missing_ok=True)
-    for leftover in folder.glob(".initial_states_*.tmp"):
-        leftover.unlink()
-
-
 def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
     """Why a checkpoint folder cannot be resumed from, or None if it is complete."""
     folder = Path(checkpoint)
@@ -147,8 +139,7 @@ def what_is_missing(checkpoint: str | os.PathLike[str]) -> str | None:
         return f"{first.name} is damaged ({error})"
     names = [initial_states_file(folder, index).name for index in range(processes)]
     names += [f"rng_state_{index}.pth" for index in range(processes)] if processes > 1 else ["rng_state.pth"]
-    names.append("scheduler.pt")
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in (*names, "scheduler.pt") if not (folder / name).is_file()]
     if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):  # global_step*: DeepSpeed
         missing.append("optimizer.pt")
     return f"missing: {', '.join(missing)}" if missing else None
@@ -269,7 +260,7 @@ def save_states(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
             "gradients NaN."
         )
     if trainer.args.should_save:
-        begin_save(checkpoint)
+        Path(checkpoint, TRAINER_STATE_FILE).unlink(missing_ok=True)  # incomplete until Trainer writes it
     trainer.accelerator.wait_for_everyone()
     path = own_file(trainer, checkpoint)
     path.parent.mkdir(parents=True, exist_ok=True)
