@@ -25,7 +25,7 @@ def test_a_checkpoint_is_expanded_and_can_be_trained(
     out = tmp_path / "new" / "expanded"
     assert expand(checkpoint, "--output", out, "--layers", 1, "--factor", 3, "--initialization", "inherit") == 0
     shown = capsys.readouterr().out
-    assert "1      4 -> 12     64 -> 192" in shown
+    assert "layer 1: state_size 4 -> 12\n" in shown
     assert f"Next (--intervention may be another): lengthgen train --model {out} --output {out}-trained " in shown
     expanded, base = load_model(str(out)), load_model(str(checkpoint))
     assert expanded.config.layer_state_sizes == [4, 12]
