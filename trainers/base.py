@@ -33,7 +33,7 @@ from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 from hf_recurrent_lengthgen.trainers.combinations import UPDATE_IN_BACKWARD, data_tables_of, refuse
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, InitialStateSource, MicroBatch
-from hf_recurrent_lengthgen.trainers.row_layout import lay_out, rows_of_all_lengths
+from hf_recurrent_lengthgen.trainers.row_layout import check_resets, lay_out, rows_of_all_lengths
 from hf_recurrent_lengthgen.trainers.run import resume
 from hf_recurrent_lengthgen.trainers.run.callback import AttachedCallback, RunCallback, is_finished
 from hf_recurrent_lengthgen.trainers.run.dataloaders import more_columns, train_loader
@@ -117,6 +117,9 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
             model = load_model(model, needs_states=self.needs_states)
         self.shared = SharedRows.of(args)
         super().__init__(self.prepared(model, args), args, *rest, **keyword)
+        made: Any = self.model
+        parameters = sum(parameter.numel() for parameter in made.parameters())  # before FSDP wraps it
+        self.model_description = f"{type(made).__name__} with {parameters:,} parameters"
         self.data_collator = rows_of_all_lengths(self.data_collator)
         check_trainer(self)
         self.given_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
@@ -273,9 +276,9 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
 
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the same rows on any number of processes; see `train_loader`."""
-        if self.hp_search_backend is not None:  # a trial may have changed settings of the method
+        if self.is_in_train:  # settings or data may have been replaced, in a search by a trial
             self._set_up_method()
-        refuse(self, data_tables_of(self))  # they may have been replaced
+        refuse(self, data_tables_of(self))
         with more_columns(self):
             return train_loader(self, super().get_train_dataloader)
 
@@ -293,10 +296,17 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         """
         if is_finished(self.state):
             return [], None
-        laid_out = (lay_out(self, batch, index) for index, batch in enumerate(epoch_iterator))
-        batches, num_items = super().get_batch_samples(laid_out, num_batches, device)
-        if not batches:
+
+        def laid_out() -> Iterator[dict[str, Any]]:
+            for index, batch in enumerate(epoch_iterator):
+                check_resets(self, batch)
+                yield lay_out(self, batch, index)
+
+        batches, num_items = super().get_batch_samples(laid_out(), num_batches, device)
+        if not batches and not self.run_record.rows:  # else Trainer ends a pass of a loader without a length
             raise ValueError("The training data have no rows for a step: give more data.")
+        if not batches:
+            return batches, num_items
         if self.args.optim not in UPDATE_IN_BACKWARD:
             for batch in batches[:-1]:
                 batch[MICRO_BATCH].is_last = False
@@ -350,15 +360,16 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         if not model.training:
             inputs = usable_ids(self.model, inputs, self.checks.ask)
             self.checks.read()
-            if self.args.world_size > 1:
-                num_items_in_batch = None  # the mean of this process; `prediction_step` averages over processes
+            if self.args.world_size > 1:  # the mean of this process; `prediction_step` averages over processes
+                own = None if self.compute_loss_func is None else inputs.get("labels", inputs.get("shift_labels"))
+                num_items_in_batch = None if own is None else (own != -100).sum()
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch)
         if self.bptt_window is not None:
             check_windows(self, self._current, num_items_in_batch)
-        micro_batch = self._current
-        if micro_batch is None:  # called by hand, outside of `train`
-            inputs = lay_out(self, inputs, 0)
-            micro_batch = inputs.pop(MICRO_BATCH)
+        micro_batch = self._current or inputs.get(MICRO_BATCH)  # of a `training_step` that does not call Trainer's
+        by_hand = micro_batch is None
+        inputs = lay_out(self, inputs, 0) if micro_batch is None else dict(inputs)
+        micro_batch = inputs.pop(MICRO_BATCH, micro_batch)
         inputs = self.with_states(micro_batch, inputs)
         crop_loss = micro_batch.crop_loss
         length = None if self.bptt_window == 1 else self.args.bptt_chunk_length
@@ -373,7 +384,8 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
             if crop_loss.misalignment is None:
                 raise_ignored(self, "the alignment loss was not computed", "compute_loss_func")
             self.logs.add(misalignment=crop_loss.misalignment)
-        observe(self, micro_batch, inputs)
+        if not (by_hand and self.is_in_train):  # a look at other rows between steps
+            observe(self, micro_batch, inputs)
         micro_batch.is_trained = True
         if not self.is_in_train:
             self.calls.stop()

@@ -152,6 +152,13 @@ _ARGUMENTS = (
         "split_batches in accelerator_config would make batches smaller than said: leave it out.",
     ),
     Refusal(
+        lambda trainer: (
+            _of_accelerator("dispatch_batches", True)(trainer)
+            and not isinstance(trainer.train_dataset, IterableDataset | None)
+        ),
+        "dispatch_batches in accelerator_config gives a resumed run other rows of data with a length: leave it out.",
+    ),
+    Refusal(
         _of_accelerator("use_seedable_sampler", False),
         "use_seedable_sampler=False in accelerator_config draws an order of rows that neither a resumed run nor other "
         "processes would draw: leave it out.",

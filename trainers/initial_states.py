@@ -122,6 +122,10 @@ class MicroBatch:
     keys: Any = None
     ends: bool = True
 
+    def to(self, *_: Any, **__: Any) -> "MicroBatch":
+        """Itself, as inputs are moved one by one."""
+        return self
+
     @property
     def where(self) -> str:
         return f"step {self.place.step}, micro-batch {self.place.micro_batch}"

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from transformers import DataCollatorWithFlattening, DataCollatorWithPadding, default_data_collator
 
 from hf_recurrent_lengthgen.data.collating import PaddingCollator
+from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.data.pieces import piece_of_rows
 from hf_recurrent_lengthgen.data.segments import unpacked
 from hf_recurrent_lengthgen.models.rows import LAYOUT, read_rows
@@ -43,6 +44,15 @@ def rows_of_all_lengths(collator: Any) -> Any:
     if type(collator) is not DataCollatorWithPadding:
         return collator
     return UsualRows(default_data_collator if collator.tokenizer.pad_token is None else collator)
+
+
+def check_resets(trainer: Any, batch: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for rows that continue one another without what says where sequences begin."""
+    if isinstance(trainer.train_dataset, ContinuedChunks) and "state_resets" not in batch:
+        raise ValueError(
+            f"A batch of ContinuedChunks has no state_resets, which say where sequences begin, got {sorted(batch)}: "
+            "let data_collator keep state_resets and shift_labels of the rows, or leave it out."
+        )
 
 
 def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:

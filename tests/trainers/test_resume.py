@@ -280,10 +280,45 @@ class SignalInEvaluation(TrainerCallback):
 
 
 @python_handlers
-def test_weights_alone_would_leave_nothing_to_resume_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["weights alone", "best", "best alone"])
+def test_settings_that_would_leave_nothing_to_resume_from_give_way(tmp_path: Path, strategy: str) -> None:
+    """The loss falls, and the best checkpoint is that of the highest."""
+    measured = {"metric_for_best_model": "eval_loss", "greater_is_better": True, "save_strategy": strategy}
+    changes: dict[str, Any] = {
+        "weights alone": {"save_only_model": True},
+        "best": measured,
+        "best alone": measured | {"save_strategy": "steps", "load_best_model_at_end": True, "save_total_limit": 1},
+    }[strategy]
+    trainer = interrupted(tmp_path, 3, signal.SIGINT)
+    trainer.eval_dataset = toys.sequences(2)
+    for name, value in ({"eval_strategy": "steps", "eval_steps": 1} | changes).items():
+        setattr(trainer.args, name, value)
+    asked = trainer.args.save_strategy, trainer.args.save_total_limit
     with pytest.raises(KeyboardInterrupt):
-        interrupted(tmp_path, 3, signal.SIGINT, save_only_model=True).train()
-    assert newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+        trainer.train()
+    assert newest_complete_checkpoint(tmp_path) == tmp_path / f"checkpoint-{trainer.state.global_step}"
+    assert (trainer.args.save_strategy, trainer.args.save_total_limit) == asked
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"alignment_alpha": 0.5}, "alignment_alpha was 0.0 and is 0.5"),
+        ({"train_sampling_strategy": "group_by_length", "assume_shuffled": True}, "train_dataset.order was None"),
+    ],
+)
+def test_what_an_older_checkpoint_does_not_name_had_its_default(
+    whole_run: tuple[Path, Outcome], tmp_path: Path, changes: dict[str, Any], difference: str
+) -> None:
+    folder = shutil.copytree(whole_run[0] / "checkpoint-3", tmp_path / "checkpoint-3")
+    file = initial_states_file(folder, 0)
+    run = saved_run(file)
+    run["arguments"] |= changes
+    for place, name in ((run, "train_dataset.order"), (run["arguments"], "alignment_alpha")):
+        place.pop(name, None)
+    save_initial_states(file, load_file(file), run)
+    with pytest.raises(ValueError, match=difference):
+        resume(tmp_path / "on", str(folder), **changes)
 
 
 # --- what a resume may change ---

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
 from hf_recurrent_lengthgen.trainers.run import resume
@@ -70,7 +70,8 @@ class RunCallback(TrainerCallback):
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self._trainer.any_process(self.received is not None):
             control.should_save = control.should_training_stop = True
-            args.save_only_model = False  # otherwise the run could not be resumed
+            # Otherwise the run could not be resumed, or Trainer would save the best checkpoint only, or keep no other.
+            args.save_only_model, args.save_strategy, args.save_total_limit = False, SaveStrategy.STEPS, None
 
     def on_push_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not state.is_world_process_zero:
@@ -88,6 +89,8 @@ class RunCallback(TrainerCallback):
         """
         self.received = None
         numbers = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        args = self._trainer.args
+        asked = args.save_only_model, args.save_strategy, args.save_total_limit
         before = {number: signal.getsignal(number) for number in numbers}
         owner = os.getpid()
 
@@ -114,6 +117,7 @@ class RunCallback(TrainerCallback):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            args.save_only_model, args.save_strategy, args.save_total_limit = asked
         if self._trainer.any_process(self.received is not None):
             self._say_interrupted()
             raise SystemExit(128 + signal.SIGTERM) if self.received == signal.SIGTERM else KeyboardInterrupt

@@ -110,7 +110,7 @@ def _facts_of(trainer: "InitialStateTrainer", lineage_of: Callable[[str], Lineag
     return RunFacts(
         lineage_of(start),
         DataSource.of(named),
-        int(length) if length else len(next(iter(data))["input_ids"]),
+        int(length) if length else trainer.run_record.longest,
         tuple(sys.argv) if in_script else (),
     )
 

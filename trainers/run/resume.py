@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import os
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
@@ -30,7 +31,6 @@ from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.data.packing import sampled_digest
 from hf_recurrent_lengthgen.evaluation.json_schema import to_plain
 from hf_recurrent_lengthgen.evaluation.text_configs import attention_window
-from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
 
 TRAINER_STATE_FILE = "trainer_state.json"
@@ -57,6 +57,13 @@ def fixed_arguments(args: TrainingArguments) -> dict[str, Any]:
     of_trainer = {item.name for item in fields(TrainingArguments)}
     names = [item.name for item in fields(args) if item.name in FIXED or item.name not in of_trainer]
     return {name: as_json(getattr(args, name)) for name in names}
+
+
+def default_settings(args: TrainingArguments) -> dict[str, Any]:
+    """The defaults of settings of methods, as they come back from JSON."""
+    of_trainer = {item.name for item in fields(TrainingArguments)}
+    own = [item for item in fields(args) if item.name not in of_trainer and item.default is not MISSING]
+    return {item.name: as_json(item.default) for item in own}
 
 
 def as_json(value: Any) -> Any:
@@ -97,8 +104,11 @@ def load_initial_states(path: Path, run: dict[str, Any]) -> dict[str, Tensor]:
             f"version {FORMAT_VERSION}."
         )
     saved = json.loads(header.get("run", "{}"))
-    changed = {key: (saved.get(key), run[key]) for key in run.keys() - {"arguments"} if saved.get(key) != run[key]}
-    before, now = saved.get("arguments", {}), run.get("arguments", {})  # each of its own versions
+    changed = {
+        key: (saved.get(key), run[key]) for key in run.keys() - {"arguments", "defaults"} if saved.get(key) != run[key]
+    }
+    now = run.get("arguments", {})
+    before = run.get("defaults", {}) | saved.get("arguments", {})  # older versions lack those that came later
     changed |= {key: (before[key], now[key]) for key in now.keys() & before.keys() if before[key] != now[key]}
     if changed:
         pairs = ", ".join(f"{key} was {old!r} and is {new!r}" for key, (old, new) in sorted(changed.items()))
@@ -218,17 +228,26 @@ def own_file(trainer: Any, checkpoint: str | os.PathLike[str]) -> Path:
 
 def run_of(trainer: Any) -> dict[str, Any]:
     """What a resumed run must share."""
-    parameters = sum(parameter.numel() for parameter in base_of(trainer.model).parameters())
+    order = order_of(trainer)
     return {
-        "model": f"{type(base_of(trainer.model)).__name__} with {parameters:,} parameters",
+        "model": trainer.model_description,
         "attention_window": attention_window(trainer.model),
         **({} if trainer.facts is None else {"start": _digest_of(trainer.facts.start)}),
         "source": type(trainer.initial_states).__name__,
         **trainer.initial_states.settings(),
         **layout_of(trainer.train_dataset),
+        **({} if order is None else {"train_dataset.order": order}),
         "num_processes": trainer.args.world_size,
         "arguments": fixed_arguments(trainer.args),
+        "defaults": default_settings(trainer.args),
     }
+
+
+def order_of(trainer: Any) -> str | None:
+    """The order of rows that are not in Trainer's, and were in another before a checkpoint named it."""
+    if isinstance(trainer.train_dataset, IterableDataset):
+        return "passes one after the other, each read by all data workers"
+    return "by length, of seed and epoch" if trainer.args.train_sampling_strategy == "group_by_length" else None
 
 
 def layout_of(dataset: Any) -> dict[str, Any]:
