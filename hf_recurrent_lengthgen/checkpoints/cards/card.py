@@ -5,7 +5,7 @@ import os
 import shlex
 from collections import ChainMap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.utils import logging
 from hf_recurrent_lengthgen.checkpoints.card_mark import card_mark, read_card_mark
 from hf_recurrent_lengthgen.checkpoints.cards import results as results_of
 from hf_recurrent_lengthgen.checkpoints.cards.facts import (
+    CardSettings,
     Checkpoint,
     Evidence,
     data_text,
@@ -46,35 +47,13 @@ WRITTEN = (
     *("results/comparison*.json", "results/diagnosis*.json", "results/retrieval*.json"),
 )
 """Patterns of the files that a card brings along."""
+NO_SETTINGS = CardSettings()
 OWN_WORDS = ("<!-- own words: lengthgen card keeps what stands here -->", "<!-- end of own words -->")
 """Marks around the text that a person writes."""
 Paths = Sequence[str | os.PathLike[str]]
 
 
-@dataclass(frozen=True)
-class CardSettings:
-    """Facts for a card that are in no file.
-
-    Attributes:
-        repo_id: Hub repository, owner/name; None if there is none yet.
-        license: License identifier of the Hub; None for the license of the source.
-        language: Language of the training text, as on the Hub: "en", "code".
-        datasets: Training datasets on the Hub.
-        authors: Authors of the checkpoint.
-        own_words: Markdown that a person wrote.
-    """
-
-    repo_id: str | None = None
-    license: str | None = None
-    language: tuple[str, ...] = ()
-    datasets: tuple[str, ...] = ()
-    authors: tuple[str, ...] = ()
-    own_words: str = ""
-
-
-def build_card(
-    folder: str | os.PathLike[str], results: Paths = (), settings: CardSettings = CardSettings()
-) -> ModelCard:
+def build_card(folder: str | os.PathLike[str], results: Paths = (), settings: CardSettings = NO_SETTINGS) -> ModelCard:
     """The card of a checkpoint; `write_card` writes its figures and copies of results.
 
     Args:
@@ -92,7 +71,7 @@ def build_card(
 def write_card(
     folder: str | os.PathLike[str],
     results: Paths | None = None,
-    settings: CardSettings = CardSettings(),
+    settings: CardSettings = NO_SETTINGS,
     overwrite: bool = False,
 ) -> Path:
     """Write figures/, results/ and, when they are complete, README.md into a checkpoint folder; returns its path.
@@ -187,9 +166,9 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
     """The card of a checkpoint and results that were read."""
     validate_repo_id(settings.repo_id)
     source = None if checkpoint.lineage is None else checkpoint.lineage.source
-    license = settings.license or (None if source is None else source.license)
+    settings = replace(settings, license=settings.license or (None if source is None else source.license))
     place = settings.repo_id or checkpoint.name
-    data = card_data(checkpoint, evidence, place.rpartition("/")[2], license, settings.language, settings.datasets)
+    data = card_data(checkpoint, evidence, settings, place.rpartition("/")[2])
     env = Environment(
         loader=PackageLoader(__package__, "."), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -200,7 +179,7 @@ def render(checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardS
         evidence=evidence,
         settings=settings,
         place=place,
-        license=license,
+        license=settings.license,
         source=source,
         family=checkpoint.model_type if family is None else family.name_of(checkpoint.config),
         # load_model wraps the stock class of other families

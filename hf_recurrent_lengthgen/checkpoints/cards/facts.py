@@ -42,6 +42,27 @@ Result = Comparison | Diagnosis | RetrievalComparison
 
 
 @dataclass(frozen=True)
+class CardSettings:
+    """Facts for a card that are in no file.
+
+    Attributes:
+        repo_id: Hub repository, owner/name; None if there is none yet.
+        license: License identifier of the Hub; None for the license of the source.
+        language: Language of the training text, as on the Hub: "en", "code".
+        datasets: Training datasets on the Hub.
+        authors: Authors of the checkpoint.
+        own_words: Markdown that a person wrote.
+    """
+
+    repo_id: str | None = None
+    license: str | None = None
+    language: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+    authors: tuple[str, ...] = ()
+    own_words: str = ""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """The facts in a checkpoint folder.
 

@@ -3,11 +3,10 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from hf_recurrent_lengthgen.checkpoints.cards.facts import Checkpoint, Evidence
+from hf_recurrent_lengthgen.checkpoints.cards.facts import CardSettings, Checkpoint, Evidence
 from hf_recurrent_lengthgen.checkpoints.cards.results import generalizes, mean_over, own_evaluations, own_retrievals
 from hf_recurrent_lengthgen.metrics.context_harm.result import EvaluationResult
 from hf_recurrent_lengthgen.metrics.retrieval.result import RetrievalResult
@@ -19,31 +18,25 @@ _ON_HUB = ("perplexity", "accuracy")
 
 
 def card_data(
-    checkpoint: Checkpoint,
-    evidence: Sequence[Evidence],
-    model_name: str,
-    license: str | None,
-    language: Sequence[str],
-    datasets: Sequence[str],
+    checkpoint: Checkpoint, evidence: Sequence[Evidence], settings: CardSettings, model_name: str
 ) -> ModelCardData:
-    """The metadata; `model_name` is the name in `model-index`, the other arguments are as in `CardSettings`."""
+    """The metadata; `model_name` is the name in `model-index`."""
     base = base_on_hub(checkpoint)
     changed = any(step.kind in ("train", "expand") for step in checkpoint.steps)
     results = [result for evaluation in own_evaluations(evidence) for result in _of_evaluation(evaluation)]
     results += [result for retrieval in own_retrievals(evidence) for result in _of_retrieval(retrieval)]
-    further: dict[str, Any] = {"base_model_relation": "finetune"} if base and changed else {}
     return ModelCardData(
-        license=license,
-        language=(list(language) or None) if len(language) != 1 else language[0],
+        license=settings.license,
+        language=(list(settings.language) or None) if len(settings.language) != 1 else settings.language[0],
         library_name="transformers",
         pipeline_tag=_TASK,
         tags=_tags(checkpoint, evidence),
         base_model=base,
-        datasets=list(datasets) or None,
+        datasets=list(settings.datasets) or None,
         metrics=list(dict.fromkeys(result.metric_type for result in results if result.metric_type in _ON_HUB)) or None,
         model_name=model_name if results else None,
         eval_results=results or None,
-        **further,
+        base_model_relation="finetune" if base and changed else None,
     )
 
 
