@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-from transformers.trainer_utils import HPSearchBackend
 
 from hf_recurrent_lengthgen.trainers import (
     INTERVENTIONS,
@@ -16,7 +15,6 @@ from hf_recurrent_lengthgen.trainers import (
     LearnedStateConfig,
     LearnedStateTrainer,
     RandomNoiseConfig,
-    RandomNoiseTrainer,
     StatePassingConfig,
     StatePassingTrainer,
     StateXConfig,
@@ -150,12 +148,3 @@ def test_only_large_matrices_of_rwkv_are_decayed(tmp_path: Path, family: Family)
 def test_a_learned_state_is_not_decayed(tmp_path: Path) -> None:
     config = LearnedStateConfig(str(tmp_path), **toys.QUIET, weight_decay=0.1)
     assert decayed(LearnedStateTrainer(toys.tiny_model(), config)) == set()
-
-
-def test_a_trial_of_a_search_changes_the_source(tmp_path: Path) -> None:
-    config = RandomNoiseConfig(str(tmp_path), **toys.QUIET, noise_sigma=0.1)
-    trainer = RandomNoiseTrainer(toys.tiny_model(), config, train_dataset=toys.sequences(8))
-    trainer.hp_search_backend = HPSearchBackend.OPTUNA
-    trainer.args.noise_sigma = 0.7  # as Trainer does before it makes the loader of a trial
-    trainer.get_train_dataloader()
-    assert trainer.initial_states.sigma == 0.7
