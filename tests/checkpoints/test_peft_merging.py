@@ -86,6 +86,7 @@ def lora(name: str, option: str, base: Path) -> LoraConfig:
     return LoraConfig(**common | {"target_modules": TARGETS.get(name, ["in_proj"])} | given)
 
 
+@pytest.mark.thinned(5)
 # PEFT's warnings about bases whose own weights a config changes
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "option"), CASES)
@@ -138,6 +139,7 @@ def resized() -> Any:
     return model
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("option", TIED)
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_maps_show_no_weight_beyond_the_window(hybrid: Path, tmp_path: Path) -> None:
     reach = {}
     for window in ("3", "none"):
@@ -84,6 +85,7 @@ def test_a_window_for_each_step_is_recorded_and_a_resume_keeps_it(
     assert train("--attention-windows", "2", "5", "--resume", **often) == 0
 
 
+@pytest.mark.slow
 def test_a_card_takes_results_with_its_window_and_says_it(hybrid: Path, evaluate: Evaluate, tmp_path: Path) -> None:
     windowed, results = tmp_path / "windowed", {}
     load_model(str(hybrid), attention_window=3).save_pretrained(windowed)
@@ -123,6 +125,7 @@ def test_several_windows_are_compared(hybrid: Path, evaluate: Evaluate, tmp_path
     assert len({*alone.values()}) == 2
 
 
+@pytest.mark.slow
 def test_a_diagnosis_of_several_windows_reads_the_texts_once_for_each(
     hybrid: Path, diagnose: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
+@pytest.mark.slow
 def test_a_diagnosis_of_all_parts(
     diagnose: Diagnose, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_diagnosis_of_all_parts(
     HTMLParser().feed(page)
 
 
+@pytest.mark.slow
 def test_another_token_can_be_repeated(
     diagnose: Diagnose,
     checkpoint: Path,

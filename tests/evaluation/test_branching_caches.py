@@ -33,7 +33,7 @@ TEXTS = [
 STARTS = [70, 1, 120, 64, 1, 69, 71, 100, 71, 103]
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("name", SUPPORTED_TYPES)
 def test_branches_are_what_their_texts_are(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:

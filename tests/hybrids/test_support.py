@@ -25,6 +25,7 @@ OF_USES = [
 SIGNS = re.compile(r"update_conv_state|update_recurrent_state|rnn_state|linear_cache|recurrent_states|time_decay")
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_row_of_the_table_is_what_the_model_does(model_type: str) -> None:
     committed = support.verdicts(support.PAGE.read_text(encoding="utf-8"))

@@ -50,6 +50,7 @@ def after(model: Any, state: Any, cache: Any, tokens: Tensor) -> Tensor:
     return model(tokens, initial_state=state, attention_cache=cache).logits  # type: ignore[no-any-return]
 
 
+@pytest.mark.thinned(5)
 @torch.no_grad()
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("model_type", TYPES)
@@ -112,6 +113,7 @@ def test_a_copy_is_a_value_of_its_own(model_type: str) -> None:
     assert relative_error([model(text, **{name: cache}).logits], [model(text, use_cache=False).logits]) < TOLERANCE
 
 
+@pytest.mark.thinned(3)
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("model_type", TYPES)

@@ -92,6 +92,7 @@ def all_figures() -> dict[str, Callable[..., Figure]]:
     }
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("names", [TYPICAL, WIDE], ids=["typical", "wide"])
 @pytest.mark.parametrize("name", all_figures())
 def test_nothing_is_outside_the_canvas(name: str, names: Names) -> None:

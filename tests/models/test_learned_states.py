@@ -51,6 +51,7 @@ def test_what_is_given_no_state_starts_from_the_active_one(family: Family) -> No
     exactly(model(tokens).logits, expected.logits)
 
 
+@pytest.mark.thinned(5)
 @every_family
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}], ids=str)
 def test_generation_starts_from_it(family: Family, how: dict[str, Any]) -> None:

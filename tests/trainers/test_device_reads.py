@@ -83,7 +83,7 @@ def reads_of_steps(folder: Path, method: str, **changes: Any) -> list[Counter[st
     return steps.steps[1:]  # fitted noise reads after the first step whether it has statistics
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_step_waits_once_for_the_device(tmp_path: Path, method: str) -> None:
     """Whatever the number of micro-batches: here two."""

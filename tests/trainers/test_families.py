@@ -54,7 +54,7 @@ SOURCES = ["random noise", "fitted noise", "tbtt", "learned state and model", "m
 SOURCES += ["state passing in chunks", "statex, state passing"]
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize(
     ("family", "method"),
     # a new block of RWKV-7 gives zeros, so that more than two steps would be needed

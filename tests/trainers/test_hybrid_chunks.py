@@ -141,7 +141,7 @@ CASES: list[tuple[str, str, int | None]] = [
 ]
 
 
-@pytest.mark.thinned(17)
+@pytest.mark.thinned(41)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(("form", "asked", "window"), CASES)
 @pytest.mark.parametrize("model_type", TYPES)
@@ -173,7 +173,7 @@ def test_chunks_of_every_type_are_the_rows_of_the_stock_model(model_type: str, f
     assert relative_error(found, truth(model_type, form, "all", None)) < TOLERANCE
 
 
-@pytest.mark.thinned(11)
+@pytest.mark.thinned(23)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("form", WORDS)
 @pytest.mark.parametrize("model_type", TYPES)
@@ -216,7 +216,7 @@ def leaves(tensors: Any) -> Any:
     return tuple(x.detach().clone().requires_grad_() for x in tensors)
 
 
-@pytest.mark.thinned(11)
+@pytest.mark.thinned(23)
 @pytest.mark.parametrize("chunk", [1, 7, T])
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("form", WORDS)

@@ -71,7 +71,7 @@ def comparable(line: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if not name.endswith(("_runtime", "_second", "idle_tokens"))}
 
 
-@pytest.mark.thinned(11)
+@pytest.mark.thinned(23)
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_5_text"])
 @pytest.mark.parametrize("method", [*METHODS, "mixture"])
 @pytest.mark.parametrize(("chunk", "window"), [(4, None), (64, None), (4, 6)])
@@ -97,7 +97,7 @@ def test_settings_of_training_go_with_chunks(tmp_path: Path, settings: dict[str,
     same_run(tmp_path, lambda: hybrid(LFM), bptt_chunk_length=4, **settings)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("model_type", ["falcon_h1", "qwen3_next", LFM])
 @pytest.mark.parametrize("window", [1, 2, 6])
 def test_windows_are_those_of_a_loop_that_detaches_states_and_keys(
@@ -125,6 +125,7 @@ def detached_before(model: Any, place: int) -> Iterator[None]:
         handle.remove()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("model_type", "window"), [("lfm2", 1), ("lfm2", 2), ("lfm2", 6), ("falcon_h1", None)])
 def test_windows_are_those_of_the_stock_model_that_detaches_what_came_before(
     tmp_path: Path, model_type: str, window: int | None

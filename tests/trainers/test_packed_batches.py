@@ -96,6 +96,7 @@ def test_every_form_of_packed_rows_is_unpacked(tmp_path: Path, form: str) -> Non
     assert logged == shares == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("hybrid", [False, True], ids=["family", "hybrid"])
 @pytest.mark.parametrize(
     "collator", [DataCollatorWithFlattening(), FORMS["all"], None], ids=["positions", "all", "rows"]

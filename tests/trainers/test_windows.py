@@ -268,6 +268,7 @@ def test_predictions_are_in_the_order_of_the_data_where_training_groups_rows_by_
     assert trainer.args.train_sampling_strategy == "group_by_length"
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("chunk", "window"), [(3, 1), (4, 1), (2, 2), (3, 6)])
 def test_what_windows_carry_ends_where_a_sequence_begins(tmp_path: Any, chunk: int, window: int) -> None:
     """Documents inside chunks of a stream, at borders of windows and between them, against a loop over their parts."""

@@ -82,6 +82,7 @@ def test_the_tables_show_the_numbers_of_the_result_file(cured: Path, work: Work)
     assert blocks(text, "bash")[-1].startswith("lengthgen train --model base --output cured --data text.txt")
 
 
+@pytest.mark.slow
 def test_its_code_runs_without_our_package(cured: Path, tmp_path: Path) -> None:
     code = blocks((cured / "README.md").read_text(encoding="utf-8"), "python")
     assert len(code) == 2

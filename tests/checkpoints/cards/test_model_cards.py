@@ -49,6 +49,7 @@ def test_checkpoints_are_small() -> None:
     assert sum(file.stat().st_size for file in MODEL_CARDS.rglob("*.*")) < 40e6
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_card_is_what_its_records_give(name: str) -> None:
     checkpoint, folder = recorded(name), MODEL_CARDS / name

@@ -61,6 +61,7 @@ def test_a_sound_checkpoint_passes_gets_code_and_says_so(checkpoint: Path, capsy
     assert "All 3 checks passed" in shown
 
 
+@pytest.mark.slow
 def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_verification(checkpoint, STALE)
     add_to_code(checkpoint, "layers_mixer.py", "return rms_norm(x,", "return 1.001 * rms_norm(x,")
