@@ -62,6 +62,7 @@ def test_keys_stand_where_the_study_of_windows_says(example: Any) -> None:
             assert len(task.prompt) + len(task.answer) == length
 
 
+@pytest.mark.slow
 def test_the_base_of_a_new_task_reads_text_and_codes_and_no_passkey(example: Any, tmp_path: Path) -> None:
     names = example("passkey/new_task.py")
     options = Namespace(tiny=True, output=tmp_path, results=tmp_path, report=False)

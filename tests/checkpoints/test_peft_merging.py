@@ -214,6 +214,7 @@ def test_a_config_that_peft_cannot_read_is_refused(damage: dict[str, Any], tmp_p
         load_model(str(tmp_path / "adapter"))
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["zamba", "mamba2 tied"])
 def test_adapters_on_shared_weights_are_measured_as_the_peft_model(name: str, tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def copier(copied: int = 3) -> Any:
     return Copier()
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -111,6 +111,7 @@ def test_what_would_lose_the_window_or_has_no_attention_is_refused(
     assert "attention_window must be a number of tokens of at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_several_windows_are_compared(hybrid: Path, evaluate: Evaluate, tmp_path: Path) -> None:
     def measured(*options: str) -> dict[str, float]:
         assert evaluate(hybrid, *options) == 0

@@ -45,6 +45,7 @@ def test_a_second_evaluation_keeps_a_table_equal_to_its_result(
     assert table.read_text().startswith("model,role,")
 
 
+@pytest.mark.slow
 def test_methods_with_several_seeds_are_compared(
     evaluate: Evaluate, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

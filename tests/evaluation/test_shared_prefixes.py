@@ -90,7 +90,7 @@ CASES = [
 ]
 
 
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 @pytest.mark.parametrize("chunk_length", [None, 1, 7])
 def test_scores_and_states_are_those_of_each_text_alone(

@@ -23,7 +23,7 @@ def theirs(name: str) -> HFLM:
     return support.theirs(support.made(name))
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_numbers_are_those_of_lm_eval(name: str) -> None:
     found, expected = ours(name), theirs(name)
@@ -59,7 +59,7 @@ def test_sharing_and_batches_change_nothing(name: str, monkeypatch: pytest.Monke
     assert together.generate_until(generate, **QUIET) == answers
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_beams_continue_shared_prefixes(name: str) -> None:
     arguments = {"until": [], "max_gen_toks": 8, "num_beams": 3}

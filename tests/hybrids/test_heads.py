@@ -48,6 +48,7 @@ def rows_of(head: str) -> list[dict[str, Tensor]]:
     return rows
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("model_type", "head"), CASES)
 def test_micro_batches_are_one_batch(model_type: str, head: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(model_type, **COMMON | TINY[model_type])

@@ -249,13 +249,14 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.thinned(8)
+@pytest.mark.thinned(17)
 @pytest.mark.parametrize(("config", "form", "split", "kind"), cases())
 def test_pieces_are_the_whole(config: tuple[str, bool, int | None], form: str, split: str, kind: str) -> None:
     with InFloat64():
         assert largest_error(*both(*config), form, split, kind) < TOLERANCE
 
 
+@pytest.mark.thinned(5)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", sorted({*SUPPORTED_TYPES} - {"xlstm"}))  # whose cache cannot be filled
 def test_random_states_and_keys_go_on_as_in_single_steps_of_the_stock_model(model_type: str) -> None:

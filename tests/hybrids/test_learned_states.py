@@ -37,6 +37,7 @@ def rows_of(state: RecurrentState, rows: int) -> RecurrentState:
     return map_state(lambda part: part.expand(rows, *part.shape[1:]), state)
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("model_type", ["granitemoehybrid", "lfm2", "qwen3_next", "mamba", "xlstm"])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}], ids=str)
 def test_generation_starts_from_it(model_type: str, how: dict[str, Any]) -> None:

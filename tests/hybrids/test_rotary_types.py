@@ -48,7 +48,7 @@ def scaled(model_type: str, kind: str) -> Any:
     return tiny_model(model_type, **changes, rope_parameters=rope)
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(19)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model_type", WITH_ROTARY)
 def test_losses_do_not_depend_on_chunks(model_type: str, kind: str) -> None:

@@ -29,6 +29,7 @@ def mean_by_hand(model: Any, tokens: Tensor, words: list[str], state: Any = None
     return torch.cat(losses).mean()
 
 
+@pytest.mark.thinned(5)
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("words", [PADDED, PACKED], ids=["padding", "packing"])
 def test_losses_are_those_of_the_sequences(model_type: str, words: list[str]) -> None:

@@ -17,6 +17,7 @@ QUICK = ["falcon_h1", "minimax", "qwen3_next", "xlstm"]
 TYPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(SUPPORTED)]
 
 
+@pytest.mark.thinned(7)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("words", [WHOLE, PADDED], ids=["whole", "padded"])

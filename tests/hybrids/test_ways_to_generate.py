@@ -60,6 +60,7 @@ def refused(what: Callable[[], Tensor], expected: Tensor) -> bool:
     return False
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("kind", "name"), [*OWN, *STOCK])
 def test_every_way_to_generate_is_right_or_refused(kind: str, name: str) -> None:
     model = new_model(kind, name)

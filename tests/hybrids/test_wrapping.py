@@ -41,6 +41,7 @@ def test_object_class_and_signature_stay(model: Any) -> None:
     assert find_labels(type(model)) == ["labels"]  # or Trainer, and so its evaluation loss, would expect others, too
 
 
+@pytest.mark.thinned(5)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", SUPPORTED_TYPES)
 def test_calls_without_states_are_stock_and_copies_keep_their_mixers(model_type: str) -> None:

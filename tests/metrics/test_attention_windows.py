@@ -22,6 +22,7 @@ T = 8
 QUIET = EvaluationSettings(progress=False, batch_size=2, chunk_length=5)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(("model_type", "own"), [("bamba", None), ("qwen3_next", 3)])
 def test_harm_is_that_of_plain_calls_with_the_window(model_type: str, own: int | None) -> None:
     model, tokens = stateful(tiny_model(model_type), attention_window=own), text(29)

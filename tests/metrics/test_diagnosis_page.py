@@ -169,6 +169,7 @@ def test_models_with_and_without_states_stand_side_by_side(llama: Diagnosis) -> 
     assert text.count("not measured") == 8  # all 5 rows of the bare model, 3 of the hybrid's
 
 
+@pytest.mark.slow
 def test_a_hybrid_has_attention_apart_and_other_models_no_empty_rows(page: str) -> None:
     assert "long states" not in Reader(page).text
     assert "attention_harm" not in diagnosis_figures(expected())

@@ -157,6 +157,7 @@ ANSWERS = {  # what models say that remember one number, or none
 }
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("said", ANSWERS)
 def test_wrong_answers_are_counted_by_what_they_say(said: str, tmp_path: Path) -> None:
     stream = token_stream([f"{text} " for text in BACKGROUND])

@@ -60,6 +60,7 @@ def after_end(new: Tensor, ends: list[int]) -> Tensor:
     return is_end.cumsum(1) > is_end
 
 
+@pytest.mark.thinned(29)
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "name", "changes", "way"), cases())
 def test_rows_that_end_early_go_on_as_alone(kind: str, name: str, changes: dict[str, Any], way: str) -> None:

@@ -143,7 +143,7 @@ def exported(model: Any, state: RecurrentState | None, strict: bool = False) -> 
     return torch.export.load(io.BytesIO(file.getvalue())).module()
 
 
-@pytest.mark.thinned(13)
+@pytest.mark.slow
 @compiling
 @every_family
 def test_a_program_is_exported_for_any_length(family: Family) -> None:

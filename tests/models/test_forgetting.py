@@ -66,6 +66,7 @@ def test_other_families_forget_by_smaller_steps_or_not_at_all(family: Family, se
     assert model.config.forgetting is None
 
 
+@pytest.mark.thinned(5)
 @window_variants
 @pytest.mark.parametrize("window", [1, 7, 30])
 @torch.no_grad()

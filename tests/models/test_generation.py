@@ -128,6 +128,7 @@ def test_embeddings_can_be_the_prompt(family: Family, mode: str, with_state: boo
         assert torch.equal(generate(model, inputs_embeds=embeds, use_cache=False, **MODES[mode]), expected)
 
 
+@pytest.mark.thinned(5)
 @every_family
 def test_the_state_after_generation_has_read_all_but_the_last_token(family: Family) -> None:
     model, prompt, state = model_of(family), random_tokens(2, 5), random_state(model_of(family), 2)
@@ -139,6 +140,7 @@ def test_the_state_after_generation_has_read_all_but_the_last_token(family: Fami
             torch.testing.assert_close(part, true_part)
 
 
+@pytest.mark.thinned(5)
 @every_family
 def test_generation_overwrites_its_own_states_only(family: Family) -> None:
     """A token is read in place, but states that anyone else may hold keep their bits."""

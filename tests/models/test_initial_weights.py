@@ -30,6 +30,7 @@ def share_up_to(values: torch.Tensor, point: float) -> float:
     return float((values <= point + 1e-4 * abs(point)).double().mean())
 
 
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("family", [MAMBA, MAMBA2, GLA, RWKV6, HGRN2, *DELTA_FAMILIES], ids=variant_id)
 def test_each_parameter_has_the_distribution_of_the_authors(family: Family) -> None:
     torch.manual_seed(1)

@@ -71,7 +71,7 @@ def model_of(name: str, variant: str) -> Any:
     return build(family, torch.float64, **family.variants[variant])
 
 
-@pytest.mark.thinned(9)
+@pytest.mark.thinned(17)
 @every_variant
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=3)
@@ -107,6 +107,7 @@ def test_any_split_of_a_long_text_equals_the_whole(family: Family, data: st.Data
     assert_equal_up_to(2e-4, law(single, length, cuts), law(single, length, []))
 
 
+@pytest.mark.thinned(5)
 @every_family
 def test_float32_stays_close_to_float64(family: Family) -> None:
     single = law(build(family), 200, [])
@@ -114,6 +115,7 @@ def test_float32_stays_close_to_float64(family: Family) -> None:
     assert_equal_up_to(2e-4, {name: value.double() for name, value in single.items()}, double)
 
 
+@pytest.mark.thinned(5)
 @every_family
 def test_the_law_holds_under_bf16_autocast(family: Family) -> None:
     model = build(family).train()

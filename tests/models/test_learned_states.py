@@ -85,6 +85,7 @@ def test_a_given_state_is_that_of_the_first_packed_sequence_only() -> None:
     torch.testing.assert_close(packed.logits, torch.cat([first.logits, second.logits], 1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thinned(5)
 @every_family
 def test_its_gradient_is_that_of_a_parameter_given_as_the_initial_state(family: Family) -> None:
     """Against a plain loop of gradient descent on a state that is an argument, in float64."""
@@ -122,6 +123,7 @@ def test_switching_and_deleting_leave_the_others_alone() -> None:
     exactly(model.first_state(1), model.zero_state(1))
 
 
+@pytest.mark.thinned(5)
 @every_family
 def test_a_checkpoint_keeps_them_bit_for_bit(family: Family, tmp_path: Path) -> None:
     model, tokens = build(family).eval(), random_tokens(2, 7)

@@ -81,6 +81,7 @@ def test_the_code_is_short_enough_to_be_read(checkpoint: tuple[Any, Path]) -> No
     assert max(text.count("\n") for text in files) <= 400
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("name", "extras"),
     [
@@ -132,7 +133,7 @@ else:
     clean_process(tmp_path / "cwd", code, checkpoint[1], tmp_path)
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 def test_a_process_without_our_package_gets_the_same_model(checkpoint: tuple[Any, Path], tmp_path: Path) -> None:
     """Same logits, loss, final state and tokens; then its own save loads in a second such process."""
     model, folder = checkpoint

@@ -274,6 +274,7 @@ EXTREMES: dict[str, Callable[[Inputs], Inputs]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("scan", DELTA[:2], ids=lambda scan: scan.name)
 def test_extremes_of_the_delta_rule_in_float32(scan: Scan, extreme: str) -> None:

@@ -54,6 +54,7 @@ def assert_same(one: TextState, other: TextState, tolerance: float = 1e-5) -> No
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("name", MODELS)
 def test_pieces_folders_and_whole_texts_give_the_same_state_and_answers(name: str, tmp_path: Path) -> None:
     model, tokens, question = MODELS[name](), text(37), text(5, seed=4)

@@ -57,6 +57,7 @@ def config_without_window(config: Any) -> None:
     assert "attention_window" not in config.to_dict()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_weights_are_those_of_a_loop_over_the_stock_model_with_masks(
@@ -159,6 +160,7 @@ def test_windows_are_drawn_uniformly_from_seed_and_step() -> None:
     assert len({*zip(first, other, strict=True)}) == 9
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("own", [None, 3])
 def test_a_resumed_run_is_the_whole_one_and_checkpoints_have_the_own_window(tmp_path: Path, own: int | None) -> None:
     whole, resumed = (made(tmp_path, save_strategy="steps") for _ in range(2))

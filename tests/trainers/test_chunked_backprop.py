@@ -227,7 +227,7 @@ def test_models_without_the_state_contract_and_other_wrappers_are_refused(wrappe
         forward_in_chunks(wrapper(build(MAMBA2)), CHUNK_LENGTH).__enter__()
 
 
-@pytest.mark.thinned(7)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 @pytest.mark.parametrize("chunk_length", [1, 4, 5])
 def test_sequences_begin_with_a_chunk_and_inside_one(family: Family, chunk_length: int) -> None:

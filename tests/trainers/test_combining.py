@@ -205,7 +205,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("hybrid", [False, True], ids=["family", "hybrid"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", [None, ZeroStateTrainer, StatePassingTrainer], ids=["SFT", "zero", "passing"])

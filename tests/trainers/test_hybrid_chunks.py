@@ -309,7 +309,7 @@ def test_dropout_is_the_same_when_chunks_are_computed_again(model_type: str, che
     assert relative_error(slopes(in_chunks(model, given, 7).loss, model), expected) > 0.01
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(11)
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize(("form", "window"), [("whole", None), ("padded", 5), ("packed", 5)])
 def test_layers_that_are_checkpointed_too_give_the_same(model_type: str, form: str, window: int | None) -> None:

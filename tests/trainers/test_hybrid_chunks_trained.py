@@ -159,6 +159,7 @@ def adapters(**changes: Any) -> Any:
         return get_peft_model(hybrid("qwen3_5_text"), LoraConfig(task_type="CAUSAL_LM", **lora))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 6])
 def test_adapters_train_on_chunks_as_on_rows(tmp_path: Path, window: int | None) -> None:
     chunks = same_run(tmp_path, adapters, "state passing", bptt_chunk_length=4, bptt_window=window)
@@ -180,6 +181,7 @@ def test_activation_checkpointing_and_a_cache_in_the_config_change_nothing(tmp_p
     assert relative_error(*found) < ROUNDED
 
 
+@pytest.mark.slow
 def test_a_composite_of_images_and_text_trains_on_chunks_as_on_rows(tmp_path: Path) -> None:
     same_run(tmp_path, lambda: in_float64(stateful(tiny_composite("qwen3_5").double())), bptt_chunk_length=4)
 

@@ -357,6 +357,7 @@ def test_what_has_no_part_in_the_training_may_change(whole_run: tuple[Path, Outc
     torch.testing.assert_close(on[:3], whole_run[1][:3], rtol=0, atol=0)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("changes", "name", "expected"),
     [
@@ -383,6 +384,7 @@ def one_cycle(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[A
     return own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "recorded"),
     [

@@ -65,6 +65,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
         assert float((actual - expected).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.thinned(5)
 @every_fixture
 def test_logits_and_final_states_are_those_of_fla(name: str, tmp_path: Path) -> None:
     golden = read_group(FIXTURES / "golden.safetensors", name)
@@ -79,6 +80,7 @@ def test_logits_and_final_states_are_those_of_fla(name: str, tmp_path: Path) -> 
         assert_close(state.conv, conv)
 
 
+@pytest.mark.thinned(5)
 @every_fixture
 def test_the_way_back_changes_no_bit_and_no_setting(name: str, tmp_path: Path) -> None:
     convert_checkpoint(str(FIXTURES / name), tmp_path / "ours")

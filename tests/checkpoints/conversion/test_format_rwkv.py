@@ -136,6 +136,7 @@ def test_what_a_file_does_not_say_can_be_told(shapes: Callable[[Sizes], dict[str
             convert_checkpoint(str(theirs), tmp_path / "not", told=wrong)
 
 
+@pytest.mark.thinned(7)
 @pytest.mark.parametrize("generation", [6, 5])
 @pytest.mark.parametrize("tied", [False, True])
 def test_repositories_compute_what_the_loop_does_and_come_back_the_same(
@@ -233,6 +234,7 @@ def test_official_sizes_are_told_from_shapes(
     assert (repository["head_size"], repository["attention_hidden_size"]) == (64, sizes.width)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     ("format", "family"),
     [

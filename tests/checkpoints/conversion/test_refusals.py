@@ -204,6 +204,7 @@ NOT_EXPORTED: dict[str, tuple[str, Source, str]] = {
 }
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("format", "source", "told"), NOT_EXPORTED.values(), ids=NOT_EXPORTED)
 def test_what_a_layout_cannot_hold_is_not_exported(format: str, source: Source, told: str, tmp_path: Path) -> None:
     folder = source(tmp_path)
