@@ -50,7 +50,6 @@ from hf_recurrent_lengthgen.hybrids.windows import (
     set_window,
 )
 from hf_recurrent_lengthgen.models.rows import token_shape
-from hf_recurrent_lengthgen.models.scan_hub_kernels import use_hub_kernels
 from hf_recurrent_lengthgen.models.state_learned import recorded
 from hf_recurrent_lengthgen.models.state_value import (
     LayerShape,
@@ -61,7 +60,6 @@ from hf_recurrent_lengthgen.models.state_value import (
     learned_row,
     state_batch_size,
     state_dtype,
-    zero_state,
 )
 
 
@@ -106,15 +104,6 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         """Raise a `ValueError` if a row in chunks, with states, keys and values carried, is not the row at once."""
         scaled = self.attends and bool(rope_of_length(self.config.get_text_config(decoder=True)))
         check_uses(self, {"chunks": True, ROPE: scaled})
-
-    def zero_state(self: Any, batch_size: int) -> RecurrentState:
-        """The state before any token, on the device of the model."""
-        return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
-
-    def set_use_kernels(self: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_use_kernels(use_kernels, *args, **kwargs)  # type: ignore[misc]
-        if use_kernels:
-            use_hub_kernels(self)
 
     def new_attention_cache(self: Any) -> HybridCache | None:
         """An empty cache for the keys and values of one text; None for a model without attention layers."""

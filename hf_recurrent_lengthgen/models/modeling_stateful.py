@@ -117,15 +117,6 @@ class StatefulPreTrainedModel(LearnedStatesMixin, PreTrainedModel):
                 "with use_cache=False, and train without carried or random states."
             )
 
-    def zero_state(self, batch_size: int) -> RecurrentState:
-        """The state before any token, on the device of the model."""
-        return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
-
-    def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_use_kernels(use_kernels, *args, **kwargs)
-        if use_kernels:
-            extra("scan_hub_kernels").use_hub_kernels(self)
-
     if hasattr(PreTrainedModel, "activation_checkpointing_enable"):
 
         def activation_checkpointing_enable(

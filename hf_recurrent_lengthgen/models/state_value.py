@@ -250,7 +250,16 @@ def learned_row(model: Any) -> RecurrentState | None:
 
 
 class LearnedStatesMixin:
-    """What models that take states know of learned ones (state_learned.py)."""
+    """What all models that take states share: the zero state, learned ones (state_learned.py), kernels of the Hub."""
+
+    def zero_state(self: Any, batch_size: int) -> RecurrentState:
+        """The state before any token, on the device of the model."""
+        return zero_state(self.state_shapes(), batch_size, self.device, state_dtype(self.dtype))
+
+    def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_use_kernels(use_kernels, *args, **kwargs)  # type: ignore[misc]
+        if use_kernels:
+            extra("scan_hub_kernels").use_hub_kernels(self)
 
     @property
     def learned_states(self: Any) -> Any:
