@@ -11,7 +11,7 @@ import pytest
 
 import hf_recurrent_lengthgen
 
-PACKAGES = ("", "models", "trainers", "metrics", "data", "surgery", "state_files")
+PACKAGES = ("", "checkpoints", "models", "trainers", "metrics", "data", "surgery", "state_files")
 
 
 def module_of(name: str) -> object:
@@ -43,9 +43,10 @@ def test_nothing_else_is_public(name: str) -> None:
     assert public <= {*module.__all__}  # type: ignore[attr-defined]
 
 
-def test_what_is_loaded_on_first_use_is_what_type_checkers_see(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["", "checkpoints"])
+def test_what_is_loaded_on_first_use_is_what_type_checkers_see(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(typing, "TYPE_CHECKING", True)
-    package: Any = module_of("")
+    package: Any = module_of(name)
     places: Any = {"submodule_search_locations": package.__path__}
     spec = importlib.util.spec_from_file_location(package.__name__, package.__file__, **places)
     assert spec is not None and spec.loader is not None  # noqa: PT018

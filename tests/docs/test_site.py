@@ -18,9 +18,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 REFERENCE = {
     "hf_recurrent_lengthgen": "top",
+    "hf_recurrent_lengthgen.checkpoints": "top",
     "hf_recurrent_lengthgen.checkpoints.cards": "top",
-    "hf_recurrent_lengthgen.checkpoints.conversion": "top",
-    "hf_recurrent_lengthgen.checkpoints.hub": "top",
     "hf_recurrent_lengthgen.data": "data",
     "hf_recurrent_lengthgen.data.tasks": "data",
     "hf_recurrent_lengthgen.metrics": "metrics",

@@ -21,7 +21,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.formats import (
 )
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import Rename, expand, to_ours
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
-from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS, detect
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import detect, named_format
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import Entry, write_safetensors
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import checked_tokenizer, copy_tokenizer
 from hf_recurrent_lengthgen.checkpoints.private_text import portable
@@ -79,7 +79,7 @@ def convert_checkpoint(
     place = locate(source, revision)
     settings = read_settings(place)
     files = TensorFiles(place.path)
-    layout = detect(settings, files.metas, source) if format is None else FORMATS[format]
+    layout = detect(settings, files.metas, source) if format is None else named_format(format)
     if not layout.recognizes(settings, files.metas):
         raise ValueError(f"{source} is no checkpoint of {layout.title}: leave out the format, so that it is detected.")
     config = layout.config_of(settings, files.metas)

@@ -9,7 +9,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.exported_configs import check
 from hf_recurrent_lengthgen.checkpoints.conversion.formats import Settings, config_errors, expected_shapes, tied_names
 from hf_recurrent_lengthgen.checkpoints.conversion.key_maps import expand, to_theirs
 from hf_recurrent_lengthgen.checkpoints.conversion.new_folders import check_new, new_folder
-from hf_recurrent_lengthgen.checkpoints.conversion.registry import FORMATS
+from hf_recurrent_lengthgen.checkpoints.conversion.registry import named_format
 from hf_recurrent_lengthgen.checkpoints.conversion.tensor_writing import write_safetensors, write_torch
 from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import copy_tokenizer
 from hf_recurrent_lengthgen.checkpoints.records import write_settings_file
@@ -36,7 +36,7 @@ def export_checkpoint(
     """
     output = Path(output)
     check_new(output)
-    layout = FORMATS[format]
+    layout = named_format(format)
     place = locate(checkpoint, revision)
     config = our_config(read_settings(place), checkpoint)
     check_exportable(layout, config)

@@ -32,3 +32,10 @@ def detect(settings: Settings | None, metas: Mapping[str, Meta], where: str) -> 
         "Checkpoints of this package, and other recurrent models and hybrids of Transformers, need no conversion: "
         "load them with hf_recurrent_lengthgen.load_model."
     )
+
+
+def named_format(name: str) -> Format:
+    """The format of this name; a `ValueError` if there is none."""
+    if name not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}.")
+    return FORMATS[name]
