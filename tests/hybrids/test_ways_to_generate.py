@@ -103,9 +103,9 @@ def test_every_way_to_generate_is_right_or_refused(kind: str, name: str) -> None
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "name"), [*OWN, *STOCK])
+@pytest.mark.parametrize(("kind", "name"), [*OWN, *STOCK][::3])
 def test_offloaded_models_carry_states(kind: str, name: str) -> None:
-    """In memory, or, every second one, on disk."""
+    """Every third one, in memory and on disk in turn."""
     whole = new_model(kind, name)
     ids = IDS[1:2]
     state = whole(ids, output_final_state=True).final_state

@@ -1,5 +1,6 @@
 """State passing trains every family as a hand-written loop does, and every method trains all weights of each."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,16 @@ SOURCES += ["state passing in chunks", "statex, state passing"]
 @pytest.mark.thinned(11)
 @pytest.mark.parametrize(
     ("family", "method"),
-    # a new block of RWKV-7 gives zeros, so that more than two steps would be needed
-    [(f, method) for f in FAMILIES for method in SOURCES if f not in (RWKV7, MAMBA3) or "statex" not in method],
+    [
+        (family, method)
+        for (index, family), (number, method) in product(enumerate(FAMILIES), enumerate(SOURCES))
+        # a new block of RWKV-7 gives zeros, so that more than two steps would be needed
+        if (index + number) % 3 == 0 and (family not in (RWKV7, MAMBA3) or "statex" not in method)
+    ],
     ids=variant_id,
 )
 def test_every_method_trains_every_weight(family: Family, tmp_path: Path, method: str) -> None:
+    """Each method in every third family, in turn."""
     chosen = toys.METHODS[method]
     settings = toys.QUIET | chosen.settings
     if "expand_initialization" in settings and family in DELTA_FAMILIES:
