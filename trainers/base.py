@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.checkpoints.methods import PLAIN, Method
 from hf_recurrent_lengthgen.data.continued import ContinuedChunks
 from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models.state_value import states_checked_by_caller
+from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.attention_windows import drawn_window
 from hf_recurrent_lengthgen.trainers.checks import (
     check_no_forgetting,
@@ -33,7 +34,7 @@ from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 from hf_recurrent_lengthgen.trainers.combinations import UPDATE_IN_BACKWARD, data_tables_of, refuse
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
 from hf_recurrent_lengthgen.trainers.initial_states import MICRO_BATCH, InitialStateSource, MicroBatch
-from hf_recurrent_lengthgen.trainers.row_layout import check_resets, lay_out, rows_of_all_lengths
+from hf_recurrent_lengthgen.trainers.row_layout import lay_out, rows_of_all_lengths, with_resets
 from hf_recurrent_lengthgen.trainers.run import resume
 from hf_recurrent_lengthgen.trainers.run.callback import AttachedCallback, RunCallback, is_finished
 from hf_recurrent_lengthgen.trainers.run.dataloaders import more_columns, train_loader
@@ -95,10 +96,9 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
     facts: RunFacts | None = None
     data_description: DataSource | str | None = None
     card_writer: Callable[[str, str | None, bool], bool] | None = None
-    hp_search_backend: Any
     hub_model_id: Any
     sampler: Any = None
-    alignment: Any  # AlignmentSettings, or None
+    alignment: AlignmentSettings | None
     _current: MicroBatch | None = None  # between `training_step` and `compute_loss`
     resumed: str | None = None  # the checkpoint from which a run goes on
     _trained: TrainOutput | None = None
@@ -117,9 +117,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
             model = load_model(model, needs_states=self.needs_states)
         self.shared = SharedRows.of(args)
         super().__init__(self.prepared(model, args), args, *rest, **keyword)
-        made: Any = self.model
-        parameters = sum(parameter.numel() for parameter in made.parameters())  # before FSDP wraps it
-        self.model_description = f"{type(made).__name__} with {parameters:,} parameters"
+        self.model_description = resume.description_of(self.model)  # before FSDP wraps it
         self.data_collator = rows_of_all_lengths(self.data_collator)
         check_trainer(self)
         self.given_scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
@@ -170,11 +168,8 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         return isinstance(self.train_dataset, ContinuedChunks) or (self.needs_continued_data and not whole)
 
     def _set_up_method(self) -> None:
-        self.alignment = None
-        if self.args.alignment_alpha:
-            from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
-
-            self.alignment = AlignmentSettings(self.args, self.model, self.compute_loss_func)
+        align = bool(self.args.alignment_alpha)
+        self.alignment = AlignmentSettings(self.args, self.model, self.compute_loss_func) if align else None
         self.initial_states = self.initial_state_source(self.args, self)
         self.initial_states.sum_over_processes = partial(self.accelerator.reduce, reduction="sum")
 
@@ -189,9 +184,8 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
 
         Nor do the authors decay them (RWKV-LM, `configure_optimizers`); Trainer exempts biases and norms only.
         """
-        spared = {name for name, parameter in model.named_parameters() if parameter.ndim < 2}
         names: list[str] = super().get_decay_parameter_names(model)
-        return [name for name in names if name not in spared and not _NEVER_DECAYED.search(name)]
+        return [name for name in names if model.get_parameter(name).ndim > 1 and not _NEVER_DECAYED.search(name)]
 
     # --- runs ---
 
@@ -296,13 +290,9 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         """
         if is_finished(self.state):
             return [], None
-
-        def laid_out() -> Iterator[dict[str, Any]]:
-            for index, batch in enumerate(epoch_iterator):
-                check_resets(self, batch)
-                yield lay_out(self, batch, index)
-
-        batches, num_items = super().get_batch_samples(laid_out(), num_batches, device)
+        checked = (with_resets(self, batch) for batch in epoch_iterator)
+        laid_out = (lay_out(self, batch, index) for index, batch in enumerate(checked))
+        batches, num_items = super().get_batch_samples(laid_out, num_batches, device)
         if not batches and not self.run_record.rows:  # else Trainer ends a pass of a loader without a length
             raise ValueError("The training data have no rows for a step: give more data.")
         if not batches:

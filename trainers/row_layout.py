@@ -46,13 +46,14 @@ def rows_of_all_lengths(collator: Any) -> Any:
     return UsualRows(default_data_collator if collator.tokenizer.pad_token is None else collator)
 
 
-def check_resets(trainer: Any, batch: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for rows that continue one another without what says where sequences begin."""
+def with_resets(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch; a `ValueError` for rows that continue one another without what says where sequences begin."""
     if isinstance(trainer.train_dataset, ContinuedChunks) and "state_resets" not in batch:
         raise ValueError(
             f"A batch of ContinuedChunks has no state_resets, which say where sequences begin, got {sorted(batch)}: "
             "let data_collator keep state_resets and shift_labels of the rows, or leave it out."
         )
+    return batch
 
 
 def lay_out(trainer: Any, batch: dict[str, Any], micro_batch: int) -> dict[str, Any]:

@@ -226,6 +226,11 @@ def own_file(trainer: Any, checkpoint: str | os.PathLike[str]) -> Path:
     return initial_states_file(checkpoint, trainer.args.process_index)
 
 
+def description_of(model: Any) -> str:
+    """Class and size of a model."""
+    return f"{type(model).__name__} with {sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+
+
 def run_of(trainer: Any) -> dict[str, Any]:
     """What a resumed run must share."""
     order = order_of(trainer)
