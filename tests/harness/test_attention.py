@@ -68,7 +68,5 @@ def test_beams_continue_shared_prefixes(name: str) -> None:
 
 
 def test_a_stock_hybrid_is_told_to_be_wrapped() -> None:
-    with pytest.raises(
-        ValueError, match=r"its cache changes as it reads.*Wrap a hybrid with stateful"
-    ):
+    with pytest.raises(ValueError, match=r"its cache changes as it reads.*Wrap a hybrid with stateful"):
         StateLM(support.made("falcon_h1"), tokenizer=byte_tokenizer())

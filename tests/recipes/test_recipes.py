@@ -170,9 +170,10 @@ def test_the_snippets_of_the_readme(tmp_path: Path) -> None:
         made = [model.removesuffix("/checkpoint-*") for model in options.get("models", ())]
         assert {model.removeprefix("output/") for model in made if model.startswith("output/")} <= runs
         assert {model for model in made if "/" not in model} <= {"gla", "cured", *converted.values()}
-    harness = re.findall(r"\nlengthgen harness --tasks (\S+) --model-args pretrained=output/([^\s,]+)", text)
-    assert [run for _, run in harness] == ["alignment-llama"] * 2 + ["statex-mamba2-1.3b-trained"] * 2
-    tasks = [task for names, _ in harness for task in names.split(",")]
+    harness = re.findall(r"\nlengthgen harness (.*)--tasks (\S+) --model-args pretrained=output/([^\s,]+)", text)
+    models = [(option, run) for option, _, run in harness]
+    assert models == [("--model hf ", "alignment-llama")] * 2 + [("", "statex-mamba2-1.3b-trained")] * 2
+    tasks = [task for _, names, _ in harness for task in names.split(",")]
     for file in [*RECIPES.rglob("*.yaml"), *RECIPES.with_name("harness").rglob("*.yaml")]:
         yaml.load(file.read_text(encoding="utf-8"), Loader=UniqueKeys)
     assert all([*RECIPES.with_name("harness").rglob(f"{task}.yaml")] for task in tasks)
