@@ -21,7 +21,7 @@ Measure how language models generalize in length, and why they fail: everything 
   constant prompt  the loss and the states on a text of line breaks only
 
 Writes result.json, index.html and figures. What cannot be measured on a model is left out, with the reason. Each token
-is read four times, and the first 4 T tokens of each text 32 times more for Effective Remembrance; --parts leaves it
+is read five times, and the first 4 T tokens of each text 32 times more for Effective Remembrance; --parts leaves it
 out. Intervals are over texts, so four texts or fewer seldom show anything. Results are cached by content: an
 interrupted command continues where it was.
 """

@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.versions import installed_versions
 
 PURPOSES = {
     "Train and change models": {
-        "demo": "train a small model, see it fail, cure it (7 to 9 minutes)",
+        "demo": "train a small model, see it fail, cure it (3 to 6 minutes)",
         "train": "train or post-train a checkpoint, from flags or a YAML file",
         "expand": "give layers of a checkpoint larger states, to be post-trained",
         "forget": "make a checkpoint forget more at inference, without training",
