@@ -19,8 +19,8 @@ repository that the folder lacks stay there, but are refused where they would be
 checkpoint.
 
 Left out, and listed: what Trainer keeps for itself, pickles, and whatever is no part of a checkpoint. Refused:
-tokens and passwords of known forms, paths of your machine in texts, adapters that are not merged, and a checkpoint that
-`lengthgen verify` has not passed, or that has changed since. A learned state goes to the Hub by `hf upload`.
+tokens and passwords of known forms, paths of your machine in texts, adapters that are not merged, and a checkpoint
+that `lengthgen verify` has not passed, or that has changed since. A learned state goes to the Hub by `hf upload`.
 """
 EXAMPLES = """\
 lengthgen verify my-checkpoint  # only a verified checkpoint is pushed
