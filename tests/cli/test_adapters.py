@@ -82,6 +82,7 @@ def test_an_adapter_loads_as_base_and_its_product_added(adapter: Path, checkpoin
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(checkpoint)
 
 
+@pytest.mark.slow
 def test_peft_loads_it_where_this_package_is_not_and_where_it_is(
     adapter: Path, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -141,7 +141,7 @@ CASES: list[tuple[str, str, int | None]] = [
 ]
 
 
-@pytest.mark.thinned(41)
+@pytest.mark.thinned(61)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize(("form", "asked", "window"), CASES)
 @pytest.mark.parametrize("model_type", TYPES)
@@ -216,7 +216,7 @@ def leaves(tensors: Any) -> Any:
     return tuple(x.detach().clone().requires_grad_() for x in tensors)
 
 
-@pytest.mark.thinned(23)
+@pytest.mark.thinned(37)
 @pytest.mark.parametrize("chunk", [1, 7, T])
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("form", WORDS)

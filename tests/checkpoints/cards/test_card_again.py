@@ -13,6 +13,7 @@ from tests.checkpoints.cards.conftest import Work
 from tests.checkpoints.cards.reading import WORDS, written_into
 
 
+@pytest.mark.slow
 def test_a_readme_of_a_person_is_replaced_only_if_asked(work: Work, tmp_path: Path) -> None:
     folder = work.copy("cured", tmp_path / "cured")
     readme = folder / "README.md"
