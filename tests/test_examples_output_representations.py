@@ -242,6 +242,7 @@ def test_trainer_trains_and_evaluates_it(backbone: str, tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_other_training_lengths(example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: dict[int, set[int]] = {}
     original = BitStrings._rows

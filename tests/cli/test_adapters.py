@@ -136,6 +136,7 @@ def test_an_adapter_is_trained_on(adapter: Path, text_file: Path, tmp_path: Path
     assert "is an adapter already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_adapter_is_measured_as_its_merged_checkpoint(adapter: Path, text_file: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter, tmp_path / "bare")
     for path in (tmp_path / "bare").glob("*token*"):  # the tokenizer is then the base's

@@ -123,6 +123,7 @@ def test_passkeys_of_several_lengths(train: Train, checkpoint: Path, tmp_path: P
     assert "of 320-400 tokens" in (tmp_path / "out" / "lineage.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_the_same_rows(
     pairs: Path, train: Train, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

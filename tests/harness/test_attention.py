@@ -41,7 +41,7 @@ def test_the_numbers_are_those_of_lm_eval(name: str) -> None:
     assert len(set(answers)) > 2
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_sharing_and_batches_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [*CONTEXTS, CONTEXTS[1], "short", "as long", "of seven"]

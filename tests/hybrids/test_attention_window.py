@@ -54,7 +54,7 @@ def by_masks(stock: Any, prompt: Tensor, new: int, window: int = WINDOW) -> Tens
     return text[:, prompt.shape[1] :]
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(7)
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generate_attends_to_the_window(model_type: str) -> None:

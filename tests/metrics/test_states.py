@@ -45,7 +45,7 @@ def one_head_keeps_all() -> Any:
     return model
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
 def test_a_head_of_a_hybrid_that_keeps_everything_is_named_and_patched(model_type: str) -> None:
     """Random weights; `tests/test_examples_planted_fault.py` has trained models, of other mixers, too."""

@@ -28,7 +28,7 @@ from .families import (
 LENGTHS = (7, 70, 131)  # below, above and far above the chunks
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
-one_for_each_scan = pytest.mark.parametrize("family", [MAMBA, MAMBA2, GLA, RWKV6, RWKV7], ids=variant_id)
+one_for_each_scan = pytest.mark.parametrize("family", [MAMBA, MAMBA2, GLA, RWKV7], ids=variant_id)
 one_for_each_kind_of_chunks = pytest.mark.parametrize("family", [MAMBA2, GLA, RWKV7], ids=variant_id)
 
 

@@ -74,7 +74,7 @@ def model_of(name: str, variant: str) -> Any:
 @pytest.mark.thinned(17)
 @every_variant
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data())
 def test_any_split_of_any_rows_is_each_sequence_by_the_equations(
     family: Family, variant: str, kind: str, data: st.DataObject

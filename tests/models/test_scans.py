@@ -72,7 +72,7 @@ def test_float32_stays_close_to_float64(scan: Scan, length: int) -> None:
     assert_equal_up_to(scan.error, {name: value.double() for name, value in chunked.items()}, truth(scan, length))
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(5)
 @every_scan
 @settings(max_examples=8)
 @given(data=st.data())

@@ -122,7 +122,7 @@ def test_the_recomputation_has_the_window_of_the_step(tmp_path: Path, monkeypatc
     assert len(given) == 2 * len(calls)  # the forward pass and its repetition in the backward pass
 
 
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["state passing", "tbtt", "tbtt on examples", "learned state", "alignment"])
 def test_each_method_has_one_window_per_step_and_evaluates_with_its_own(tmp_path: Path, method: str) -> None:
     trainer = made(tmp_path, method, rows=16)

@@ -83,7 +83,7 @@ def test_methods_train_on_chunks_as_on_rows(
         same_run(tmp_path, lambda: hybrid(model_type), method, bptt_chunk_length=chunk, bptt_window=window)
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -74,6 +74,7 @@ def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: p
     assert read_verification(checkpoint) is None
 
 
+@pytest.mark.slow
 def test_code_that_drops_the_state_is_caught(checkpoint: Path) -> None:
     old = "if initial_state is not None:\n            initial_state = check_state("
     add_to_code(checkpoint, "modeling_stateful.py", old, old.replace("initial_state is not None", "False"))
