@@ -99,6 +99,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
     hub_model_id: Any
     sampler: Any = None
     alignment: AlignmentSettings | None
+    _begins = False  # between `train` and its loader
     _current: MicroBatch | None = None  # between `training_step` and `compute_loss`
     resumed: str | None = None  # the checkpoint from which a run goes on
     _trained: TrainOutput | None = None
@@ -204,6 +205,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         self.resumed = resume.chosen_checkpoint(self, resume_from_checkpoint)
         self.run_record = RunRecord(self, self.resumed)
         self.initial_states.reset()
+        self._begins = True
         self.checks = StepChecks(partial(resume.hint, self.args.output_dir))
         with self._run.listening():
             try:
@@ -270,7 +272,8 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
 
     def get_train_dataloader(self) -> Any:
         """Trainer's, with the same rows on any number of processes; see `train_loader`."""
-        if self.is_in_train:  # settings or data may have been replaced, in a search by a trial
+        if self._begins:  # settings or data may have been replaced, in a search by a trial
+            self._begins = False
             self._set_up_method()
         refuse(self, data_tables_of(self))
         with more_columns(self):

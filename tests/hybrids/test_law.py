@@ -249,7 +249,7 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.thinned(19)
+@pytest.mark.thinned(13)
 @pytest.mark.parametrize(("config", "form", "split", "kind"), cases())
 def test_pieces_are_the_whole(config: tuple[str, bool, int | None], form: str, split: str, kind: str) -> None:
     with InFloat64():

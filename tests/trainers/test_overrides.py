@@ -40,11 +40,12 @@ class MovedInputs(TbttTrainer):
 
 
 class Probe(TrainerCallback):
-    """The loss of other rows between steps, in training mode."""
+    """A loader of its own and the loss of other rows between steps, in training mode."""
 
     trainer: Any = None
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        next(iter(self.trainer.get_train_dataloader()))
         other = {name: torch.full((1, 3), PROBE) for name in ("input_ids", "labels")}
         with torch.no_grad():
             self.trainer.compute_loss(self.trainer.model, other)
