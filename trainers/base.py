@@ -25,11 +25,7 @@ from hf_recurrent_lengthgen.evaluation.results import DataSource
 from hf_recurrent_lengthgen.models.state_value import states_checked_by_caller
 from hf_recurrent_lengthgen.trainers.alignment_loss import AlignmentSettings
 from hf_recurrent_lengthgen.trainers.attention_windows import drawn_window
-from hf_recurrent_lengthgen.trainers.checks import (
-    check_no_forgetting,
-    check_trainer,
-    check_windows,
-)
+from hf_recurrent_lengthgen.trainers.checks import check_no_forgetting, check_trainer, check_windows
 from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 from hf_recurrent_lengthgen.trainers.combinations import UPDATE_IN_BACKWARD, data_tables_of, refuse
 from hf_recurrent_lengthgen.trainers.initial_state_config import InitialStateConfig
@@ -296,7 +292,8 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         checked = (with_resets(self, batch) for batch in epoch_iterator)
         laid_out = (lay_out(self, batch, index) for index, batch in enumerate(checked))
         batches, num_items = super().get_batch_samples(laid_out, num_batches, device)
-        if not batches and not self.run_record.rows:  # else Trainer ends a pass of a loader without a length
+        # later, Trainer ends a pass of a loader without a length
+        if not batches and self.state.global_step == self.run_record.start:
             raise ValueError("The training data have no rows for a step: give more data.")
         if not batches:
             return batches, num_items

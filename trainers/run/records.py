@@ -173,6 +173,7 @@ class RunRecord:
 
     Attributes:
         given: Number of sequences of this process that started from a nonzero state, or of chunks with TBTT.
+        start: Step at which this part of the run begins.
         rows: Number of sequences of all steps, over all processes.
         tokens: Number of their real tokens.
         longest: Largest length of a batch.
@@ -181,7 +182,7 @@ class RunRecord:
 
     def __init__(self, trainer: Trainer, checkpoint: str | None = None) -> None:
         saved = {} if checkpoint is None else saved_run(own_file(trainer, checkpoint))["record"]
-        self._start = 0 if checkpoint is None else step_of(checkpoint)
+        self.start = 0 if checkpoint is None else step_of(checkpoint)
         self.seconds_before, self._began = float(saved.get("seconds", 0.0)), time.monotonic()
         self.given: float | Tensor = float(saved.get("given", 0.0))
         self.rows, self.longest = int(saved.get("rows", 0)), int(saved.get("longest", 0))
@@ -196,7 +197,7 @@ class RunRecord:
             now = replace(last, **{name: getattr(now, name) for name in _MAY_CHANGE})
             if now == last:
                 return
-        self._settings = (*self._settings, replace(now, from_step=self._start))
+        self._settings = (*self._settings, replace(now, from_step=self.start))
 
     def saved(self, trainer: Trainer) -> dict[str, Any]:
         """The record, as the next part reads it from a checkpoint."""
