@@ -3,7 +3,9 @@ PYTHON ?= python3.11
 VENV := .venv
 VENV_OLDEST := .venv-oldest
 VENV_NEWEST := .venv-newest
+KERNELS := .venv-kernels
 INSTALLED := $(VENV)/.installed
+INSTALLED_KERNELS := $(KERNELS)/.installed
 INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 # Two single-threaded workers are faster than two that fight over the cores. A file goes to one of them, so that what its
 # tests share is made once.
@@ -16,7 +18,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slow test-oldest test-newest lint format bench bench-full evidence docs clean
+.PHONY: help demo test test-all test-slow test-kernels test-oldest test-newest lint format bench bench-full evidence docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -28,11 +30,16 @@ test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED) ## run the tests that take a few minutes together
 	$(VENV)/bin/python $(PYTEST) -m "not slow"
 
-test-all: test-slow test-oldest test-newest ## run all the other tests, too
+test-all: test-slow test-kernels test-oldest test-newest ## run all the other tests, too
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(INSTALLED) ## run what `make test` leaves out
 	$(VENV)/bin/python $(PYTEST) -m slow
+
+test-kernels: export OMP_NUM_THREADS := 1
+test-kernels: export TRITON_INTERPRET := 1
+test-kernels: $(INSTALLED_KERNELS) ## run GPU kernels on the CPU, in Triton's interpreter
+	PYTHONPATH=$(KERNELS) $(VENV)/bin/python $(PYTEST) tests/kernels
 
 test-oldest: export OMP_NUM_THREADS := 1
 test-oldest: $(INSTALLED_OLDEST) ## run those that touch Transformers with the oldest supported versions
@@ -77,4 +84,10 @@ $(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml
 	$(@D)/bin/python -m pip install --quiet --constraint $(filter constraints%,$^) torch
 	$(@D)/bin/python -m pip install --quiet --constraint $(filter constraints%,$^) setuptools
 	$(@D)/bin/python -m pip install --quiet --constraint $(filter constraints%,$^) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# Beside the packages of the first environment, for a process that has this folder in its PYTHONPATH.
+$(INSTALLED_KERNELS): constraints-kernels.txt $(INSTALLED)
+	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE $(VENV)/bin/python -m pip install --quiet --upgrade --no-deps \
+		--no-build-isolation --target $(KERNELS) --requirement $<
 	@touch $@

@@ -136,7 +136,7 @@ def _dplr_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) ->
     They license a faster kernel, which splits the decay between two tokens at the middle of their chunk into a factor
     above and one below 1, whose products are matrix products. Without them chunks have 16 tokens and each decay is the
     exponential of a difference, at most 1 whatever the gates; `scan_dplr` promises no bound. In Triton's interpreter
-    (tests/models/test_kernels_interpreter.py, T 70, float32) gradients were off by 1e-4 with them, 6e-7 without.
+    (tests/kernels/test_scans.py, T 70, float32) gradients were off by 1e-4 with them, 6e-7 without.
     """
     q, k, v, g, a, b = inputs
     k, v, a, b = (t.to(q.dtype) for t in (k, v, a, b))
