@@ -133,15 +133,17 @@ def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, *like_x: Tensor | None) -> None:
     batch, channels, length = x.shape
-    assert x.dtype in (torch.float32, torch.float16, torch.bfloat16) and weight.shape[0] == channels
-    assert bias is None or (bias.dtype == weight.dtype and bias.shape == (channels,) and bias.stride(0) == 1)
+    assert x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    assert len(weight) == channels
+    assert bias is None or (bias.dtype, bias.shape) == (weight.dtype, (channels,))
     assert 2 <= weight.shape[1] <= 4
-    assert channels % 8 == 0
+    assert channels % 8 == x.stride(0) % 8 == x.stride(2) % 8 == 0
+    assert x.stride(2) > 1
     for t in (x, *like_x):
         if t is not None:
             assert t.stride(1) == 1, "the channels must be last in memory"
-            assert t.dtype == x.dtype and t.shape[:2] == (batch, channels) and t.shape[2] in (length, weight.shape[1] - 1)
-    assert x.stride(0) % 8 == 0 and x.stride(2) % 8 == 0 and x.stride(2) > 1
+            assert (t.dtype, *t.shape[:2]) == (x.dtype, batch, channels)
+            assert t.shape[2] in (length, weight.shape[1] - 1)
 
 
 class _CausalConv1dFn(torch.autograd.Function):
@@ -156,9 +158,7 @@ class _CausalConv1dFn(torch.autograd.Function):
         x, weight, bias, states = ctx.saved_tensors
         dout = dout if dout.stride(1) == 1 else dout.mT.contiguous().mT
         given = states is not None
-        found = causal_conv1d_bwd_function(
-            x, weight, bias, dout, None, states, None, None, given, ctx.activation
-        )
+        found = causal_conv1d_bwd_function(x, weight, bias, dout, None, states, None, None, given, ctx.activation)
         return *found, None
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from hf_recurrent_lengthgen.models import scan_delta, scan_fla_kernels, scan_ssd, scan_trapezoid
-
-from ..models import scans
-from ..models.law import assert_equal_up_to
-from ..models.test_scans import run
+from tests.models import scans
+from tests.models.law import assert_equal_up_to
+from tests.models.test_scans import run
 
 PER_CHANNEL = " by channel"  # as on a Hopper GPU with Triton 3.4 to 3.7.0, where fla refuses one gate per head
 NAMES = [
