@@ -80,6 +80,10 @@ class StateMixer(ScanMixer):
                 )
         return resolve_backend("auto", x.device.type, self.kernel_available, self.kernel_limit(x.dtype))
 
+    @property
+    def scans_unwatched(self) -> bool:
+        return "scan" not in vars(self)
+
     def convolve(self, x: Tensor, state: Tensor, rows: Rows | None, backend: ScanBackend) -> tuple[Tensor, Tensor]:
         """The short convolution and its activation: (B, T, C), and the K-1 columns after it."""
         y, after = self.conv1d(x, state, rows, backend)

@@ -15,6 +15,7 @@ from transformers.utils import is_kernels_available
 from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer
 from hf_recurrent_lengthgen.models.layers_conv import causal_conv1d_fn
 from hf_recurrent_lengthgen.models.layers_delta import l2_norm
+from hf_recurrent_lengthgen.models.layers_mamba2_kernel import Mamba2Sizes, fused_mamba2, takes
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StepProjection
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import NO_LIMIT
 from hf_recurrent_lengthgen.models.rows import Rows
@@ -41,16 +42,23 @@ class Mamba2Mixer(StateMixer):
 
     def read(self: Any, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
         backend, wide = self.backend_for(x), state.recurrent.dtype
-        gate, conv_input, dt = self.project(x).split([self.intermediate_size, self.conv_dim, self.num_heads], -1)
+        zxbcdt, inner, limit = self.project(x), self.intermediate_size, tuple(self.time_step_limit)
+        A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
+        if backend == "kernel" and self.scans_unwatched and self.activation in ("silu", "swish"):
+            norm, sizes = self.norm_and_sizes(limit)
+            if takes(zxbcdt, rows, sizes, (self.conv1d, norm)):
+                weights = self.conv1d, self.dt_bias, A, D, None if norm is None else norm.weight, self.out_proj
+                return fused_mamba2(zxbcdt, *weights, state, rows, sizes)
+        gate, conv_input, dt = zxbcdt.split([inner, self.conv_dim, self.num_heads], -1)
         conv_output, conv = self.convolve(conv_input, state.conv, rows, backend)
-        h, B, C = conv_output.split([self.intermediate_size, *[self.n_groups * self.ssm_state_size] * 2], -1)
+        h, B, C = conv_output.split([inner, *[self.n_groups * self.ssm_state_size] * 2], -1)
         dt = softplus(dt.to(wide) + self.dt_bias.to(wide))
-        if (limit := tuple(self.time_step_limit)) != NO_LIMIT:
+        if limit != NO_LIMIT:
             dt = dt.clamp(*limit)
         dt = zero_past_end(dt, rows)
         B, C = (part.unflatten(-1, (self.n_groups, -1)) for part in (B, C))
         options: dict[str, Any] = {"chunk_size": self.chunk_size} if backend == "kernel" else {}
-        inputs = h.unflatten(-1, (self.num_heads, -1)), dt, -self.A_log.to(wide).exp(), B, C, self.D.to(wide)
+        inputs = h.unflatten(-1, (self.num_heads, -1)), dt, A, B, C, D
         y, state = self.advance(*inputs, state=state, rows=rows, backend=backend, **options)
         return self.out_proj(self.gated(y.flatten(2), gate).to(x.dtype)), state._replace(conv=conv)
 
@@ -59,6 +67,14 @@ class Mamba2Mixer(StateMixer):
 
     def gated(self: Any, y: Tensor, gate: Tensor) -> Tensor:
         return self.norm(y, gate)
+
+    def norm_and_sizes(self: Any, limit: tuple[float, float]) -> tuple[nn.Module | None, Mamba2Sizes]:
+        """The gated norm, and what the fused operation needs to know."""
+        norm = None if isinstance(self.norm, nn.Identity) else self.norm  # Falcon-H1 may have none
+        group, eps = self.intermediate_size // self.n_groups, getattr(norm, "variance_epsilon", 0.0)
+        heads = self.num_heads, self.head_dim, self.n_groups, self.ssm_state_size
+        before = getattr(norm, "norm_before_gate", False)
+        return norm, Mamba2Sizes(*heads, self.chunk_size, limit, group, eps, before)
 
 
 class FalconH1Mixer(Mamba2Mixer):

@@ -102,6 +102,11 @@ class ScanMixer(nn.Module):
         limit = self.kernel_limit(x.dtype) if self.kernel_available and x.device.type == "cuda" else ""
         return resolve_backend(self.config.scan_backend, x.device.type, self.kernel_available, limit)
 
+    @property
+    def scans_unwatched(self) -> bool:
+        """Whether the scan may run inside a larger operation: nobody records its inputs, and nothing is forgotten."""
+        return "scan" not in vars(self) and not self.config.forgetting
+
     def advance(
         self, *inputs: Tensor, state: LayerState, rows: Rows | None, **options: Any
     ) -> tuple[Tensor, LayerState]:

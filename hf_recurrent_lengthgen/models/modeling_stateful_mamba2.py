@@ -18,6 +18,7 @@ from transformers import initialization as init
 from .configuration_stateful_mamba2 import StatefulMamba2Config
 from .layers_conv import CausalConv1d, causal_conv1d_fn, token_blocks
 from .layers_mamba import MixerBackbone, init_mamba_mixer
+from .layers_mamba2_kernel import Mamba2Sizes, fused_mamba2, takes
 from .layers_mixer import ScanMixer
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
@@ -140,19 +141,28 @@ class StatefulMamba2Mixer(ScanMixer):
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
         backend = self.backend_for(hidden_states)
-        gate, conv_input, dt = self.in_proj(hidden_states).split([self.inner_size, self.conv_size, self.num_heads], -1)
+        zxbcdt, wide = self.in_proj(hidden_states), state.recurrent.dtype
+        A, D, limit = -self.A_log.to(wide).exp(), self.D.to(wide), tuple(self.config.time_step_limit)
+        if backend == "kernel" and self.scans_unwatched:
+            inner, groups = self.inner_size, self.n_groups
+            norm = inner // groups, self.norm.eps
+            sizes = Mamba2Sizes(
+                self.num_heads, self.head_dim, groups, self.state_size, self.config.chunk_size, limit, *norm
+            )
+            if takes(zxbcdt, rows, sizes, (self.conv1d, self.norm)):
+                weights = self.conv1d, self.dt_bias, A, D, self.norm.weight, self.out_proj
+                return fused_mamba2(zxbcdt, *weights, state, rows, sizes)
+
+        gate, conv_input, dt = zxbcdt.split([self.inner_size, self.conv_size, self.num_heads], -1)
         conv_output, conv_state = self.conv1d(conv_input, state.conv, rows, backend)
         x, B, C = conv_output.split([self.inner_size, *[self.n_groups * self.state_size] * 2], -1)
-
-        wide = state.recurrent.dtype
         dt = softplus(dt.to(wide) + self.dt_bias.to(wide))
-        if (limit := tuple(self.config.time_step_limit)) != NO_LIMIT:
+        if limit != NO_LIMIT:
             dt = dt.clamp(*limit)
         dt = zero_past_end(dt, rows)
         tokens = x.shape[:2]
         x = x.view(*tokens, self.num_heads, self.head_dim)
         B, C = (part.view(*tokens, self.n_groups, self.state_size) for part in (B, C))
-        A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
         options: dict[str, Any] = {"chunk_size": self.config.chunk_size} if backend == "kernel" else {}
         y, state = self.advance(x, dt, A, B, C, D, state=state, rows=rows, backend=backend, **options)
         y = self.norm(y.flatten(2), gate)

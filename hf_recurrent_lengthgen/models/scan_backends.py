@@ -98,11 +98,12 @@ def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     once = torch.autograd.function.once_differentiable(backward)
 
     @wraps(backward)
-    def run(ctx: Any, gradient: Tensor, *others: Tensor) -> Any:
-        with without_autocast(gradient.device.type):
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                gradient = gradient.detach().requires_grad_()  # else it would be 0 where this is constant
-            return once(ctx, gradient, *others)
+    def run(ctx: Any, *gradients: Tensor | None) -> Any:
+        device = [gradient.device.type for gradient in gradients if gradient is not None][0]
+        with without_autocast(device):
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # else 0 where they are constant
+                gradients = tuple(g if g is None else g.detach().requires_grad_() for g in gradients)
+            return once(ctx, *gradients)
 
     return run
 

@@ -102,19 +102,23 @@ def _step(inputs: Inputs, state: Tensor, out: Tensor | None) -> tuple[Tensor, Te
 
 def _scan_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
     x, dt, A, B, C, D = inputs
-    # blocks are powers of two: other sizes are reported to give NaN (state-spaces/mamba issue 449)
-    chunk_size = min(256, max(16, 1 << (chunk_size - 1).bit_length()))
+    chunk_size = kernel_chunk(chunk_size)
 
     def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return mamba_chunk_scan_combined(
             x, dt, A, B, C, chunk_size, D=D, initial_states=state, return_final_states=True
         )
 
-    y, state = scan_in_pieces(scan, (x, dt, B, C), initial_state, *_kernel_piece(x, dt, B, chunk_size))
+    y, state = scan_in_pieces(scan, (x, dt, B, C), initial_state, *kernel_piece(x, dt, B, chunk_size))
     return y, state.to(initial_state.dtype)
 
 
-def _kernel_piece(x: Tensor, dt: Tensor, B: Tensor, chunk_size: int) -> tuple[int, int]:
+def kernel_chunk(chunk_size: int) -> int:
+    """Tokens of a chunk of the kernel: blocks are powers of two, other sizes give NaN (state-spaces/mamba issue 449)."""
+    return min(256, max(16, 1 << (chunk_size - 1).bit_length()))
+
+
+def kernel_piece(x: Tensor, dt: Tensor, B: Tensor, chunk_size: int) -> tuple[int, int]:
     """How many rows and tokens the kernel takes in one call."""
     (_, length, heads, head_dim), (groups, state_dim) = x.shape, B.shape[2:]
     state = heads * head_dim * state_dim
