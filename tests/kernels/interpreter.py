@@ -17,8 +17,8 @@ from torch.nn.functional import conv1d, silu
 
 
 def stand_in_for_a_gpu() -> None:
-    """The smallest tuning configuration, no CUDA device, bfloat16 products as floats instead of bit patterns, and
-    causal-conv1d in torch.
+    """The smallest tuning configuration, no CUDA device, bfloat16 products as floats instead of bit patterns, masks
+    as booleans where one number met a block, and causal-conv1d in torch.
 
     Loop counters are tensors, as in a compiled kernel; the interpreter leaves them Python integers.
     """
@@ -29,6 +29,7 @@ def stand_in_for_a_gpu() -> None:
 
     builder = interpreter.InterpreterBuilder
     create_dot, launch = builder.create_dot, interpreter.GridExecutor.__call__
+    load = builder.create_masked_load
 
     def smallest(tuner: Any, *arguments: Any, config: Any, **options: Any) -> float:
         return math.prod(config.kwargs.values())
@@ -38,6 +39,10 @@ def stand_in_for_a_gpu() -> None:
             return value
         bits = value.data.astype(numpy.uint32) << 16
         return interpreter.TensorHandle(bits.view(numpy.float32), tl.float32)
+
+    def load_under_booleans(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+        return load(self, pointers, mask, *others)
 
     def counted(*bounds: Any) -> Any:
         return map(interpreter._implicit_cvt, range(*map(int, bounds)))
@@ -52,6 +57,7 @@ def stand_in_for_a_gpu() -> None:
 
     Autotuner._bench = smallest
     interpreter.GridExecutor.__call__ = launch_with_tensor_counters
+    builder.create_masked_load = load_under_booleans
     builder.create_dot = lambda self, a, b, *rest: create_dot(self, widen(a), widen(b), *rest)
     gpu: Any = torch.cuda
     gpu.device = contextlib.nullcontext
