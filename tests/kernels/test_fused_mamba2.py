@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, layers_mamba2_kernel
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, layers_mamba2_kernel, scan_ssd
 from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2Mixer
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.state_value import LayerState
+from tests.hybrids.tiny_models import tiny_model
 from tests.models.law import assert_equal_up_to, weights_like
 
 # of padding, in NumPy, by which the interpreter computes
@@ -51,11 +53,11 @@ def mixer_of(strength: float = 0.1, **changes: Any) -> Any:
     return mixer
 
 
-def inputs_of(mixer: Any, length: int) -> tuple[Tensor, LayerState]:
+def inputs_of(mixer: Any, length: int, hidden: int = HIDDEN) -> tuple[Tensor, LayerState]:
     generator = torch.Generator().manual_seed(length)
     shapes = mixer.state_shape
     parts = [torch.randn(BATCH, *shape, generator=generator) for shape in (shapes.recurrent, shapes.conv)]
-    return torch.randn(BATCH, length, HIDDEN, generator=generator), LayerState(*parts)
+    return torch.randn(BATCH, length, hidden, generator=generator), LayerState(*parts)
 
 
 def results(
@@ -65,6 +67,7 @@ def results(
     rows: Rows | None = None,
     dtype: torch.dtype = torch.float32,
     of: str = "all",
+    call: Any = None,
 ) -> dict[str, Tensor]:
     """Outputs at real tokens, both final states, and all gradients, in float64."""
     mixer = mixer.to(dtype)
@@ -73,7 +76,7 @@ def results(
     leaves = {
         name: leaf.detach().clone().requires_grad_(of != "no state" or name == "x") for name, leaf in leaves.items()
     }
-    y, after = mixer(leaves["x"], LayerState(leaves["recurrent"], leaves["conv"]), rows)
+    y, after = (call or mixer)(leaves["x"], LayerState(leaves["recurrent"], leaves["conv"]), rows)
     if rows is not None and rows.real is not None:
         y = y * rows.real[..., None]
     found = {"y": y, "final recurrent": after.recurrent, "final conv": after.conv}
@@ -81,20 +84,202 @@ def results(
     objective = sum(
         (found[name].double() * weights_like(found[name].double(), i)).sum() for i, name in enumerate(scored)
     )
-    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad} | dict(mixer.named_parameters())
+    leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    leaves |= {name: weight for name, weight in mixer.named_parameters() if weight.requires_grad}
     gradients = torch.autograd.grad(objective, list(leaves.values()), allow_unused=True)
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         found[f"gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
     return {name: value.detach().double().clone() for name, value in found.items()}
 
 
-@pytest.mark.parametrize("length", [2, 3, 15, 16, 17, 37])
-@pytest.mark.parametrize("lengths", [None, "padded"], ids=str)
-def test_outputs_states_and_gradients_are_those_of_the_mixer(length: int, lengths: Any, fused: list[bool]) -> None:
-    mixer = mixer_of()
-    x, state = inputs_of(mixer, length)
-    rows = None if lengths is None else Rows.of_lengths(torch.tensor([length, max(1, length - 3)]), length)
-    actual = results(mixer, x, state, rows)
+def assert_fused(
+    fused: list[bool], mixer: Any, length: int, rows: Rows | None = None, hidden: int = HIDDEN, **options: Any
+) -> None:
+    """One call of the fused path with everything inside, equal to the torch path in float64."""
+    x, state = inputs_of(mixer, length, hidden)
+    actual = results(mixer, x, state, rows, **options)
     assert fused == [True]
-    assert_equal_up_to(1e-5, actual, results(mixer, x, state, rows, torch.float64))
+    expected = results(mixer, x, state, rows, **options | {"dtype": torch.float64})
+    assert_equal_up_to(1e-5, actual, expected)
     assert len(fused) == 1
+
+
+@pytest.mark.parametrize("length", [2, 3, 16, 17, 37])
+def test_it_is_the_mixer_with_all_gradients(length: int, fused: list[bool]) -> None:
+    assert_fused(fused, mixer_of(), length)
+
+
+@pytest.mark.parametrize(("length", "shorter"), [(2, 1), (5, 2), (20, 15), (33, 16)])
+def test_padding_changes_nothing(length: int, shorter: int, fused: list[bool]) -> None:
+    assert_fused(fused, mixer_of(), length, Rows.of_lengths(torch.tensor([length, shorter]), length))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"time_step_limit": (0.0, 0.5)},
+        {"time_step_limit": (0.3, 0.5)},
+        {"use_bias": False, "use_conv_bias": False, "n_groups": 1},
+        {"num_heads": 3, "n_groups": 1},  # the projection is no multiple of 8 wide: slices cannot be read in vectors
+        {"conv_kernel": 2},
+    ],
+    ids=str,
+)
+def test_it_follows_the_configuration(changes: dict[str, Any], fused: list[bool]) -> None:
+    assert_fused(fused, mixer_of(**changes), 5)
+
+
+@pytest.mark.parametrize("of", ["outputs", "states", "no state"])
+def test_gradients_flow_from_and_to_what_asks_for_them(of: str, fused: list[bool]) -> None:
+    assert_fused(fused, mixer_of(), 5, of=of)
+
+
+def test_strong_and_missing_decays_are_exact(fused: list[bool]) -> None:
+    mixer = mixer_of()
+    with torch.no_grad():
+        mixer.A_log.copy_(torch.tensor([9.0, -20.0, 3.0, 0.0]))
+        mixer.dt_bias.copy_(torch.tensor([5.0, 5.0, -30.0, 0.0]))
+    assert_fused(fused, mixer, 20)
+
+
+def test_bfloat16_is_as_exact_as_on_the_torch_path(fused: list[bool]) -> None:
+    mixer = mixer_of().to(torch.bfloat16).float()  # weights that bfloat16 has
+    x, state = inputs_of(mixer, 20)
+    x = x.bfloat16().float()
+    actual, exact = results(mixer, x, state, dtype=torch.bfloat16), results(mixer, x, state, dtype=torch.float64)
+    assert fused == [True]
+    assert_equal_up_to(4e-2, actual, exact)
+
+
+def test_mixed_precision_multiplies_in_bfloat16(fused: list[bool]) -> None:
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = results(mixer, x, state)
+    assert fused == [True]
+    assert_equal_up_to(5e-2, mixed, results(mixer, x, state, dtype=torch.float64))
+
+
+def test_second_derivatives_are_refused() -> None:
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 2)
+    (gradient,) = torch.autograd.grad(mixer(x.requires_grad_(), state)[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def with_adapters(mixer: Any, *names: str) -> Any:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    return inject_adapter_in_model(LoraConfig(target_modules=list(names), init_lora_weights=False, r=2), mixer)
+
+
+def offloaded(mixer: Any) -> Any:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    add_hook_to_module(mixer.norm, AlignDevicesHook())
+    return mixer
+
+
+def hooked(mixer: Any, name: str) -> Any:
+    mixer.get_submodule(name).register_forward_hook(lambda module, arguments, output: None)
+    return mixer
+
+
+def parametrized(mixer: Any) -> Any:
+    torch.nn.utils.parametrizations.weight_norm(mixer.conv1d)
+    return mixer
+
+
+def recorded(mixer: Any) -> Any:
+    mixer.scan = mixer.scan
+    return mixer
+
+
+INSIDE, OUTSIDE, UNFUSED = [True], [False], []  # the output projection
+PATHS: dict[str, tuple[Any, list[bool]]] = {
+    "as it is": (lambda mixer: mixer, INSIDE),
+    "LoRA on the input projection": (lambda mixer: with_adapters(mixer, "in_proj"), INSIDE),
+    "LoRA on both projections": (lambda mixer: with_adapters(mixer, "in_proj", "out_proj"), OUTSIDE),
+    "a hook on the output projection": (lambda mixer: hooked(mixer, "out_proj"), OUTSIDE),
+    "a hook on the norm": (lambda mixer: hooked(mixer, "norm"), UNFUSED),
+    "a hook on the convolution": (lambda mixer: hooked(mixer, "conv1d"), UNFUSED),
+    "offloading": (offloaded, UNFUSED),
+    "a parametrized convolution": (parametrized, UNFUSED),
+    "a recorded scan": (recorded, UNFUSED),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_modules_that_are_more_than_their_weights_are_called(name: str, fused: list[bool]) -> None:
+    change, expected = PATHS[name]
+    mixer = change(mixer_of())
+    x, state = inputs_of(mixer, 3)
+    actual = results(mixer, x, state)
+    assert fused == expected
+    assert_equal_up_to(1e-5, actual, results(mixer, x, state, dtype=torch.float64))
+
+
+def test_what_the_kernels_cannot_take_goes_another_way(fused: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 20)
+    expected, _ = mixer(x, state)
+    assert fused == [True]
+    monkeypatch.setattr(scan_ssd, "_KERNEL_MAX_TOKENS", 16)
+    actual, _ = mixer(x, state)
+    assert len(fused) == 1
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    mixer(x[:, :1], state)
+    monkeypatch.undo()
+
+
+def test_calls_that_need_more_than_the_kernels_take_are_known() -> None:
+    mixer = mixer_of(time_step_limit=(0.1, 1.0))
+    sizes = layers_mamba2_kernel.Mamba2Sizes(4, 8, 2, 8, CHUNK, (0.1, 1.0), 16, 1e-5)
+    zxbcdt = mixer.in_proj(torch.randn(BATCH, 5, HIDDEN))
+    padded = Rows.of_lengths(torch.tensor([5, 4]), 5)
+    group = Rows((BATCH, 5), group=object())  # type: ignore[arg-type]
+    free = sizes._replace(limits=(0.0, 1.0))
+    takes = layers_mamba2_kernel.takes
+    assert takes(zxbcdt, None, sizes, ())
+    assert takes(zxbcdt, padded, free, ())
+    assert not takes(zxbcdt, padded, sizes, ())  # padding would write into the state
+    assert not takes(zxbcdt, group, free, ())
+    assert not takes(zxbcdt[:, :1], None, free, ())
+    assert not takes(zxbcdt, None, free._replace(norm_group=2**15), ())
+
+
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "bamba": {},
+    "falcon_h1": {"mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    "falcon_h1, gate alone": {"mamba_rms_norm": False},
+    "granitemoehybrid": {},
+    "mamba2": {},
+    "nemotron_h": {},
+    "zamba2": {},
+}
+
+
+def wrapped_mixer(case: str) -> tuple[Any, Any]:
+    model: Any = stateful(tiny_model(case.partition(",")[0], **HYBRIDS[case]))
+    return model, next(module for module in model.modules() if isinstance(module, StateMixer))
+
+
+@pytest.mark.parametrize("case", HYBRIDS)
+def test_a_wrapped_mixer_gives_what_it_gives_in_torch(case: str, fused: list[bool]) -> None:
+    _, mixer = wrapped_mixer(case)
+    assert_fused(fused, mixer, 5, call=mixer.read, hidden=32)
+
+
+def test_a_wrapped_model_takes_it_with_states_and_without(fused: list[bool]) -> None:
+    model, _ = wrapped_mixer("falcon_h1")
+    mixers = sum(isinstance(module, StateMixer) for module in model.modules())
+    tokens = torch.arange(3, 6)[None]
+    with torch.no_grad():
+        plain = model(tokens)
+        assert fused == [True] * mixers
+        given = model(tokens, initial_state=model.zero_state(1))
+        assert fused == [True] * 2 * mixers
+        exact = model.double()(tokens, initial_state=model.zero_state(1))
+    torch.testing.assert_close(plain.logits, given.logits, rtol=0, atol=0)
+    torch.testing.assert_close(given.logits.double(), exact.logits, rtol=1e-5, atol=1e-5)
