@@ -193,7 +193,7 @@ class DeltaMixer(StateMixer):
         qkv, g, beta, gate = self.parts(x)
         qkv, conv = self.convolve(qkv, state.conv, rows, backend)
         q, k, v = qkv.split([self.key_dim, self.key_dim, self.value_dim], -1)
-        q, k = (l2_norm(part.unflatten(-1, (-1, self.head_k_dim)).to(wide)) for part in (q, k))
+        q, k = (l2_norm(part.unflatten(-1, (-1, self.head_k_dim)).to(wide), backend) for part in (q, k))
         g, beta = (zero_past_end(part.to(wide), rows) for part in (g if g.ndim == 4 else g[..., None], beta))
         inputs = q * self.head_k_dim**-0.5, k, v.unflatten(-1, (-1, self.head_v_dim)), g, beta
         start = LayerState(state.recurrent.mT, conv)

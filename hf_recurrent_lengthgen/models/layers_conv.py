@@ -11,18 +11,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from .layers_mixer import ScanMixer
 from .rows import Rows
 from .rows_moved import inputs_around
 from .scan_backends import ScanBackend, backward_once
+from .scan_fla_kernels import fla_kernel
 from .state_value import LayerShape
+
+fla_causal_conv1d = fla_kernel("fla.modules.causal_conv1d", "causal_conv1d")
+
+
+def _convolve_with_fla(x: Tensor, weight: Tensor, bias: Any, initial_states: Tensor, activation: Any) -> Tensor:
+    """As causal-conv1d's, by fla's, which needs no nvcc; its states have a first column that no tap meets."""
+    state = pad(initial_states, (1, 0))
+    return fla_causal_conv1d(x.mT, weight, bias, initial_state=state, activation=activation, backend="triton")[0].mT
+
 
 try:
     from causal_conv1d import causal_conv1d_fn
 except ImportError:
-    causal_conv1d_fn = None
+    causal_conv1d_fn = None if fla_causal_conv1d is None else _convolve_with_fla
 
 _KERNEL_MAX_ELEMENTS = 2**31
 _BLOCK_ELEMENTS = 2**20  # 4 MiB in float32
@@ -64,7 +74,7 @@ def causal_conv(
         bias: (C,) or None.
         initial_state: The K-1 inputs before the first token, (B, C, K-1).
         rows: As layers get them (`Rows`). Padding does not enter the returned state.
-        backend: "torch" or "kernel" (causal-conv1d).
+        backend: "torch" or "kernel" (causal-conv1d, or fla's where that is not installed).
         activation: Whether SiLU follows.
 
     Returns:

@@ -15,14 +15,16 @@ from torch.nn.functional import silu
 from transformers import initialization as init
 
 from .layers_conv import ShortConvMixer, causal_conv1d_fn
-from .layers_fla import RMSNorm
+from .layers_fla import HeadRMSNorm
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import ScanBackend
 from .scan_delta import NORMED_BY_HEAD, chunk_gated_delta_rule, kernel_limit_of, scan_delta
+from .scan_fla_kernels import fla_kernel, fused
 from .state_value import LayerState
 
 KERNEL_AVAILABLE = chunk_gated_delta_rule is not None and causal_conv1d_fn is not None
+fla_l2norm = fla_kernel("fla.modules.norm.l2norm", "l2norm")
 _NORM_EPS = 1e-6  # of fla's kernels
 
 
@@ -45,7 +47,7 @@ class DeltaMixer(ShortConvMixer):
         self.v_proj = nn.Linear(D, values, bias=False)
         self.add_convolutions("qkv" if activation else "v", q=keys, k=keys, v=values)
         self.activation = activation
-        self.o_norm = RMSNorm(self.value_dim, config.norm_eps)
+        self.o_norm = HeadRMSNorm(self.value_dim, config.norm_eps)
         self.o_proj = nn.Linear(values, D, bias=False)
 
     def kernel_limit(self, dtype: torch.dtype) -> str:
@@ -81,8 +83,10 @@ class DeltaMixer(ShortConvMixer):
         return y.to(v.dtype), state
 
 
-def l2_norm(x: Tensor) -> Tensor:
-    """`x` divided by its norm over the last dimension."""
+def l2_norm(x: Tensor, backend: ScanBackend) -> Tensor:
+    """`x` (B, T, H, N) divided by its norm over the last dimension."""
+    if fused(fla_l2norm, x, backend):
+        return fla_l2norm(x, _NORM_EPS)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
 
 

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, D hidden size, H heads, N key dim, P value dim.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -14,7 +15,24 @@ from .layers_mixer import MixerLayer, RMSNorm, ScanMixer
 from .modeling_stateful import StatefulBackbone
 from .rows import Rows
 from .rows_moved import over_groups
+from .scan_backends import ScanBackend
+from .scan_fla_kernels import fla_kernel, fused
 from .state_value import LayerState
+
+rms_norm_gated = fla_kernel("fla.modules.norm.fused_norm_gate", "rms_norm_gated")
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "swish": silu, "sigmoid": torch.sigmoid}
+
+
+class HeadRMSNorm(RMSNorm):
+    """`weight * y / rms(y) * activation(gate)` of each head, (B, T, H, P) and (B, T, H*P) to (B, T, H*P)."""
+
+    def forward(self, y: Tensor, gate: Tensor | None, backend: ScanBackend, activation: str = "silu") -> Tensor:  # type: ignore[override]
+        """Without a gate, only the norm."""
+        if gate is not None and fused(rms_norm_gated, y, backend):
+            gate = gate.unflatten(-1, y.shape[2:])
+            return rms_norm_gated(y, gate, self.weight, None, activation, eps=self.eps).flatten(2)
+        normed = super().forward(y).flatten(2)
+        return normed if gate is None else normed * _GATES[activation](gate)
 
 
 class GatedMLP(nn.Module):

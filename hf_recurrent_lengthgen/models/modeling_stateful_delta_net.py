@@ -7,7 +7,7 @@ in layers_delta.py.
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import elu, normalize, relu, silu
+from torch.nn.functional import elu, normalize, relu
 
 from .configuration_stateful_delta_net import StatefulDeltaNetConfig
 from .layers_delta import DeltaMixer, l2_norm
@@ -37,14 +37,14 @@ class StatefulDeltaNetMixer(DeltaMixer):
         elif config.qk_activation == "elu":
             q, k = elu(q) + 1, elu(k) + 1
         if config.qk_norm == "l2":
-            q, k = l2_norm(q), l2_norm(k)
+            q, k = l2_norm(q, backend), l2_norm(k, backend)
         else:
             q, k = (normalize(part, p=1, dim=-1, eps=1e-6) for part in (q, k))
         g = q.new_zeros(*x.shape[:2], self.heads, 1)
         beta = self.b_proj(x).to(q.dtype).sigmoid() if config.use_beta else torch.ones_like(g[..., 0])
         y, state = self.rule(q, k, v, g, beta, state, rows, backend)
-        y = self.o_norm(y).flatten(2)
-        return self.o_proj(y * silu(self.g_proj(x)) if config.use_gate else y), state._replace(conv=conv)
+        y = self.o_norm(y, self.g_proj(x) if config.use_gate else None, backend)
+        return self.o_proj(y), state._replace(conv=conv)
 
 
 class StatefulDeltaNetModel(MixerMLPBackbone):

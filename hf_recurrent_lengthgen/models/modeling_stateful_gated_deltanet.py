@@ -6,7 +6,7 @@ state.recurrent, heads H of N = d_k keys and P = d_v values. What differs from f
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import softplus
 
 from .configuration_stateful_gated_deltanet import StatefulGatedDeltaNetConfig
 from .layers_delta import DeltaMixer, init_decays, l2_norm
@@ -36,11 +36,9 @@ class StatefulGatedDeltaNetMixer(DeltaMixer):
         q, k, v, conv = self.project(x, state, rows, backend)
         g = -self.A_log.to(wide).exp() * softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
         beta = self.b_proj(x).to(wide).sigmoid()
-        y, state = self.rule(l2_norm(q), l2_norm(k), v, g[..., None], beta, state, rows, backend)
-        y = self.o_norm(y).flatten(2)
-        if config.use_gate:
-            gate = self.g_proj(x)
-            y = y * (gate.sigmoid() if config.output_gate_activation == "sigmoid" else silu(gate))
+        y, state = self.rule(l2_norm(q, backend), l2_norm(k, backend), v, g[..., None], beta, state, rows, backend)
+        gate = self.g_proj(x) if config.use_gate else None
+        y = self.o_norm(y, gate, backend, config.output_gate_activation)
         return self.o_proj(y), state._replace(conv=conv)
 
     def init_weights(self) -> None:

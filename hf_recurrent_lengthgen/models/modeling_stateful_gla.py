@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, logsigmoid, relu, silu
 
 from .configuration_stateful_gla import StatefulGLAConfig
 from .layers_conv import ShortConvMixer, causal_conv1d_fn
-from .layers_fla import MixerMLPBackbone, RMSNorm
+from .layers_fla import HeadRMSNorm, MixerMLPBackbone
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
@@ -57,7 +57,7 @@ class StatefulGLAMixer(ShortConvMixer):
             self.g_proj = nn.Linear(D, inner, bias=False)
         # fla names the norm after the kernel that it uses
         self.norm_name = "g_norm_swish_gate" if config.fuse_norm and config.use_output_gate else "g_norm"
-        self.add_module(self.norm_name, RMSNorm(self.value_dim, config.norm_eps, affine=config.elementwise_affine))
+        self.add_module(self.norm_name, HeadRMSNorm(self.value_dim, config.norm_eps, affine=config.elementwise_affine))
         self.o_proj = nn.Linear(inner, D, bias=False)
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
@@ -77,10 +77,8 @@ class StatefulGLAMixer(ShortConvMixer):
         )
         q = q.unflatten(-1, (self.heads, -1)) * self.key_dim**-0.5
         y, state = self.advance(q, k, v, g, state=state, rows=rows, backend=backend)
-        y = self.get_submodule(self.norm_name)(y).flatten(2)
-        if config.use_output_gate:
-            y = y * silu(self.g_proj(hidden_states))
-        return self.o_proj(y), state._replace(conv=conv_state)
+        gate = self.g_proj(hidden_states) if config.use_output_gate else None
+        return self.o_proj(self.get_submodule(self.norm_name)(y, gate, backend)), state._replace(conv=conv_state)
 
 
 class StatefulGLAModel(MixerMLPBackbone):

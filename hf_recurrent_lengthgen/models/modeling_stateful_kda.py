@@ -39,8 +39,9 @@ class StatefulKDAMixer(DeltaMixer):
         step = (self.f_proj(x).to(wide) + self.dt_bias.to(wide)).unflatten(-1, (self.heads, -1))
         g = -rate * softplus(step) if bound is None else bound * (rate * step).sigmoid()
         beta = self.b_proj(x).to(wide).sigmoid()
-        y, state = self.rule(l2_norm(q), l2_norm(k), v, g, beta, state, rows, backend)
-        return self.o_proj(self.o_norm(y).flatten(2) * self.g_proj(x).sigmoid()), state._replace(conv=conv)
+        y, state = self.rule(l2_norm(q, backend), l2_norm(k, backend), v, g, beta, state, rows, backend)
+        y = self.o_norm(y, self.g_proj(x), backend, "sigmoid")
+        return self.o_proj(y), state._replace(conv=conv)
 
     def init_weights(self) -> None:
         """Decays as in fla."""

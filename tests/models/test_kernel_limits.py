@@ -320,6 +320,25 @@ def test_scans_stay_in_torch_with_one_sentence(
     assert list(said) == [f"use_kernels: {tried}. The scans run in torch."]
 
 
+def test_layers_take_functions_of_fla_from_the_release_that_has_their_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing without triton; nothing is imported."""
+    installed = ["fla", "triton"]
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name in installed else None)
+    for file in ("ops/gla/chunk.py", "modules/l2norm.py"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).touch()
+    places = [("fla.ops.gla", "chunk_gla"), ("fla.modules.norm.l2norm", "l2norm")]
+    assert [scan_fla_kernels.fla_kernel(*place) is None for place in places] == [False, True]
+    (tmp_path / "modules/norm").mkdir()
+    (tmp_path / "modules/norm/l2norm.py").touch()
+    assert [scan_fla_kernels.fla_kernel(*place) is None for place in places] == [False, False]
+    installed.remove("triton")
+    assert [scan_fla_kernels.fla_kernel(*place) is None for place in places] == [True, True]
+
+
 def test_every_name_is_one_that_a_scan_looks_up() -> None:
     """A kernel that is renamed in a scan must be renamed here, too."""
     modules = [*INSTALLED, scan_delta, scan_rwkv6, scan_trapezoid]

@@ -64,8 +64,6 @@ def tolerance(case: str, dtype: torch.dtype) -> float:
 def gpu_model(case: str, dtype: torch.dtype) -> Any:
     """Skips the test where the family's kernels are not installed."""
     name, changes = CASES[case]
-    if changes.get("use_short_conv"):
-        pytest.importorskip("causal_conv1d")
     family = next(family for family in FAMILIES if family.name == name)
     model = build(family, dtype, scan_backend="kernel", **changes)
     if not all(layer.scan_mixer.kernel_available for layer in model.base_model.layers):
