@@ -1,13 +1,11 @@
 """The Mamba-2 mixer between its projections as one operation on kernels of mamba-ssm and causal-conv1d.
 
-    z, xBC, dt = zxbcdt;  x, B, C = silu(conv(xBC));  y = scan(x, softplus(dt + dt_bias), A, B, C, D);  RMSNorm(y silu(z))
+    z, xBC, dt = zxbcdt                                     x, B, C = silu(conv(xBC))
+    y = scan(x, softplus(dt + dt_bias), A, B, C, D)         out = RMSNorm(y silu(z)) W
 
-mamba-ssm's own fused path (`MambaSplitConv1dScanCombinedFn`) has no state of the convolution. This one takes the states
-of convolution and scan and returns both, with all gradients. As theirs, it keeps its input, y and 1 / rms for the
-backward pass, which computes the convolution again, and, where the output projection is inside, the normed output.
-
-Shapes: B batch, T time, H heads, P head dim, I = H P inner channels, G groups, N state dim, K taps, C = I + 2 G N
-convolved channels, D hidden size.
+mamba-ssm's own fused path (`MambaSplitConv1dScanCombinedFn`) has no state of the convolution. This one takes the
+states of convolution and scan, and returns both, with all gradients. Like theirs it keeps its input, y and 1 / rms for
+the backward pass, which computes the convolution again and, if the output projection is inside, the normed output.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +16,7 @@ from torch.nn.functional import linear
 
 from .rows import Rows
 from .rows_moved import last_inputs
-from .scan_backends import backward_once, without_autocast
+from .scan_backends import OPERATORS, without_autocast
 from .scan_ssd import kernel_chunk, kernel_piece
 from .state_value import LayerState
 
@@ -60,6 +58,17 @@ class Mamba2Sizes(NamedTuple):
     eps: float
     norm_before_gate: bool = False
 
+    def as_list(self) -> list[float]:
+        """As an operator takes it."""
+        return [float(number) for number in (*self[:5], *self.limits, *self[6:])]
+
+    @classmethod
+    def from_list(cls, numbers: list[float]) -> "Mamba2Sizes":
+        """The inverse."""
+        heads, dim, groups, state, chunk, low, high, norm, eps, before = numbers
+        sizes = int(heads), int(dim), int(groups), int(state), int(chunk)
+        return cls(*sizes, (low, high), int(norm), eps, bool(before))
+
     @property
     def parts(self) -> list[int]:
         """Channels of z, xBC and dt."""
@@ -77,9 +86,9 @@ def takes(zxbcdt: Tensor, rows: Rows | None, sizes: Mamba2Sizes, modules: tuple[
     """Whether `fused_mamba2` computes what the modules would: those whose weights it reads, convolution and norm.
 
     Not: one token, a sequence that processes share, sizes beyond 32-bit addresses, a least step size at padding,
-    modules that are more than their weights, compiled graphs (the kernels are not operators of torch).
+    or modules that are more than their weights.
     """
-    if not AVAILABLE or zxbcdt.shape[1] == 1 or torch.compiler.is_compiling() or not all(map(is_plain, modules)):
+    if not AVAILABLE or zxbcdt.shape[1] == 1 or not all(map(is_plain, modules)):
         return False
     if rows is not None and (rows.group is not None or (rows.real is not None and sizes.limits[0] > 0)):
         return False
@@ -127,147 +136,162 @@ def fused_mamba2(
         sizes: As named.
     """
     inside = type(out_proj) is nn.Linear and is_plain(out_proj)
+    device = zxbcdt.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else zxbcdt.dtype
+    weights = conv1d.weight.squeeze(1), conv1d.bias, dt_bias, A, D, norm
+    outside = (out_proj.weight, out_proj.bias) if inside else (None, None)
     lengths = None if rows is None else rows.lengths
-    out, recurrent, conv = _FusedMamba2.apply(
-        zxbcdt.contiguous(),
-        conv1d.weight.squeeze(1),
-        conv1d.bias,
-        dt_bias,
-        A,
-        D,
-        norm,
-        out_proj.weight if inside else None,
-        out_proj.bias if inside else None,
-        state.recurrent,
-        state.conv,
-        lengths,
-        sizes,
-    )
+    with without_autocast(device):
+        out, recurrent, conv, _, _ = _operator(
+            zxbcdt.contiguous(), *weights, *outside, state.recurrent, state.conv, lengths, sizes.as_list(), dtype
+        )
     return (out if inside else out_proj(out)), state._replace(recurrent=recurrent, conv=conv)
 
 
-class _FusedMamba2(torch.autograd.Function):
-    """Arguments as of `fused_mamba2`, with the weights of the output projection, and the real tokens of each row."""
+def _forward(
+    zxbcdt: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    norm: Tensor | None,
+    out_weight: Tensor | None,
+    out_bias: Tensor | None,
+    ssm_state: Tensor,
+    conv_state: Tensor,
+    lengths: Tensor | None,
+    sizes: list[float],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, both states after, and what the backward pass needs: y and 1 / rms. Products are in `dtype`."""
+    of = Mamba2Sizes.from_list(sizes)
+    z, xBC, dt = zxbcdt.split(of.parts, -1)
+    x, B, C = of.scanned(_convolve(xBC, weight, bias, conv_state))
+    gate = None if norm is not None else z.unflatten(-1, x.shape[2:])
+    options = _scan_options(dt_bias, D, of) | {"z": gate, "initial_states": ssm_state}
+    gated, y, _, _, _, final = _mamba_chunk_scan_combined_fwd(x, _without_padding(dt, lengths), A, B, C, **options)
+    if norm is None:
+        rstd = y.new_empty(0)
+    else:
+        y = gated
+        gated, _, rstd = _layer_norm_fwd(
+            _tokens(y), norm, None, z=_tokens(zxbcdt)[:, : of.parts[0]], **_norm_options(of)
+        )
+    out = gated.view(z.shape)
+    if out_weight is not None:
+        wide = None if out_bias is None else out_bias.to(dtype)
+        out = linear(out.to(dtype), out_weight.to(dtype), wide)
+    return out, final.to(ssm_state.dtype), last_inputs(xBC, conv_state, lengths), y, rstd
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        zxbcdt: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        dt_bias: Tensor,
-        A: Tensor,
-        D: Tensor,
-        norm: Tensor | None,
-        out_weight: Tensor | None,
-        out_bias: Tensor | None,
-        ssm_state: Tensor,
-        conv_state: Tensor,
-        lengths: Tensor | None,
-        sizes: Mamba2Sizes,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.sizes = sizes
-        device = zxbcdt.device.type
-        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else zxbcdt.dtype
-        with without_autocast(device):
-            z, xBC, dt = zxbcdt.split(sizes.parts, -1)
-            before = conv_state.to(xBC.dtype).mT.contiguous().mT  # the kernel takes channels last only
-            x, B, C = sizes.scanned(_convolve(xBC, weight, bias, before))
-            gate = None if norm is not None else z.unflatten(-1, x.shape[2:])
-            gated, y, _, _, _, final = _mamba_chunk_scan_combined_fwd(
-                x,
-                _without_padding(dt, lengths),
-                A,
-                B,
-                C,
-                z=gate,
-                initial_states=ssm_state,
-                **_scan_options(dt_bias, D, sizes),
-            )
-            rstd = None
-            if norm is not None:
-                y = gated
-                gated, _, rstd = _layer_norm_fwd(
-                    _tokens(y), norm, None, z=zxbcdt.flatten(0, 1)[:, : sizes.parts[0]], **_norm_options(sizes)
-                )
-            out = gated.view(z.shape)
-            if out_weight is not None:
-                wide = None if out_bias is None else out_bias.to(ctx.dtype)
-                out = linear(out.to(ctx.dtype), out_weight.to(ctx.dtype), wide)
-        ctx.save_for_backward(
-            zxbcdt, weight, bias, dt_bias, A, D, norm, out_weight, out_bias, ssm_state, before, lengths, y, rstd
-        )
-        ctx.conv_dtype = conv_state.dtype
-        return out, final.to(ssm_state.dtype), last_inputs(xBC, conv_state, lengths)
 
-    @staticmethod
-    @backward_once
-    def backward(ctx: Any, d_out: Tensor | None, d_final: Tensor | None, d_after: Tensor | None) -> tuple[Any, ...]:
-        (zxbcdt, weight, bias, dt_bias, A, D, norm, out_weight, out_bias, ssm_state, before, lengths, y, rstd) = (
-            ctx.saved_tensors
-        )
-        sizes, project = ctx.sizes, out_weight is not None
-        z, xBC, dt = zxbcdt.split(sizes.parts, -1)
-        d_all, d_convolved = torch.empty_like(zxbcdt), torch.empty_like(xBC, memory_format=torch.contiguous_format)
-        d_z, d_xBC, d_dt = d_all.split(sizes.parts, -1)
-        if d_out is None:
-            d_out = z.new_zeros(*z.shape[:2], len(out_weight) if project else z.shape[2])
-        d_gated = d_out
-        if out_weight is not None:
-            d_gated = (d_out.to(ctx.dtype) @ out_weight.to(ctx.dtype)).to(y.dtype)
+def _backward(
+    d_out: Tensor | None,
+    d_final: Tensor | None,
+    d_after: Tensor | None,
+    zxbcdt: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    norm: Tensor | None,
+    out_weight: Tensor | None,
+    out_bias: Tensor | None,
+    ssm_state: Tensor,
+    conv_state: Tensor,
+    lengths: Tensor | None,
+    y: Tensor,
+    rstd: Tensor,
+    sizes: list[float],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """Gradients of the arguments of `_forward` up to the states; empty tensors for those that are None."""
+    of, project = Mamba2Sizes.from_list(sizes), out_weight is not None
+    z, xBC, dt = zxbcdt.split(of.parts, -1)
+    d_all, d_convolved = torch.empty_like(zxbcdt), torch.empty_like(xBC, memory_format=torch.contiguous_format)
+    d_z, d_xBC, d_dt = d_all.split(of.parts, -1)
+    if d_out is None:
+        d_out = z.new_zeros(*z.shape[:2], z.shape[2] if out_weight is None else len(out_weight))
+    d_gated = d_out if out_weight is None else (d_out.to(dtype) @ out_weight.to(dtype)).to(y.dtype)
+    d_gated = d_gated.contiguous()
 
-        x, B, C = sizes.scanned(_convolve(xBC, weight, bias, before))
-        d_x, d_B, d_C = sizes.scanned(d_convolved)
-        options: dict[str, Any] = _scan_options(dt_bias, D, sizes)
-        options |= {
-            "dx": d_x,
-            "ddt": d_dt,
-            "dB": d_B,
-            "dC": d_C,
-            "dfinal_states": d_final,
-            "initial_states": ssm_state,
-        }
-        d_norm, gated = None, []
-        if norm is None:
-            heads = x.shape[2:]
-            options |= {"z": z.unflatten(-1, heads), "dz": d_z.unflatten(-1, heads), "recompute_output": project}
-            d_y = d_gated.contiguous().view_as(y)
-        else:
-            inner = sizes.parts[0]
-            d_y, d_norm, _, _, *gated = _layer_norm_bwd(
-                _tokens(d_gated.contiguous()),
-                _tokens(y),
-                norm,
-                None,
-                mean=None,
-                rstd=rstd,
-                z=zxbcdt.flatten(0, 1)[:, :inner],
-                dz=d_all.flatten(0, 1)[:, :inner],
-                recompute_output=project,
-                **_norm_options(sizes),
-            )
-        _, _, d_A, _, _, d_D, _, d_dt_bias, d_ssm, *scanned = _mamba_chunk_scan_combined_bwd(
-            d_y.view_as(y), x, _without_padding(dt, lengths), A, B, C, y, **options
+    x, B, C = of.scanned(_convolve(xBC, weight, bias, conv_state))
+    d_x, d_B, d_C = of.scanned(d_convolved)
+    options = _scan_options(dt_bias, D, of) | {"dx": d_x, "ddt": d_dt, "dB": d_B, "dC": d_C}
+    options |= {"initial_states": ssm_state, "dfinal_states": d_final}
+    d_norm, normed = None, []
+    if norm is None:
+        heads = x.shape[2:]
+        options |= {"z": z.unflatten(-1, heads), "dz": d_z.unflatten(-1, heads), "recompute_output": project}
+        d_y = d_gated.view_as(y)
+    else:
+        gates = {"z": _tokens(zxbcdt)[:, : of.parts[0]], "dz": _tokens(d_all)[:, : of.parts[0]]}
+        kept = {"mean": None, "rstd": rstd, "recompute_output": project}
+        d_y, d_norm, _, _, *normed = _layer_norm_bwd(
+            _tokens(d_gated), _tokens(y), norm, None, **gates, **kept, **_norm_options(of)
         )
-        to = d_xBC if _aligned(d_xBC) else d_convolved.clone()
-        _, d_weight, d_bias, d_conv = causal_conv1d_bwd_function(
-            _channels_last(xBC), weight, bias, d_convolved.mT, None, before, None, to.mT, True, True
-        )
-        if to is not d_xBC:
-            d_xBC.copy_(to)
-        d_conv = d_conv.to(ctx.conv_dtype)
-        if d_after is not None:
-            _add_to_last_inputs(d_after, d_xBC, d_conv, lengths)
-        d_out_weight = d_out_bias = None
-        if project:
-            (normed,) = gated or scanned
-            flat = _tokens(d_out.to(ctx.dtype))
-            d_out_weight = (flat.mT @ _tokens(normed).to(ctx.dtype)).to(out_weight.dtype)
-            d_out_bias = None if out_bias is None else flat.sum(0, dtype=torch.float32).to(out_bias.dtype)
-        of_scan = d_dt_bias.to(dt_bias.dtype), d_A.to(A.dtype), d_D.to(D.dtype)
-        of_states = d_ssm.to(ssm_state.dtype), d_conv
-        return d_all, d_weight, d_bias, *of_scan, d_norm, d_out_weight, d_out_bias, *of_states, None, None
+    _, _, d_A, _, _, d_D, _, d_dt_bias, d_ssm, *scanned = _mamba_chunk_scan_combined_bwd(
+        d_y.view_as(y), x, _without_padding(dt, lengths), A, B, C, y, **options
+    )
+    to = d_xBC if _aligned(d_xBC) else d_convolved.clone()
+    before = _before(conv_state, xBC)
+    _, d_weight, d_bias, d_conv = causal_conv1d_bwd_function(
+        _channels_last(xBC), weight, bias, d_convolved.mT, None, before, None, to.mT, True, True
+    )
+    if to is not d_xBC:
+        d_xBC.copy_(to)
+    d_conv = d_conv.to(conv_state.dtype)
+    if d_after is not None:
+        _add_to_last_inputs(d_after, d_xBC, d_conv, lengths)
+    d_out_weight = d_out_bias = None
+    if out_weight is not None:
+        flat = _tokens(d_out.to(dtype))
+        d_out_weight = flat.mT @ _tokens((normed or scanned)[0]).to(dtype)
+        d_out_bias = None if out_bias is None else flat.sum(0, dtype=torch.float32)
+    found = d_all, d_weight, d_bias, d_dt_bias, d_A, d_D, d_norm, d_out_weight, d_out_bias, d_ssm, d_conv
+    like = zxbcdt, weight, bias, dt_bias, A, D, norm, out_weight, out_bias, ssm_state, conv_state
+    pairs = zip(found, like, strict=True)
+    return [zxbcdt.new_empty(0) if gradient is None else gradient.to(t.dtype) for gradient, t in pairs]  # type: ignore[union-attr]
+
+
+# Operators: torch.compile takes the whole mixer into one graph.
+_operator = torch.library.custom_op(f"{OPERATORS}::fused_mamba2", _forward, mutates_args=())
+_backward_operator = torch.library.custom_op(f"{OPERATORS}::fused_mamba2_backward", _backward, mutates_args=())
+
+
+@_operator.register_fake
+def _(zxbcdt: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+    norm, out_weight, _, ssm_state, conv_state, _, sizes, dtype = tensors[5:]
+    of = Mamba2Sizes.from_list(sizes)
+    tokens, inner = zxbcdt.shape[:2], of.parts[0]
+    out = zxbcdt.new_empty(
+        *tokens, inner if out_weight is None else len(out_weight), dtype=zxbcdt.dtype if out_weight is None else dtype
+    )
+    kept = 0 if norm is None else tokens[0] * tokens[1] * (inner // of.norm_group)
+    rstd = zxbcdt.new_empty(kept, dtype=zxbcdt.dtype if norm is None else torch.float32)
+    states = ssm_state.new_empty(ssm_state.shape), conv_state.mT.contiguous().mT.clone()
+    return out, *states, zxbcdt.new_empty(*tokens, of.heads, of.head_dim), rstd
+
+
+@_backward_operator.register_fake
+def _(d_out: Any, d_final: Any, d_after: Any, *tensors: Any) -> list[Tensor]:
+    return [tensors[0].new_empty(0) if t is None else torch.empty_like(t) for t in tensors[:11]]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, ctx.sizes, ctx.dtype = inputs
+    ctx.save_for_backward(*tensors, *output[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    tensors = ctx.saved_tensors
+    found = _backward_operator(*gradients[:3], *tensors, ctx.sizes, ctx.dtype)
+    return *(None if t is None else g for t, g in zip(tensors, found, strict=False)), None, None, None
+
+
+_operator.register_autograd(_gradients, setup_context=_keep)
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -303,8 +327,14 @@ def _channels_last(x: Tensor) -> Tensor:
     return (x if _aligned(x) else x.clone(memory_format=torch.contiguous_format)).mT
 
 
-def _convolve(xBC: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor) -> Tensor:
+def _before(conv_state: Tensor, xBC: Tensor) -> Tensor:
+    """The inputs before the first token, as the convolution takes them."""
+    return conv_state.to(xBC.dtype).mT.contiguous().mT
+
+
+def _convolve(xBC: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor) -> Tensor:
     """silu(conv(xBC)), (B, T, C)."""
+    before = _before(conv_state, xBC)
     return causal_conv1d_fwd_function(_channels_last(xBC), weight, bias, None, before, None, True).mT
 
 

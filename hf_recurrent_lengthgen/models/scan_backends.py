@@ -33,7 +33,7 @@ ScanBackend = Literal["torch", "kernel"]
 Inputs = Sequence[Tensor]
 """What a scan reads beside the state, in the order of its arguments."""
 # Every copy of this file, as in checkpoints, has operators of its own. torch names them in ASCII, folders need not.
-_OPERATORS = f"{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}_{zlib.crc32(__name__.encode()):08x}"
+OPERATORS = f"{re.sub(r'[^a-zA-Z0-9]', '_', __name__)}_{zlib.crc32(__name__.encode()):08x}"
 INSTALL_HINT = 'pip install "hf_recurrent_lengthgen[kernels]"'
 
 
@@ -98,12 +98,11 @@ def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     once = torch.autograd.function.once_differentiable(backward)
 
     @wraps(backward)
-    def run(ctx: Any, *gradients: Tensor | None) -> Any:
-        device = [gradient.device.type for gradient in gradients if gradient is not None][0]
-        with without_autocast(device):
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # else 0 where they are constant
-                gradients = tuple(g if g is None else g.detach().requires_grad_() for g in gradients)
-            return once(ctx, *gradients)
+    def run(ctx: Any, gradient: Tensor, *others: Tensor) -> Any:
+        with without_autocast(gradient.device.type):
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                gradient = gradient.detach().requires_grad_()  # else it would be 0 where this is constant
+            return once(ctx, gradient, *others)
 
     return run
 
@@ -129,7 +128,7 @@ def chunked_scan(function: Any, *rule: type) -> Callable[..., tuple[Tensor, Tens
             the gradients of all arguments, None for those before the state.
         rule: What the function takes first, if anything.
     """
-    name = f"{_OPERATORS}::{function.__name__}" + "".join(f"_{part.__name__}" for part in rule)
+    name = f"{OPERATORS}::{function.__name__}" + "".join(f"_{part.__name__}" for part in rule)
 
     def run(tensors: list[Tensor], chunk_size: int) -> tuple[Tensor, Tensor]:
         y, final_state = function.forward(_Context(), *rule, chunk_size, *tensors)

@@ -18,7 +18,7 @@ from torch.nn.functional import conv1d, silu
 
 def stand_in_for_a_gpu() -> None:
     """The smallest tuning configuration, no CUDA device, bfloat16 products as floats instead of bit patterns, masks
-    as booleans where one number met a block, and causal-conv1d in torch.
+    as booleans where one number met a block, scans slice by slice, and causal-conv1d in torch.
 
     Loop counters are tensors, as in a compiled kernel; the interpreter leaves them Python integers.
     """
@@ -44,6 +44,21 @@ def stand_in_for_a_gpu() -> None:
         mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
         return load(self, pointers, mask, *others)
 
+    def scan_slices(self: Any, inputs: Any) -> Any:
+        data = [numpy.moveaxis(part.handle.data, self.axis, 0) for part in inputs]
+        found = [numpy.empty_like(part) for part in data]
+        state = [self.to_tensor(part[0], given.dtype) for part, given in zip(data, inputs, strict=True)]
+        for i in range(len(data[0])):
+            if i:
+                now = [self.to_tensor(part[i], given.dtype) for part, given in zip(data, inputs, strict=True)]
+                state = self.combine_fn.fn(*state, *now)
+            for part, value in zip(found, state, strict=True):
+                part[i] = value.handle.data
+        return [
+            self.to_tensor(numpy.ascontiguousarray(numpy.moveaxis(part, 0, self.axis)), given.dtype)
+            for part, given in zip(found, inputs, strict=True)
+        ]
+
     def counted(*bounds: Any) -> Any:
         return map(interpreter._implicit_cvt, range(*map(int, bounds)))
 
@@ -56,6 +71,7 @@ def stand_in_for_a_gpu() -> None:
             del names["range"]
 
     Autotuner._bench = smallest
+    interpreter.ScanOps.generic_scan = scan_slices
     interpreter.GridExecutor.__call__ = launch_with_tensor_counters
     builder.create_masked_load = load_under_booleans
     builder.create_dot = lambda self, a, b, *rest: create_dot(self, widen(a), widen(b), *rest)
@@ -108,22 +124,27 @@ def causal_conv1d_bwd_function(
     """Gradients of x, which is written to `dx` where that is given, of weight, bias and initial states."""
     _check(x, weight, bias, initial_states, dfinal_states, dout, dx)
     assert seq_idx is None
-    leaves = {"x": x, "weight": weight, "bias": bias, "states": initial_states}
-    given = {name: t.detach().float().requires_grad_() for name, t in leaves.items() if t is not None}
-    with torch.enable_grad():
-        states = given.get("states")
-        out = _convolved(given["x"], given["weight"], given.get("bias"), states, silu_activation)
-        seeds = {"out": (out, dout.float())}
-        if dfinal_states is not None:
-            after = _with_history(given["x"], given["weight"], states)[..., x.shape[2] :]
-            seeds["after"] = (after, dfinal_states.float())
-        outputs, gradients = zip(*seeds.values(), strict=True)
-        found = dict(zip(given, torch.autograd.grad(outputs, list(given.values()), gradients), strict=True))
+    wide, length = weight.float(), x.shape[2]
+    inputs = _with_history(x, weight, initial_states).float()
+    da = dout.float()
+    if silu_activation:
+        da = torch.ops.aten.silu_backward(da, _convolved(x, weight, bias, initial_states, False))
+    d_inputs, d_weight = torch.zeros_like(inputs), torch.zeros_like(wide)
+    for tap in range(weight.shape[1]):
+        d_inputs[..., tap : tap + length] += da * wide[:, tap, None]
+        d_weight[:, tap] = (da * inputs[..., tap : tap + length]).sum((0, 2))
+    if dfinal_states is not None:
+        d_inputs[..., length:] += dfinal_states.float()
+    d_states, d_x = d_inputs.split([weight.shape[1] - 1, length], -1)
     dx = torch.empty_like(x) if dx is None else dx
-    dx.copy_(found["x"])
-    d_bias = None if bias is None else found["bias"].to(bias.dtype)
-    d_states = found["states"].to(x.dtype).mT.contiguous().mT if return_dinitial_states else None
-    return dx, found["weight"].to(weight.dtype), d_bias, d_states
+    dx.copy_(d_x)
+    d_bias = None if bias is None else da.sum((0, 2)).to(bias.dtype)
+    return (
+        dx,
+        d_weight.to(weight.dtype),
+        d_bias,
+        d_states.to(x.dtype).mT.contiguous().mT if return_dinitial_states else None,
+    )
 
 
 def _with_history(x: Tensor, weight: Tensor, states: Tensor | None) -> Tensor:

@@ -1,10 +1,12 @@
 """The fused Mamba-2 mixer against the mixer in plain torch and float64; and which calls take which path."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer
@@ -32,13 +34,13 @@ def kernels_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each call of the fused path, whether the output projection was inside."""
     calls: list[bool] = []
-    apply = layers_mamba2_kernel._FusedMamba2.apply
+    operator = layers_mamba2_kernel._operator
 
     def counted(*arguments: Any) -> Any:
         calls.append(arguments[7] is not None)
-        return apply(*arguments)
+        return operator(*arguments)
 
-    monkeypatch.setattr(layers_mamba2_kernel._FusedMamba2, "apply", counted)
+    monkeypatch.setattr(layers_mamba2_kernel, "_operator", counted)
     return calls
 
 
@@ -76,7 +78,7 @@ def results(
     leaves = {
         name: leaf.detach().clone().requires_grad_(of != "no state" or name == "x") for name, leaf in leaves.items()
     }
-    y, after = (call or mixer)(leaves["x"], LayerState(leaves["recurrent"], leaves["conv"]), rows)
+    y, after = (mixer if call is None else call)(leaves["x"], LayerState(leaves["recurrent"], leaves["conv"]), rows)
     if rows is not None and rows.real is not None:
         y = y * rows.real[..., None]
     found = {"y": y, "final recurrent": after.recurrent, "final conv": after.conv}
@@ -164,8 +166,26 @@ def test_second_derivatives_are_refused() -> None:
     mixer = mixer_of()
     x, state = inputs_of(mixer, 2)
     (gradient,) = torch.autograd.grad(mixer(x.requires_grad_(), state)[0].sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="no autograd formula"):
         gradient.sum().backward()
+
+
+def test_a_compiled_mixer_is_one_graph_with_all_gradients() -> None:
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 5)
+    rows = Rows.of_lengths(torch.tensor([5, 3]), 5)
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    actual = results(mixer, x, state, rows, call=compiled)
+    assert_equal_up_to(1e-6, actual, results(mixer, x, state, rows))
+
+
+def test_activation_checkpointing_recomputes_it(fused: list[bool]) -> None:
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 5)
+    call = functools.partial(checkpoint, mixer, use_reentrant=False)
+    actual = results(mixer, x, state, call=call)
+    assert fused == [True] * 2
+    assert_equal_up_to(1e-6, actual, results(mixer, x, state))
 
 
 def with_adapters(mixer: Any, *names: str) -> Any:
