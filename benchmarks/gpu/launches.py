@@ -185,9 +185,7 @@ def stand_in_for_a_gpu() -> None:
     torch.nn.functional.rms_norm = rms_norm  # type: ignore[assignment]
     scans: Any = sys.modules["selective_scan_cuda"]
     scans.fwd, scans.bwd = selective_forward, selective_backward
-    from hf_recurrent_lengthgen.hybrids import mixer_base
     from hf_recurrent_lengthgen.models import layers_mixer
 
-    for module in (layers_mixer, mixer_base):
-        resolve = module.resolve_backend
-        module.resolve_backend = lambda setting, _, *rest, resolve=resolve: resolve(setting, "cuda", *rest)  # type: ignore[assignment]
+    resolve = layers_mixer.resolve_backend
+    layers_mixer.resolve_backend = lambda setting, _, *rest: resolve(setting, "cuda", *rest)  # type: ignore[assignment]

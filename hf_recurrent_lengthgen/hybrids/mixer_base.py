@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.hybrids.call_cache import CallCache
 from hf_recurrent_lengthgen.models.layers_conv import CausalConv1d
 from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
 from hf_recurrent_lengthgen.models.rows import Rows
-from hf_recurrent_lengthgen.models.scan_backends import ScanBackend, resolve_backend
+from hf_recurrent_lengthgen.models.scan_backends import ScanBackend
 from hf_recurrent_lengthgen.models.state_value import LayerState, layer_state, state_dtype
 
 
@@ -78,7 +78,7 @@ class StateMixer(ScanMixer):
                     f"Transformers reads the weight directly: leave {name} out of its target_modules, train the whole "
                     "module (modules_to_save), or load a Mamba or FalconMamba with load_model."
                 )
-        return resolve_backend("auto", x.device.type, self.kernel_available, self.kernel_limit(x.dtype))
+        return self.choose_backend("auto", x)
 
     @property
     def scans_unwatched(self) -> bool:

@@ -33,8 +33,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = rms_normalize(x, self.eps)
-        return normed if self.weight is None else self.weight * normed
+        if self.weight is None or x.dtype == self.weight.dtype:
+            return rms_norm(x, x.shape[-1:], self.weight, self.eps)  # one kernel on a GPU
+        return self.weight * rms_normalize(x, self.eps)
 
 
 class ScanMixer(nn.Module):
@@ -99,8 +100,13 @@ class ScanMixer(nn.Module):
                     f"An adapter on {name} has no effect, since it takes no state: leave {name} out of its "
                     "target_modules, or train the whole module (modules_to_save)."
                 )
+        return self.choose_backend(self.config.scan_backend, x)
+
+    def choose_backend(self, setting: str, x: Tensor) -> ScanBackend:
+        """See `resolve_backend`."""
         limit = self.kernel_limit(x.dtype) if self.kernel_available and x.device.type == "cuda" else ""
-        return resolve_backend(self.config.scan_backend, x.device.type, self.kernel_available, limit)
+        trained = type(self).__name__ if self.training and torch.is_grad_enabled() else ""
+        return resolve_backend(setting, x.device.type, self.kernel_available, limit, trained)
 
     @property
     def scans_unwatched(self) -> bool:

@@ -43,12 +43,14 @@ def _log_choice(setting: str, device_type: str, backend: ScanBackend, limit: str
     logger.info(f"scan_backend={setting!r} on {device_type}: using {backend!r}{reason}.")
 
 
-def resolve_backend(setting: str, device_type: str, kernel_available: bool, limit: str = "") -> ScanBackend:
+def resolve_backend(
+    setting: str, device_type: str, kernel_available: bool, limit: str = "", trained: str = ""
+) -> ScanBackend:
     """Turn the setting "auto", "torch" or "kernel" into the backend for a device type.
 
     "auto" takes the kernel if it is installed, the tensors are on a GPU and the model meets the kernel's limits:
     `limit` is what it does not meet, in words. The choice never depends on the sequence length. Raises a `ValueError`
-    for "kernel" where it cannot run.
+    for "kernel" where it cannot run. Where "auto" finds none on a GPU for what is `trained`, one warning says why.
     """
     missing = f"to be installed ({INSTALL_HINT})" if not kernel_available else limit
     if kernel_available and device_type != "cuda":
@@ -59,6 +61,10 @@ def resolve_backend(setting: str, device_type: str, kernel_available: bool, limi
     backend: ScanBackend = "kernel" if use_kernel else "torch"
     if not torch.compiler.is_compiling():  # it would break the graph
         _log_choice(setting, device_type, backend, limit)
+        if trained and setting == "auto" and device_type == "cuda" and not use_kernel:
+            logger.warning_once(
+                f"{trained} is trained on a GPU in plain torch. Its kernels are faster: they need {missing}."
+            )
     return backend
 
 
