@@ -287,7 +287,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
     tensors = ctx.saved_tensors
-    found = _backward_operator(*gradients[:3], *tensors, ctx.sizes, ctx.dtype)
+    with without_autocast(tensors[0].device.type):
+        found = _backward_operator(*gradients[:3], *tensors, ctx.sizes, ctx.dtype)
     return *(None if t is None else g for t, g in zip(tensors, found, strict=False)), None, None, None
 
 
