@@ -20,6 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Neither kernels nor views; reading a number waits, and launches a copy at most.
@@ -49,7 +50,7 @@ class Launches(TorchDispatchMode):
         space, name = function._schema.name.split("::")
         if space != "aten":  # an operator of ours: what it is made of counts
             with self:
-                return function(*args, **(kwargs or {}))
+                return OPDEFS[function._schema.name]._init_fn(*args, **(kwargs or {}))
         views = any(part.alias_info is not None and not part.alias_info.is_write for part in function._schema.returns)
         if not (self.silent or views or name.removesuffix("_like").removesuffix("_strided") in NO_KERNEL):
             self.names[name] += 1
