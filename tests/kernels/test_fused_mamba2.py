@@ -20,7 +20,7 @@ from tests.models.law import assert_equal_up_to, weights_like
 
 # of padding, in NumPy, by which the interpreter computes
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-BATCH, HIDDEN, CHUNK = 2, 16, 16
+BATCH, HIDDEN, CHUNK = 2, 16, 64
 
 
 @pytest.fixture(autouse=True)
@@ -106,12 +106,12 @@ def assert_fused(
     assert len(fused) == 1
 
 
-@pytest.mark.parametrize("length", [2, 3, 16, 17, 37])
+@pytest.mark.parametrize("length", [2, 3, 63, 64, 65, 130])
 def test_it_is_the_mixer_with_all_gradients(length: int, fused: list[bool]) -> None:
     assert_fused(fused, mixer_of(), length)
 
 
-@pytest.mark.parametrize(("length", "shorter"), [(2, 1), (5, 2), (20, 15), (33, 16)])
+@pytest.mark.parametrize(("length", "shorter"), [(2, 1), (5, 2), (70, 64), (130, 65)])
 def test_padding_changes_nothing(length: int, shorter: int, fused: list[bool]) -> None:
     assert_fused(fused, mixer_of(), length, Rows.of_lengths(torch.tensor([length, shorter]), length))
 
@@ -141,12 +141,12 @@ def test_strong_and_missing_decays_are_exact(fused: list[bool]) -> None:
     with torch.no_grad():
         mixer.A_log.copy_(torch.tensor([9.0, -20.0, 3.0, 0.0]))
         mixer.dt_bias.copy_(torch.tensor([5.0, 5.0, -30.0, 0.0]))
-    assert_fused(fused, mixer, 20)
+    assert_fused(fused, mixer, 70)
 
 
 def test_bfloat16_is_as_exact_as_on_the_torch_path(fused: list[bool]) -> None:
     mixer = mixer_of().to(torch.bfloat16).float()  # weights that bfloat16 has
-    x, state = inputs_of(mixer, 20)
+    x, state = inputs_of(mixer, 70)
     x = x.bfloat16().float()
     actual, exact = results(mixer, x, state, dtype=torch.bfloat16), results(mixer, x, state, dtype=torch.float64)
     assert fused == [True]
