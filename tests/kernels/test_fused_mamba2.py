@@ -1,11 +1,15 @@
 """The fused Mamba-2 mixer against the mixer in plain torch and float64; and which calls take which path."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen import stateful
@@ -238,6 +242,34 @@ def test_modules_that_are_more_than_their_weights_are_called(name: str, fused: l
     actual = results(mixer, x, state)
     assert fused == expected
     assert_equal_up_to(1e-5, actual, results(mixer, x, state, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
+@pytest.mark.parametrize(("parts", "path"), [((), INSIDE), (("out_proj",), OUTSIDE), (("norm",), UNFUSED)], ids=str)
+def test_sharded_weights_are_gathered(
+    parts: tuple[str, ...], path: list[bool], fused: list[bool], tmp_path: Path
+) -> None:
+    """FSDP2: a module that is sharded by itself is called, the others have their weights in the mixer's forward."""
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 3)
+    expected = results(mixer, x, state)
+    fused.clear()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for name in (*parts, ""):
+            fully_shard(mixer.get_submodule(name), mesh=mesh)
+        y, after = mixer(x, state)
+        assert fused == path
+        found = {"y": y, "final recurrent": after.recurrent, "final conv": after.conv}
+        sum(
+            (value.double() * weights_like(value.double(), i)).sum() for i, value in enumerate(found.values())
+        ).backward()
+        found |= {f"gradient of {name}": weight.grad.full_tensor() for name, weight in mixer.named_parameters()}
+    finally:
+        dist.destroy_process_group()
+    found = {name: value.detach().double() for name, value in found.items()}
+    assert_equal_up_to(1e-5, found, {name: expected[name] for name in found})
 
 
 def test_what_the_kernels_cannot_take_goes_another_way(fused: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
