@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer between its projections as one operation on kernels of mamba-ssm and causal-conv1d.
+"""The Mamba-2 mixer between its projections as one operation on kernels of mamba-ssm and causal-conv1d (or fla).
 
     z, xBC, dt = zxbcdt                                     x, B, C = silu(conv(xBC))
     y = scan(x, softplus(dt + dt_bias), A, B, C, D)         out = RMSNorm(y silu(z)) W
@@ -12,22 +12,47 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from .rows import Rows
 from .rows_moved import last_inputs
 from .scan_backends import OPERATORS, without_autocast
+from .scan_fla_kernels import fla_kernel
 from .scan_ssd import kernel_chunk, kernel_piece
 from .state_value import LayerState
 
+fla_forward, fla_backward = (
+    fla_kernel("fla.modules.causal_conv1d.ops", f"causal_conv1d_{direction}") for direction in ("fwd", "bwd")
+)
+
+
+def convolve_with_fla(x: Tensor, weight: Tensor, bias: Any, _: None, before: Tensor, *__: Any) -> Tensor:
+    """As causal-conv1d's function, by fla's, which needs no nvcc; its states have a first column that no tap meets."""
+    return fla_forward(x.mT, weight, bias, None, initial_state=pad(before, (1, 0)), activation="silu")[0].mT
+
+
+def convolve_back_with_fla(
+    x: Tensor, weight: Tensor, bias: Any, dy: Tensor, _: None, before: Tensor, __: None, dx: Tensor, *___: Any
+) -> tuple[Any, ...]:
+    """The same for the gradients."""
+    before = pad(before, (1, 0))
+    found, d_weight, d_bias, _, d_before = fla_backward(x.mT, dy.mT, None, weight, bias, None, before, "silu")
+    return dx.copy_(found.mT), d_weight, d_bias, d_before[..., 1:]
+
+
 try:
-    from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1d_fwd_function
+    from causal_conv1d.cpp_functions import causal_conv1d_bwd_function as convolve_back
+    from causal_conv1d.cpp_functions import causal_conv1d_fwd_function as convolve
+except ImportError:
+    convolve, convolve_back = convolve_with_fla, convolve_back_with_fla
+    AVAILABLE = fla_forward is not None
+else:
+    AVAILABLE = True
+try:
     from mamba_ssm.ops.triton.layernorm_gated import _layer_norm_bwd, _layer_norm_fwd
     from mamba_ssm.ops.triton.ssd_combined import _mamba_chunk_scan_combined_bwd, _mamba_chunk_scan_combined_fwd
 except ImportError:
     AVAILABLE = False
-else:
-    AVAILABLE = True
 
 _PADDING = -1e4  # a raw step size whose softplus and gradient are 0, whatever the bias
 _NORM_MAX_BYTES = 2**16  # of a group of channels, which one block of the kernel of the norm holds
@@ -236,7 +261,7 @@ def _backward(
     )
     to = d_xBC if _aligned(d_xBC) else d_convolved.clone()
     before = _before(conv_state, xBC)
-    _, d_weight, d_bias, d_conv = causal_conv1d_bwd_function(
+    _, d_weight, d_bias, d_conv = convolve_back(
         _channels_last(xBC), weight, bias, d_convolved.mT, None, before, None, to.mT, True, True
     )
     if to is not d_xBC:
@@ -336,7 +361,7 @@ def _before(conv_state: Tensor, xBC: Tensor) -> Tensor:
 def _convolve(xBC: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor) -> Tensor:
     """silu(conv(xBC)), (B, T, C)."""
     before = _before(conv_state, xBC)
-    return causal_conv1d_fwd_function(_channels_last(xBC), weight, bias, None, before, None, True).mT
+    return convolve(_channels_last(xBC), weight, bias, None, before, None, True).mT
 
 
 def _add_to_last_inputs(d_after: Tensor, d_xBC: Tensor, d_conv: Tensor, lengths: Tensor | None) -> None:

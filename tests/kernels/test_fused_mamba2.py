@@ -120,6 +120,15 @@ def test_padding_changes_nothing(length: int, shorter: int, fused: list[bool]) -
     assert_fused(fused, mixer_of(), length, Rows.of_lengths(torch.tensor([length, shorter]), length))
 
 
+@pytest.mark.parametrize("length", [2, 65])
+def test_the_convolution_of_fla_is_that_of_causal_conv1d(
+    length: int, fused: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers_mamba2_kernel, "convolve", layers_mamba2_kernel.convolve_with_fla)
+    monkeypatch.setattr(layers_mamba2_kernel, "convolve_back", layers_mamba2_kernel.convolve_back_with_fla)
+    assert_fused(fused, mixer_of(), length, Rows.of_lengths(torch.tensor([length, length - 1]), length))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
