@@ -16,13 +16,13 @@ from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer
 from hf_recurrent_lengthgen.models.layers_conv import causal_conv1d_fn
 from hf_recurrent_lengthgen.models.layers_delta import l2_norm
 from hf_recurrent_lengthgen.models.layers_mamba2_kernel import Mamba2Sizes, fused_mamba2, takes
-from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StepProjection
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StepProjection, gated_scan
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import NO_LIMIT
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, kernel_limit_of, scan_delta
 from hf_recurrent_lengthgen.models.scan_gla import chunk_gla, scan_gla
-from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan_fn
+from hf_recurrent_lengthgen.models.scan_selective import scan_selective, selective_scan
 from hf_recurrent_lengthgen.models.scan_ssd import mamba_chunk_scan_combined, scan_ssd
 from hf_recurrent_lengthgen.models.state_value import LayerShape, LayerState, state_dtype
 
@@ -98,7 +98,7 @@ class MambaMixer(StateMixer):
     """Mamba-1, FalconMamba and Jamba: the last two norm dt, B and C."""
 
     scan = staticmethod(scan_selective)
-    kernels = (selective_scan_fn, causal_conv1d_fn)
+    kernels = (selective_scan,)
     read_directly = ("conv1d", "dt_proj")
 
     @property
@@ -119,10 +119,9 @@ class MambaMixer(StateMixer):
         dt, B, C = self.x_proj(h).split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
         if hasattr(self, "dt_layernorm"):
             dt, B, C = self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
-        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)), rows)
-        inputs = h, dt, -self.A_log.to(wide).exp(), B, C, self.D.to(wide)
-        y, state = self.advance(*inputs, state=state, rows=rows, backend=backend)
-        return self.out_proj((y * silu(gate)).to(x.dtype)), state._replace(conv=conv)
+        inputs = h, self.dt_proj(dt).to(wide), -self.A_log.to(wide).exp(), B, C, self.D.to(wide), gate
+        y, state = gated_scan(self, *inputs, state, rows, backend)
+        return self.out_proj(y.to(x.dtype)), state._replace(conv=conv)
 
 
 class ZambaMixer(StateMixer):
@@ -143,17 +142,17 @@ class ZambaMixer(StateMixer):
         conv_input, gate = self.in_proj(x).unflatten(-1, (-1, 2)).unbind(-1)
         h, conv = self.convolve(conv_input, state.conv, rows, backend)
         sizes, outputs, states = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size], [], []
-        for head, part in enumerate(h.unflatten(-1, (self.n_mamba_heads, -1)).unbind(2)):
+        of_heads = (part.unflatten(-1, (self.n_mamba_heads, -1)).unbind(2) for part in (h, gate))
+        for head, (part, part_gate) in enumerate(zip(*of_heads, strict=True)):
             dt, B, C = linear(part, self.x_proj_weight[head]).split(sizes, -1)
             bias = None if self.dt_proj_bias is None else self.dt_proj_bias[head].to(wide)
-            dt = zero_past_end(softplus(linear(dt.to(wide), self.dt_proj_weight[head].to(wide), bias)), rows)
-            inputs = part, dt, -self.A_log[head].to(wide).exp(), B, C, self.D[head].to(wide)
+            raw = linear(dt.to(wide), self.dt_proj_weight[head].to(wide), bias)
+            inputs = part, raw, -self.A_log[head].to(wide).exp(), B, C, self.D[head].to(wide), part_gate
             own = state._replace(recurrent=state.recurrent[:, head])
-            y, own = self.advance(*inputs, state=own, rows=rows, backend=backend)
+            y, own = gated_scan(self, *inputs, own, rows, backend)
             outputs.append(y)
             states.append(own.recurrent)
-        y = torch.cat(outputs, -1) * silu(gate)
-        return self.out_proj(y.to(x.dtype)), LayerState(torch.stack(states, 1), conv)
+        return self.out_proj(torch.cat(outputs, -1).to(x.dtype)), LayerState(torch.stack(states, 1), conv)
 
 
 class DeltaMixer(StateMixer):

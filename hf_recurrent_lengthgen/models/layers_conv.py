@@ -16,7 +16,7 @@ from torch.nn.functional import pad, silu
 from .layers_mixer import ScanMixer
 from .rows import Rows
 from .rows_moved import inputs_around
-from .scan_backends import ScanBackend, backward_once
+from .scan_backends import INSTALL_HINT, ScanBackend, backward_once, logger
 from .scan_fla_kernels import fla_kernel
 from .state_value import LayerShape
 
@@ -88,6 +88,13 @@ def causal_conv(
         a = a if bias is None else a + bias.to(dtype)
         return (silu(a) if activation else a)[:, None].to(x.dtype), inputs[:, 1:].clone().mT
     initial_state, final_state = inputs_around([x], initial_state, rows)
+    if backend == "kernel" and causal_conv1d_fn is None:  # of Mamba-1, whose scan needs no package
+        backend = "torch"
+        if not torch.compiler.is_compiling():
+            logger.warning_once(
+                "Short convolutions run in torch, which takes time and memory: neither causal-conv1d nor "
+                f"flash-linear-attention is installed ({INSTALL_HINT})."
+            )
     if backend == "kernel":
         y = _convolve_with_kernel(x, weight, bias, initial_state, activation)
     else:

@@ -11,22 +11,26 @@ a module, so that adapters on it train, and computes convolution, steps and recu
 the convolution in its own).
 """
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
 from transformers import initialization as init
 
 from .configuration_stateful_mamba import StatefulMambaConfig
-from .layers_conv import CausalConv1d, causal_conv1d_fn
+from .layers_conv import CausalConv1d
 from .layers_mamba import MixerBackbone, init_mamba_mixer
 from .layers_mixer import ScanMixer, rms_normalize
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
-from .scan_selective import scan_selective, selective_scan_fn
+from .scan_backends import ScanBackend
+from .scan_selective import scan_selective, selective_scan
 from .state_value import LayerShape, LayerState, state_dtype
 
-KERNEL_AVAILABLE = selective_scan_fn is not None and causal_conv1d_fn is not None
+KERNEL_AVAILABLE = selective_scan is not None
 
 
 class StepProjection(nn.Linear):
@@ -36,6 +40,43 @@ class StepProjection(nn.Linear):
         wide = state_dtype(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             return linear(x.to(wide), self.weight.to(wide), None if self.bias is None else self.bias.to(wide))
+
+
+def gated_scan(
+    mixer: Any,
+    x: Tensor,
+    raw: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    gate: Tensor,
+    state: LayerState,
+    rows: Rows | None,
+    backend: ScanBackend,
+) -> tuple[Tensor, LayerState]:
+    """Selective scan times silu(gate), (B, T, D), and the state with the recurrent part after it.
+
+    One kernel with the softplus, the skip and the gate inside, unless something acts on the inputs of the scan.
+
+    Args:
+        mixer: The `ScanMixer`.
+        raw: Step sizes before softplus, (B, T, D).
+        x, A, B, C, D: As `scan_selective` takes them.
+        gate: (B, T, D).
+        state: Before the first token.
+        rows: As layers get them.
+        backend: Of the scan.
+    """
+    shared = rows is not None and rows.group is not None
+    if backend == "kernel" and x.shape[1] > 1 and mixer.scans_unwatched and not shared:
+        if rows is not None and rows.real is not None:
+            raw = raw.masked_fill(~rows.real[..., None], -math.inf)
+        y, recurrent = selective_scan(x, raw, A, B, C, D, state.recurrent, gate, softplus=True)
+        return y, LayerState(recurrent, state.conv)
+    dt = zero_past_end(softplus(raw), rows)
+    y, state = mixer.advance(x, dt, A, B, C, D, state=state, rows=rows, backend=backend)
+    return y * silu(gate), state
 
 
 class StatefulMambaMixer(ScanMixer):
@@ -81,10 +122,8 @@ class StatefulMambaMixer(ScanMixer):
         dt, B, C = self.x_proj(x).split([self.time_step_rank, self.state_size, self.state_size], -1)
         if self.config.mixer_rms_eps is not None:
             dt, B, C = (rms_normalize(v.to(wide), self.config.mixer_rms_eps) for v in (dt, B, C))
-        dt = zero_past_end(softplus(self.dt_proj(dt).to(wide)), rows)
-        A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
-        y, state = self.advance(x, dt, A, B, C, D, state=state, rows=rows, backend=backend)
-        y = y * silu(gate)
+        raw, A, D = self.dt_proj(dt).to(wide), -self.A_log.to(wide).exp(), self.D.to(wide)
+        y, state = gated_scan(self, x, raw, A, B, C, D, gate, state, rows, backend)
         return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=conv_state)
 
     @torch.no_grad()

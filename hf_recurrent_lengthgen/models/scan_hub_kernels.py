@@ -16,7 +16,6 @@ logger = logging.get_logger(__name__)
 HUB_KERNELS = {
     "causal_conv1d_fn": ("causal-conv1d", 1, "causal_conv1d_fn"),
     "mamba_chunk_scan_combined": ("mamba-ssm", 2, "mamba_chunk_scan_combined"),
-    "selective_scan_fn": ("mamba-ssm", 2, "selective_scan_fn"),
     "chunk_dplr_delta_rule": ("fla", 1, "ops.generalized_delta_rule.chunk_dplr_delta_rule"),
     "chunk_gated_delta_rule": ("fla", 1, "ops.gated_delta_rule.chunk_gated_delta_rule"),
     "chunk_gla": ("fla", 1, "ops.gla.chunk_gla"),
@@ -28,17 +27,19 @@ HUB_KERNELS = {
 
 def use_hub_kernels(model: nn.Module) -> None:
     """Let the mixers of a model whose kernels are not installed take those of the Hub; where they cannot be had, the
-    scans stay in torch, and one warning says why."""
+    scans and convolutions stay in torch, and one warning says why."""
     mixers = [module for module in model.modules() if isinstance(module, ScanMixer)]
     if reasons := {why_not for mixer in mixers if (why_not := _fill(mixer))}:
-        logger.warning_once(f"use_kernels: {'; '.join(sorted(reasons))}. The scans run in torch.")
+        logger.warning_once(f"use_kernels: {'; '.join(sorted(reasons))}. What has no kernel runs in torch.")
 
 
 def _fill(mixer: ScanMixer) -> str:
     """Put kernels where the scan and the convolutions of a mixer look them up; why that fails, or nothing."""
-    convolutions = [type(module).forward for module in mixer.children() if isinstance(module, nn.Conv1d)]
-    functions: list[Any] = [] if mixer.kernel_available else [type(mixer).scan, *convolutions]
+    functions: list[Any] = [] if mixer.kernel_available else [type(mixer).scan]
+    functions += [type(module).forward for module in mixer.children() if isinstance(module, nn.Conv1d)]
     for scope in (function.__globals__ for function in functions):
+        if scope.get("selective_scan", scope) is None:
+            return "the scan of Mamba-1 needs Triton, which is not installed"
         for name in sorted(HUB_KERNELS.keys() & scope.keys()):
             if scope[name] is None:
                 scope[name], why_not = hub_kernel(name)

@@ -12,8 +12,7 @@ Three forms behind one function, `scan_selective`:
   divided by or summed up, so any decay, zero and complete erasure included, is as exact as in the definition. Its
   backward pass computes the slabs again from one state per chunk: no tensor of B*T*D*N elements exists.
 - `_step`: one token, for decoding.
-- mamba-ssm's `selective_scan_fn` on a GPU, which knows no initial state and drops the gradient of the final one:
-  both go through it as tokens, see `_scan_with_kernel`.
+- `selective_scan` on a GPU, a kernel of this package in Triton (scan_selective_kernel.py).
 
 Shape suffixes as in scan_backends.py. Slabs are (Q, B, N, D): the channels come last, so that one instruction serves
 many of them whatever N is.
@@ -34,24 +33,16 @@ from .scan_backends import (
     decayed_and_written,
     read_out,
     run_scan,
-    scan_in_pieces,
 )
 
 try:
-    from mamba_ssm.ops.selective_scan_interface import selective_scan_cuda, selective_scan_fn
-except ImportError:
-    selective_scan_fn = None
-else:
-    if selective_scan_cuda is None:  # installed without its CUDA extension
-        selective_scan_fn = None
+    from .scan_selective_kernel import selective_scan
+except ImportError:  # no Triton, which CUDA builds of torch bring along
+    selective_scan = None  # type: ignore[assignment]
 
 # On a CPU, exp takes three times longer than exp2, and ten times where it underflows.
 _LOG2_E = math.log2(math.e)
 _BLOCK_ELEMENTS = 2**16  # of a state: 256 KiB in float32
-# Half of what 32-bit addresses reach.
-_KERNEL_MAX_ELEMENTS = 2**30
-# A power of two, so that dividing and multiplying by it is exact, and so small that nothing decays during the step.
-_VIRTUAL_STEP = 2.0**-40
 
 
 def scan_selective(
@@ -226,33 +217,5 @@ def _states(
 
 
 def _scan_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) -> tuple[Tensor, Tensor]:
-    """mamba-ssm's kernel, in float32, with N virtual tokens before and after the T real ones.
-
-    Token n before has a tiny step d, B = e_n and the input h_n / d: it adds h_n to state n and decays nothing. Token
-    n after has the step 0 and C = e_n: its output is state n. So both states get their gradients.
-    """
     x, dt, A, B, C, D = inputs
-    A, state_dim = A.float(), A.shape[1]
-    tokens = max(1, min(x.shape[1], _KERNEL_MAX_ELEMENTS // x.shape[2] - 2 * state_dim))
-    rows = max(1, _KERNEL_MAX_ELEMENTS // (x.shape[2] * (tokens + 2 * state_dim)))
-
-    def scan(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        batch, length, _ = x.shape
-        none = torch.zeros_like(state)
-        unit = torch.eye(state_dim, device=x.device).expand(batch, -1, -1)
-        y = selective_scan_fn(
-            torch.cat([state / _VIRTUAL_STEP, x.mT, none], -1),
-            torch.cat([torch.full_like(state, _VIRTUAL_STEP), dt.mT, none], -1),
-            A,
-            torch.cat([unit, B.mT, torch.zeros_like(unit)], -1),
-            torch.cat([torch.zeros_like(unit), C.mT, unit], -1),
-        )
-        _, y, state = y.split([state_dim, length, state_dim], -1)
-        return y.mT, state
-
-    with torch.autocast(x.device.type, enabled=False):
-        wide = x.float()
-        y, state = scan_in_pieces(scan, (wide, dt.float(), B.float(), C.float()), initial_state.float(), rows, tokens)
-        y = torch.addcmul(y, wide, D.float())
-    # a copy: the state is a part of a tensor of all tokens
-    return y.to(x.dtype), state.to(initial_state.dtype, copy=True, memory_format=torch.contiguous_format)
+    return selective_scan(x, dt, A, B, C, D, initial_state)

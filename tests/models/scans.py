@@ -163,8 +163,8 @@ SELECTIVE = Scan(
     resets=selective_resets,
     decays=("dt", "A"),
     paced=_paced_channels,
-    kernel="selective_scan_fn",
-    package="mamba-ssm",
+    kernel="selective_scan",
+    package="triton",
     error=1e-6,
 )
 

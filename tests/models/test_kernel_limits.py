@@ -5,8 +5,6 @@ Where packages are not installed, `use_kernels=True` takes kernels from the Hub;
 
 import importlib.util
 import sys
-import types
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +18,7 @@ from transformers.integrations import hub_kernels
 
 from hf_recurrent_lengthgen.models import layers_conv as conv_module
 from hf_recurrent_lengthgen.models import (
+    modeling_stateful_mamba,
     scan_delta,
     scan_fla_kernels,
     scan_gla,
@@ -37,8 +36,8 @@ from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 
 from .families import GATED_DELTANET, GLA, MAMBA, MAMBA2, RWKV7, Family, build, random_tokens, variant_id
 from .law import assert_equal_up_to
-from .scan_definitions import scan_gla_reference, scan_ssd_reference
-from .scans import DPLR, RWKV6, SELECTIVE, TRAPEZOID, Scan
+from .scan_definitions import scan_gla_reference, scan_selective_reference, scan_ssd_reference
+from .scans import DPLR, RWKV6, TRAPEZOID, Scan
 from .scans import GLA as GLA_SCAN
 from .test_scans import run
 
@@ -213,13 +212,11 @@ def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
     return scan_ssd_reference(x, dt, A, B, C, D, keyword["initial_states"])
 
 
-def selective(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+def selective(*inputs: Any, softplus: bool) -> Any:
     CALLS.append("scan")
-    state, outputs = torch.zeros(*u.shape[:2], A.shape[1]), []
-    for t in range(u.shape[2]):
-        state = state * torch.exp(delta[:, :, t, None] * A) + (delta * u)[:, :, t, None] * B[:, None, :, t]
-        outputs.append((state * C[:, None, :, t]).sum(2))
-    return torch.stack(outputs, 2)
+    x, raw, A, B, C, D, state, gate = inputs
+    y, state = scan_selective_reference(x, torch.nn.functional.softplus(raw), A, B, C, D, state)
+    return y * silu(gate), state
 
 
 def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state: Tensor, **_: Any) -> Any:
@@ -230,13 +227,12 @@ def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, initial_state:
 
 MODULES = {
     "causal-conv1d": {"causal_conv1d_fn": conv},
-    "mamba-ssm": {"mamba_chunk_scan_combined": ssd, "selective_scan_fn": selective},
+    "mamba-ssm": {"mamba_chunk_scan_combined": ssd},
     "fla": {"ops": SimpleNamespace(gla=SimpleNamespace(chunk_gla=gla))},
 }
 INSTALLED = {
     conv_module: "causal_conv1d_fn",
     scan_module: "mamba_chunk_scan_combined",
-    scan_selective: "selective_scan_fn",
     scan_gla: "chunk_gla",
 }
 
@@ -264,18 +260,8 @@ def logits(family: Family, folder: Path, **options: Any) -> Tensor:
         return model(random_tokens(2, 9)).logits
 
 
-@pytest.mark.parametrize(
-    ("family", "repositories"),
-    [
-        (MAMBA, [("causal-conv1d", 1), ("mamba-ssm", 2)]),
-        (MAMBA2, [("causal-conv1d", 1), ("mamba-ssm", 2)]),
-        (GLA, [("fla", 1)]),
-    ],
-    ids=["mamba", "mamba2", "gla"],
-)
-def test_scans_take_the_kernels_of_the_hub(
-    family: Family, repositories: list[Any], said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def hub(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
+    """The stand-ins are on the Hub; what is taken from there."""
     asked: set[tuple[str, int]] = set()
 
     def get_kernel(kernel_name: str, version: int) -> ModuleType:
@@ -288,6 +274,21 @@ def test_scans_take_the_kernels_of_the_hub(
 
     monkeypatch.setattr(hub_kernels, "get_kernel", get_kernel)
     monkeypatch.setattr(hub_kernels, "_kernels_enabled", True)  # false also where `kernels` is missing
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("family", "repositories"),
+    [
+        (MAMBA2, [("causal-conv1d", 1), ("mamba-ssm", 2)]),
+        (GLA, [("fla", 1)]),
+    ],
+    ids=["mamba2", "gla"],
+)
+def test_scans_take_the_kernels_of_the_hub(
+    family: Family, repositories: list[Any], said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = hub(monkeypatch)
     build(family).save_pretrained(tmp_path)
     expected = logits(family, tmp_path)
     assert not asked
@@ -296,6 +297,33 @@ def test_scans_take_the_kernels_of_the_hub(
     assert sorted(asked) == repositories
     assert set(CALLS) == ({"scan"} if family is GLA else {"scan", "conv"})
     assert not said
+
+
+def test_mamba_needs_triton_only_and_takes_the_convolution_of_the_hub(
+    said: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = hub(monkeypatch)
+    warned: dict[str, None] = {}
+    monkeypatch.setattr(conv_module, "logger", SimpleNamespace(warning_once=warned.setdefault))
+    for module in (scan_selective, modeling_stateful_mamba):
+        monkeypatch.setattr(module, "selective_scan", None)
+    monkeypatch.setattr(modeling_stateful_mamba, "KERNEL_AVAILABLE", False)
+    build(MAMBA).save_pretrained(tmp_path)
+    expected = logits(MAMBA, tmp_path, use_kernels=True)
+    without = (
+        "use_kernels: the scan of Mamba-1 needs Triton, which is not installed. What has no kernel runs in torch."
+    )
+    assert list(said) == [without]
+    assert not CALLS
+    for module in (scan_selective, modeling_stateful_mamba):
+        monkeypatch.setattr(module, "selective_scan", selective)
+    monkeypatch.setattr(modeling_stateful_mamba, "KERNEL_AVAILABLE", True)
+    for options, calls in (({}, {"scan"}), ({"use_kernels": True}, {"scan", "conv"})):
+        torch.testing.assert_close(logits(MAMBA, tmp_path, **options), expected, rtol=1e-4, atol=1e-5)
+        assert set(CALLS) == calls
+    assert asked == {("causal-conv1d", 1)}
+    assert [text.split(":")[0] for text in warned] == ["Short convolutions run in torch, which takes time and memory"]
+    assert list(said) == [without]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +345,7 @@ def test_scans_stay_in_torch_with_one_sentence(
     why = "ValueError: USE_HUB_KERNELS is off" if error is None else f"{type(error).__name__}: {error}"
     why = why.replace("\n", " ")
     tried = f"kernels-community/mamba-ssm version 2 cannot be loaded ({why})"
-    assert list(said) == [f"use_kernels: {tried}. The scans run in torch."]
+    assert list(said) == [f"use_kernels: {tried}. What has no kernel runs in torch."]
 
 
 def test_layers_take_functions_of_fla_from_the_release_that_has_their_modules(
@@ -442,71 +470,6 @@ def test_the_kernel_of_rwkv7_keeps_a_state_for_each_16_tokens(monkeypatch: pytes
         assert_equal_up_to(1e-12, run(DPLR, DPLR.scan, inputs, backend="kernel"), expected)
         assert seen == pieces
         seen.clear()
-
-
-# --- the kernel of Mamba-1, which has no states ---
-
-
-run_selective = partial(run, SELECTIVE)
-
-
-def float32_selective(length: int, **options: float) -> dict[str, Tensor]:
-    return {name: value.float() for name, value in SELECTIVE.make_inputs(length, **options).items()}
-
-
-@pytest.mark.parametrize("rate", [0.0, 1.0, 1e3, 1e6], ids="rate {:g}".format)
-@pytest.mark.parametrize("length", [1, 2, 40])
-def test_states_pass_through_a_kernel_that_has_none_as_tokens(
-    length: int, rate: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    CALLS.clear()
-    monkeypatch.setattr(scan_selective, "selective_scan_fn", selective)
-    inputs = float32_selective(length, rate=rate)
-    inputs["dt"][:, 1::2] *= 1e-4
-    exact = run_selective(SELECTIVE.reference, {name: value.double() for name, value in inputs.items()})
-    kernel = run_selective(SELECTIVE.scan, inputs, backend="kernel")
-    for name, value in exact.items():
-        assert (kernel[name].double() - value).norm() <= max(2e-6, rate * 1e-11) * value.norm() + 1e-12, name
-    assert ["scan"] * (length > 1) == CALLS  # one token needs no kernel
-
-
-def test_large_inputs_go_through_the_selective_kernel_in_rows_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[tuple[int, ...]] = []
-
-    def kernel(u: Tensor, *others: Tensor) -> Tensor:
-        shapes.append(tuple(u.shape))
-        return selective(u, *others)
-
-    monkeypatch.setattr(scan_selective, "selective_scan_fn", kernel)
-    inputs = float32_selective(25)
-    expected = run_selective(SELECTIVE.scan, inputs)
-    for elements, pieces in (
-        (8 * 35, [(1, 8, 35), (1, 8, 35)]),
-        (8 * 20, 2 * [(1, 8, 20), (1, 8, 20), (1, 8, 15)]),
-        (1, 50 * [(1, 8, 11)]),
-    ):
-        shapes.clear()
-        monkeypatch.setattr(scan_selective, "_KERNEL_MAX_ELEMENTS", elements)
-        assert_equal_up_to(1e-5, run_selective(SELECTIVE.scan, inputs, backend="kernel"), expected)
-        assert shapes == pieces
-
-
-@pytest.mark.parametrize("extension", [None, object()], ids=["without extension", "with extension"])
-def test_the_kernel_counts_as_installed_only_with_its_cuda_extension(
-    extension: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interface = types.ModuleType("mamba_ssm.ops.selective_scan_interface")
-    interface.selective_scan_cuda, interface.selective_scan_fn = extension, selective  # type: ignore[attr-defined]
-    for name in ("mamba_ssm", "mamba_ssm.ops"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, interface.__name__, interface)
-    name = f"{scan_selective.__package__}.scan_selective_again"
-    spec = importlib.util.spec_from_file_location(name, scan_selective.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert (module.selective_scan_fn is None) == (extension is None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

@@ -1,0 +1,324 @@
+"""The selective scan in Triton against its definition in float64, and the mixers that take it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, silu, softplus
+
+from hf_recurrent_lengthgen import stateful
+from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer
+from hf_recurrent_lengthgen.models import StatefulMambaConfig, modeling_stateful_mamba, scan_selective
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaMixer
+from hf_recurrent_lengthgen.models.rows import Rows
+from hf_recurrent_lengthgen.models.scan_selective_kernel import selective_scan
+from tests.hybrids.tiny_models import tiny_model
+from tests.models.families import build, random_state
+from tests.models.family_mamba import FALCON_MAMBA, MAMBA
+from tests.models.law import assert_equal_up_to, model_step, run_in_pieces, weights_like
+from tests.models.scans import SELECTIVE
+from tests.models.test_scans import run
+
+from .test_fused_mamba2 import inputs_of, kernels_on_a_cpu, results, with_adapters
+
+__all__ = ["kernels_on_a_cpu"]
+
+# of padding and of strong gates, in NumPy, by which the interpreter computes
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide by zero) encountered:RuntimeWarning")
+NAMES = ("x", "dt", "A", "B", "C", "D", "state", "gate")
+
+
+def definition(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, state: Tensor, gate: Tensor, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Token by token; steps before softplus."""
+    outputs = []
+    for t in range(x.shape[1]):
+        step = softplus(dt[:, t], threshold=50)
+        state = (step[..., None] * A).exp() * state + (step * x[:, t])[..., None] * B[:, t, None]
+        outputs.append(((state * C[:, t, None]).sum(-1) + D * x[:, t]) * silu(gate[:, t]))
+    return torch.stack(outputs, 1), state
+
+
+def random_inputs(length: int, channels: int, states: int, rows: int = 1) -> dict[str, Tensor]:
+    """In float64, of numbers that bfloat16 has."""
+    generator = torch.Generator().manual_seed(length)
+    every, token = (rows, length, channels), (rows, length, states)
+    shapes = every, every, (channels, states), token, token, (channels,), (rows, channels, states), every
+    given = {name: torch.randn(shape, generator=generator) for name, shape in zip(NAMES, shapes, strict=True)}
+    given["dt"] = 3 * given["dt"] - 1
+    given["A"] = -4 * given["A"].exp()
+    return {name: value.bfloat16().double() for name, value in given.items()}
+
+
+def measured(
+    scan: Any, given: dict[str, Tensor], scored: str = "both", fixed: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """Outputs, final state and all gradients."""
+    leaves = {name: value.detach().requires_grad_(name not in fixed) for name, value in given.items()}
+    y, state = scan(*leaves.values(), softplus=True)
+    objective = sum(
+        (part.double() * weights_like(part.double(), seed).bfloat16()).sum()
+        for seed, part in enumerate((y, state))
+        if scored == "both" or seed == ("y", "state").index(scored)
+    )
+    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = torch.autograd.grad(objective, list(asked.values()), allow_unused=True, materialize_grads=True)
+    found = {"y": y, "final": state} | {f"of {name}": g for name, g in zip(asked, gradients, strict=True)}
+    return {name: value.detach() for name, value in found.items()}
+
+
+def in_float32(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in given.items()}
+
+
+def assert_exact(given: dict[str, Tensor], tolerance: float = 1e-6, **options: Any) -> None:
+    actual = measured(selective_scan, in_float32(given), **options)
+    assert_equal_up_to(
+        tolerance,
+        {name: value.double() for name, value in actual.items()},
+        measured(definition, given, **options),
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "channels", "states", "rows"),
+    [
+        (1, 3, 5, 2),
+        (2, 3, 1, 2),
+        (3, 37, 8, 2),  # channels of two programs
+        (63, 2, 16, 1),
+        (64, 5, 3, 1),
+        (65, 3, 16, 1),
+        (20, 9, 33, 1),  # shorter and narrower tiles
+        (130, 3, 5, 1),  # longer than a chunk
+    ],
+)
+def test_it_is_the_definition_with_all_gradients(length: int, channels: int, states: int, rows: int) -> None:
+    assert_exact(random_inputs(length, channels, states, rows))
+
+
+@pytest.mark.parametrize("length", [1, 20])
+def test_scans_of_steps_without_a_gate_take_it(length: int) -> None:
+    inputs = SELECTIVE.make_inputs(length)
+    actual = run(SELECTIVE, SELECTIVE.scan, {name: value.float() for name, value in inputs.items()}, backend="kernel")
+    expected = run(SELECTIVE, SELECTIVE.reference, inputs)
+    assert_equal_up_to(1e-6, {name: value.double() for name, value in actual.items()}, expected)
+
+
+@pytest.mark.parametrize("options", [{"scored": "y"}, {"scored": "state"}, {"fixed": ("state",)}], ids=str)
+def test_gradients_flow_from_and_to_what_asks_for_them(options: dict[str, Any]) -> None:
+    assert_exact(random_inputs(9, 3, 5), **options)
+
+
+def test_extremes_are_exact() -> None:
+    """Erasure, no step, padding, tiny and large steps, closed and open gates, over tiles and chunks."""
+    given = random_inputs(130, 3, 4)
+    given["A"][0], given["A"][1] = -1000.0, -1e-6
+    for token, step in (
+        (0, 1000.0),
+        (1, -torch.inf),
+        (7, 60.0),
+        (8, -18.0),
+        (9, -torch.inf),
+        (127, 60.0),
+        (128, -87.0),
+    ):
+        given["dt"][:, token] = step
+    given["dt"][:, 20:60] = -torch.inf
+    given["gate"][:, 5], given["gate"][:, 6] = -200.0, 200.0
+    assert_exact(given)
+
+
+def test_small_steps_keep_their_digits() -> None:
+    """1 + e^-9 in float32 keeps three digits of e^-9."""
+    given = random_inputs(9, 3, 4)
+    given["dt"], given["state"] = given["dt"] - 12, torch.zeros_like(given["state"])
+    assert_exact(given, 3e-6)
+
+
+def test_padding_leaves_the_state_and_gets_no_gradient() -> None:
+    given = random_inputs(12, 3, 5, rows=2)
+    given["dt"][:, 5:] = -torch.inf
+    whole = measured(selective_scan, in_float32(given), scored="state")
+    over_time = [name for name in NAMES if name not in ("A", "D", "state")]
+    short = {name: value[:, :5] if name in over_time else value for name, value in in_float32(given).items()}
+    expected = measured(selective_scan, short, scored="state")
+    for name in ("final", "of A", "of state"):
+        torch.testing.assert_close(whole[name], expected[name], rtol=0, atol=0)
+    for name in over_time:
+        padded = pad(expected[f"of {name}"], (0, 0, 0, 7))
+        torch.testing.assert_close(whole[f"of {name}"], padded, rtol=0, atol=0)
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    """What comes in bfloat16 goes back in it, and is computed in float32. The interpreter rounds towards zero."""
+    given = random_inputs(20, 3, 5)
+    low = {
+        name: value.to(torch.bfloat16 if name in ("x", "B", "C", "gate") else torch.float32)
+        for name, value in given.items()
+    }
+    actual, exact = measured(selective_scan, low), measured(definition, given)
+    assert actual["y"].dtype == actual["of gate"].dtype == torch.bfloat16
+    assert actual["final"].dtype == actual["of dt"].dtype == torch.float32
+    for name, value in actual.items():
+        expected = exact[name]
+        unit = 2**-7 if value.dtype == torch.bfloat16 else 2e-6
+        assert ((value.double() - expected).abs() <= unit * expected.abs() + 1e-6 * expected.abs().max()).all(), name
+
+
+def test_slices_are_read_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a projection, one projection for all rows, and channels that are not last in memory."""
+    given = in_float32(random_inputs(9, 4, 5, rows=2))
+    expected = measured(selective_scan, given)
+    strided = dict(given)
+    strided["x"] = torch.cat([given["gate"], given["x"], given["dt"]], -1)[..., 4:8]
+    strided["B"] = torch.cat([given["B"], given["C"]], -1)[..., :5]
+    strided["gate"] = given["gate"].mT.contiguous().mT
+    strided["dt"] = given["dt"].repeat_interleave(2, 1)[:, ::2]
+    actual = measured(selective_scan, strided)
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
+def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_empty = Tensor.new_empty
+    monkeypatch.setattr(
+        Tensor, "new_empty", lambda self, *shape, **given: new_empty(self, *shape, **given).fill_(torch.nan)
+    )
+    for length in (3, 8):
+        assert all(
+            value.isfinite().all()
+            for value in measured(selective_scan, in_float32(random_inputs(length, 3, 5))).values()
+        )
+
+
+def test_without_gradients_no_states_are_kept() -> None:
+    given = in_float32(random_inputs(9, 3, 5))
+    with torch.no_grad():
+        y, state = selective_scan(*given.values(), softplus=True)
+    expected = measured(selective_scan, given)
+    assert torch.equal(y, expected["y"])
+    assert torch.equal(state, expected["final"])
+
+
+def test_second_derivatives_are_refused() -> None:
+    given = in_float32(random_inputs(3, 3, 5))
+    given["x"].requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        selective_scan(*given.values(), softplus=True)[0].sum(), given["x"], create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_a_compiled_graph_holds_it() -> None:
+    given = in_float32(random_inputs(9, 3, 5))
+    compiled = torch.compile(selective_scan, fullgraph=True, backend="aot_eager")
+    assert_equal_up_to(1e-7, measured(compiled, given), measured(selective_scan, given))
+
+
+# --- the mixers ---
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of the kernel, whether softplus and gate are inside."""
+    calls: list[bool] = []
+
+    def counted(*inputs: Any, softplus: bool = False) -> Any:
+        assert softplus == (len(inputs) == 8)
+        calls.append(softplus)
+        return selective_scan(*inputs, softplus=softplus)
+
+    for module in (scan_selective, modeling_stateful_mamba):
+        monkeypatch.setattr(module, "selective_scan", counted)
+    return calls
+
+
+def mixer_of(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "state_size": 5, "time_step_rank": 3, "num_hidden_layers": 1}
+    mixer = StatefulMambaMixer(StatefulMambaConfig(**sizes | changes), 0)
+    mixer.init_weights()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return mixer
+
+
+def assert_as_in_torch(mixer: Any, length: int, rows: Rows | None = None, hidden: int = 16, **options: Any) -> None:
+    x, state = inputs_of(mixer, length, hidden)
+    actual = results(mixer, x, state, rows, **options)
+    assert_equal_up_to(1e-5, actual, results(mixer, x, state, rows, **options | {"dtype": torch.float64}))
+
+
+@pytest.mark.parametrize("changes", [{}, {"mixer_rms_eps": 1e-6}], ids=["mamba", "falcon_mamba"])
+@pytest.mark.parametrize("lengths", [None, [9, 4]], ids=["whole rows", "padding"])
+def test_the_mixer_is_that_of_torch_with_all_gradients(lengths: Any, changes: Any, fused: list[bool]) -> None:
+    rows = None if lengths is None else Rows.of_lengths(torch.tensor(lengths), 9)
+    assert_as_in_torch(mixer_of(**changes), 9, rows)
+    assert fused == [True]
+
+
+@pytest.mark.parametrize("names", [["dt_proj"], ["x_proj", "in_proj", "out_proj"]], ids=str)
+def test_adapters_are_read(names: list[str], fused: list[bool]) -> None:
+    assert_as_in_torch(with_adapters(mixer_of(), *names), 5)
+    assert fused == [True]
+
+
+def recorded(mixer: Any) -> Any:
+    mixer.scan = mixer.scan
+    return mixer
+
+
+@pytest.mark.parametrize(
+    ("mixer", "length", "calls"),
+    [
+        (mixer_of, 5, [True]),
+        (mixer_of, 1, []),
+        (lambda: recorded(mixer_of()), 5, [False]),
+        (lambda: mixer_of(forgetting={"delta_scale": 0.5}), 5, [False]),
+    ],
+    ids=["several tokens", "one token", "a recorded scan", "forgetting"],
+)
+def test_what_acts_on_the_inputs_of_the_scan_gets_them(
+    mixer: Any, length: int, calls: list[bool], fused: list[bool]
+) -> None:
+    assert_as_in_torch(mixer(), length)
+    assert fused == calls
+
+
+@pytest.mark.parametrize("family", [MAMBA, FALCON_MAMBA], ids=["mamba", "falcon_mamba"])
+@pytest.mark.parametrize("cuts", [(), (1, 6)], ids=["whole", "in pieces"])
+def test_models_carry_states_as_in_torch(family: Any, cuts: tuple[int, ...]) -> None:
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 3:5] = mask[1, 9:] = 0
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = build(family, torch.float32).to(dtype)
+        embeds = weights_like(torch.empty(2, 12, model.config.hidden_size), 0).to(dtype)
+        state = random_state(build(family, torch.float32), 2)
+        state = tuple(type(layer)(*(part.to(dtype) for part in layer)) for layer in state)
+        parameters = {name: p for name, p in model.named_parameters() if "embeddings" not in name}
+        found.append(run_in_pieces(model_step(model), parameters, embeds, state, cuts, mask))
+    assert_equal_up_to(1e-5, {name: value.double() for name, value in found[0].items()}, found[1])
+
+
+def test_packed_sequences_start_anew() -> None:
+    model = build(MAMBA, torch.float32)
+    tokens, positions = torch.arange(3, 12)[None], torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0]])
+    with torch.no_grad():
+        packed = model(tokens, position_ids=positions).logits
+        exact = model.double()(tokens, position_ids=positions).logits
+    torch.testing.assert_close(packed.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "jamba", "mamba", "zamba"])
+def test_a_wrapped_mixer_gives_what_it_gives_in_torch(model_type: str, fused: list[bool]) -> None:
+    model: Any = stateful(tiny_model(model_type))
+    mixer = next(module for module in model.modules() if isinstance(module, StateMixer))
+    rows = Rows.of_lengths(torch.tensor([5, 3]), 5)
+    assert_as_in_torch(mixer, 5, rows, model.config.hidden_size, call=mixer.read)
+    assert set(fused) == {True}
