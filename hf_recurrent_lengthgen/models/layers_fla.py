@@ -19,6 +19,7 @@ from .scan_backends import ScanBackend
 from .scan_fla_kernels import fla_kernel, fused
 from .state_value import LayerState
 
+swiglu = fla_kernel("fla.modules.activations.ops", "swiglu")
 rms_norm_gated = fla_kernel("fla.modules.norm.fused_norm_gate", "rms_norm_gated")
 _GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "swish": silu, "sigmoid": torch.sigmoid}
 
@@ -47,8 +48,9 @@ class GatedMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, size, bias=False)
         self.down_proj = nn.Linear(size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, backend: ScanBackend = "torch") -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(swiglu(gate, up) if fused(swiglu, x, backend) else silu(gate) * up)
 
 
 class MixerMLPBlock(MixerLayer):
@@ -70,7 +72,8 @@ class MixerMLPBlock(MixerLayer):
         """See `StatefulBackbone`."""
         output, state = self.attn(self.attn_norm(hidden_states), state, rows, *inputs)
         hidden_states = hidden_states + output
-        return hidden_states + self.mlp(self.mlp_norm(hidden_states)), state
+        backend = self.attn.backend_for(hidden_states)
+        return hidden_states + self.mlp(self.mlp_norm(hidden_states), backend), state
 
 
 class MixerMLPBackbone(StatefulBackbone):

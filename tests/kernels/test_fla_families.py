@@ -31,6 +31,7 @@ FUNCTIONS = {
     "convolution": (layers_conv, "fla_causal_conv1d"),
     "l2 norm": (layers_delta, "fla_l2norm"),
     "gated norm": (layers_fla, "rms_norm_gated"),
+    "SwiGLU": (layers_fla, "swiglu"),
     "scan of GLA": (scan_gla, "chunk_gla"),
     "scan of the delta rule": (scan_delta, "chunk_gated_delta_rule"),
 }
@@ -80,24 +81,24 @@ def results(
 @pytest.mark.parametrize(
     ("family", "changes", "cuts", "expected"),
     [
-        (GLA, {"use_output_gate": True}, (1,), {"gated norm", "scan of GLA"}),
+        (GLA, {"use_output_gate": True}, (1,), {"gated norm", "SwiGLU", "scan of GLA"}),
         (
             GLA,
             CONVOLUTIONS | {"num_kv_heads": 1, "use_output_gate": False},
             (2, 3),
-            {"convolution", "scan of GLA"},
+            {"convolution", "SwiGLU", "scan of GLA"},
         ),
         (
             GATED_DELTANET,
             CONVOLUTIONS | {"output_gate_activation": "sigmoid"},
             (1,),
-            {"convolution", "gated norm", "l2 norm", "scan of the delta rule"},
+            {"convolution", "gated norm", "l2 norm", "SwiGLU", "scan of the delta rule"},
         ),
         (
             DELTA_NET,
             {"use_short_conv": False, "use_gate": True, "qk_norm": "l2"},
             (),
-            {"gated norm", "l2 norm", "scan of the delta rule"},
+            {"gated norm", "l2 norm", "SwiGLU", "scan of the delta rule"},
         ),
     ],
     ids=["gla", "gla with convolutions", "gated_deltanet", "delta_net"],
