@@ -4,6 +4,10 @@
     python benchmarks/guard.py --keep      # the same, and keep the ratios in ratios.json, beside this file
     python benchmarks/guard.py --json FILE # all rounds, for programs
 
+Ratios of times are kept for each machine and compared on it only: wider vectors or a faster memory speed up matrix
+products and everything else differently, so a ratio moves where nothing of ours has changed. Ratios of bytes are the
+same everywhere. On a machine without kept times, --keep in a clone of the commit before a change.
+
 Competitors take turns, on one thread. Times are seconds of the processor, so other work on the machine slows both
 alike. "Limit" is what no change of ours can shorten: the projections of a layer, or a product of each matrix with
 each token's vector.
@@ -12,6 +16,7 @@ each token's vector.
 import argparse
 import json
 import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +39,8 @@ from transformers.utils import logging
 KEPT = Path(__file__).with_name("ratios.json")
 SLACK = 0.05
 """A ratio fell if its median is this share below the least of the rounds that were kept."""
+BYTES = ", bytes kept"
+"""Ends the names of rows that are the same on every machine."""
 
 
 class Row(NamedTuple):
@@ -95,10 +102,10 @@ def kept_bytes() -> Iterator[Measured]:
     sizes = {
         name: saved_bytes(lambda model=model: loss_of(model), model.parameters()) for name, model in models.items()
     }
-    yield Measured("Mamba-2 model, bytes kept", 1, {name: [size] for name, size in sizes.items()})
+    yield Measured(f"Mamba-2 model{BYTES}", 1, {name: [size] for name, size in sizes.items()})
     losses, inputs = delta_losses()
     sizes = {name: saved_bytes(losses[name], inputs) for name in ("ours", "theirs")}
-    yield Measured("delta rule, bytes kept", 1, {name: [size] for name, size in sizes.items()})
+    yield Measured(f"delta rule{BYTES}", 1, {name: [size] for name, size in sizes.items()})
 
 
 def measured(rounds: int) -> Iterator[Measured]:
@@ -109,6 +116,8 @@ def measured(rounds: int) -> Iterator[Measured]:
     yield from kept_bytes()
 
 
+Ratios = dict[str, dict[str, float]]
+"""Median and least of each ratio, by name."""
 HEAD = ("", "ours", "theirs", "ratio", "rounds", "limit", "share")
 
 
@@ -133,7 +142,7 @@ def line(row: Measured) -> tuple[str, ...]:
     )
 
 
-def summary(rows: list[Measured]) -> dict[str, dict[str, float]]:
+def summary(rows: list[Measured]) -> Ratios:
     """Median and least ratio of each row, to theirs and to the limit."""
     return {
         f"{row.name}, to {other}": {"median": statistics.median(ratios), "least": min(ratios)}
@@ -143,7 +152,24 @@ def summary(rows: list[Measured]) -> dict[str, dict[str, float]]:
     }
 
 
-def fallen(now: dict[str, dict[str, float]], kept: dict[str, dict[str, float]]) -> list[str]:
+def machine() -> str:
+    """What ratios of times depend on: the processor, the instructions that torch uses, and torch."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    model = next(models, platform.processor() or platform.machine())
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+
+
+def comparable(kept: dict[str, Ratios], here: str) -> Ratios:
+    """The ratios kept on this machine, and those of bytes from any."""
+    bytes_kept = {name: then for rows in kept.values() for name, then in rows.items() if BYTES in name}
+    return bytes_kept | kept.get(here, {})
+
+
+def fallen(now: Ratios, kept: Ratios) -> list[str]:
     """What fell below the kept rounds, or is no longer measured, in words."""
     gone = [f"{name}: no longer measured" for name in kept if name not in now]
     return gone + [
@@ -171,12 +197,14 @@ def main() -> int:
         print(form.format(*line(row)), flush=True)
     if options.json:
         options.json.write_text(json.dumps([row._asdict() for row in results], indent=1) + "\n", encoding="utf-8")
-    now = summary(results)
+    now, here = summary(results), machine()
     kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
-    fell = fallen(now, kept)
+    fell = fallen(now, comparable(kept, here))
     if options.keep:
-        KEPT.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
-    print("\n" + ("Fell:\n" + "\n".join(fell) if fell else "No ratio fell." if kept else "None are kept."))
+        KEPT.write_text(json.dumps(kept | {here: now}, indent=1) + "\n", encoding="utf-8")
+    if here not in kept:
+        print(f"\nNo times are kept for this machine ({here}): only bytes are compared.")
+    print("\n" + ("Fell:\n" + "\n".join(fell) if fell else "No ratio fell."))
     return int(bool(fell))
 
 

@@ -32,18 +32,22 @@ def rows(guard: Any, theirs: list[float]) -> list[Any]:
     ours = [1.0] * len(theirs)
     return [
         guard.Measured("scan", 2048, {"ours": ours, "theirs": theirs, "limit": [0.5] * len(theirs)}),
-        guard.Measured("bytes", 1, {"ours": [2**20], "theirs": [3 * 2**20]}),
+        guard.Measured("model, bytes kept", 1, {"ours": [2**20], "theirs": [3 * 2**20]}),
     ]
 
 
 def test_a_line_has_rates_ratio_range_and_share_of_the_limit(guard: Any) -> None:
     scan, size = rows(guard, [2.0, 4.0, 3.0])
     assert guard.line(scan) == ("scan", "2,048", "683", "3.00x", "2.00 to 4.00", "4,096", "0.50")
-    assert guard.line(size) == ("bytes", "1 MiB", "3 MiB", "3.00x", "", "", "")
+    assert guard.line(size) == ("model, bytes kept", "1 MiB", "3 MiB", "3.00x", "", "", "")
 
 
-def run(guard: Any, monkeypatch: pytest.MonkeyPatch, theirs: list[float], *options: str) -> int:
-    monkeypatch.setattr(guard, "measured", lambda rounds: iter(rows(guard, theirs)))
+def run(
+    guard: Any, monkeypatch: pytest.MonkeyPatch, theirs: list[float], *options: str, where: str = "here", size: int = 3
+) -> int:
+    measured = [*rows(guard, theirs)[:1], guard.Measured("model, bytes kept", 1, {"ours": [1], "theirs": [size]})]
+    monkeypatch.setattr(guard, "measured", lambda rounds: iter(measured))
+    monkeypatch.setattr(guard, "machine", lambda: where)
     monkeypatch.setattr(sys, "argv", ["guard.py", *options])
     threads = torch.get_num_threads()
     try:
@@ -58,7 +62,7 @@ def test_only_a_ratio_below_the_kept_rounds_fell(
 ) -> None:
     monkeypatch.setattr(guard, "KEPT", tmp_path / "ratios.json")
     assert run(guard, monkeypatch, [2.0, 4.0, 3.0]) == 0
-    assert "None are kept." in capsys.readouterr().out
+    assert "No times are kept for this machine (here)" in capsys.readouterr().out
     assert run(guard, monkeypatch, [2.0, 4.0, 3.0], "--keep", "--json", str(tmp_path / "all.json")) == 0
     assert json.loads((tmp_path / "all.json").read_text())[0]["costs"]["theirs"] == [2.0, 4.0, 3.0]
     assert run(guard, monkeypatch, [1.91, 1.95, 1.85]) == 0  # within 5 % of the least that was kept
@@ -67,6 +71,26 @@ def test_only_a_ratio_below_the_kept_rounds_fell(
     assert "scan, to theirs: 1.89, kept 3.00 (least 2.00)" in capsys.readouterr().out
     assert run(guard, monkeypatch, [1.89, 1.8, 4.0], "--keep") == 1  # compared with what it replaces
     assert run(guard, monkeypatch, [1.89, 1.8, 4.0]) == 0
+
+
+def test_on_another_machine_bytes_are_compared_and_times_are_not(
+    guard: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(guard, "KEPT", tmp_path / "ratios.json")
+    run(guard, monkeypatch, [2.0, 4.0, 3.0], "--keep")
+    assert run(guard, monkeypatch, [1.0, 1.0, 1.0], where="there") == 0
+    assert "No times are kept for this machine (there): only bytes are compared." in capsys.readouterr().out
+    assert run(guard, monkeypatch, [1.0, 1.0, 1.0], where="there", size=2) == 1
+    assert "model, bytes kept, to theirs: 2.00, kept 3.00" in capsys.readouterr().out
+    run(guard, monkeypatch, [1.0, 1.0, 1.0], "--keep", where="there")  # beside those of the first
+    assert run(guard, monkeypatch, [0.5, 0.5, 0.5], where="there") == 1
+    assert run(guard, monkeypatch, [1.9, 1.9, 1.9]) == 0
+    assert run(guard, monkeypatch, [1.0, 1.0, 1.0]) == 1
+
+
+def test_a_machine_is_its_processor_and_torch(guard: Any) -> None:
+    assert torch.__version__ in guard.machine()
+    assert torch.backends.cpu.get_cpu_capability() in guard.machine()
 
 
 @pytest.mark.slow
