@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from .layers_mixer import is_plain
 from .rows import Rows
 from .rows_moved import last_inputs
 from .scan_backends import OPERATORS, without_autocast
@@ -122,16 +123,6 @@ def takes(zxbcdt: Tensor, rows: Rows | None, sizes: Mamba2Sizes, modules: tuple[
     batch, tokens = kernel_piece(x, dt, B, kernel_chunk(sizes.chunk_size))
     fits = zxbcdt.shape[0] <= batch and zxbcdt.shape[1] <= tokens
     return fits and sizes.norm_group * zxbcdt.element_size() <= _NORM_MAX_BYTES
-
-
-def is_plain(module: Any) -> bool:
-    """Whether a module is no more than its weights: without hooks (of offloading, sharding, users), adapters,
-    parametrizations, quantized or sharded weights. None is."""
-    if module is None:
-        return True
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    weights = all(type(weight) in (nn.Parameter, Tensor) for weight in module.parameters(recurse=False))
-    return weights and not hooks and "forward" not in vars(module) and not list(module.children())
 
 
 def fused_mamba2(

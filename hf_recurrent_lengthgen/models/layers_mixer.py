@@ -22,6 +22,16 @@ def rms_normalize(x: Tensor, eps: float) -> Tensor:
     return rms_norm(x, x.shape[-1:], None, eps)
 
 
+def is_plain(module: Any) -> bool:
+    """Whether a module is no more than its weights: without hooks (of offloading, sharding, users), adapters,
+    parametrizations, quantized or sharded weights. None is."""
+    if module is None:
+        return True
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    weights = all(type(weight) in (nn.Parameter, Tensor) for weight in module.parameters(recurse=False))
+    return weights and not hooks and "forward" not in vars(module) and not list(module.children())
+
+
 class RMSNorm(nn.Module):
     """`weight * x / rms(x)` over the last dimension; without a weight unless `affine`."""
 
