@@ -86,7 +86,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
     gives_states = True  # whether the method consists of nothing but nonzero initial states
     is_mixable = True  # whether mixtures may draw from its source
     drops_columns = True  # whether the columns of a stream that the model does not take are left out
-    evaluates_in_chunks = True  # whether its loss in evaluation needs no logits
+    needs_logits = False  # whether its loss reads logits; else models with states return none
     args: InitialStateConfig
     initial_states: InitialStateSource
     facts: RunFacts | None = None
@@ -133,7 +133,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
     def __init_subclass__(cls, **keyword: Any) -> None:
         super().__init_subclass__(**keyword)
         if "compute_loss" in vars(cls):
-            cls.evaluates_in_chunks = False  # it may read logits
+            cls.needs_logits = True  # it may read them
         if "about" not in vars(cls):
             return
         other = INTERVENTIONS.get(cls.about.name, cls)
@@ -363,6 +363,8 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
         inputs = self.with_states(micro_batch, inputs)
         crop_loss = micro_batch.crop_loss
         length = None if self.bptt_window == 1 else self.args.bptt_chunk_length
+        if length is None and crop_loss is None and not return_outputs:
+            inputs = self.without_logits(inputs)
         own, self.compute_loss_func = self.compute_loss_func, crop_loss or self.compute_loss_func
         try:
             with nullcontext() if length is None else forward_in_chunks(model, length):

@@ -198,7 +198,7 @@ def evaluation_chunk(trainer: Any, model: nn.Module, inputs: Mapping[str, Any]) 
     With padding inside a row, the output for the first target of a chunk may be in the one before.
     """
     chunk = trainer.args.bptt_chunk_length
-    if chunk is None or not trainer.evaluates_in_chunks or not set(inputs) <= set(TAKEN):
+    if chunk is None or trainer.needs_logits or not set(inputs) <= set(TAKEN):
         return None
     try:
         check_chunkable(innermost_model(model))

@@ -12,8 +12,8 @@ The first part of a name says what is in a file:
 
 A checkpoint carries what its entry file imports. What few models need (`EXTRAS` in configuration_stateful.py) it
 carries only if its configuration asks for it. state_on_disk.py, state_learned_files.py, rows_shared.py,
-scan_pieces.py, layers_known.py and modeling_protocols.py stay in the package. Importing this package makes our model
-types known to the Auto classes of Transformers.
+scan_pieces.py, layers_known.py, modeling_loss.py and modeling_protocols.py stay in the package. Importing this package
+makes our model types known to the Auto classes of Transformers.
 """
 
 from typing import Any

@@ -4,11 +4,14 @@ Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
@@ -48,6 +51,8 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         sequence_group: As in `StatefulBackbone`. Targets then come as `shift_labels`, since that of the last token is
             in the next piece. With `num_items_in_batch`, the targets of all pieces, the losses of the processes sum
             up to that of the whole rows; without it each is a mean over its own targets.
+        skip_logits: Return the loss without logits, as Liger Kernel's models do. Where all of them would be many, they
+            are computed in chunks of tokens (modeling_loss.py).
         others: `shift_labels` (B, T), labels that the caller has shifted, as in the losses of Transformers: the
             target of output t is at t, so that a piece of a sequence is also scored on the token after it. They
             replace `labels`. Outputs before the first real token of a row are not scored. (In the signature,
@@ -74,6 +79,12 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         setattr(self, self.head_name, nn.Linear(config.hidden_size, config.vocab_size, bias=False))
         self.post_init()
 
+    @property
+    def can_skip_logits(self) -> bool:
+        """Whether `skip_logits` is taken: not with a loss function of your own, nor by the code of a checkpoint."""
+        in_package = find_spec(".modeling_loss", __package__) is not None
+        return in_package and self.loss_function is ForCausalLMLoss
+
     def get_output_embeddings(self) -> Any:
         return getattr(self, self.head_name)
 
@@ -98,12 +109,14 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         position_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         sequence_group: ProcessGroup | None = None,
+        skip_logits: bool = False,
         **others: Any,
     ) -> StatefulCausalLMOutput:
         """Run T tokens from a state; arguments as in the class.
 
         Raises:
-            ValueError: for labels that are not one for each logit, and as in `StatefulBackbone.forward`.
+            ValueError: for labels that are not one for each logit, `skip_logits` without labels or where
+                `can_skip_logits` is false, and as in `StatefulBackbone.forward`.
         """
         shift_labels: Tensor | None = others.pop("shift_labels", None)
         names = {"past_key_values": past_key_values, "cache_params": others.pop("cache_params", None)}
@@ -127,16 +140,25 @@ class StatefulForCausalLM(StatefulPreTrainedModel, RecurrentGenerationMixin):
         if not isinstance(logits_to_keep, int) or logits_to_keep:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             hidden_states = hidden_states[:, kept]
-        head = self.get_output_embeddings()
-        logits = head(hidden_states.to(head.weight.dtype))
-        logits = logits.to(state_dtype(logits.dtype))
+        targets = labels, shift_labels, rows, num_items_in_batch
+        if skip_logits and not torch.compiler.is_compiling():
+            loss, logits = extra("modeling_loss").loss_without_logits(self, hidden_states, *targets), None
+        else:
+            logits = self.logits_of(hidden_states)
+            loss = self._loss_of(logits, *targets)
         return StatefulCausalLMOutput(
-            loss=self._loss_of(logits, labels, shift_labels, rows, num_items_in_batch),
-            logits=logits,
+            loss=loss,
+            logits=None if skip_logits else logits,
             final_state=output.final_state,
             cache=output.cache,
             hidden_states=output.hidden_states,
         )
+
+    def logits_of(self, hidden_states: Tensor) -> Tensor:
+        """The logits (B, T, V) of hidden states (B, T, D) after the last norm."""
+        head = self.get_output_embeddings()
+        logits = head(hidden_states.to(head.weight.dtype))
+        return logits.to(state_dtype(logits.dtype))
 
     def _loss_of(
         self,

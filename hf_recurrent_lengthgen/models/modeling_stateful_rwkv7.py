@@ -176,6 +176,11 @@ class StatefulRWKV7ForCausalLM(StatefulForCausalLM):
             gain = 0.5 * max(1.0, self.config.vocab_size / self.config.hidden_size) ** 0.5
             init.orthogonal_(self.get_parameter("lm_head.weight"), gain=gain)
 
+    @property
+    def can_skip_logits(self) -> bool:
+        """Not with L2Wrap, whose mean is over all logits."""
+        return super().can_skip_logits and not self.config.use_l2warp
+
     def _loss_of(self, logits: Tensor, *targets: Any) -> Tensor | None:
         """As of every family; with L2Wrap, the gradients (not the value) of 1e-4 / 2 times the mean squared largest
         logit are added."""

@@ -29,6 +29,7 @@ class EvaluationTrainer(Trainer):
     args: Any
     checks: StepChecks
     shared = SharedRows()
+    needs_logits: bool
     means: list[tuple[Tensor, Tensor]]  # of the batches of an evaluation, with their numbers of targets
     evaluation_batches: int
 
@@ -39,6 +40,13 @@ class EvaluationTrainer(Trainer):
     def scored(self, batch: dict[str, Any], rows: Rows | None = None) -> dict[str, Any]:
         """A batch with only the labels that the model scores; unchanged for a model without states."""
         return with_scored_labels(base_of(self.model), batch, rows) if self.takes_states else batch
+
+    def without_logits(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Inputs that let the model return its loss without logits, where nothing reads them; see `modeling_loss`."""
+        has_labels = any(inputs.get(name) is not None for name in ("labels", "shift_labels"))
+        if self.needs_logits or self.compute_loss_func is not None or not has_labels:
+            return inputs
+        return {**inputs, "skip_logits": True} if getattr(base_of(self.model), "can_skip_logits", False) else inputs
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Trainer's, with each row once; see `evaluation_loader`."""
@@ -84,6 +92,8 @@ class EvaluationTrainer(Trainer):
         stock = super().prediction_step
 
         def step(inputs: dict[str, Any]) -> Prediction:
+            if prediction_loss_only and length is None:
+                inputs = self.without_logits(inputs)
             with nullcontext() if length is None else forward_in_chunks(model, length):
                 return stock(model, inputs, prediction_loss_only, *args, **kwargs)
 
