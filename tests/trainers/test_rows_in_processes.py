@@ -20,14 +20,14 @@ METHODS = ["state passing", "fitted noise", "random noise", "mixture", "learned 
 METHODS += ["tbtt on examples"]
 PADDED: list[tuple[Any, ...]] = [("flattened", 31, 2), ("flattened", 31, 2, True)]
 REFUSED: list[tuple[Any, ...]] = [("refused", "input_ids"), ("refused", "labels")]
-# an eleventh of all beside these: each method meets one or two numbers of rows and of micro-batches
+# a seventeenth of all beside these: each method once, each number of rows and of micro-batches in one of them
 TRAINED: list[tuple[Any, ...]] = [
     ("trained", "state passing", 31, 2),
     *(("trained", "state passing", *job, True) for job in [(29, 3), (30, 1), (31, 2), (33, 3)]),
     ("trained", "mixture", 29, 3),
     ("trained", "tbtt", 31, 2),
     ("trained", "tbtt on examples", 31, 2),
-    *[("trained", *job) for job in product(METHODS, ROWS, ACCUMULATIONS)][::11],
+    *[("trained", *job) for job in product(METHODS, ROWS, ACCUMULATIONS)][::17],
     ("with_windows",),
     ("in_chunks", None),
     ("in_chunks", 2),
@@ -37,7 +37,11 @@ TRAINED: list[tuple[Any, ...]] = [
 KINDS = ["torch", "torch, each reads", "torch, workers", "1 shard", "4 shards, each reads", "4 shards, workers"]
 KINDS += ["shared", "list", "list, shared", "objects", "list, objects", "flattened"]
 SFT = ["SFT, 2 shards", "SFT, list, flattened", "SFT, list, packed"]
-SCORED: list[tuple[Any, ...]] = [("scored", *job) for job in [*product(KINDS, (1, 9, 10, 12)), *product(SFT, (2, 9))]]
+COUNTS = [(1, 10), (9, 12)]  # of rows; kinds take them in turn
+SCORED: list[tuple[Any, ...]] = [
+    ("scored", *job)
+    for job in [*((kind, count) for i, kind in enumerate(KINDS) for count in COUNTS[i % 2]), *product(SFT, (2, 9))]
+]
 PACKED = ("flattened", "packed")
 OTHERS: list[tuple[Any, ...]] = [("chosen",), ("counted", False), ("counted", True)]  # what fails is last
 
