@@ -123,9 +123,8 @@ def test_data_workers_read_each_row_once_in_a_pass(tmp_path: Path, workers: int,
 def test_data_workers_read_on(tmp_path: Path) -> None:
     settings = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     whole = rows_of(hub({"seed": 3}), tmp_path / "whole", **settings)
-    for step in (2, 7):
-        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
-        assert rows_of(hub({"seed": 3}), tmp_path / str(step), checkpoint, **settings) == whole[step:]
+    checkpoint = tmp_path / "whole" / "checkpoint-7"  # in the second pass
+    assert rows_of(hub({"seed": 3}), tmp_path / "rest", checkpoint, **settings) == whole[7:]
 
 
 def padded(rows: list[Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from tests.checkpoints.cards.test_model_cards import FAR, MODEL_CARDS
 from .client import run_stranger
 from .endpoint import Endpoint
 
-CURED = ["mamba2-cured", "rwkv7-cured", "bamba-cured", FAR]
-"""Of a scan, a delta rule, a hybrid, and words; `test_remote_code` has all families."""
+CURED = ["bamba-cured", FAR]
+"""A hybrid of bytes, and words; `test_remote_code` has all families."""
 TEXT = "The sky is blue"
 CODE = """
 import torch
