@@ -51,7 +51,7 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
             "r/families.png",
         )
         for family, methods in (
-            *((name, "base state_passing") for name in ("gla", "rwkv7", "kda", "qwen3_next")),
+            *((name, "base state_passing") for name in ("rwkv7", "qwen3_next")),
             *((name, ALL_METHODS) for name in ("mamba2", "bamba")),
         )
     },

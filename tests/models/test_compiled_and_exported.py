@@ -29,7 +29,8 @@ LENGTHS = (7, 70, 131)  # below, above and far above the chunks
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=variant_id)
 one_for_each_scan = pytest.mark.parametrize("family", [MAMBA, MAMBA2, GLA, RWKV7], ids=variant_id)
-one_for_each_kind_of_chunks = pytest.mark.parametrize("family", [MAMBA2, GLA, RWKV7], ids=variant_id)
+# without gradients or a state; the delta rule has the operator of a step in the tests around
+two_kinds_of_chunks = pytest.mark.parametrize("family", [MAMBA2, GLA], ids=variant_id)
 
 
 # torch.compile and torch.export run into deprecation warnings of torch itself
@@ -92,7 +93,7 @@ def test_a_step_is_one_graph_for_all_lengths(family: Family) -> None:
 
 @pytest.mark.slow
 @compiling
-@one_for_each_kind_of_chunks
+@two_kinds_of_chunks
 def test_reading_a_whole_text_is_one_graph_for_all_lengths(family: Family) -> None:
     model = short(family)
     torch._dynamo.reset()
@@ -154,7 +155,7 @@ def test_a_program_is_exported_for_any_length(family: Family) -> None:
 
 @pytest.mark.slow
 @compiling
-@one_for_each_kind_of_chunks
+@two_kinds_of_chunks
 def test_a_program_without_a_state_gives_one(family: Family) -> None:
     model, tokens = short(family), random_tokens(2, 131)
     expected = model(tokens)
