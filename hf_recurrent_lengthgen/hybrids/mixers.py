@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer
 from hf_recurrent_lengthgen.models.layers_conv import causal_conv1d_fn
 from hf_recurrent_lengthgen.models.layers_delta import l2_norm
 from hf_recurrent_lengthgen.models.layers_mamba2_kernel import Mamba2Sizes, fused_mamba2, takes
-from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StepProjection, gated_scan
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StepProjection, convolved_and_scanned, gated_scan
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import NO_LIMIT
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
@@ -115,13 +115,17 @@ class MambaMixer(StateMixer):
     def read(self: Any, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
         backend, wide = self.backend_for(x), state.recurrent.dtype
         conv_input, gate = self.in_proj(x).chunk(2, -1)
-        h, conv = self.convolve(conv_input, state.conv, rows, backend)
-        dt, B, C = self.x_proj(h).split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
-        if hasattr(self, "dt_layernorm"):
-            dt, B, C = self.dt_layernorm(dt), self.b_layernorm(B), self.c_layernorm(C)
-        inputs = h, self.dt_proj(dt).to(wide), -self.A_log.to(wide).exp(), B, C, self.D.to(wide), gate
-        y, state = gated_scan(self, *inputs, state, rows, backend)
-        return self.out_proj(y.to(x.dtype)), state._replace(conv=conv)
+        norms = [self.dt_layernorm, self.b_layernorm, self.c_layernorm] if hasattr(self, "dt_layernorm") else []
+
+        def read(x: Tensor, conv: Tensor) -> tuple[Tensor, ...]:
+            x, conv = self.convolve(x, conv, rows, backend)
+            parts = self.x_proj(x).split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
+            dt, B, C = (norm(part) for norm, part in zip(norms, parts, strict=True)) if norms else parts
+            return x, self.dt_proj(dt).to(wide), B, C, conv
+
+        modules = self.conv1d, self.x_proj, self.dt_proj, *norms
+        y, state = convolved_and_scanned(self, read, modules, conv_input, gate, state, rows, backend)
+        return self.out_proj(y.to(x.dtype)), state
 
 
 class ZambaMixer(StateMixer):

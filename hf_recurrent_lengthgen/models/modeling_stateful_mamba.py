@@ -11,7 +11,7 @@ a module, so that adapters on it train, and computes convolution, steps and recu
 the convolution in its own).
 """
 
-import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from transformers import initialization as init
 from .configuration_stateful_mamba import StatefulMambaConfig
 from .layers_conv import CausalConv1d
 from .layers_mamba import MixerBackbone, init_mamba_mixer
-from .layers_mixer import ScanMixer, rms_normalize
+from .layers_mixer import ScanMixer, is_plain, rms_normalize
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
 from .scan_backends import ScanBackend
-from .scan_selective import scan_selective, selective_scan
+from .scan_selective import ScanOfModules, scan_selective, selective_scan, without_padding
 from .state_value import LayerShape, LayerState, state_dtype
 
 KERNEL_AVAILABLE = selective_scan is not None
@@ -57,8 +57,6 @@ def gated_scan(
 ) -> tuple[Tensor, LayerState]:
     """Selective scan times silu(gate), (B, T, D), and the state with the recurrent part after it.
 
-    One kernel with the softplus, the skip and the gate inside, unless something acts on the inputs of the scan.
-
     Args:
         mixer: The `ScanMixer`.
         raw: Step sizes before softplus, (B, T, D).
@@ -68,15 +66,62 @@ def gated_scan(
         rows: As layers get them.
         backend: Of the scan.
     """
-    shared = rows is not None and rows.group is not None
-    if backend == "kernel" and x.shape[1] > 1 and mixer.scans_unwatched and not shared:
-        if rows is not None and rows.real is not None:
-            raw = raw.masked_fill(~rows.real[..., None], -math.inf)
+    if _with_all_inside(mixer, x, rows, backend):
+        raw = without_padding(raw, None if rows is None else rows.real)
         y, recurrent = selective_scan(x, raw, A, B, C, D, state.recurrent, gate, softplus=True)
         return y, LayerState(recurrent, state.conv)
     dt = zero_past_end(softplus(raw), rows)
     y, state = mixer.advance(x, dt, A, B, C, D, state=state, rows=rows, backend=backend)
     return y * silu(gate), state
+
+
+def _with_all_inside(mixer: Any, x: Tensor, rows: Rows | None, backend: ScanBackend) -> bool:
+    """Whether the kernel takes softplus and gate inside, since nothing acts on the inputs of the scan."""
+    shared = rows is not None and rows.group is not None
+    return backend == "kernel" and x.shape[1] > 1 and mixer.scans_unwatched and not shared
+
+
+def convolved_and_scanned(
+    mixer: Any,
+    read: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+    modules: Sequence[nn.Module],
+    x: Tensor,
+    gate: Tensor,
+    state: LayerState,
+    rows: Rows | None,
+    backend: ScanBackend,
+) -> tuple[Tensor, LayerState]:
+    """What is between the projections of a mixer: outputs (B, T, D), and the state after the tokens.
+
+    In training on the kernel it keeps x and the gate, and computes all else again, as mamba-ssm does.
+
+    Args:
+        mixer: With A_log and D.
+        read: From x and the state of the convolution to the inputs of the scan, as `ScanOfModules` has it.
+        modules: The modules that `read` calls.
+        x: Before the convolution, (B, T, D).
+        gate: (B, T, D).
+        state: Before the first token.
+        rows: As layers get them.
+        backend: Of scan and convolution.
+    """
+    wide = state.recurrent.dtype
+    A, D = -mixer.A_log.to(wide).exp(), mixer.D.to(wide)
+    inside = _with_all_inside(mixer, x, rows, backend) and not torch.compiler.is_compiling()
+    if inside and torch.is_grad_enabled() and all(map(is_plain, modules)):
+        real = None if rows is None else rows.real
+
+        def read_real(x: Tensor, conv: Tensor) -> tuple[Tensor, ...]:
+            x, raw, *others = read(x, conv)
+            return x, without_padding(raw, real), *others
+
+        weights = [weight for module in modules for weight in module.parameters()]
+        if all(type(weight) is nn.Parameter for weight in weights):  # not gathered for one call, as by FSDP
+            y, *after = ScanOfModules.apply(read_real, gate, A, D, state.recurrent, x, state.conv, *weights)
+            return y, LayerState(*after)
+    x, raw, B, C, conv = read(x, state.conv)
+    y, after = gated_scan(mixer, x, raw, A, B, C, D, gate, state, rows, backend)
+    return y, after._replace(conv=conv)
 
 
 class StatefulMambaMixer(ScanMixer):
@@ -117,14 +162,17 @@ class StatefulMambaMixer(ScanMixer):
         """See `StatefulBackbone`."""
         backend = self.backend_for(hidden_states)
         conv_input, gate = self.in_proj(hidden_states).chunk(2, -1)
-        x, conv_state = self.conv1d(conv_input, state.conv, rows, backend)
-        wide = state.recurrent.dtype
-        dt, B, C = self.x_proj(x).split([self.time_step_rank, self.state_size, self.state_size], -1)
-        if self.config.mixer_rms_eps is not None:
-            dt, B, C = (rms_normalize(v.to(wide), self.config.mixer_rms_eps) for v in (dt, B, C))
-        raw, A, D = self.dt_proj(dt).to(wide), -self.A_log.to(wide).exp(), self.D.to(wide)
-        y, state = gated_scan(self, x, raw, A, B, C, D, gate, state, rows, backend)
-        return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=conv_state)
+
+        def read(x: Tensor, conv: Tensor) -> tuple[Tensor, ...]:
+            x, conv = self.conv1d(x, conv, rows, backend)
+            dt, B, C = self.x_proj(x).split([self.time_step_rank, self.state_size, self.state_size], -1)
+            if self.config.mixer_rms_eps is not None:
+                dt, B, C = (rms_normalize(v.to(wide), self.config.mixer_rms_eps) for v in (dt, B, C))
+            return x, self.dt_proj(dt).to(wide), B, C, conv
+
+        wide, modules = state.recurrent.dtype, (self.conv1d, self.x_proj, self.dt_proj)
+        y, state = convolved_and_scanned(self, read, modules, conv_input, gate, state, rows, backend)
+        return self.out_proj(y.to(hidden_states.dtype)), state
 
     @torch.no_grad()
     def init_weights(self) -> None:

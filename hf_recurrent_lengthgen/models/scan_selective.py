@@ -36,9 +36,9 @@ from .scan_backends import (
 )
 
 try:
-    from .scan_selective_kernel import selective_scan
+    from .scan_selective_kernel import ScanOfModules, selective_scan
 except ImportError:  # no Triton, which CUDA builds of torch bring along
-    selective_scan = None  # type: ignore[assignment]
+    ScanOfModules = selective_scan = None  # type: ignore[assignment,misc]
 
 # On a CPU, exp takes three times longer than exp2, and ten times where it underflows.
 _LOG2_E = math.log2(math.e)
@@ -71,6 +71,11 @@ def scan_selective(
     """
     inputs = x, dt, A, B, C, D
     return run_scan(_scan_with_torch, _scan_with_kernel, _step, inputs, initial_state, chunk_size, backend, in_place)
+
+
+def without_padding(raw: Tensor, real: Tensor | None) -> Tensor:
+    """Steps before softplus, (B, T, D), that leave the state unchanged where `real` (B, T) is not."""
+    return raw if real is None else raw.masked_fill(~real[..., None], -math.inf)
 
 
 def _step(inputs: Inputs, state: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ Shapes: B batch, T time, D channels, N states. In kernels, T is a tile of tokens
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # since the arguments of kernels have types of Triton, and annotations mean constants
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,54 @@ class _SelectiveKernel(torch.autograd.Function):
 
 
 _scan = chunked_scan(_SelectiveKernel)
+
+
+class ScanOfModules(torch.autograd.Function):
+    """The scan and the modules that make its inputs, which the backward pass calls again instead of keeping theirs.
+
+    `apply` takes `read`, from inputs (B, T, D) and their convolution state to x, steps before softplus, B, C and the
+    convolution state after them; the gate, A, D and the state of the scan; what `read` takes; and the weights that it
+    reads. It gives outputs and both states.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        read: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+        gate: Tensor,
+        A: Tensor,
+        D: Tensor,
+        state: Tensor,
+        x: Tensor,
+        conv: Tensor,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        convolved, dt, B, C, after = read(x, conv)
+        y, final_state, starts = _run(True, state, [convolved, dt, A, B, C, D, gate], keep=True)
+        ctx.save_for_backward(gate, A, D, starts, x, conv, *weights)
+        device = x.device.type
+        ctx.read, ctx.autocast = read, (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        return y, final_state, after
+
+    @staticmethod
+    @backward_once
+    def backward(ctx: Any, grad_y: Tensor, grad_final: Tensor, grad_after: Tensor) -> tuple[Tensor | None, ...]:
+        gate, A, D, starts, x, conv, *weights = ctx.saved_tensors
+        leaves = [x.detach().requires_grad_(), conv.detach().requires_grad_(), *weights]
+        with torch.enable_grad(), torch.autocast(*ctx.autocast):
+            made = ctx.read(*leaves[:2])
+        convolved, dt, B, C, _ = (part.detach() for part in made)
+        inputs = [convolved, dt, A, B, C, D, gate]
+        grad_state, grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_gate = _gradients(
+            True, grad_y, grad_final, inputs, starts
+        )
+        wanted, of_made = (
+            [leaf for leaf in leaves if leaf.requires_grad],
+            [grad_x, grad_dt, grad_B, grad_C, grad_after],
+        )
+        found = iter(torch.autograd.grad(made, wanted, of_made, materialize_grads=True))
+        of_leaves = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        return None, grad_gate, grad_A, grad_D, grad_state, *of_leaves
 
 
 def _run(softplus: bool, initial_state: Tensor, inputs: Sequence[Tensor], keep: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,18 +1,21 @@
 """The selective scan in Triton against its definition in float64, and the mixers that take it."""
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
+from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer
-from hf_recurrent_lengthgen.models import StatefulMambaConfig, modeling_stateful_mamba, scan_selective
+from hf_recurrent_lengthgen.models import StatefulMambaConfig, layers_conv, modeling_stateful_mamba, scan_selective
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaMixer
 from hf_recurrent_lengthgen.models.rows import Rows
-from hf_recurrent_lengthgen.models.scan_selective_kernel import selective_scan
+from hf_recurrent_lengthgen.models.scan_selective_kernel import ScanOfModules, selective_scan
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.families import build, random_state
 from tests.models.family_mamba import FALCON_MAMBA, MAMBA
@@ -223,15 +226,20 @@ def test_a_compiled_graph_holds_it() -> None:
 
 
 @pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call of the kernel, whether softplus and gate are inside."""
-    calls: list[bool] = []
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """For each call of the kernel, what is inside: also softplus and gate, or also what makes its inputs."""
+    calls: list[str] = []
 
     def counted(*inputs: Any, softplus: bool = False) -> Any:
         assert softplus == (len(inputs) == 8)
-        calls.append(softplus)
+        calls.append("gate" if softplus else "scan")
         return selective_scan(*inputs, softplus=softplus)
 
+    def counted_modules(*inputs: Any) -> Any:
+        calls.append("modules")
+        return ScanOfModules.apply(*inputs)
+
+    monkeypatch.setattr(modeling_stateful_mamba, "ScanOfModules", SimpleNamespace(apply=counted_modules))
     for module in (scan_selective, modeling_stateful_mamba):
         monkeypatch.setattr(module, "selective_scan", counted)
     return calls
@@ -256,16 +264,91 @@ def assert_as_in_torch(mixer: Any, length: int, rows: Rows | None = None, hidden
 
 @pytest.mark.parametrize("changes", [{}, {"mixer_rms_eps": 1e-6}], ids=["mamba", "falcon_mamba"])
 @pytest.mark.parametrize("lengths", [None, [9, 4]], ids=["whole rows", "padding"])
-def test_the_mixer_is_that_of_torch_with_all_gradients(lengths: Any, changes: Any, fused: list[bool]) -> None:
+def test_the_mixer_is_that_of_torch_with_all_gradients(lengths: Any, changes: Any, fused: list[str]) -> None:
     rows = None if lengths is None else Rows.of_lengths(torch.tensor(lengths), 9)
     assert_as_in_torch(mixer_of(**changes), 9, rows)
-    assert fused == [True]
+    assert fused == ["modules"]
 
 
-@pytest.mark.parametrize("names", [["dt_proj"], ["x_proj", "in_proj", "out_proj"]], ids=str)
-def test_adapters_are_read(names: list[str], fused: list[bool]) -> None:
+@pytest.mark.parametrize("of", ["outputs", "states", "no state"])
+def test_the_mixer_has_gradients_from_and_to_what_asks_for_them(of: str) -> None:
+    assert_as_in_torch(mixer_of(), 5, of=of)
+
+
+def test_mixed_precision_is_that_of_the_forward_pass(fused: list[str]) -> None:
+    """The backward pass calls modules again, in bfloat16: gradients are then those of a pass that keeps everything."""
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 5)
+
+    def mixed(*inputs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return mixer(*inputs)
+
+    found = [results(mixer, x, state, call=mixed)]
+    mixer.x_proj.register_forward_hook(lambda *_: None)
+    found.append(results(mixer, x, state, call=mixed))
+    assert fused == ["modules", "gate"]
+    assert_equal_up_to(1e-6, *found)
+    assert_equal_up_to(5e-2, found[0], results(mixer, x, state, dtype=torch.float64))
+
+
+def test_frozen_weights_get_no_gradient_and_others_theirs(fused: list[str]) -> None:
+    mixer = mixer_of()
+    for name in ("conv1d.weight", "x_proj.weight", "A_log"):
+        mixer.get_parameter(name).requires_grad_(False)
+    assert_as_in_torch(mixer, 5)
+    assert fused == ["modules"]
+
+
+def test_the_mixer_keeps_its_projection_and_its_output() -> None:
+    """x, gate, y and few numbers for each token, as mamba-ssm: no convolved x, steps or decays."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    mixer = mixer_of(hidden_size=64)
+    sizes = []
+    for length in (2, 130):
+        x, state = inputs_of(mixer, length, 64)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y, _ = mixer(x.requires_grad_(), state)
+        sizes.append(sum(kept.values()))
+        kept.clear()
+        del y
+    channels = 2 * 64
+    per_token = (sizes[1] - sizes[0]) / (inputs_of(mixer, 128, 64)[0].numel() // 64) / 4
+    states = channels * mixer.state_size / 128
+    assert per_token <= 64 + 3 * channels + states + 1  # input of the mixer; x, gate and y; states of chunks
+
+
+@pytest.mark.parametrize(
+    ("names", "inside"),
+    [(["dt_proj"], "gate"), (["x_proj", "in_proj", "out_proj"], "gate"), (["in_proj", "out_proj"], "modules")],
+    ids=str,
+)
+def test_adapters_are_read(names: list[str], inside: str, fused: list[str]) -> None:
     assert_as_in_torch(with_adapters(mixer_of(), *names), 5)
-    assert fused == [True]
+    assert fused == [inside]
+
+
+def test_activation_checkpointing_calls_it_again(fused: list[str]) -> None:
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 5)
+    actual = results(mixer, x, state, call=functools.partial(checkpoint, mixer, use_reentrant=False))
+    assert fused == ["modules"] * 2
+    assert_equal_up_to(1e-6, actual, results(mixer, x, state))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does
+def test_a_compiled_mixer_is_one_graph_with_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose convolution is in torch: kernels of others break a graph."""
+    monkeypatch.setattr(layers_conv, "causal_conv1d_fn", None)
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 5)
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    assert_equal_up_to(1e-6, results(mixer, x, state, call=compiled), results(mixer, x, state))
 
 
 def recorded(mixer: Any) -> Any:
@@ -276,15 +359,15 @@ def recorded(mixer: Any) -> Any:
 @pytest.mark.parametrize(
     ("mixer", "length", "calls"),
     [
-        (mixer_of, 5, [True]),
+        (mixer_of, 5, ["modules"]),
         (mixer_of, 1, []),
-        (lambda: recorded(mixer_of()), 5, [False]),
-        (lambda: mixer_of(forgetting={"delta_scale": 0.5}), 5, [False]),
+        (lambda: recorded(mixer_of()), 5, ["scan"]),
+        (lambda: mixer_of(forgetting={"delta_scale": 0.5}), 5, ["scan"]),
     ],
     ids=["several tokens", "one token", "a recorded scan", "forgetting"],
 )
 def test_what_acts_on_the_inputs_of_the_scan_gets_them(
-    mixer: Any, length: int, calls: list[bool], fused: list[bool]
+    mixer: Any, length: int, calls: list[str], fused: list[str]
 ) -> None:
     assert_as_in_torch(mixer(), length)
     assert fused == calls
@@ -316,9 +399,9 @@ def test_packed_sequences_start_anew() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["falcon_mamba", "jamba", "mamba", "zamba"])
-def test_a_wrapped_mixer_gives_what_it_gives_in_torch(model_type: str, fused: list[bool]) -> None:
+def test_a_wrapped_mixer_gives_what_it_gives_in_torch(model_type: str, fused: list[str]) -> None:
     model: Any = stateful(tiny_model(model_type))
     mixer = next(module for module in model.modules() if isinstance(module, StateMixer))
     rows = Rows.of_lengths(torch.tensor([5, 3]), 5)
     assert_as_in_torch(mixer, 5, rows, model.config.hidden_size, call=mixer.read)
-    assert set(fused) == {True}
+    assert set(fused) == {"gate" if model_type == "zamba" else "modules"}
