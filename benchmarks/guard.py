@@ -4,9 +4,9 @@
     python benchmarks/guard.py --keep      # the same, and keep the ratios in ratios.json, beside this file
     python benchmarks/guard.py --json FILE # all rounds, for programs
 
-Ratios of times are kept for each machine and compared on it only: wider vectors or a faster memory speed up matrix
-products and everything else differently, so a ratio moves where nothing of ours has changed. Ratios of bytes are the
-same everywhere. On a machine without kept times, --keep in a clone of the commit before a change.
+Ratios are kept for each machine, since wider vectors or a faster memory speed up matrix products and everything else
+differently. Those of bytes are the same everywhere; on a machine without kept ratios, one to theirs fell below half of
+that of another, and shares of the limit are only shown. For more, --keep in a clone of the commit before a change.
 
 Competitors take turns, on one thread. Times are seconds of the processor, so other work on the machine slows both
 alike. "Limit" is what no change of ours can shorten: the projections of a layer, or a product of each matrix with
@@ -39,6 +39,8 @@ from transformers.utils import logging
 KEPT = Path(__file__).with_name("ratios.json")
 SLACK = 0.05
 """A ratio fell if its median is this share below the least of the rounds that were kept."""
+ELSEWHERE = 0.5
+"""On a machine where none is kept, of a ratio to theirs; of a share of the limit nothing is asked."""
 BYTES = ", bytes kept"
 """Ends the names of rows that are the same on every machine."""
 
@@ -164,9 +166,18 @@ def machine() -> str:
 
 
 def comparable(kept: dict[str, Ratios], here: str) -> Ratios:
-    """The ratios kept on this machine, and those of bytes from any."""
-    bytes_kept = {name: then for rows in kept.values() for name, then in rows.items() if BYTES in name}
-    return bytes_kept | kept.get(here, {})
+    """The ratios kept on this machine. Where there are none, those of others, of which less is asked."""
+    if here in kept:
+        return kept[here]
+
+    def asked(name: str) -> float:
+        if BYTES in name:
+            return 1
+        return ELSEWHERE if name.endswith("theirs") else 0
+
+    return {
+        name: then | {"least": asked(name) * then["least"]} for rows in kept.values() for name, then in rows.items()
+    }
 
 
 def fallen(now: Ratios, kept: Ratios) -> list[str]:
@@ -203,7 +214,7 @@ def main() -> int:
     if options.keep:
         KEPT.write_text(json.dumps(kept | {here: now}, indent=1) + "\n", encoding="utf-8")
     if here not in kept:
-        print(f"\nNo times are kept for this machine ({here}): only bytes are compared.")
+        print(f"\nNo ratios are kept for this machine ({here}): those of others are compared, and roughly.")
     print("\n" + ("Fell:\n" + "\n".join(fell) if fell else "No ratio fell."))
     return int(bool(fell))
 

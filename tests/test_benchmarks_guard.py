@@ -62,7 +62,7 @@ def test_only_a_ratio_below_the_kept_rounds_fell(
 ) -> None:
     monkeypatch.setattr(guard, "KEPT", tmp_path / "ratios.json")
     assert run(guard, monkeypatch, [2.0, 4.0, 3.0]) == 0
-    assert "No times are kept for this machine (here)" in capsys.readouterr().out
+    assert "No ratios are kept for this machine (here)" in capsys.readouterr().out
     assert run(guard, monkeypatch, [2.0, 4.0, 3.0], "--keep", "--json", str(tmp_path / "all.json")) == 0
     assert json.loads((tmp_path / "all.json").read_text())[0]["costs"]["theirs"] == [2.0, 4.0, 3.0]
     assert run(guard, monkeypatch, [1.91, 1.95, 1.85]) == 0  # within 5 % of the least that was kept
@@ -73,19 +73,29 @@ def test_only_a_ratio_below_the_kept_rounds_fell(
     assert run(guard, monkeypatch, [1.89, 1.8, 4.0]) == 0
 
 
-def test_on_another_machine_bytes_are_compared_and_times_are_not(
+def test_on_another_machine_bytes_are_compared_and_times_roughly(
     guard: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(guard, "KEPT", tmp_path / "ratios.json")
     run(guard, monkeypatch, [2.0, 4.0, 3.0], "--keep")
     assert run(guard, monkeypatch, [1.0, 1.0, 1.0], where="there") == 0
-    assert "No times are kept for this machine (there): only bytes are compared." in capsys.readouterr().out
+    assert "No ratios are kept for this machine (there)" in capsys.readouterr().out
+    assert run(guard, monkeypatch, [0.9, 0.9, 0.9], where="there") == 1
+    assert "scan, to theirs: 0.90, kept 3.00 (least 1.00)" in capsys.readouterr().out
     assert run(guard, monkeypatch, [1.0, 1.0, 1.0], where="there", size=2) == 1
     assert "model, bytes kept, to theirs: 2.00, kept 3.00" in capsys.readouterr().out
     run(guard, monkeypatch, [1.0, 1.0, 1.0], "--keep", where="there")  # beside those of the first
-    assert run(guard, monkeypatch, [0.5, 0.5, 0.5], where="there") == 1
+    assert run(guard, monkeypatch, [0.9, 0.9, 0.9], where="there") == 1
     assert run(guard, monkeypatch, [1.9, 1.9, 1.9]) == 0
     assert run(guard, monkeypatch, [1.0, 1.0, 1.0]) == 1
+
+
+def test_the_share_of_the_limit_is_compared_where_it_was_kept_only(guard: Any) -> None:
+    now = {"scan, to limit": {"median": 0.2, "least": 0.2}}
+    kept = {"here": {"scan, to limit": {"median": 0.5, "least": 0.5}}}
+    assert guard.fallen(now, guard.comparable(kept, "here"))
+    assert not guard.fallen(now, guard.comparable(kept, "there"))
+    assert guard.fallen({}, guard.comparable(kept, "there")) == ["scan, to limit: no longer measured"]
 
 
 def test_a_machine_is_its_processor_and_torch(guard: Any) -> None:
