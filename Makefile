@@ -43,12 +43,12 @@ test-kernels: $(INSTALLED_KERNELS) ## run GPU kernels on the CPU, in Triton's in
 
 test-oldest: export OMP_NUM_THREADS := 1
 test-oldest: $(INSTALLED_OLDEST) ## run those that touch Transformers with the oldest supported versions
-	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow" $(OF_RELEASES)
+	$(VENV_OLDEST)/bin/python $(PYTEST) -m "not slow" --each 3 $(OF_RELEASES)
 
 test-newest: export OMP_NUM_THREADS := 1
 test-newest: $(INSTALLED) ## run them with the newest releases of the registry, if any is newer than the pinned one
 	$(VENV)/bin/python .ci/newest.py $(VENV_NEWEST)
-	if [ -e $(VENV_NEWEST) ]; then $(VENV_NEWEST)/bin/python $(PYTEST) -m "not slow" $(OF_RELEASES); fi
+	if [ -e $(VENV_NEWEST) ]; then $(VENV_NEWEST)/bin/python $(PYTEST) -m "not slow" --each 3 $(OF_RELEASES); fi
 
 lint: $(INSTALLED) ## check style, formatting and types
 	$(VENV)/bin/ruff check .

@@ -90,6 +90,8 @@ def pytest_collection_finish() -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "run every case of tests of three and more parameters, not only each pair of values once"
     parser.addoption("--every-case", action="store_true", help=text)
+    text = "run each N-th case of a test, and all of hybrids, whose stock code differs from release to release"
+    parser.addoption("--each", type=int, default=1, metavar="N", help=text)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -111,8 +113,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
         kept = {those[index] for those in tests.values() for index in covering([*map(values_of, those)])}
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
+        keep(config, items, lambda item: item in kept)
+    places: Counter[str] = Counter()
+    keep(config, items, lambda item: is_among_each(item, config.getoption("--each"), places))
+
+
+def is_among_each(item: pytest.Item, step: int, places: Counter[str]) -> bool:
+    """Whether a case is the first of `step`; `places` counts those of its test."""
+    name = item.nodeid.partition("[")[0]
+    places[name] += 1
+    return (places[name] - 1) % step == 0 or "hybrids" in name
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], chosen: Callable[[pytest.Item], bool]) -> None:
+    those = {item: chosen(item) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not those[item]])
+    items[:] = [item for item in items if those[item]]
 
 
 def values_of(item: pytest.Item) -> list[Hashable]:
