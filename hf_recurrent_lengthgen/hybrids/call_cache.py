@@ -44,6 +44,8 @@ class CallCache(Cache):
         new_keys: Keys and values of the tokens, by layer.
         columns: Columns of a long row that each layer of xLSTM has read, which Transformers cuts in evaluation.
         over_padding: Whether a layer has read its state over padding, too.
+        skips_logits: Whether the head gets no more than the last token.
+        backbone_output: That of the backbone then.
     """
 
     is_compileable = False
@@ -65,11 +67,19 @@ class CallCache(Cache):
         self.after: dict[int, LayerState] = {}
         self.new_keys: dict[int, tuple[Tensor, Tensor]] = {}
         self.columns: dict[int, int] = {}
-        self.over_padding = False
+        self.over_padding = self.skips_logits = False
+        self.backbone_output: Any = None
         self.is_closed = False
 
     def __len__(self) -> int:
         return len(self.layout.windows)
+
+    def for_head(self, output: Any) -> Any:
+        """What the head gets of the output of the backbone."""
+        if not self.skips_logits:
+            return output
+        self.backbone_output = output
+        return type(output)(**{**output, "last_hidden_state": output.last_hidden_state[:, -1:]})
 
     def before_layer(self, layer_idx: int) -> LayerState | None:
         """The state before the tokens; None at the start."""
@@ -176,6 +186,12 @@ class CallCache(Cache):
     @property
     def is_dummy(self) -> list[bool]:
         return [False] * len(self)
+
+
+class HeadInput(NamedTuple):
+    """In place of a cache: what the backbone returns without running its layers."""
+
+    output: Any
 
 
 class _OfXlstm:

@@ -7,7 +7,7 @@ state after the tokens would see the padding at the end of the shorter rows; the
 Shapes: B rows and T tokens as given; N sequences, L tokens of the longest one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -152,9 +152,13 @@ class StockRows:
             given["labels"] = scored_labels(given["labels"], self.given)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         loss: Tensor = model.loss_function(logits=output["logits"], vocab_size=vocabulary, **given)
-        if (of_experts := output.get("aux_loss")) is not None:
-            loss = loss + (_coefficient(model) * of_experts).to(loss.device)
-        return loss
+        return with_loss_of_experts(model, loss, output)
+
+
+def with_loss_of_experts(model: Any, loss: Tensor, output: Mapping[str, Any]) -> Tensor:
+    """The loss with that of the experts in an output, as stock models add it."""
+    of_experts = output.get("aux_loss")
+    return loss if of_experts is None else loss + (_coefficient(model) * of_experts).to(loss.device)
 
 
 def experts_counted(arguments: dict[str, Any], config: Any) -> bool:

@@ -16,10 +16,11 @@ from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_recurrent_lengthgen.evaluation.text_configs import rope_of_length
 from hf_recurrent_lengthgen.hybrids.caches import HybridCache
-from hf_recurrent_lengthgen.hybrids.call_cache import CallCache, Layout
+from hf_recurrent_lengthgen.hybrids.call_cache import CallCache, HeadInput, Layout
 from hf_recurrent_lengthgen.hybrids.calls import (
     cache_argument,
     check_attention_cache,
@@ -31,6 +32,7 @@ from hf_recurrent_lengthgen.hybrids.calls import (
     uses_of_rows,
     with_one_cache,
 )
+from hf_recurrent_lengthgen.hybrids.chunked_loss import read_without_logits
 from hf_recurrent_lengthgen.hybrids.generating import HybridGenerationMixin
 from hf_recurrent_lengthgen.hybrids.mixers import take_mixers_over, under_its_name
 from hf_recurrent_lengthgen.hybrids.registry import ROPE, adapter_targets, check_uses, stock_type_of
@@ -96,6 +98,13 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         own = getattr(super(), "accepts_loss_kwargs", True)
         return bool(own and self.get_output_embeddings() is not None)
 
+    @property
+    def can_skip_logits(self: Any) -> bool:
+        """Whether `skip_logits` is taken: by language models whose loss is a sum over tokens."""
+        is_language_model = self.base_model is not self and self.get_output_embeddings() is not None
+        of_all_logits = getattr(self.config, "z_loss_coefficient", 0)  # Bamba's
+        return bool(is_language_model and self.loss_function is ForCausalLMLoss and not of_all_logits)
+
     def state_shapes(self: Any) -> tuple[LayerShape, ...]:
         """Shapes of the state of every layer, without the batch dimension."""
         return self._layout.shapes
@@ -139,8 +148,10 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         arguments: dict[str, Any],
     ) -> Any:
         cache = arguments.get(name := cache_argument(self))
+        if isinstance(cache, HeadInput):
+            return cache.output
         if isinstance(cache, CallCache):  # the backbone of a model that has read the arguments
-            return super().forward(**arguments)  # type: ignore[misc]
+            return cache.for_head(super().forward(**arguments))  # type: ignore[misc]
         refuse_unread(arguments)
         check_call(self, cache)
         check_uses(self, {"sequence_group": arguments.get("sequence_group")})
@@ -161,7 +172,7 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         if cache is not None or self._returns_cache(arguments, rows):
             cache = HybridCache(len(self._layout.shapes)) if cache is None else cache
             return self._read(None, cache, rows, arguments, fills=name)
-        if learned or rows is not None:
+        if learned or rows is not None or arguments.get("skip_logits"):
             return self._read(None, None, rows, arguments, keeps=False)
         return super().forward(**of_whole_rows(arguments, ("attention_mask", "position_ids")))  # type: ignore[misc]
 
@@ -241,6 +252,8 @@ class StatefulMixin(HybridGenerationMixin, LearnedStatesMixin):
         """The stock forward pass with a `CallCache`; `further` arguments are of moved rows."""
         arguments = {**arguments, cache_argument(self): call, "use_cache": False, "return_dict": True}
         let_checkpointing_recompute(self)
+        if arguments.pop("skip_logits", False):
+            return read_without_logits(self, super().forward, call, rows, arguments, further or {})  # type: ignore[misc]
         if rows is not None:
             return rows.read(self, super().forward, arguments, further or {})  # type: ignore[misc]
         return super().forward(**of_whole_rows(arguments, ()) | (further or {}))  # type: ignore[misc]
