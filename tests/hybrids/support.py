@@ -65,7 +65,7 @@ class Row(NamedTuple):
 def measure_errors(model_type: str) -> list[float]:
     """Of a tiny model, in a few pieces, from nothing and from random states, keys and values."""
     models = both(model_type, False, None, torch.float32)
-    return [max(largest_error(*models, form, "17", kind) for kind in ("nothing", "random")) for form in WORDS]
+    return [max(largest_error(*models, form, "17", kind, (True,)) for kind in ("nothing", "random")) for form in WORDS]
 
 
 def measure(model_type: str) -> Row:

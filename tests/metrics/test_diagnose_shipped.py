@@ -32,13 +32,13 @@ MEASURED = ["mamba2", "rwkv7", "bamba"]
 """Measured again, one of each kind: ten minutes for all of them."""
 
 
-def held_out(length: int) -> np.ndarray:
-    return evaluation_sequences(load_stream("stdlib", "validation", byte_tokenizer()).tokens, 16, length + 1)
+def held_out(rows: int, length: int) -> np.ndarray:
+    return evaluation_sequences(load_stream("stdlib", "validation", byte_tokenizer()).tokens, rows, length + 1)
 
 
 @pytest.fixture(scope="module")
 def texts() -> np.ndarray:
-    return held_out(2048)
+    return held_out(8, 2048)
 
 
 @pytest.mark.parametrize("family", CURED)
@@ -56,7 +56,7 @@ def test_the_results_of_a_cured_model_show_no_harm_up_to_64_training_lengths(fam
 def test_a_cured_model_does_no_harm_up_to_64_training_lengths(family: str) -> None:
     model: Any = load_language_model(str(MODEL_CARDS / f"{family}-cured"))
     length = model.config.training_length
-    texts = held_out(LENGTHS * length)
+    texts = held_out(16, LENGTHS * length)
     whole = stream_nll(model, texts, progress=False).nll[:, length:]
     harm = (whole - window_nll(model, texts, length, progress=False).truncated).mean(0, keepdims=True)
     octaves = [length * ((1 << octave) - 1) for octave in range(LENGTHS.bit_length())]
