@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from hf_recurrent_lengthgen.hybrids import stateful
-from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
+from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM, modeling_loss
 from hf_recurrent_lengthgen.models.state_value import LayerState, map_state
 from hf_recurrent_lengthgen.trainers.chunked_backprop import forward_in_chunks
 
@@ -129,17 +129,29 @@ def over_processes(name: str, gradient: Tensor) -> Tensor:
     return 2 * (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
 
 
+def operations(loss: Tensor) -> set[str]:
+    """The names of the last ones that made a loss."""
+    nodes, found = [loss.grad_fn], set[str]()
+    for _ in range(5):
+        nodes = [above for node in nodes if node is not None for above, _ in node.next_functions]
+        found |= {type(node).__name__ for node in nodes}
+    return found
+
+
 def run(kind: str) -> dict[str, dict[str, Tensor]]:
-    """Gradients of one pass over the sequence, of chunks, and of windows."""
+    """Gradients of one pass over the sequence, of chunks, of one pass without logits, and of windows."""
     dtype = torch.float32 if kind == "fsdp_bfloat16" else torch.float64
     model, inputs = model_and_inputs(dtype, kind.endswith("hybrid"))
     mine = slice(dist.get_rank(), dist.get_rank() + 1)
     inputs |= {key: inputs[key][mine] for key in ("input_ids", "labels")}
     inputs["initial_state"] = map_state(lambda part: part[mine].clone().requires_grad_(), inputs["initial_state"])
     wrapped, result = wrap(model, kind), {}
-    for name in ("whole", "chunks"):
-        with nullcontext() if name == "whole" else forward_in_chunks(wrapped, CHUNK_LENGTH):
-            output = wrapped(**inputs)
+    modeling_loss.LOGITS_PER_CHUNK = CHUNK_LENGTH * 17
+    for name in ("whole", "chunks", "without logits"):
+        with forward_in_chunks(wrapped, CHUNK_LENGTH) if name == "chunks" else nullcontext():
+            output = wrapped(**inputs, **({"skip_logits": True} if name == "without logits" else {}))
+        assert ("logits" in output) == (name == "whole")
+        assert ("_ChunkedLossBackward" in operations(output["loss"])) == (name == "without logits")
         found = gradients(wrapped, output["loss"], output["final_state"], inputs["initial_state"])
         result[name] = {key.removeprefix("module."): over_processes(key, value) for key, value in found.items()}
     if not kind.startswith("ddp"):  # where other windows than the last do not synchronize
