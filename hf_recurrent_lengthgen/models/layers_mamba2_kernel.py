@@ -164,23 +164,17 @@ def fused_mamba2(
     return (out if inside else out_proj(out)), state._replace(recurrent=recurrent, conv=conv)
 
 
-def _forward(
-    zxbcdt: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    norm: Tensor | None,
-    out_weight: Tensor | None,
-    out_bias: Tensor | None,
-    ssm_state: Tensor,
-    conv_state: Tensor,
-    lengths: Tensor | None,
-    sizes: list[float],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+_TENSORS = (
+    "Tensor zxbcdt, Tensor weight, Tensor? bias, Tensor dt_bias, Tensor A, Tensor D, Tensor? norm, "
+    "Tensor? out_weight, Tensor? out_bias, Tensor ssm_state, Tensor conv_state, Tensor? lengths"
+)
+_SETTINGS = "float[] sizes, ScalarType dtype"
+
+
+def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     """Outputs, both states after, and what the backward pass needs: y and 1 / rms. Products are in `dtype`."""
+    zxbcdt, weight, bias, dt_bias, A, D, norm, *others = inputs
+    out_weight, out_bias, ssm_state, conv_state, lengths, sizes, dtype = others
     of = Mamba2Sizes.from_list(sizes)
     z, xBC, dt = zxbcdt.split(of.parts, -1)
     x, B, C = of.scanned(_convolve(xBC, weight, bias, conv_state))
@@ -201,28 +195,10 @@ def _forward(
     return out, final.to(ssm_state.dtype), last_inputs(xBC, conv_state, lengths), y, rstd
 
 
-def _backward(
-    d_out: Tensor | None,
-    d_final: Tensor | None,
-    d_after: Tensor | None,
-    zxbcdt: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    norm: Tensor | None,
-    out_weight: Tensor | None,
-    out_bias: Tensor | None,
-    ssm_state: Tensor,
-    conv_state: Tensor,
-    lengths: Tensor | None,
-    y: Tensor,
-    rstd: Tensor,
-    sizes: list[float],
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _backward(*inputs: Any) -> list[Tensor]:
     """Gradients of the arguments of `_forward` up to the states; empty tensors for those that are None."""
+    d_out, d_final, d_after, zxbcdt, weight, bias, dt_bias, A, D, norm, *others = inputs
+    out_weight, out_bias, ssm_state, conv_state, lengths, y, rstd, sizes, dtype = others
     of, project = Mamba2Sizes.from_list(sizes), out_weight is not None
     z, xBC, dt = zxbcdt.split(of.parts, -1)
     d_all, d_convolved = torch.empty_like(zxbcdt), torch.empty_like(xBC, memory_format=torch.contiguous_format)
@@ -268,12 +244,23 @@ def _backward(
     found = d_all, d_weight, d_bias, d_dt_bias, d_A, d_D, d_norm, d_out_weight, d_out_bias, d_ssm, d_conv
     like = zxbcdt, weight, bias, dt_bias, A, D, norm, out_weight, out_bias, ssm_state, conv_state
     pairs = zip(found, like, strict=True)
-    return [zxbcdt.new_empty(0) if gradient is None else gradient.to(t.dtype) for gradient, t in pairs]  # type: ignore[union-attr]
+    return [zxbcdt.new_empty(0) if gradient is None else gradient.to(t.dtype) for gradient, t in pairs]
 
 
 # Operators: torch.compile takes the whole mixer into one graph.
-_operator = torch.library.custom_op(f"{OPERATORS}::fused_mamba2", _forward, mutates_args=())
-_backward_operator = torch.library.custom_op(f"{OPERATORS}::fused_mamba2_backward", _backward, mutates_args=())
+_operator = torch.library.custom_op(
+    f"{OPERATORS}::fused_mamba2",
+    _forward,
+    mutates_args=(),
+    schema=f"({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+_backward_operator = torch.library.custom_op(
+    f"{OPERATORS}::fused_mamba2_backward",
+    _backward,
+    mutates_args=(),
+    schema="(Tensor? d_out, Tensor? d_final, Tensor? d_after, "
+    f"{_TENSORS}, Tensor y, Tensor rstd, {_SETTINGS}) -> Tensor[]",
+)
 
 
 @_operator.register_fake
