@@ -10,14 +10,29 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_recurrent_lengthgen import stateful
-from hf_recurrent_lengthgen.hybrids.mixers import take_mixers_over
-from hf_recurrent_lengthgen.models import FAMILIES
+from hf_recurrent_lengthgen.hybrids.mixers import MambaMixer, ZambaMixer, take_mixers_over
+from hf_recurrent_lengthgen.models import FAMILIES, modeling_stateful_mamba
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
+from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
 from hf_recurrent_lengthgen.models.state_value import states_checked_by_caller
 
 from .hybrids.tiny_models import TINY, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a fake CUDA device needs a CUDA build of torch")
+
+
+@pytest.fixture(autouse=True)
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA build of torch brings it along, for Mamba-1, but its kernels need a driver."""
+    monkeypatch.setattr(modeling_stateful_mamba, "KERNEL_AVAILABLE", False)
+    for mixer in (MambaMixer, ZambaMixer):
+        monkeypatch.setattr(mixer, "kernels", (None,))
+
+
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of Mamba-1 needs triton only, which comes with torch, and would be launched."""
+    monkeypatch.setattr(ScanMixer, "choose_backend", lambda mixer, setting, x: "torch")
 
 
 def family_model(name: str) -> Any:

@@ -273,8 +273,9 @@ def _forward(
     for first in range(0, length, TOKENS):
         start, real_T = tl.cast(first, tl.int64), first + token < length
         real_TD, real_TN = real_T[:, None] & real_D[None, :], real_T[:, None] & real_N[None, :]
-        if KEEP and first % CHUNK == 0:
-            tl.store(starts + (row * chunks + first // CHUNK) * channels * states + of_state, h, real_ND)
+        if KEEP:  # noqa: SIM102  as the compiler sees it, one is a constant
+            if first % CHUNK == 0:
+                tl.store(starts + (row * chunks + first // CHUNK) * channels * states + of_state, h, real_ND)
         x_TD, _, _, _, decay, written = _read(
             x, dt, B, x_token, dt_token, B_token, start, A_ND, token, d, n, real_TD, real_TN, SOFTPLUS
         )
