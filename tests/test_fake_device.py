@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_recurrent_lengthgen import stateful
-from hf_recurrent_lengthgen.hybrids.mixers import MambaMixer, ZambaMixer, take_mixers_over
-from hf_recurrent_lengthgen.models import FAMILIES, modeling_stateful_mamba
+from hf_recurrent_lengthgen.hybrids.mixers import take_mixers_over
+from hf_recurrent_lengthgen.models import FAMILIES
 from hf_recurrent_lengthgen.models.configuration_stateful import OLD_CACHE_NAMES
 from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
 from hf_recurrent_lengthgen.models.state_value import states_checked_by_caller
@@ -19,14 +19,6 @@ from hf_recurrent_lengthgen.models.state_value import states_checked_by_caller
 from .hybrids.tiny_models import TINY, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="a fake CUDA device needs a CUDA build of torch")
-
-
-@pytest.fixture(autouse=True)
-def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA build of torch brings it along, for Mamba-1, but its kernels need a driver."""
-    monkeypatch.setattr(modeling_stateful_mamba, "KERNEL_AVAILABLE", False)
-    for mixer in (MambaMixer, ZambaMixer):
-        monkeypatch.setattr(mixer, "kernels", (None,))
 
 
 @pytest.fixture(autouse=True)

@@ -114,7 +114,7 @@ def _scan_with_kernel(inputs: Inputs, initial_state: Tensor, chunk_size: int) ->
 
 
 def kernel_chunk(chunk_size: int) -> int:
-    """Tokens of a chunk of the kernel: blocks are powers of two, other sizes give NaN (state-spaces/mamba issue 449)."""
+    """Tokens of a chunk of the kernel: blocks are powers of two, others give NaN (state-spaces/mamba issue 449)."""
     return min(256, max(16, 1 << (chunk_size - 1).bit_length()))
 
 
