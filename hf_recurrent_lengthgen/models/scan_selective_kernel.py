@@ -135,7 +135,7 @@ class ScanOfModules(torch.autograd.Function):
             [leaf for leaf in leaves if leaf.requires_grad],
             [grad_x, grad_dt, grad_B, grad_C, grad_after],
         )
-        found = iter(torch.autograd.grad(made, wanted, of_made, materialize_grads=True))
+        found = iter(torch.autograd.grad(made, wanted, of_made))  # an error if `read` has other weights now
         of_leaves = [next(found) if leaf.requires_grad else None for leaf in leaves]
         return None, grad_gate, grad_A, grad_D, grad_state, *of_leaves
 

@@ -300,6 +300,19 @@ def test_frozen_weights_get_no_gradient_and_others_theirs(fused: list[str]) -> N
     assert fused == ["modules"]
 
 
+def test_weights_that_are_replaced_before_the_backward_pass_are_an_error() -> None:
+    mixer = mixer_of()
+    y, _ = mixer(*inputs_of(mixer, 2))
+    mixer.x_proj.weight = torch.nn.Parameter(mixer.x_proj.weight.detach().clone())
+    with pytest.raises(RuntimeError, match="not have been used"):
+        y.sum().backward()
+
+
+def test_states_alone_are_trained_while_all_weights_are_frozen(fused: list[str]) -> None:
+    assert_as_in_torch(mixer_of().requires_grad_(False), 3)
+    assert fused == ["modules"]
+
+
 def test_the_mixer_keeps_its_projection_and_its_output() -> None:
     """x, gate, y and few numbers for each token, as mamba-ssm: no convolved x, steps or decays."""
     kept: dict[int, int] = {}
