@@ -30,7 +30,7 @@ one_family = pytest.mark.parametrize("checkpoint", [MAMBA2], ids=variant_id, ind
 
 SCANS = {"scan_delta", "scan_gla", "scan_rwkv6", "scan_selective", "scan_ssd", "scan_trapezoid"}
 # What a reader of the code of a checkpoint has to read at most.
-MOST_FILES, MOST_LINES, MOST_BYTES = 20, 3_730, 178_500
+MOST_FILES, MOST_LINES, MOST_BYTES = 20, 3_730, 179_500
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=variant_id)
