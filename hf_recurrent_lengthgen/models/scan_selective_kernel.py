@@ -5,9 +5,9 @@
 as in scan_selective.py; softplus and gate z are optional. A program has one row and 32 channels. It reads a tile of 8
 tokens at once, since a program that reads each token when it gets there waits for memory most of the time. With the
 channels last in a tile, Triton gives all tokens of a channel and state to one thread, and the scan of a tile moves
-nothing between threads. The forward pass keeps the state before every 128 tokens. From there the backward pass computes
+nothing between threads. The forward pass keeps the state before every 128 tokens. From there the backward pass finds
 the states before tiles again, in memory that stays in the cache, and takes the tiles from the last to the first. No
-decay is ever divided by. Gradients of B and C are summed over the 32 channels in the kernel and over programs in torch,
+decay is ever divided by. Gradients of B and C are summed over 32 channels in the kernel and over programs in torch,
 from 2 N / 32 numbers per token and channel: always in the same order, unlike atomic additions.
 
 Compiled for sm_90 by Triton 3.9 with N = 16 in bfloat16: 120 registers forward, 255 backward, nothing spilled; 11 and
