@@ -78,7 +78,9 @@ class Mamba2Mixer(StateMixer):
     def norm_and_sizes(self: Any, limit: tuple[float, float]) -> tuple[nn.Module | None, Mamba2Sizes]:
         """The gated norm, and what the fused operation needs to know."""
         norm = None if isinstance(self.norm, nn.Identity) else self.norm  # Falcon-H1 may have none
-        group, eps = self.intermediate_size // self.n_groups, getattr(norm, "variance_epsilon", 0.0)
+        inner, eps = self.intermediate_size, getattr(norm, "variance_epsilon", 0.0)
+        # without either, as of Bamba before Transformers 5.24, it goes over all channels
+        group = getattr(norm, "group_size", inner // getattr(norm, "n_groups", 1))
         heads = self.num_heads, self.head_dim, self.n_groups, self.ssm_state_size
         before = getattr(norm, "norm_before_gate", False)
         return norm, Mamba2Sizes(*heads, self.chunk_size, limit, group, eps, before)

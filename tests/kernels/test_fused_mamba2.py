@@ -332,6 +332,25 @@ def test_a_wrapped_mixer_gives_what_it_gives_in_torch(case: str, fused: list[boo
     assert_fused(fused, mixer, 5, call=mixer.read, hidden=32)
 
 
+class NormOfAllChannels(torch.nn.Module):
+    """That of Mamba-2, Bamba and Granite 4 before Transformers 5.24."""
+
+    def __init__(self, grouped: Any) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = grouped.weight, grouped.variance_epsilon
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        gated = y * torch.nn.functional.silu(gate)
+        return self.weight * gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+def test_a_norm_goes_over_the_channels_of_its_class(fused: list[bool]) -> None:
+    _, mixer = wrapped_mixer("mamba2")
+    assert mixer.n_groups > 1
+    mixer.norm = NormOfAllChannels(mixer.norm)
+    assert_fused(fused, mixer, 5, call=mixer.read, hidden=32)
+
+
 def test_a_wrapped_model_takes_it_with_states_and_without(fused: list[bool]) -> None:
     model, _ = wrapped_mixer("falcon_h1")
     mixers = sum(isinstance(module, StateMixer) for module in model.modules())
