@@ -185,6 +185,7 @@ def stand_in_for_a_gpu() -> None:
     torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=MULTIPROCESSORS)  # type: ignore[assignment,misc]
     torch.nn.functional.rms_norm = rms_norm  # type: ignore[assignment]
     scans: Any = sys.modules["selective_scan_cuda"]
+    sys.modules["causal_conv1d"].causal_conv1d_update = None  # type: ignore[attr-defined]  # mamba_ssm asks for both
     scans.fwd, scans.bwd = selective_forward, selective_backward
     from hf_recurrent_lengthgen.models import layers_mixer
 
