@@ -161,7 +161,7 @@ def fused_mamba2(
         out, recurrent, conv, _, _ = _operator(
             zxbcdt.contiguous(), *weights, *outside, state.recurrent, state.conv, lengths, sizes.as_list(), dtype
         )
-    return (out if inside else out_proj(out)), state._replace(recurrent=recurrent, conv=conv)
+    return (out if inside else out_proj(out)), LayerState(recurrent, conv)  # not an OwnLayerState: callers keep it
 
 
 _TENSORS = (

@@ -18,7 +18,7 @@ from hf_recurrent_lengthgen.models import StatefulMamba2Config, layers_mamba2_ke
 from hf_recurrent_lengthgen.models.layers_mixer import ScanMixer
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2Mixer
 from hf_recurrent_lengthgen.models.rows import Rows
-from hf_recurrent_lengthgen.models.state_value import LayerState
+from hf_recurrent_lengthgen.models.state_value import LayerState, OwnLayerState
 from tests.hybrids.tiny_models import tiny_model
 from tests.models.law import assert_equal_up_to, weights_like
 
@@ -292,6 +292,15 @@ def test_what_the_kernels_cannot_take_goes_another_way(fused: list[bool], monkey
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     mixer(x[:, :1], state)
     monkeypatch.undo()
+
+
+def test_what_mixers_may_overwrite_is_not_returned() -> None:
+    """Else a state out of the cache of `generate` changes in the next call that reads one token from it."""
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 2)
+    with torch.no_grad():
+        _, after = mixer(x, OwnLayerState(*state))
+    assert type(after) is LayerState
 
 
 def test_calls_that_need_more_than_the_kernels_take_are_known() -> None:
