@@ -2,7 +2,8 @@
 
 A chunk's gradients are computed with its loss, in the forward pass (Hsu et al., 2024, "Liger Kernel",
 arXiv:2410.10989, section 3.2): that of its hidden states, and that of the weight, which is summed over chunks. So no
-logits are kept, and none are computed twice; the backward pass scales both. Tokens without a target get no logits.
+logits are kept, and none are computed twice; the backward pass scales both. Tokens without a target get no logits on
+a CPU. On a GPU, fla's cross-entropy scores a chunk where fla is installed.
 
 Shapes: B batch, T tokens, D hidden size, V vocabulary.
 """
@@ -18,8 +19,10 @@ from .layers_mixer import is_plain
 from .modeling_heads import IGNORED_LABEL, scored_labels
 from .rows import Rows
 from .scan_backends import backward_once
+from .scan_fla_kernels import fla_kernel
 from .state_value import state_dtype
 
+fla_cross_entropy = fla_kernel("fla.modules.fused_cross_entropy", "cross_entropy_loss")
 LOGITS_PER_CHUNK = 2**25
 """Logits in memory at once, 128 MiB in float32: fewer tokens at a time are slower, more take more memory."""
 
@@ -42,6 +45,9 @@ def loss_without_logits(
         return loss
 
     def score(hidden: Tensor, targets: Tensor) -> Tensor:
+        if takes_fla(hidden):  # without the logits in float32 and their softmax in memory
+            logits = head(hidden.to(head.weight.dtype))[0]
+            return fla_cross_entropy(logits, targets[0], inplace_backward=True)[0].sum()
         (size, length), logits = targets.shape, model.logits_of(hidden)
         summed: Tensor = model._loss_of(logits, None, targets, Rows((size, length)), 1)
         return summed
@@ -82,6 +88,11 @@ def takes_chunks(head: Any, tokens: int) -> bool:
     return tokens * head.out_features > LOGITS_PER_CHUNK and dtype != torch.float16 and not watched
 
 
+def takes_fla(hidden: Tensor) -> bool:
+    """Whether a chunk is scored by fla's kernel."""
+    return fla_cross_entropy is not None and hidden.device.type == "cuda" and hidden.dtype != torch.float64
+
+
 def chunked_loss(score: Score, head: nn.Linear, hidden: Tensor, targets: Tensor, num_items: Any = None) -> Tensor:
     """The summed loss of hidden states (B, T, D) on targets (B, T), divided by a number; None for that of targets.
 
@@ -110,7 +121,10 @@ class _ChunkedLoss(torch.autograd.Function):
         # sums over chunks have the precision of states, whatever that of the weights
         sums = [torch.zeros_like(x, dtype=state_dtype(x.dtype)) for x in trained]
         of_hidden, losses = torch.zeros_like(hidden), []
-        for places in (targets != IGNORED_LABEL).nonzero()[:, 0].split(size):
+        scored = torch.arange(len(targets), device=targets.device)
+        if targets.device.type == "cpu":  # elsewhere it would wait for the device
+            scored = scored[targets != IGNORED_LABEL]
+        for places in scored.split(size):
             with torch.set_grad_enabled(needs):
                 chunk = hidden.detach()[places].requires_grad_(needs)
                 loss = score(chunk[None], targets[places][None])
