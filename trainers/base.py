@@ -132,7 +132,7 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
 
     def __init_subclass__(cls, **keyword: Any) -> None:
         super().__init_subclass__(**keyword)
-        if "compute_loss" in vars(cls):
+        if cls.compute_loss is not InitialStateTrainer.compute_loss:  # its own, or that of a mixin
             cls.needs_logits = True  # it may read them
         if "about" not in vars(cls):
             return

@@ -84,13 +84,18 @@ def takes_chunks(head: Any, tokens: int) -> bool:
         return False
     device = head.weight.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head.weight.dtype
-    watched = any(weight._backward_hooks for weight in head.parameters())  # they expect the gradient of all tokens
+    watched = any(weight._backward_hooks for weight in weights_of(head))  # they expect the gradient of all tokens
     return tokens * head.out_features > LOGITS_PER_CHUNK and dtype != torch.float16 and not watched
 
 
 def takes_fla(hidden: Tensor) -> bool:
     """Whether a chunk is scored by fla's kernel."""
     return fla_cross_entropy is not None and hidden.device.type == "cuda" and hidden.dtype != torch.float64
+
+
+def weights_of(head: nn.Linear) -> list[Tensor]:
+    """Also those that are no parameters of it: of replicas of DataParallel, and of FSDP1 with flat parameters."""
+    return [weight for weight in (head.weight, head.bias) if weight is not None]
 
 
 def chunked_loss(score: Score, head: nn.Linear, hidden: Tensor, targets: Tensor, num_items: Any = None) -> Tensor:
@@ -105,7 +110,9 @@ def chunked_loss(score: Score, head: nn.Linear, hidden: Tensor, targets: Tensor,
         raise ValueError(f"Labels must have shape {tuple(hidden.shape[:2])}, got {tuple(targets.shape)}.")
     size = max(1, LOGITS_PER_CHUNK // head.out_features)
     targets = targets.flatten().to(hidden.device)
-    summed: Tensor = _ChunkedLoss.apply(score, size, targets, hidden.flatten(0, 1), *head.parameters())
+    inputs = hidden.flatten(0, 1), *weights_of(head)
+    needs = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    summed: Tensor = _ChunkedLoss.apply(score, size, needs, targets, *inputs)
     count = (targets != IGNORED_LABEL).sum() if num_items is None else torch.as_tensor(num_items).to(hidden.device)
     nothing = count == 0  # NaN, as the mean of cross-entropy, whose gradients are 0
     return summed / count.where(~nothing, 1) + torch.where(nothing, torch.nan, 0.0)
@@ -115,9 +122,10 @@ class _ChunkedLoss(torch.autograd.Function):
     """The sum of the losses of N tokens; gradients to their hidden states (N, D) and the weights of the head."""
 
     @staticmethod
-    def forward(ctx: Any, score: Score, size: int, targets: Tensor, hidden: Tensor, *weights: Tensor) -> Tensor:
-        trained = [x for x in weights if x.requires_grad]
-        needs = any(ctx.needs_input_grad)
+    def forward(
+        ctx: Any, score: Score, size: int, needs: bool, targets: Tensor, hidden: Tensor, *weights: Tensor
+    ) -> Tensor:
+        trained = [x for x in weights if needs and x.requires_grad]
         # sums over chunks have the precision of states, whatever that of the weights
         sums = [torch.zeros_like(x, dtype=state_dtype(x.dtype)) for x in trained]
         of_hidden, losses = torch.zeros_like(hidden), []
@@ -143,9 +151,7 @@ class _ChunkedLoss(torch.autograd.Function):
         found = [(x * upstream).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
         of_weights = iter(found[1:])
         return (
-            None,
-            None,
-            None,
+            *[None] * 4,
             found[0],
-            *(next(of_weights) if needed else None for needed in ctx.needs_input_grad[4:]),
+            *(next(of_weights) if needed else None for needed in ctx.needs_input_grad[5:]),
         )

@@ -180,9 +180,11 @@ def test_under_autocast_the_weight_gets_a_gradient_in_float32(dtype: torch.dtype
     assert model.lm_head.weight.grad.dtype == torch.float32
 
 
-def test_without_gradients_only_the_loss_is_computed(sevens: int) -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_only_the_loss_is_computed(mode: Any, sevens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = build(MAMBA2), batch("padded left")
-    with torch.no_grad():
+    monkeypatch.setattr(torch.autograd, "grad", None)
+    with mode():
         loss = model(**given, skip_logits=True).loss
     assert not loss.requires_grad
     torch.testing.assert_close(loss, model(**given).loss.detach(), rtol=2e-6, atol=0)
@@ -241,6 +243,16 @@ def test_heads_that_are_more_than_weights_compute_all_logits_at_once(kind: str, 
         model.lm_head = torch.nn.Sequential(model.lm_head)
         model.lm_head.weight = model.lm_head[0].weight
     assert_same(model, batch("padded left"), B * T, error=0)
+
+
+def test_a_head_whose_weights_are_no_parameters_learns(sevens: int) -> None:
+    """As those of a replica of DataParallel."""
+    model, given = build(MAMBA2), batch("labels")
+    weight = model.lm_head.weight
+    model.lm_head = model.lm_head._replicate_for_data_parallel()
+    model.lm_head.weight, model.lm_head.bias = weight.view_as(weight), None
+    found, expected = (torch.autograd.grad(model(**given, skip_logits=skip).loss, weight)[0] for skip in (True, False))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_adapters_in_the_backbone_learn_from_chunks(sevens: int) -> None:

@@ -89,6 +89,26 @@ class ReadingMethod(StatePassingTrainer):
         return loss + 0 * output.logits.sum()
 
 
+class ReadingMixin:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **keyword: Any) -> Any:
+        loss, output = super().compute_loss(model, inputs, True, **keyword)  # type: ignore[misc]
+        loss = loss + 0 * output.logits.sum()
+        return (loss, output) if return_outputs else loss
+
+
+class MixedMethod(ReadingMixin, StatePassingTrainer):
+    pass
+
+
+def test_the_loss_of_a_mixin_gets_logits_in_evaluation(tmp_path: Path) -> None:
+    args = StatePassingTrainer.config_class(str(tmp_path), **SETTINGS)
+    trainer = MixedMethod(toys.tiny_model(), args, eval_dataset=toys.sequences(5))
+    calls = watched(trainer)
+    trainer.evaluate()
+    assert calls
+    assert all(calls)
+
+
 def of_logits(output: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     found: Tensor = output.logits.square().mean()
     return found
