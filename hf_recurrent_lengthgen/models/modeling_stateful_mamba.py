@@ -108,7 +108,7 @@ def convolved_and_scanned(
     wide = state.recurrent.dtype
     A, D = -mixer.A_log.to(wide).exp(), mixer.D.to(wide)
     inside = _with_all_inside(mixer, x, rows, backend) and not torch.compiler.is_compiling()
-    if inside and torch.is_grad_enabled() and all(map(is_plain, modules)):
+    if inside and torch.is_grad_enabled() and all(is_plain(module) and _trained_once(module) for module in modules):
         real = None if rows is None else rows.real
 
         def read_real(x: Tensor, conv: Tensor) -> tuple[Tensor, ...]:
@@ -116,12 +116,19 @@ def convolved_and_scanned(
             return x, without_padding(raw, real), *others
 
         weights = [weight for module in modules for weight in module.parameters()]
-        if all(type(weight) is nn.Parameter for weight in weights):  # not gathered for one call, as by FSDP
-            y, *after = ScanOfModules.apply(read_real, gate, A, D, state.recurrent, x, state.conv, *weights)
-            return y, LayerState(*after)
+        y, *after = ScanOfModules.apply(read_real, gate, A, D, state.recurrent, x, state.conv, *weights)
+        return y, LayerState(*after)
     x, raw, B, C, conv = read(x, state.conv)
     y, after = gated_scan(mixer, x, raw, A, B, C, D, gate, state, rows, backend)
     return y, after._replace(conv=conv)
+
+
+def _trained_once(module: nn.Module) -> bool:
+    """Whether the backward pass finds the weights of a module where they were, and may compute their gradients apart:
+    parameters that are not gathered for one call, as by FSDP, and without hooks, which would run twice. Replicas of
+    DataParallel and flat parameters of FSDP have tensors in their place."""
+    apart = any(isinstance(value, Tensor) and value.requires_grad for value in vars(module).values())
+    return not apart and all(type(x) is nn.Parameter and not x._backward_hooks for x in module.parameters())
 
 
 class StatefulMambaMixer(ScanMixer):

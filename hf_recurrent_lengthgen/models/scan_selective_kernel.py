@@ -35,6 +35,7 @@ except ImportError:
 
 _CHUNK = 128  # tokens per state that is kept
 _LAUNCH = {"num_warps": 4, "enable_fp_fusion": True}
+_on_device_of = torch.cuda.device_of  # Triton launches on the current device, which need not be that of the tensors
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -149,15 +150,16 @@ def _run(softplus: bool, initial_state: Tensor, inputs: Sequence[Tensor], keep: 
     starts = A.new_empty(rows, chunks if keep else 0, channels, states)
     sizes = length, channels, states, chunks
     tile = _tile(states)
-    _forward[rows, triton.cdiv(channels, tile["BLOCK"])](
-        *(x, dt, A, B, C, D, z, initial_state.contiguous(), y, final_state, starts),
-        *(*sizes, *strides),
-        SOFTPLUS=softplus,
-        GATE=len(inputs) == 7,
-        KEEP=keep,
-        **tile,
-        **_LAUNCH,
-    )
+    with _on_device_of(x):
+        _forward[rows, triton.cdiv(channels, tile["BLOCK"])](
+            *(x, dt, A, B, C, D, z, initial_state.contiguous(), y, final_state, starts),
+            *(*sizes, *strides),
+            SOFTPLUS=softplus,
+            GATE=len(inputs) == 7,
+            KEEP=keep,
+            **tile,
+            **_LAUNCH,
+        )
     return y, final_state, starts
 
 
@@ -176,15 +178,16 @@ def _gradients(
     grad_A, grad_D = starts.new_empty(rows, channels, states), starts.new_empty(rows, channels)
     grad_state = starts.new_empty(rows, channels, states)
     before_tiles = starts.new_empty(rows, blocks, _CHUNK // tile["TOKENS"], tile["N"], tile["BLOCK"])
-    _backward[rows, blocks](
-        *(x, dt, A, B, C, D, z, starts, before_tiles, grad_y, grad_final.contiguous()),
-        *(grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_state),
-        *(length, channels, states, starts.shape[1], rows, *strides, *grad_y.stride()[:2]),
-        SOFTPLUS=softplus,
-        GATE=len(inputs) == 7,
-        **tile,
-        **_LAUNCH,
-    )
+    with _on_device_of(x):
+        _backward[rows, blocks](
+            *(x, dt, A, B, C, D, z, starts, before_tiles, grad_y, grad_final.contiguous()),
+            *(grad_x, grad_dt, grad_A, grad_B, grad_C, grad_D, grad_z, grad_state),
+            *(length, channels, states, starts.shape[1], rows, *strides, *grad_y.stride()[:2]),
+            SOFTPLUS=softplus,
+            GATE=len(inputs) == 7,
+            **tile,
+            **_LAUNCH,
+        )
     sums = grad_A.sum(0), grad_B.sum(0).to(B.dtype), grad_C.sum(0).to(C.dtype), grad_D.sum(0)
     return grad_state, grad_x, grad_dt, *sums, *([grad_z] if len(inputs) == 7 else [])
 

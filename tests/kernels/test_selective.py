@@ -1,6 +1,7 @@
 """The selective scan in Triton against its definition in float64, and the mixers that take it."""
 
 import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer
-from hf_recurrent_lengthgen.models import StatefulMambaConfig, layers_conv, modeling_stateful_mamba, scan_selective
+from hf_recurrent_lengthgen.models import (
+    StatefulMambaConfig,
+    layers_conv,
+    modeling_stateful_mamba,
+    scan_selective,
+    scan_selective_kernel,
+)
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StatefulMambaMixer
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.scan_selective_kernel import ScanOfModules, selective_scan
@@ -197,6 +204,19 @@ def test_every_output_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
+def test_kernels_are_launched_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Any] = []
+
+    def on_device_of(tensor: Tensor) -> Any:
+        chosen.append(tensor.device)
+        return nullcontext()
+
+    monkeypatch.setattr(scan_selective_kernel, "_on_device_of", on_device_of)
+    given = in_float32(random_inputs(2, 3, 1))
+    measured(selective_scan, given)
+    assert chosen == [given["x"].device] * 2
+
+
 def test_without_gradients_no_states_are_kept() -> None:
     given = in_float32(random_inputs(9, 3, 5))
     with torch.no_grad():
@@ -311,6 +331,33 @@ def test_weights_that_are_replaced_before_the_backward_pass_are_an_error() -> No
 def test_states_alone_are_trained_while_all_weights_are_frozen(fused: list[str]) -> None:
     assert_as_in_torch(mixer_of().requires_grad_(False), 3)
     assert fused == ["modules"]
+
+
+def test_hooks_on_weights_run_once(fused: list[str]) -> None:
+    mixer = mixer_of()
+    mixer.x_proj.weight.register_hook(lambda gradient: gradient / 2)
+    assert_as_in_torch(mixer, 5)
+    assert fused == ["gate"]
+
+
+def test_weights_that_are_no_parameters_learn(fused: list[str]) -> None:
+    """As those of a replica of DataParallel."""
+    mixer = mixer_of()
+    x, state = inputs_of(mixer, 5)
+    expected = {name: value for name, value in results(mixer, x, state).items() if name.startswith("gradient of ")}
+    copied = replica(mixer)
+    found = results(mixer, x, state, call=copied)
+    assert fused == ["modules", "gate"]
+    assert_equal_up_to(1e-5, {name: found[name] for name in expected}, expected)
+
+
+def replica(module: Any) -> Any:
+    copied = module._replicate_for_data_parallel()
+    for name, weight in module._parameters.items():
+        setattr(copied, name, None if weight is None else weight.view_as(weight))
+    for name, child in module.named_children():
+        setattr(copied, name, replica(child))
+    return copied
 
 
 def test_the_mixer_keeps_its_projection_and_its_output() -> None:
