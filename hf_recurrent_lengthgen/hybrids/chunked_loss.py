@@ -65,8 +65,7 @@ def read_without_logits(
     loss = chunked_loss(
         score, head, rows.back(hidden) if rows else hidden, targets, arguments.get("num_items_in_batch")
     )
-    output["loss"] = with_loss_of_experts(model, loss, output)
-    return output
+    return type(output)(**{**output, "loss": with_loss_of_experts(model, loss, output)})  # the loss is first
 
 
 def _dropped(output: ModelOutput) -> ModelOutput:

@@ -122,6 +122,13 @@ def test_activation_checkpointing_recomputes_the_same(monkeypatch: pytest.Monkey
     assert_same(model, batch("from a state", model), monkeypatch)
 
 
+def test_the_loss_is_the_first_of_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_loss, "LOGITS_PER_CHUNK", 7 * VOCABULARY)
+    model = stateful(tiny_model("falcon_h1"))
+    output = model(**batch("from a state", model), skip_logits=True)
+    assert output[0] is output.loss
+
+
 def test_few_logits_are_computed_by_the_stock_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_loss, "LOGITS_PER_CHUNK", 1000 * VOCABULARY)
     model = stateful(tiny_model("falcon_h1")).train()
