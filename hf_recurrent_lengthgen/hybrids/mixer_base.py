@@ -82,7 +82,7 @@ class StateMixer(ScanMixer):
 
     @property
     def scans_unwatched(self) -> bool:
-        return "scan" not in vars(self)
+        return "scan" not in vars(self) and type(self).advance is StateMixer.advance
 
     def convolve(self, x: Tensor, state: Tensor, rows: Rows | None, backend: ScanBackend) -> tuple[Tensor, Tensor]:
         """The short convolution and its activation: (B, T, C), and the K-1 columns after it."""

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu, softplus
+from torch.nn.functional import linear, softplus
 from transformers.cache_utils import Cache
 from transformers.utils import is_kernels_available
 
 from hf_recurrent_lengthgen.hybrids.mixer_base import StateMixer
 from hf_recurrent_lengthgen.models.layers_conv import causal_conv1d_fn
 from hf_recurrent_lengthgen.models.layers_delta import l2_norm
-from hf_recurrent_lengthgen.models.layers_mamba2_kernel import Mamba2Sizes, fused_mamba2, takes
+from hf_recurrent_lengthgen.models.layers_mamba2_kernel import Mamba2Sizes
 from hf_recurrent_lengthgen.models.modeling_stateful_mamba import StepProjection, convolved_and_scanned, gated_scan
-from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import NO_LIMIT
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import after_input_projection
 from hf_recurrent_lengthgen.models.rows import Rows
 from hf_recurrent_lengthgen.models.rows_moved import zero_past_end
 from hf_recurrent_lengthgen.models.scan_delta import chunk_gated_delta_rule, kernel_limit_of, scan_delta
@@ -48,52 +48,29 @@ class Mamba2Mixer(StateMixer):
         return self.read(hidden_states, self.state_before(None, hidden_states), None)[0]
 
     def read(self: Any, x: Tensor, state: LayerState, rows: Rows | None) -> tuple[Tensor, LayerState]:
-        backend, wide = self.backend_for(x), state.recurrent.dtype
-        zxbcdt, inner, limit = self.project(x), self.intermediate_size, tuple(self.time_step_limit)
-        A, D = -self.A_log.to(wide).exp(), self.D.to(wide)
-        if backend == "kernel" and self.scans_unwatched and self.activation in ("silu", "swish"):
-            norm, sizes = self.norm_and_sizes(limit)
-            if takes(zxbcdt, rows, sizes, (self.conv1d, norm)):
-                weights = self.conv1d, self.dt_bias, A, D, None if norm is None else norm.weight, self.out_proj
-                return fused_mamba2(zxbcdt, *weights, state, rows, sizes)
-        gate, conv_input, dt = zxbcdt.split([inner, self.conv_dim, self.num_heads], -1)
-        conv_output, conv = self.convolve(conv_input, state.conv, rows, backend)
-        h, B, C = conv_output.split([inner, *[self.n_groups * self.ssm_state_size] * 2], -1)
-        dt = softplus(dt.to(wide) + self.dt_bias.to(wide))
-        if limit != NO_LIMIT:
-            dt = dt.clamp(*limit)
-        dt = zero_past_end(dt, rows)
-        B, C = (part.unflatten(-1, (self.n_groups, -1)) for part in (B, C))
-        options: dict[str, Any] = {"chunk_size": self.chunk_size} if backend == "kernel" else {}
-        inputs = h.unflatten(-1, (self.num_heads, -1)), dt, A, B, C, D
-        y, state = self.advance(*inputs, state=state, rows=rows, backend=backend, **options)
-        return self.out_proj(self.gated(y.flatten(2), gate).to(x.dtype)), state._replace(conv=conv)
+        norm = None if isinstance(self.norm, nn.Identity) else self.norm  # Falcon-H1 may have none
+        eps, before = getattr(norm, "variance_epsilon", 0.0), getattr(norm, "norm_before_gate", False)
+        # without either, as of Bamba before Transformers 5.24, it goes over all channels
+        group = getattr(norm, "group_size", self.intermediate_size // getattr(norm, "n_groups", 1))
+        least, largest = self.time_step_limit
+        of_scan = self.n_groups, self.ssm_state_size, self.chunk_size, least, largest
+        sizes = Mamba2Sizes(self.num_heads, self.head_dim, *of_scan, group, eps, before)
+        backend = self.backend_for(x)
+        return after_input_projection(self, self.project(x), self.convolve, norm, sizes, state, rows, backend)
+
+    @property
+    def scans_unwatched(self: Any) -> bool:
+        return super().scans_unwatched and self.activation in ("silu", "swish")
 
     def project(self: Any, x: Tensor) -> Tensor:
         return self.in_proj(x)
 
-    def gated(self: Any, y: Tensor, gate: Tensor) -> Tensor:
-        return self.norm(y, gate)
-
-    def norm_and_sizes(self: Any, limit: tuple[float, float]) -> tuple[nn.Module | None, Mamba2Sizes]:
-        """The gated norm, and what the fused operation needs to know."""
-        norm = None if isinstance(self.norm, nn.Identity) else self.norm  # Falcon-H1 may have none
-        inner, eps = self.intermediate_size, getattr(norm, "variance_epsilon", 0.0)
-        # without either, as of Bamba before Transformers 5.24, it goes over all channels
-        group = getattr(norm, "group_size", inner // getattr(norm, "n_groups", 1))
-        heads = self.num_heads, self.head_dim, self.n_groups, self.ssm_state_size
-        before = getattr(norm, "norm_before_gate", False)
-        return norm, Mamba2Sizes(*heads, self.chunk_size, limit, group, eps, before)
-
 
 class FalconH1Mixer(Mamba2Mixer):
-    """Mamba-2 with multipliers, whose norm may be missing."""
+    """Mamba-2 with multipliers."""
 
     def project(self: Any, x: Tensor) -> Tensor:
         return self.in_proj(x * self.ssm_in_multiplier) * self.mup_vector
-
-    def gated(self: Any, y: Tensor, gate: Tensor) -> Tensor:
-        return self.norm(y, gate) if self.mamba_rms_norm else y * silu(gate)
 
 
 class MambaMixer(StateMixer):

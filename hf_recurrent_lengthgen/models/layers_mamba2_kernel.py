@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer between its projections as one operation on kernels of mamba-ssm and causal-conv1d (or fla).
+"""The Mamba-2 mixer between its projections as one operation on kernels of mamba-ssm and causal-conv1d.
 
     z, xBC, dt = zxbcdt                                     x, B, C = silu(conv(xBC))
     y = scan(x, softplus(dt + dt_bias), A, B, C, D)         out = RMSNorm(y silu(z)) W
@@ -12,88 +12,47 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
 
 from .layers_mixer import is_plain
 from .rows import Rows
 from .rows_moved import last_inputs
 from .scan_backends import OPERATORS, without_autocast
-from .scan_fla_kernels import fla_kernel
 from .scan_ssd import kernel_chunk, kernel_piece
 from .state_value import LayerState
 
-fla_forward, fla_backward = (
-    fla_kernel("fla.modules.causal_conv1d.ops", f"causal_conv1d_{direction}") for direction in ("fwd", "bwd")
-)
-
-
-def convolve_with_fla(x: Tensor, weight: Tensor, bias: Any, _: None, before: Tensor, *__: Any) -> Tensor:
-    """As causal-conv1d's function, by fla's, which needs no nvcc; its states have a first column that no tap meets."""
-    return fla_forward(x.mT, weight, bias, None, initial_state=pad(before, (1, 0)), activation="silu")[0].mT
-
-
-def convolve_back_with_fla(
-    x: Tensor, weight: Tensor, bias: Any, dy: Tensor, _: None, before: Tensor, __: None, dx: Tensor, *___: Any
-) -> tuple[Any, ...]:
-    """The same for the gradients."""
-    before = pad(before, (1, 0))
-    found, d_weight, d_bias, _, d_before = fla_backward(x.mT, dy.mT, None, weight, bias, None, before, "silu")
-    return dx.copy_(found.mT), d_weight, d_bias, d_before[..., 1:]
-
-
 try:
-    from causal_conv1d.cpp_functions import causal_conv1d_bwd_function as convolve_back
-    from causal_conv1d.cpp_functions import causal_conv1d_fwd_function as convolve
-except ImportError:
-    convolve, convolve_back = convolve_with_fla, convolve_back_with_fla
-    AVAILABLE = fla_forward is not None
-else:
-    AVAILABLE = True
-try:
+    from causal_conv1d.cpp_functions import causal_conv1d_bwd_function, causal_conv1d_fwd_function
     from mamba_ssm.ops.triton.layernorm_gated import _layer_norm_bwd, _layer_norm_fwd
     from mamba_ssm.ops.triton.ssd_combined import _mamba_chunk_scan_combined_bwd, _mamba_chunk_scan_combined_fwd
 except ImportError:
     AVAILABLE = False
+else:
+    AVAILABLE = True
 
 _PADDING = -1e4  # a raw step size whose softplus and gradient are 0, whatever the bias
 _NORM_MAX_BYTES = 2**16  # of a group of channels, which one block of the kernel of the norm holds
 
 
 class Mamba2Sizes(NamedTuple):
-    """What the weights do not tell.
+    """What the weights do not tell."""
 
-    Attributes:
-        heads: H.
-        head_dim: P.
-        groups: G.
-        state_size: N.
-        chunk_size: Tokens of a chunk of the scan.
-        limits: Least and largest step size.
-        norm_group: Channels over which the norm goes.
-        eps: Of the norm.
-        norm_before_gate: RMSNorm(y) silu(z) in place of RMSNorm(y silu(z)).
-    """
-
-    heads: int
-    head_dim: int
-    groups: int
-    state_size: int
-    chunk_size: int
-    limits: tuple[float, float]
-    norm_group: int
-    eps: float
-    norm_before_gate: bool = False
-
-    def as_list(self) -> list[float]:
-        """As an operator takes it."""
-        return [float(number) for number in (*self[:5], *self.limits, *self[6:])]
+    heads: int  # H
+    head_dim: int  # P
+    groups: int  # G
+    state_size: int  # N
+    chunk_size: int  # tokens of a chunk of the scan
+    least: float  # of step sizes
+    largest: float
+    norm_group: int  # channels over which the norm goes
+    eps: float  # of the norm
+    norm_before_gate: bool = False  # RMSNorm(y) silu(z) in place of RMSNorm(y silu(z))
 
     @classmethod
-    def from_list(cls, numbers: list[float]) -> "Mamba2Sizes":
-        """The inverse."""
-        heads, dim, groups, state, chunk, low, high, norm, eps, before = numbers
-        sizes = int(heads), int(dim), int(groups), int(state), int(chunk)
-        return cls(*sizes, (low, high), int(norm), eps, bool(before))
+    def of(cls, numbers: list[float]) -> "Mamba2Sizes":
+        """From `list(sizes)`, as an operator takes it."""
+        heads, head_dim, groups, state, chunk, least, largest, norm, eps, before = numbers
+        whole = map(int, (heads, head_dim, groups, state, chunk))
+        return cls(*whole, least, largest, int(norm), eps, bool(before))  # type: ignore[call-arg, arg-type]
 
     @property
     def parts(self) -> list[int]:
@@ -104,8 +63,8 @@ class Mamba2Sizes(NamedTuple):
     def scanned(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, H, P), B and C (B, T, G, N)."""
         x, B, C = xBC.split([self.parts[0], *[self.groups * self.state_size] * 2], -1)
-        x = x.unflatten(-1, (self.heads, self.head_dim))
-        return x, B.unflatten(-1, (self.groups, -1)), C.unflatten(-1, (self.groups, -1))
+        B, C = (part.view(*xBC.shape[:2], self.groups, -1) for part in (B, C))  # unflatten is slow
+        return x.view(*xBC.shape[:2], self.heads, -1), B, C
 
 
 def takes(zxbcdt: Tensor, rows: Rows | None, sizes: Mamba2Sizes, modules: tuple[nn.Module | None, ...]) -> bool:
@@ -116,7 +75,7 @@ def takes(zxbcdt: Tensor, rows: Rows | None, sizes: Mamba2Sizes, modules: tuple[
     """
     if not AVAILABLE or zxbcdt.shape[1] == 1 or not all(map(is_plain, modules)):
         return False
-    if rows is not None and (rows.group is not None or (rows.real is not None and sizes.limits[0] > 0)):
+    if rows is not None and (rows.group is not None or (rows.real is not None and sizes.least > 0)):
         return False
     _, xBC, dt = zxbcdt.split(sizes.parts, -1)
     x, B, _ = sizes.scanned(xBC)
@@ -126,41 +85,30 @@ def takes(zxbcdt: Tensor, rows: Rows | None, sizes: Mamba2Sizes, modules: tuple[
 
 
 def fused_mamba2(
+    mixer: Any,
     zxbcdt: Tensor,
-    conv1d: nn.Conv1d,
-    dt_bias: Tensor,
     A: Tensor,
     D: Tensor,
-    norm: Tensor | None,
-    out_proj: nn.Module,
+    norm: nn.Module | None,
+    sizes: Mamba2Sizes,
     state: LayerState,
     rows: Rows | None,
-    sizes: Mamba2Sizes,
 ) -> tuple[Tensor, LayerState]:
-    """From the input projection to the outputs of the mixer, (B, T, D), and the state after the last real token.
+    """The outputs of a mixer, (B, T, D), and the state after the last real token; arguments as of
+    `after_input_projection`, with A and D as the scan takes them, (H,).
 
-    Args:
-        zxbcdt: Output of the input projection, (B, T, 2 I + 2 G N + H).
-        conv1d: Its weight is (C, 1, K).
-        dt_bias: (H,).
-        A: Negative decay rates, (H,).
-        D: Skip weights, (H,).
-        norm: Weight of the gated norm, (I,); None for y silu(z) without a norm.
-        out_proj: Computed inside if it is a plain `nn.Linear`, so that its input need not be kept; else called.
-        state: Before the first token, (B, H, P, N) and (B, C, K-1).
-        rows: As layers get them.
-        sizes: As named.
+    A plain `nn.Linear` as output projection is computed inside, so that its input need not be kept; others are called.
     """
+    out_proj = mixer.out_proj
     inside = type(out_proj) is nn.Linear and is_plain(out_proj)
     device = zxbcdt.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else zxbcdt.dtype
-    weights = conv1d.weight.squeeze(1), conv1d.bias, dt_bias, A, D, norm
-    outside = (out_proj.weight, out_proj.bias) if inside else (None, None)
-    lengths = None if rows is None else rows.lengths
+    of_conv, of_norm = (mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias), None if norm is None else norm.weight
+    projection = (out_proj.weight, out_proj.bias) if inside else (None, None)
+    weights = *of_conv, mixer.dt_bias, A, D, of_norm, *projection
+    states = state.recurrent, state.conv, None if rows is None else rows.lengths
     with without_autocast(device):
-        out, recurrent, conv, _, _ = _operator(
-            zxbcdt.contiguous(), *weights, *outside, state.recurrent, state.conv, lengths, sizes.as_list(), dtype
-        )
+        out, recurrent, conv, *_ = _operator(zxbcdt.contiguous(), *weights, *states, list(sizes), dtype)
     return (out if inside else out_proj(out)), LayerState(recurrent, conv)  # not an OwnLayerState: callers keep it
 
 
@@ -175,7 +123,7 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
     """Outputs, both states after, and what the backward pass needs: y and 1 / rms. Products are in `dtype`."""
     zxbcdt, weight, bias, dt_bias, A, D, norm, *others = inputs
     out_weight, out_bias, ssm_state, conv_state, lengths, sizes, dtype = others
-    of = Mamba2Sizes.from_list(sizes)
+    of = Mamba2Sizes.of(sizes)
     z, xBC, dt = zxbcdt.split(of.parts, -1)
     x, B, C = of.scanned(_convolve(xBC, weight, bias, conv_state))
     gate = None if norm is not None else z.unflatten(-1, x.shape[2:])
@@ -190,8 +138,12 @@ def _forward(*inputs: Any) -> tuple[Tensor, ...]:
         )
     out = gated.view(z.shape)
     if out_weight is not None:
-        wide = None if out_bias is None else out_bias.to(dtype)
-        out = linear(out.to(dtype), out_weight.to(dtype), wide)
+        out = out.new_empty(*z.shape[:2], len(out_weight), dtype=dtype)  # no view, so that a hook may change it
+        flat, to, weight_t = _tokens(gated).to(dtype), _tokens(out), out_weight.to(dtype).mT
+        if out_bias is None:
+            torch.mm(flat, weight_t, out=to)
+        else:
+            torch.addmm(out_bias.to(dtype), flat, weight_t, out=to)
     return out, final.to(ssm_state.dtype), last_inputs(xBC, conv_state, lengths), y, rstd
 
 
@@ -199,7 +151,7 @@ def _backward(*inputs: Any) -> list[Tensor]:
     """Gradients of the arguments of `_forward` up to the states; empty tensors for those that are None."""
     d_out, d_final, d_after, zxbcdt, weight, bias, dt_bias, A, D, norm, *others = inputs
     out_weight, out_bias, ssm_state, conv_state, lengths, y, rstd, sizes, dtype = others
-    of, project = Mamba2Sizes.from_list(sizes), out_weight is not None
+    of, project = Mamba2Sizes.of(sizes), out_weight is not None
     z, xBC, dt = zxbcdt.split(of.parts, -1)
     d_all, d_convolved = torch.empty_like(zxbcdt), torch.empty_like(xBC, memory_format=torch.contiguous_format)
     d_z, d_xBC, d_dt = d_all.split(of.parts, -1)
@@ -228,7 +180,7 @@ def _backward(*inputs: Any) -> list[Tensor]:
     )
     to = d_xBC if _aligned(d_xBC) else d_convolved.clone()
     before = _before(conv_state, xBC)
-    _, d_weight, d_bias, d_conv = convolve_back(
+    _, d_weight, d_bias, d_conv = causal_conv1d_bwd_function(
         _channels_last(xBC), weight, bias, d_convolved.mT, None, before, None, to.mT, True, True
     )
     if to is not d_xBC:
@@ -266,7 +218,7 @@ _backward_operator = torch.library.custom_op(
 @_operator.register_fake
 def _(zxbcdt: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
     norm, out_weight, _, ssm_state, conv_state, _, sizes, dtype = tensors[5:]
-    of = Mamba2Sizes.from_list(sizes)
+    of = Mamba2Sizes.of(sizes)
     tokens, inner = zxbcdt.shape[:2], of.parts[0]
     out = zxbcdt.new_empty(
         *tokens, inner if out_weight is None else len(out_weight), dtype=zxbcdt.dtype if out_weight is None else dtype
@@ -305,7 +257,13 @@ def _tokens(x: Tensor) -> Tensor:
 
 def _scan_options(dt_bias: Tensor, D: Tensor, sizes: Mamba2Sizes) -> dict[str, Any]:
     chunk = kernel_chunk(sizes.chunk_size)
-    return {"chunk_size": chunk, "D": D, "dt_bias": dt_bias, "dt_softplus": True, "dt_limit": sizes.limits}
+    return {
+        "chunk_size": chunk,
+        "D": D,
+        "dt_bias": dt_bias,
+        "dt_softplus": True,
+        "dt_limit": (sizes.least, sizes.largest),
+    }
 
 
 def _norm_options(sizes: Mamba2Sizes) -> dict[str, Any]:
@@ -339,7 +297,7 @@ def _before(conv_state: Tensor, xBC: Tensor) -> Tensor:
 def _convolve(xBC: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor) -> Tensor:
     """silu(conv(xBC)), (B, T, C)."""
     before = _before(conv_state, xBC)
-    return convolve(_channels_last(xBC), weight, bias, None, before, None, True).mT
+    return causal_conv1d_fwd_function(_channels_last(xBC), weight, bias, None, before, None, True).mT
 
 
 def _add_to_last_inputs(d_after: Tensor, d_xBC: Tensor, d_conv: Tensor, lengths: Tensor | None) -> None:

@@ -121,7 +121,7 @@ class ScanMixer(nn.Module):
     @property
     def scans_unwatched(self) -> bool:
         """Whether the scan may run inside a larger operation: nobody records its inputs, and nothing is forgotten."""
-        return "scan" not in vars(self) and not self.config.forgetting
+        return "scan" not in vars(self) and type(self).advance is ScanMixer.advance and not self.config.forgetting
 
     def advance(
         self, *inputs: Tensor, state: LayerState, rows: Rows | None, **options: Any

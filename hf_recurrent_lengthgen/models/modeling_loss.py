@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .layers_mixer import is_plain
-from .modeling_heads import IGNORED_LABEL, scored_labels
+from .modeling_heads import IGNORED_LABEL, StatefulForCausalLM, scored_labels
 from .rows import Rows
 from .scan_backends import backward_once
 from .scan_fla_kernels import fla_kernel
@@ -45,8 +45,9 @@ def loss_without_logits(
         return loss
 
     def score(hidden: Tensor, targets: Tensor) -> Tensor:
-        if takes_fla(hidden):  # without the logits in float32 and their softmax in memory
+        if takes_fla(model, hidden):  # without the logits in float32 and their softmax in memory
             logits = head(hidden.to(head.weight.dtype))[0]
+            torch._assert_async((targets < head.out_features).all(), "labels must be below the vocabulary")
             return fla_cross_entropy(logits, targets[0], inplace_backward=True)[0].sum()
         (size, length), logits = targets.shape, model.logits_of(hidden)
         summed: Tensor = model._loss_of(logits, None, targets, Rows((size, length)), 1)
@@ -88,14 +89,15 @@ def takes_chunks(head: Any, tokens: int) -> bool:
     return tokens * head.out_features > LOGITS_PER_CHUNK and dtype != torch.float16 and not watched
 
 
-def takes_fla(hidden: Tensor) -> bool:
-    """Whether a chunk is scored by fla's kernel."""
-    return fla_cross_entropy is not None and hidden.device.type == "cuda" and hidden.dtype != torch.float64
-
-
 def weights_of(head: nn.Linear) -> list[Tensor]:
     """Also those that are no parameters of it: of replicas of DataParallel, and of FSDP1 with flat parameters."""
     return [weight for weight in (head.weight, head.bias) if weight is not None]
+
+
+def takes_fla(model: Any, hidden: Tensor) -> bool:
+    """Whether fla's kernel scores a chunk: on a GPU, for models that make logits and score them as families do."""
+    own = {getattr(type(model), name) is getattr(StatefulForCausalLM, name) for name in ("logits_of", "_loss_of")}
+    return fla_cross_entropy is not None and own == {True} and hidden.is_cuda and hidden.dtype != torch.float64
 
 
 def chunked_loss(score: Score, head: nn.Linear, hidden: Tensor, targets: Tensor, num_items: Any = None) -> Tensor:

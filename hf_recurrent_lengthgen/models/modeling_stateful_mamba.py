@@ -78,7 +78,8 @@ def gated_scan(
 def _with_all_inside(mixer: Any, x: Tensor, rows: Rows | None, backend: ScanBackend) -> bool:
     """Whether the kernel takes softplus and gate inside, since nothing acts on the inputs of the scan."""
     shared = rows is not None and rows.group is not None
-    return backend == "kernel" and x.shape[1] > 1 and mixer.scans_unwatched and not shared
+    unwatched = mixer.scans_unwatched and mixer.scan is scan_selective
+    return backend == "kernel" and x.shape[1] > 1 and unwatched and not shared
 
 
 def convolved_and_scanned(

@@ -8,6 +8,7 @@ rows, and computes convolution and recurrence in full precision (the kernels in 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .layers_mixer import ScanMixer
 from .modeling_heads import StatefulForCausalLM
 from .rows import Rows
 from .rows_moved import zero_past_end
-from .scan_backends import backward_once
+from .scan_backends import ScanBackend, backward_once
 from .scan_ssd import mamba_chunk_scan_combined, scan_ssd
 from .state_value import LayerShape, LayerState, state_dtype
 
@@ -99,6 +100,43 @@ def _gate(x: Tensor, swish: Tensor, groups: int, eps: float) -> tuple[Tensor, Te
     return v, torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
 
 
+def after_input_projection(
+    mixer: Any,
+    zxbcdt: Tensor,
+    convolve: Callable[..., tuple[Tensor, Tensor]],
+    norm: nn.Module | None,
+    sizes: Mamba2Sizes,
+    state: LayerState,
+    rows: Rows | None,
+    backend: ScanBackend,
+) -> tuple[Tensor, LayerState]:
+    """The outputs of a Mamba-2 mixer, (B, T, D), and the state after the tokens.
+
+    Args:
+        mixer: With `conv1d`, `dt_bias`, `A_log`, `D` and `out_proj`.
+        zxbcdt: Output of the input projection, (B, T, 2 I + 2 G N + H) with I = H P inner channels.
+        convolve: The convolution with its activation.
+        norm: The gated norm; None for y silu(gate) without one.
+        sizes, state, rows, backend: Of the mixer, and as layers get them.
+    """
+    wide = state.recurrent.dtype
+    A, D = -mixer.A_log.to(wide).exp(), mixer.D.to(wide)
+    unwatched = mixer.scans_unwatched and mixer.scan is scan_ssd
+    if backend == "kernel" and unwatched and takes(zxbcdt, rows, sizes, (mixer.conv1d, norm)):
+        return fused_mamba2(mixer, zxbcdt, A, D, norm, sizes, state, rows)
+    gate, xBC, dt = zxbcdt.split(sizes.parts, -1)
+    xBC, conv_state = convolve(xBC, state.conv, rows, backend)
+    x, B, C = sizes.scanned(xBC)
+    dt = softplus(dt.to(wide) + mixer.dt_bias.to(wide))
+    if (sizes.least, sizes.largest) != NO_LIMIT:
+        dt = dt.clamp(sizes.least, sizes.largest)
+    inputs = x, zero_past_end(dt, rows), A, B, C, D
+    options: dict[str, Any] = {"chunk_size": sizes.chunk_size} if backend == "kernel" else {}
+    y, state = mixer.advance(*inputs, state=state, rows=rows, backend=backend, **options)
+    y = y.flatten(2) * silu(gate) if norm is None else norm(y.flatten(2), gate)
+    return mixer.out_proj(y.to(zxbcdt.dtype)), state._replace(conv=conv_state)
+
+
 class StatefulMamba2Mixer(ScanMixer):
     """Projections, short convolution, SSD recurrence, gated norm.
 
@@ -140,33 +178,12 @@ class StatefulMamba2Mixer(ScanMixer):
 
     def forward(self, hidden_states: Tensor, state: LayerState, rows: Rows | None = None) -> tuple[Tensor, LayerState]:
         """See `StatefulBackbone`."""
-        backend = self.backend_for(hidden_states)
-        zxbcdt, wide = self.in_proj(hidden_states), state.recurrent.dtype
-        A, D, limit = -self.A_log.to(wide).exp(), self.D.to(wide), tuple(self.config.time_step_limit)
-        if backend == "kernel" and self.scans_unwatched:
-            inner, groups = self.inner_size, self.n_groups
-            norm = inner // groups, self.norm.eps
-            sizes = Mamba2Sizes(
-                self.num_heads, self.head_dim, groups, self.state_size, self.config.chunk_size, limit, *norm
-            )
-            if takes(zxbcdt, rows, sizes, (self.conv1d, self.norm)):
-                weights = self.conv1d, self.dt_bias, A, D, self.norm.weight, self.out_proj
-                return fused_mamba2(zxbcdt, *weights, state, rows, sizes)
-
-        gate, conv_input, dt = zxbcdt.split([self.inner_size, self.conv_size, self.num_heads], -1)
-        conv_output, conv_state = self.conv1d(conv_input, state.conv, rows, backend)
-        x, B, C = conv_output.split([self.inner_size, *[self.n_groups * self.state_size] * 2], -1)
-        dt = softplus(dt.to(wide) + self.dt_bias.to(wide))
-        if limit != NO_LIMIT:
-            dt = dt.clamp(*limit)
-        dt = zero_past_end(dt, rows)
-        tokens = x.shape[:2]
-        x = x.view(*tokens, self.num_heads, self.head_dim)
-        B, C = (part.view(*tokens, self.n_groups, self.state_size) for part in (B, C))
-        options: dict[str, Any] = {"chunk_size": self.config.chunk_size} if backend == "kernel" else {}
-        y, state = self.advance(x, dt, A, B, C, D, state=state, rows=rows, backend=backend, **options)
-        y = self.norm(y.flatten(2), gate)
-        return self.out_proj(y.to(hidden_states.dtype)), state._replace(conv=conv_state)
+        least, largest = self.config.time_step_limit
+        of_scan = self.n_groups, self.state_size, self.config.chunk_size, least, largest
+        of_norm = self.inner_size // self.n_groups, self.norm.eps
+        sizes = Mamba2Sizes(self.num_heads, self.head_dim, *of_scan, *of_norm)
+        zxbcdt, backend = self.in_proj(hidden_states), self.backend_for(hidden_states)
+        return after_input_projection(self, zxbcdt, self.conv1d, self.norm, sizes, state, rows, backend)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -120,15 +120,6 @@ def test_padding_changes_nothing(length: int, shorter: int, fused: list[bool]) -
     assert_fused(fused, mixer_of(), length, Rows.of_lengths(torch.tensor([length, shorter]), length))
 
 
-@pytest.mark.parametrize("length", [2, 65])
-def test_the_convolution_of_fla_is_that_of_causal_conv1d(
-    length: int, fused: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layers_mamba2_kernel, "convolve", layers_mamba2_kernel.convolve_with_fla)
-    monkeypatch.setattr(layers_mamba2_kernel, "convolve_back", layers_mamba2_kernel.convolve_back_with_fla)
-    assert_fused(fused, mixer_of(), length, Rows.of_lengths(torch.tensor([length, length - 1]), length))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -224,6 +215,21 @@ def parametrized(mixer: Any) -> Any:
     return mixer
 
 
+class Watching(StatefulMamba2Mixer):
+    def advance(self, *inputs: Tensor, **options: Any) -> tuple[Tensor, LayerState]:
+        return super().advance(*inputs, **options)
+
+
+def watched(mixer: Any) -> Any:
+    mixer.__class__ = Watching
+    return mixer
+
+
+def steered(mixer: Any) -> Any:
+    mixer.register_forward_hook(lambda module, arguments, output: (output[0].add_(0.0), output[1]))
+    return mixer
+
+
 def recorded(mixer: Any) -> Any:
     mixer.scan = mixer.scan
     return mixer
@@ -240,6 +246,8 @@ PATHS: dict[str, tuple[Any, list[bool]]] = {
     "offloading": (offloaded, UNFUSED),
     "a parametrized convolution": (parametrized, UNFUSED),
     "a recorded scan": (recorded, UNFUSED),
+    "a subclass that advances by itself": (watched, UNFUSED),
+    "a hook that changes the outputs": (steered, INSIDE),
 }
 
 
@@ -305,11 +313,11 @@ def test_what_mixers_may_overwrite_is_not_returned() -> None:
 
 def test_calls_that_need_more_than_the_kernels_take_are_known() -> None:
     mixer = mixer_of(time_step_limit=(0.1, 1.0))
-    sizes = layers_mamba2_kernel.Mamba2Sizes(4, 8, 2, 8, CHUNK, (0.1, 1.0), 16, 1e-5)
+    sizes = layers_mamba2_kernel.Mamba2Sizes(4, 8, 2, 8, CHUNK, 0.1, 1.0, 16, 1e-5)
     zxbcdt = mixer.in_proj(torch.randn(BATCH, 5, HIDDEN))
     padded = Rows.of_lengths(torch.tensor([5, 4]), 5)
     group = Rows((BATCH, 5), group=object())  # type: ignore[arg-type]
-    free = sizes._replace(limits=(0.0, 1.0))
+    free = sizes._replace(least=0.0)
     takes = layers_mamba2_kernel.takes
     assert takes(zxbcdt, None, sizes, ())
     assert takes(zxbcdt, padded, free, ())
