@@ -10,6 +10,8 @@ INSTALLED_OLDEST := $(VENV_OLDEST)/.installed
 # Two single-threaded workers are faster than two that fight over the cores. A file goes to one of them, so that what its
 # tests share is made once.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# `make test-all EACH=2` runs each second case of a slow test, and all of hybrids.
+EACH := 1
 # What touches Transformers, Accelerate or PEFT.
 OF_RELEASES := $(addprefix tests/,checkpoints cli harness hybrids models surgery trainers)
 export TOKENIZERS_PARALLELISM := false
@@ -34,7 +36,7 @@ test-all: test-slow test-kernels test-oldest test-newest ## run all the other te
 
 test-slow: export OMP_NUM_THREADS := 1
 test-slow: $(INSTALLED) ## run what `make test` leaves out
-	$(VENV)/bin/python $(PYTEST) -m slow
+	$(VENV)/bin/python $(PYTEST) -m slow --each $(EACH)
 
 test-kernels: export OMP_NUM_THREADS := 1
 test-kernels: export TRITON_INTERPRET := 1

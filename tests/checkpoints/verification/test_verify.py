@@ -64,7 +64,8 @@ def test_a_sound_checkpoint_passes_gets_code_and_says_so(checkpoint: Path, capsy
 @pytest.mark.slow
 def test_code_that_computes_something_else_is_caught(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_verification(checkpoint, STALE)
-    add_to_code(checkpoint, "layers_mixer.py", "return rms_norm(x,", "return 1.001 * rms_norm(x,")
+    normed = "rms_norm(x, x.shape[-1:], self.weight, "
+    add_to_code(checkpoint, "layers_mixer.py", f"return {normed}", f"return 1.001 * {normed}")
     with pytest.raises(ValueError, match=r"code that differs from the installed package \(layers_mixer.py\)"):
         verify_checkpoint(checkpoint)
     assert read_verification(checkpoint) == STALE  # nothing was found out
