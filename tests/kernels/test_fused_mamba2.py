@@ -59,11 +59,11 @@ def mixer_of(strength: float = 0.1, **changes: Any) -> Any:
     return mixer
 
 
-def inputs_of(mixer: Any, length: int, hidden: int = HIDDEN) -> tuple[Tensor, LayerState]:
+def inputs_of(mixer: Any, length: int, hidden: int = HIDDEN, batch: int = 1) -> tuple[Tensor, LayerState]:
     generator = torch.Generator().manual_seed(length)
     shapes = mixer.state_shape
-    parts = [torch.randn(BATCH, *shape, generator=generator) for shape in (shapes.recurrent, shapes.conv)]
-    return torch.randn(BATCH, length, hidden, generator=generator), LayerState(*parts)
+    parts = [torch.randn(batch, *shape, generator=generator) for shape in (shapes.recurrent, shapes.conv)]
+    return torch.randn(batch, length, hidden, generator=generator), LayerState(*parts)
 
 
 def results(
@@ -102,7 +102,7 @@ def assert_fused(
     fused: list[bool], mixer: Any, length: int, rows: Rows | None = None, hidden: int = HIDDEN, **options: Any
 ) -> None:
     """One call of the fused path with everything inside, equal to the torch path in float64."""
-    x, state = inputs_of(mixer, length, hidden)
+    x, state = inputs_of(mixer, length, hidden, batch=1 if rows is None else BATCH)
     actual = results(mixer, x, state, rows, **options)
     assert fused == [True]
     expected = results(mixer, x, state, rows, **options | {"dtype": torch.float64})
@@ -176,7 +176,7 @@ def test_second_derivatives_are_refused() -> None:
 
 def test_a_compiled_mixer_is_one_graph_with_all_gradients() -> None:
     mixer = mixer_of()
-    x, state = inputs_of(mixer, 5)
+    x, state = inputs_of(mixer, 5, batch=BATCH)
     rows = Rows.of_lengths(torch.tensor([5, 3]), 5)
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     actual = results(mixer, x, state, rows, call=compiled)
