@@ -59,7 +59,7 @@ def mixer_of(strength: float = 0.1, **changes: Any) -> Any:
     return mixer
 
 
-def inputs_of(mixer: Any, length: int, hidden: int = HIDDEN, batch: int = 1) -> tuple[Tensor, LayerState]:
+def inputs_of(mixer: Any, length: int, hidden: int = HIDDEN, batch: int = BATCH) -> tuple[Tensor, LayerState]:
     generator = torch.Generator().manual_seed(length)
     shapes = mixer.state_shape
     parts = [torch.randn(batch, *shape, generator=generator) for shape in (shapes.recurrent, shapes.conv)]
@@ -176,7 +176,7 @@ def test_second_derivatives_are_refused() -> None:
 
 def test_a_compiled_mixer_is_one_graph_with_all_gradients() -> None:
     mixer = mixer_of()
-    x, state = inputs_of(mixer, 5, batch=BATCH)
+    x, state = inputs_of(mixer, 5)
     rows = Rows.of_lengths(torch.tensor([5, 3]), 5)
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     actual = results(mixer, x, state, rows, call=compiled)
