@@ -132,8 +132,8 @@ class InitialStateTrainer(EvaluationTrainer, ABC):
 
     def __init_subclass__(cls, **keyword: Any) -> None:
         super().__init_subclass__(**keyword)
-        if cls.compute_loss is not InitialStateTrainer.compute_loss:  # its own, or that of a mixin
-            cls.needs_logits = True  # it may read them
+        if "needs_logits" not in vars(cls) and cls.compute_loss is not InitialStateTrainer.compute_loss:
+            cls.needs_logits = True  # its own loss, or that of a mixin, may read them
         if "about" not in vars(cls):
             return
         other = INTERVENTIONS.get(cls.about.name, cls)

@@ -66,7 +66,7 @@ def _combined(method: Any, other: Any, config: Any) -> tuple[type[Any], type[Any
     bases = (_OnTexts, method, other) if from_trl else (method, other)
     name = method.__name__.removesuffix("Trainer") + other.__name__
     doc = f"{other.__name__} with the initial states of {method.__name__}."
-    own = {"needs_logits": other.compute_loss is not Trainer.compute_loss}
+    own = {} if other.compute_loss is Trainer.compute_loss else {"needs_logits": True}
     return type(name, bases, {"config_class": made_config, "__doc__": doc, "__module__": __name__, **own}), made_config
 
 

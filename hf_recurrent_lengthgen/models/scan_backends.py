@@ -63,7 +63,7 @@ def resolve_backend(
         _log_choice(setting, device_type, backend, limit)
         if trained and setting == "auto" and device_type == "cuda" and not use_kernel:
             logger.warning_once(
-                f"{trained} is trained on a GPU in plain torch. Its kernels are faster: they need {missing}."
+                f"{trained} is trained on a GPU in plain torch, without its kernels, which need {missing}."
             )
     return backend
 

@@ -100,6 +100,21 @@ class MixedMethod(ReadingMixin, StatePassingTrainer):
     pass
 
 
+class WithoutReading(StatePassingTrainer):
+    needs_logits = False
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_a_class_says_itself_whether_its_loss_reads_logits() -> None:
+    assert not WithoutReading.needs_logits
+    assert ReadingMethod.needs_logits
+    assert MixedMethod.needs_logits
+    assert combine(MixedMethod, Trainer)[0].needs_logits
+    assert not combine(StatePassingTrainer, Trainer)[0].needs_logits
+
+
 def test_the_loss_of_a_mixin_gets_logits_in_evaluation(tmp_path: Path) -> None:
     args = StatePassingTrainer.config_class(str(tmp_path), **SETTINGS)
     trainer = MixedMethod(toys.tiny_model(), args, eval_dataset=toys.sequences(5))
