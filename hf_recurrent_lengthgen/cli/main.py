@@ -69,8 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own = next((index for index, argument in enumerate(arguments) if not argument.startswith("-")), len(arguments))
     parsed = parser.parse_args(arguments[: own + 1])
     name, arguments = parsed.command, arguments[own + 1 :]
-    if not sys.stderr.isatty():  # progress bars would fill a log; read where Transformers is imported
+    if not sys.stderr.isatty():  # progress bars would fill a log; read where these libraries are imported
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     try:
         return int(import_module(f"hf_recurrent_lengthgen.cli.{name}").run(arguments))
     except (ValueError, OSError, SafetensorError) as error:

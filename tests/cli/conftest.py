@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
@@ -32,10 +33,12 @@ SIZES = {
 
 @pytest.fixture(autouse=True)
 def no_bars() -> Iterator[None]:
-    """As in a log: `main` switches bars off for the Transformers that it imports, which tests have imported before."""
+    """As in a log: `main` switches bars off for the libraries that it imports, which tests have imported before."""
     logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     yield
     logging.enable_progress_bar()
+    datasets.enable_progress_bars()
 
 
 @pytest.fixture(scope="session")
