@@ -151,7 +151,11 @@ class StockRows:
         else:
             given["labels"] = scored_labels(given["labels"], self.given)
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        loss: Tensor = model.loss_function(logits=output["logits"], vocab_size=vocabulary, **given)
+        logits: Tensor = output["logits"]
+        loss: Tensor = model.loss_function(logits=logits, vocab_size=vocabulary, **given)
+        if z_loss_coefficient := getattr(model, "z_loss_coefficient", 0):  # Bamba's, here without padding
+            real = logits if self.given.real is None else logits[self.given.real]
+            loss = loss + z_loss_coefficient * real.logsumexp(-1).to(loss.dtype).pow(2).mean()
         return with_loss_of_experts(model, loss, output)
 
 

@@ -56,6 +56,19 @@ def test_losses_are_those_of_the_sequences(model_type: str, words: list[str]) ->
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("words", [PADDED, PACKED], ids=["padding", "packing"])
+def test_bambas_loss_of_large_logits_counts_real_tokens(words: list[str]) -> None:
+    """Without padding it is that of the stock model: the mean of log(Z)^2 over all tokens."""
+    model = stateful(tiny_model("bamba", z_loss_coefficient=0.1))
+    tokens, (positions, mask) = tokens_of(words), positions_and_mask(words)
+    alone = [model(input_ids=tokens[r : r + 1, p]).logits[0] for r, word in enumerate(words) for p in places_of(word)]
+    expected = mean_by_hand(model, tokens, words) + 0.1 * torch.cat(alone).logsumexp(-1).pow(2).mean()
+    given = {"position_ids": positions} if words is PACKED else {}
+    labels = tokens.masked_fill(mask == 0, -100)
+    torch.testing.assert_close(model(tokens, attention_mask=mask, labels=labels, **given).loss, expected)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("model_type", ["falcon_h1", "xlstm"])
 def test_shifted_labels_replace_labels(model_type: str) -> None:
     model = stateful(tiny_model(model_type))
