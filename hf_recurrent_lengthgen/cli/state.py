@@ -27,7 +27,7 @@ text has grown at its end.
 """
 ASK = """\
 Continue prompts after the text that was read. The answers are those that the model would give after reading text and
-prompt at once. The file stays as it is.
+prompt at once, or of independent chunks the one with the least entropy of the next token. The file stays as it is.
 """
 STATE = {"metavar": "STATE", "help": "state file, or a folder of them, whose last one is taken"}
 
@@ -46,8 +46,10 @@ def command_parser() -> CommandParser:
     read = add_action("read", what, "lengthgen state read demo-output/cured --data book.txt --output book", READ)
     read.model.add_argument("model", **MODEL)
     read.data.add_argument("--length", type=some_tokens, metavar="N", help="tokens to read at most (default: all)")
-    what = "tokens between two files (default: %(default)s)"
-    read.method.add_argument("--every", type=some_tokens, default=65536, metavar="N", help=what)
+    what = "tokens between two files (default: 65536)"
+    read.method.add_argument("--every", type=some_tokens, metavar="N", help=what)
+    what = "read chunks of N tokens independently, into one file (default: the whole text)"
+    read.method.add_argument("--independent-chunks", type=some_tokens, metavar="N", help=what)
     read.run.add_argument("--output", required=True, metavar="FOLDER", help="folder for the files")
     add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
     show = add_action("show", "show what a state file says of itself", "lengthgen state show book")
@@ -91,7 +93,9 @@ def _read(options: argparse.Namespace) -> None:
 
     from hf_recurrent_lengthgen.cli.inputs import chosen_split, load_documents
     from hf_recurrent_lengthgen.data import token_stream
-    from hf_recurrent_lengthgen.state_files import positions_in, read_into
+    from hf_recurrent_lengthgen.data.tokens import text_prefix
+    from hf_recurrent_lengthgen.state_files import positions_in, read_chunks, read_into, save_text_state
+    from hf_recurrent_lengthgen.state_files.files import file_at
 
     model, tokenizer = _model_and_tokenizer(options)
     split = chosen_split(options.data, options.split, "validation")
@@ -101,7 +105,15 @@ def _read(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.data} is empty: give a text.")
     positions = positions_in(options.output)
     text_state: Any = {"tokenizer": tokenizer, "chunk_length": options.chunk_length}
-    text_states = read_into(options.output, model, tokens, options.every, **text_state)
+    if options.independent_chunks:
+        if positions or options.every:
+            raise ValueError("--independent-chunks writes one file into a new folder: give that, and no --every.")
+        text_state["before"] = text_prefix(tokenizer)
+        chunks = read_chunks(model, tokens[len(text_state["before"]) :], options.independent_chunks, **text_state)
+        save_text_state(file_at(options.output, chunks.position), chunks)
+        print(f"Read {len(tokens):,} tokens in {chunks.rows:,} chunks, {chunks.nbytes:,} bytes: {options.output}")
+        return
+    text_states = read_into(options.output, model, tokens, options.every or 65536, **text_state)
     with tqdm(total=len(tokens), unit="tok", unit_scale=True, disable=None) as bar:
         for text_state in text_states:
             if positions and text_state.position == positions[-1]:
@@ -125,6 +137,7 @@ def _show(options: argparse.Namespace) -> None:
     )
     rows += [
         ["memory", f"{text_state.nbytes:,} bytes"],
+        ["chunks", f"{text_state.rows:,}"],
         ["attention", held or "no such layers"],
         ["model", f"{origin.name} ({origin.config.get('model_type')}, {origin.dtype})"],
         ["revision", origin.revision or "unknown"],
@@ -138,11 +151,12 @@ def _show(options: argparse.Namespace) -> None:
 def _ask(options: argparse.Namespace) -> None:
     import torch
 
-    from hf_recurrent_lengthgen.state_files import ask, load_text_state
+    from hf_recurrent_lengthgen.state_files import ask_surest, load_text_state
 
     model, tokenizer = _model_and_tokenizer(options)
     text_state = load_text_state(options.state, model, tokenizer, position=options.position)
     for prompt in options.prompt:
         ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
-        answer = ask(model, text_state, ids, max_new_tokens=options.max_new_tokens, do_sample=False)
-        print(f"{prompt!r}: {tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)!r}")
+        answer, row, bits = ask_surest(model, text_state, ids, max_new_tokens=options.max_new_tokens, do_sample=False)
+        where = f" (chunk {row + 1} of {text_state.rows}, {bits[row]:.2f} bits)" if text_state.rows > 1 else ""
+        print(f"{prompt!r}: {tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)!r}{where}")

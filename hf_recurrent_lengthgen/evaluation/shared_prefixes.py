@@ -129,7 +129,7 @@ class Branch:
     Attributes:
         node, parent: The node, and the branch before it; None at the root.
         carry: The cache after the node, as one row; None at the root and at leaves whose state is not needed.
-        last: The logits after its last token, (V,); None if not needed.
+        last: The logits after its last token, (V,); None where `carry` is.
         first: The position of its first scored token; its end if none is scored.
         log_probability, likeliest: For each token from there, its log-probability given all tokens before it, (n,)
             float64, and whether it is the most likely one.
@@ -138,7 +138,7 @@ class Branch:
     def __init__(self, node: Node, parent: "Branch | None" = None, first: int = NOWHERE) -> None:
         self.node, self.parent = node, parent
         self.carry: Any = None
-        self.last: Tensor | None = None
+        self.last: Any = None
         self.first = min(max(first, node.start), node.stop)
         self.log_probability = np.full(node.stop - self.first, np.nan)
         self.likeliest = np.zeros(node.stop - self.first, bool)
@@ -350,6 +350,7 @@ class _Walk:
             left = sum(length > place for length in lengths)
             for number in range(left, before if states else left):
                 batch[number].carry = self.reader.take_rows(carry, slice(number, number + 1))
+                batch[number].last = logits[number, -1].clone()
             carry = self._first_rows(carry, left, before)
         self.bar.update(sum(lengths))
 
@@ -381,6 +382,3 @@ class _Walk:
         likeliest = precise.argmax(-1).cpu().numpy()
         for number, branch in enumerate(branches):
             branch.observe(place + 1, log_probability[number], likeliest[number])
-            last = len(branch.node.tokens) - 1 - place
-            if branch.node.children and 0 <= last < count:
-                branch.last = logits[number, last].clone()

@@ -25,6 +25,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingC
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer
 from hf_recurrent_lengthgen.data.tokens import text_ids, text_prefix
+from hf_recurrent_lengthgen.evaluation.independent_chunks import chunk_prompts, entropy_bits
 from hf_recurrent_lengthgen.evaluation.readers import StateReader, check_generation, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
     Branch,
@@ -41,8 +42,8 @@ GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "
 """Arguments for `generate`. Others, such as penalties for repetition, need the prompt, which has been read already."""
 ROW_LENGTH = 64
 """Tokens of a row, by which the rows of a batch are as many as memory limits allow."""
-MAX_GENERATED = 256
-"""Default number of tokens to generate, as in lm_eval."""
+QUESTION, MAX_GENERATED = 128, 256
+"""Default numbers of tokens: of a question, of which LongBench's have about 100, and to generate, as in lm_eval."""
 
 Ids = list[int]
 Request = tuple[tuple[str, str], Ids, Ids]
@@ -62,6 +63,8 @@ class StateLM(TemplateLM):
         trust_remote_code: Whether code of the checkpoint may run.
         attention_window: Of a hybrid, as in `stateful`.
         max_batch_size: Upper limit if `batch_size` is "auto"; passed by lm_eval.
+        independent_chunks: Tokens of chunks, in which longer contexts are read independently (OPRM); each stands
+            between the first `instruction_tokens` and the last `question_tokens` of its context.
 
     Attributes:
         tokens_read: Tokens read so far, without generated ones, which shows what sharing saves.
@@ -80,6 +83,9 @@ class StateLM(TemplateLM):
         trust_remote_code: bool = False,
         attention_window: int | str | None = None,
         max_batch_size: int | None = None,
+        independent_chunks: int | None = None,
+        question_tokens: int = QUESTION,
+        instruction_tokens: int = 0,
     ) -> None:
         super().__init__()
         self._reader = _reader(pretrained, device, dtype, trust_remote_code, attention_window)
@@ -95,6 +101,12 @@ class StateLM(TemplateLM):
             batch_size = min(automatic, max_batch_size or automatic)
         self.batch_size = int(batch_size or 1)
         self.tokens_read = 0
+        if min(question_tokens, instruction_tokens) < 0 or (
+            independent_chunks is None and (question_tokens, instruction_tokens) != (QUESTION, 0)
+        ):
+            raise ValueError("question_tokens and instruction_tokens are at least 0, and go with independent_chunks.")
+        before = len(self._prefix) + instruction_tokens
+        self._split = None if independent_chunks is None else (independent_chunks, question_tokens, before)
 
     @property
     def eot_token_id(self) -> int | None:
@@ -144,6 +156,8 @@ class StateLM(TemplateLM):
                 raise ValueError(f"The continuation {continuation!r} of {context[-80:]!r} has no tokens of its own.")
             # lm_eval moves a context of spaces into the continuation
             pairs.append(((context_ids if context else []) or self._before, continuation_ids))
+        surest = self._surest([context for context, _ in pairs], disable_tqdm)
+        pairs = list(zip(surest, [continuation for _, continuation in pairs], strict=True))
         results = [(0.0, False)] * len(pairs)
         for index, answer in self._scores(pairs, disable_tqdm):
             results[index] = answer
@@ -154,8 +168,10 @@ class StateLM(TemplateLM):
         """Log-likelihood in nats of whole documents, each read as one stream after what stands before a text.
 
         Raises:
-            ValueError: if the model returns NaN.
+            ValueError: if the model returns NaN, and with `independent_chunks`.
         """
+        if self._split is not None:
+            raise ValueError("No question stands after a document: leave independent_chunks out for its task.")
         strings = [str(request.args[0]) for request in requests]
         encoded = [self.tok_encode(string)[len(self._prefix) :] for string in strings]
         results = [0.0] * len(strings)
@@ -216,7 +232,7 @@ class StateLM(TemplateLM):
         check_generation(self._reader.model, arguments | {"max_new_tokens": new_tokens})
         if not arguments["do_sample"]:
             arguments.pop("temperature", None)
-        ids = [self.tok_encode(context) or self._before for context in contexts]
+        ids = self._surest([self.tok_encode(context) or self._before for context in contexts], disable_tqdm)
         known: int | Ids | None = self._reader.model.generation_config.eos_token_id
         ends = sorted({*(known if isinstance(known, list) else [known]), self.eot_token_id} - {None})
         ending = Ending(self.tokenizer, stop, ends)
@@ -255,6 +271,16 @@ class StateLM(TemplateLM):
                 yield from generate(waiting.pop(longest))
         for batch in waiting.values():
             yield from generate(batch)
+
+    def _surest(self, contexts: list[Ids], disable_tqdm: bool) -> list[Ids]:
+        """Each context, or with `independent_chunks` the prompt of the chunk in which the model is surest."""
+        if self._split is None:
+            return contexts
+        prompts = [chunk_prompts(ids, *self._split) for ids in contexts]
+        texts = [text for chunks in prompts if len(chunks) > 1 for text in chunks]
+        read = self._read(texts, None, disable_tqdm)
+        entropies = {tuple(texts[index]): float(entropy_bits(branch.last)) for index, branch in read}
+        return [min(chunks, key=lambda text: entropies.get(tuple(text), 0.0)) for chunks in prompts]
 
     def _read(self, texts: list[Ids], starts: list[int] | None, disable_tqdm: bool) -> Iterator[tuple[int, Branch]]:
         """Read texts, and shared prefixes once; see `read_tree`."""

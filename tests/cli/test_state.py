@@ -1,8 +1,10 @@
 """`lengthgen state`: read, show, ask."""
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.cli.main import main
@@ -79,3 +81,30 @@ def test_a_text_has_what_the_tokenizer_puts_before_it_once(
     whole = tokenizer(f"{text}So", return_tensors="pt").input_ids
     output = load_model(str(checkpoint)).generate(whole, max_new_tokens=7, do_sample=False)
     assert told == f"'So': {tokenizer.decode(output[0, whole.shape[1] :], skip_special_tokens=True)!r}\n"
+
+
+def test_independent_chunks_are_read_once_and_the_surest_answers(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer, text = putting("[gMASK] <sop> $A"), "It was a dark night. The stars were hidden! 1234567890 " * 2
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "book.txt").write_text(text)
+    glm = "--tokenizer", tmp_path / "tokenizer"
+    command = ("read", checkpoint, *glm, "--data", tmp_path / "book.txt", "--independent-chunks", "40")
+    assert "Read 112 tokens in 3 chunks" in shown(capsys, *command, "--output", tmp_path / "book")
+    assert ["chunks", "3"] in [line.split() for line in shown(capsys, "show", tmp_path / "book").splitlines()]
+    model = load_model(str(checkpoint))
+    prompts = [
+        tokenizer(f"{chunk}So", return_tensors="pt").input_ids for chunk in (text[:40], text[40:80], text[-40:])
+    ]
+    bits = [
+        torch.distributions.Categorical(logits=model(ids).logits[0, -1]).entropy() / math.log(2) for ids in prompts
+    ]
+    row = int(torch.stack(bits).argmin())
+    output = model.generate(prompts[row], max_new_tokens=7, do_sample=False)
+    expected = repr(tokenizer.decode(output[0, prompts[row].shape[1] :], skip_special_tokens=True))
+    told = shown(capsys, "ask", tmp_path / "book", checkpoint, *glm, "--prompt", "So", "--max-new-tokens", "7")
+    assert told == f"'So': {expected} (chunk {row + 1} of 3, {bits[row]:.2f} bits)\n"
+    for more in (("--output", tmp_path / "book"), ("--output", tmp_path / "new", "--every", "50")):
+        assert main(["state", *map(str, (*command, *more))]) == 1
+        assert "one file into a new folder" in capsys.readouterr().err

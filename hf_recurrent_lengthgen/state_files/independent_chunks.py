@@ -1,0 +1,66 @@
+"""OPRM with text states (arXiv:2505.07793): the chunks of a text are rows, which are read once and asked often."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_recurrent_lengthgen.evaluation.independent_chunks import chunk_prompts, entropy_bits
+from hf_recurrent_lengthgen.evaluation.readers import StateReader
+from hf_recurrent_lengthgen.evaluation.streaming import Tokens, evaluation_mode, reading_plan
+from hf_recurrent_lengthgen.models.state_value import concatenate_rows, take_rows
+from hf_recurrent_lengthgen.state_files.origin import prefix_hash
+from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, ask, check_rows, read_text, start_of
+
+
+def read_chunks(model: Any, tokens: Tokens, length: int, *, before: Sequence[int] = (), **reading: Any) -> TextState:
+    """Read the chunks of a text independently, in batches that memory allows; each row is its chunk read alone.
+
+    Args:
+        model, tokens, reading: As in `read_text`, for one text; `reading` is its `tokenizer` and `chunk_length`.
+        length: Tokens of a chunk. The last one ends with the text, and may begin in the one before it.
+        before: Token ids before each chunk, such as a beginning of text or an instruction.
+    """
+    texts, reader = check_rows(tokens), StateReader.of(model, "reading chunks")
+    if len(texts) > 1:
+        raise ValueError(f"read_chunks reads one text, got {len(texts)}: read them one by one.")
+    rows = np.array(chunk_prompts([*before, *texts[0]], length, before=len(before)))
+    batch, _ = reading_plan(reader, len(rows), rows.shape[1], None, reading.get("chunk_length"))
+    parts = [read_text(model, rows[first : first + batch], **reading) for first in range(0, len(rows), batch)]
+    keys = {i: LayerKeys(*map(torch.cat, zip(*(part.keys[i] for part in parts), strict=True))) for i in parts[0].keys}
+    state = concatenate_rows([part.state for part in parts])
+    return replace(parts[0], state=state, prefix=prefix_hash(rows), keys=keys)
+
+
+@torch.no_grad()
+def ask_surest(model: Any, text_state: TextState, prompt: Tensor, **generation: Any) -> tuple[Tensor, int, Tensor]:
+    """Continue a prompt (1, T) after the chunk in which the model is surest of the next token; of equals, the first.
+
+    Args:
+        model, text_state, generation: As in `ask`, with a row for each chunk. Entropies are before a temperature.
+
+    Returns:
+        Prompt and answer as from `ask`, the row that gave it, and the entropies of all rows in bits, (B,) float64.
+    """
+    if len(prompt) != 1:
+        raise ValueError(f"ask_surest asks one prompt, of all chunks, got {len(prompt)}: ask them one by one.")
+    reader, found = StateReader.of(model, "asking chunks"), []
+    batch, _ = reading_plan(reader, text_state.rows, text_state.position + prompt.shape[1], None, None)
+    for first in range(0, text_state.rows, batch):
+        chunks = _taken(text_state, slice(first, first + batch))
+        ids = prompt.to(model.device).expand(chunks.rows, -1)
+        start = start_of(model, read_text(model, ids[:, :-1], chunks) if ids.shape[1] > 1 else chunks)
+        with evaluation_mode(reader.model):
+            logits, _ = reader.read(ids[:, -1:], (start["initial_state"], start.get("attention_cache")), 1)
+        found.append(entropy_bits(logits[:, -1]).cpu())
+    entropies = torch.cat(found)
+    chunk = int(entropies.argmin())
+    return ask(model, _taken(text_state, slice(chunk, chunk + 1)), prompt, **generation), chunk, entropies
+
+
+def _taken(text_state: TextState, rows: slice) -> TextState:
+    keys = {index: LayerKeys(*(part[rows] for part in layer)) for index, layer in text_state.keys.items()}
+    return replace(text_state, state=take_rows(text_state.state, rows), prefix="", keys=keys)
