@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ lengthgen state read demo-output/cured --data book.txt --every 10000 --output bo
 lengthgen state show book
 lengthgen state ask book demo-output/cured --prompt "Who is" --prompt "Where is"
 lengthgen state ask book demo-output/cured --prompt "Who is" --position 50000
+lengthgen state mix book another-book --weights 0.5 0.5 --output both.safetensors
 """
 READ = """\
 Read a text and save what is read every N tokens, one file each, into a folder. Memory does not grow with the text, but
@@ -29,13 +31,17 @@ ASK = """\
 Continue prompts after the text that was read. The answers are those that the model would give after reading text and
 prompt at once, or of independent chunks the one with the least entropy of the next token. The file stays as it is.
 """
+MIX = """\
+Make one state file of several, each of a text of its own, that one model has read: their weighted sum (a soup),
+or with --order about the state after all texts in turn, for files that were read with --transitions.
+"""
 STATE = {"metavar": "STATE", "help": "state file, or a folder of them, whose last one is taken"}
 
 
 def command_parser() -> CommandParser:
     parser = CommandParser("lengthgen state", DESCRIPTION, EXAMPLES)
     actions = parser.add_subparsers(
-        title="actions", prog="lengthgen state", dest="action", required=True, metavar="read|show|ask"
+        title="actions", prog="lengthgen state", dest="action", required=True, metavar="read|show|ask|mix"
     )
 
     def add_action(name: str, what: str, examples: str, description: str = "") -> CommandParser:
@@ -50,10 +56,19 @@ def command_parser() -> CommandParser:
     read.method.add_argument("--every", type=some_tokens, metavar="N", help=what)
     what = "read chunks of N tokens independently, into one file (default: the whole text)"
     read.method.add_argument("--independent-chunks", type=some_tokens, metavar="N", help=what)
+    what = "also keep what the text does to an earlier state, for mix --order"
+    read.method.add_argument("--transitions", action="store_true", help=what)
     read.run.add_argument("--output", required=True, metavar="FOLDER", help="folder for the files")
     add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
     show = add_action("show", "show what a state file says of itself", "lengthgen state show book")
     asked = add_action("ask", "continue prompts after a text that was read", EXAMPLES.splitlines()[2], ASK)
+    mix = add_action("mix", "make one state file of several", EXAMPLES.splitlines()[4], MIX)
+    mix.data.add_argument("states", nargs="+", **STATE)
+    what = "a number for each state, with any sum (default: the mean)"
+    mix.method.add_argument("--weights", type=float, nargs="+", metavar="W", help=what)
+    what = "compose in the order given, or take the mean over its rotations (cyclic) or all orders"
+    mix.method.add_argument("--order", choices=("given", "cyclic", "all"), help=what)
+    mix.run.add_argument("--output", required=True, metavar="FILE", help="state file to write")
     for action in (show, asked):
         action.data.add_argument("state", **STATE)
     asked.model.add_argument("model", **MODEL)
@@ -71,7 +86,7 @@ def command_parser() -> CommandParser:
 
 def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
-    {"read": _read, "show": _show, "ask": _ask}[options.action](options)
+    {"read": _read, "show": _show, "ask": _ask, "mix": _mix}[options.action](options)
     return 0
 
 
@@ -106,13 +121,14 @@ def _read(options: argparse.Namespace) -> None:
     positions = positions_in(options.output)
     text_state: Any = {"tokenizer": tokenizer, "chunk_length": options.chunk_length}
     if options.independent_chunks:
-        if positions or options.every:
-            raise ValueError("--independent-chunks writes one file into a new folder: give that, and no --every.")
+        if positions or options.every or options.transitions:
+            raise ValueError("--independent-chunks writes one file into a new folder: no --every, no --transitions.")
         text_state["before"] = text_prefix(tokenizer)
         chunks = read_chunks(model, tokens[len(text_state["before"]) :], options.independent_chunks, **text_state)
         save_text_state(file_at(options.output, chunks.position), chunks)
         print(f"Read {len(tokens):,} tokens in {chunks.rows:,} chunks, {chunks.nbytes:,} bytes: {options.output}")
         return
+    text_state["transitions"] = options.transitions
     text_states = read_into(options.output, model, tokens, options.every or 65536, **text_state)
     with tqdm(total=len(tokens), unit="tok", unit_scale=True, disable=None) as bar:
         for text_state in text_states:
@@ -139,6 +155,7 @@ def _show(options: argparse.Namespace) -> None:
         ["memory", f"{text_state.nbytes:,} bytes"],
         ["chunks", f"{text_state.rows:,}"],
         ["attention", held or "no such layers"],
+        ["transitions", f"of {len(text_state.transitions)} layers" if text_state.transitions else "none"],
         ["model", f"{origin.name} ({origin.config.get('model_type')}, {origin.dtype})"],
         ["revision", origin.revision or "unknown"],
         ["weights", origin.weights],
@@ -146,6 +163,16 @@ def _show(options: argparse.Namespace) -> None:
     ]
     rows.append(["tokens", text_state.prefix or "unknown"])
     print(in_columns([*rows, *sorted([name, value] for name, value in text_state.metadata.items())]))
+
+
+def _mix(options: argparse.Namespace) -> None:
+    from hf_recurrent_lengthgen.state_files import load_text_state, mix_text_states, save_text_state
+
+    loaded = [(Path(path).name, load_text_state(path)) for path in options.states]
+    named = [replace(one, metadata={"file": name, **one.metadata}) for name, one in loaded]
+    mixed = mix_text_states(named, options.weights, options.order)
+    save_text_state(options.output, mixed)
+    print(f"Mixed {len(named)} text states, {mixed.position:,} tokens in all: {options.output}")
 
 
 def _ask(options: argparse.Namespace) -> None:

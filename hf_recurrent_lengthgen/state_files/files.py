@@ -29,10 +29,10 @@ from hf_recurrent_lengthgen.state_files.origin import Origin, check_origin, pref
 from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, check_rows, text_states
 from hf_recurrent_lengthgen.versions import version_of
 
-FORMAT, MAJOR, MINOR = "text_state", 2, 0
+FORMAT, MAJOR, MINOR = "text_state", 2, 1
 """A file of a newer minor version is read, and what is new in it is kept; one of another major version is refused."""
 _FIELDS = ("format", "format_version", "written_by", "position", "prefix_sha256", "origin", CHECKSUM)
-_PART = re.compile(r"layers\.(\d+)\.(recurrent|conv|window|keys|values)")
+_PART = re.compile(r"layers\.(\d+)\.(recurrent|conv|window|keys|values|transition)")
 _NAME = re.compile(r"position-(\d{12,18})\.safetensors")
 
 
@@ -47,6 +47,7 @@ def save_text_state(path: str | os.PathLike[str], text_state: TextState) -> None
         raise ValueError(f"metadata must be texts under names other than {', '.join(_FIELDS)}; got {names}.")
     layers: list[tuple[int, Any]] = [*enumerate(text_state.state), *text_state.keys.items()]
     tensors = {f"layers.{i}.{name}": part for i, layer in layers for name, part in layer._asdict().items()}
+    tensors |= {f"layers.{i}.transition": part.contiguous() for i, part in text_state.transitions.items()}
     header = {
         "format": FORMAT,
         "format_version": f"{MAJOR}.{MINOR}",
@@ -119,7 +120,8 @@ def _read(path: Path) -> TextState:
     if not has_checksum:
         warnings.warn(no_checksum(path), stacklevel=3)
     metadata = {name: value for name, value in fields.items() if name not in _FIELDS}
-    text_state = TextState(state, position, prefix, origin, keys, metadata)
+    transitions = {i: parts[i]["transition"] for i in sorted(parts) if "transition" in parts[i]}
+    text_state = TextState(state, position, prefix, origin, keys, metadata, transitions)
     _check_finite(text_state, str(path))
     return text_state
 
@@ -167,7 +169,8 @@ def _fitted(text_state: TextState, model: Any, tokenizer: Any, name: str) -> Tex
                 f"{name}: layer {index} has the keys and values {held}, but {type(model).__name__} needs {needed}."
             )
     keys = {i: LayerKeys(*(part.to(model.device) for part in layer)) for i, layer in text_state.keys.items()}
-    return replace(text_state, state=state, keys=keys)
+    transitions = {i: part.to(model.device) for i, part in text_state.transitions.items()}
+    return replace(text_state, state=state, keys=keys, transitions=transitions)
 
 
 def file_at(folder: str | os.PathLike[str], position: int) -> Path:
@@ -189,6 +192,7 @@ def read_into(
     *,
     tokenizer: Any = None,
     chunk_length: int | None = None,
+    transitions: bool = False,
 ) -> Iterator[TextState]:
     """Read a text while saving every so many tokens, and at its end; goes on after the last file in the folder.
 
@@ -196,7 +200,7 @@ def read_into(
 
     Args:
         folder: New folder, or one in which the same model has begun to read this text.
-        model, tokens, tokenizer, chunk_length: As in `read_text`.
+        model, tokens, tokenizer, chunk_length, transitions: As in `read_text`.
         every: Tokens between two files.
 
     Yields:
@@ -209,11 +213,13 @@ def read_into(
     if positions_in(folder):
         before = load_text_state(folder, model, tokenizer, tokens=rows)
         done = before.position
+        if transitions and not before.transitions:
+            raise ValueError(f"{folder} was read without transitions: read the text into another folder.")
         yield before
     if done == rows.shape[1]:
         return
     stops = [*range((done // every + 1) * every, rows.shape[1], every), rows.shape[1]]
-    options: Any = {"tokenizer": tokenizer, "chunk_length": chunk_length}
+    options: Any = {"tokenizer": tokenizer, "chunk_length": chunk_length, "transitions": transitions}
     for text_state in text_states(model, rows[:, done:], [stop - done for stop in stops], before, **options):
         save_text_state(file_at(folder, text_state.position), text_state)
         yield text_state

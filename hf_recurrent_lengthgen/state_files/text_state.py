@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, H heads of keys, D size of a key or value.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from hf_recurrent_lengthgen.state_files.origin import (
     origin_of,
     prefix_hash,
 )
+from hf_recurrent_lengthgen.state_files.transitions import recorded_transitions
 
 
 class LayerKeys(NamedTuple):
@@ -45,6 +47,7 @@ class TextState:
         origin: The model and tokenizer.
         keys: Keys and values, by attention layer.
         metadata: Further fields of its file, also those that this version does not know.
+        transitions: What the text does to an earlier state (transitions.py), by layer; none unless asked for.
     """
 
     state: RecurrentState
@@ -53,6 +56,7 @@ class TextState:
     origin: Origin
     keys: Mapping[int, LayerKeys] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
+    transitions: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -61,7 +65,7 @@ class TextState:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = [part for layer in self.state for part in layer]
+        tensors = [part for layer in self.state for part in layer] + [*self.transitions.values()]
         tensors += [part for layer in self.keys.values() for part in layer]
         return sum(part.nbytes for part in tensors)
 
@@ -97,7 +101,8 @@ def branch(text_state: TextState, rows: int) -> TextState:
         return part.repeat_interleave(rows, dim=0)
 
     keys = {index: LayerKeys(*map(repeated, layer)) for index, layer in text_state.keys.items()}
-    return replace(text_state, state=map_state(repeated, text_state.state), prefix="", keys=keys)
+    state = map_state(repeated, text_state.state)
+    return replace(text_state, state=state, prefix="", keys=keys, transitions={})
 
 
 def read_text(
@@ -107,6 +112,7 @@ def read_text(
     *,
     tokenizer: Any = None,
     chunk_length: int | None = None,
+    transitions: bool = False,
 ) -> TextState:
     """Read a text, or the continuation of one, in pieces, so that memory does not grow with it.
 
@@ -118,13 +124,15 @@ def read_text(
         text_state: What the text continues; None for a new text, which starts from the active learned state, or zero.
         tokenizer: The tokenizer that made the tokens, to be known to files; None if unknown.
         chunk_length: Tokens in a forward pass; None to choose by memory.
+        transitions: Whether to keep what the text does to an earlier state, to compose it (`mix_text_states`).
 
     Raises:
         ValueError: for a model without states, token ids outside the vocabulary, a text state of another model or with
-            other rows, and states that become NaN.
+            other rows, and states that become NaN; transitions of a model that forgets or starts from a learned state.
     """
     stops = [check_rows(tokens).shape[1]]
-    *_, last = text_states(model, tokens, stops, text_state, tokenizer=tokenizer, chunk_length=chunk_length)
+    options: Any = {"tokenizer": tokenizer, "chunk_length": chunk_length, "transitions": transitions}
+    *_, last = text_states(model, tokens, stops, text_state, **options)
     return last
 
 
@@ -146,6 +154,7 @@ def text_states(
     *,
     tokenizer: Any = None,
     chunk_length: int | None = None,
+    transitions: bool = False,
 ) -> Iterator[TextState]:
     """The text states after each number of `tokens` in `stops`, ascending; arguments as in `read_text`."""
     reader, rows = reader_of(model), check_rows(tokens)
@@ -166,18 +175,24 @@ def text_states(
     if getattr(reader.model, "attends", False) and cache[1] is None:
         cache = (cache[0], reader.model.new_attention_cache())
     _, chunk = reading_plan(reader, len(rows), rows.shape[1], len(rows), chunk_length)
-    prefix, begin = text_state.prefix, 0
+    prefix, begin, found = text_state.prefix, 0, dict(text_state.transitions)
+    if transitions and text_state.position and not found:
+        raise ValueError(
+            "The text state was read without transitions: read the text again from its beginning with them."
+        )
     with evaluation_mode(reader.model):
         for stop in stops:
             for first, last in chunk_borders(stop, chunk, (), begin):
                 ids = torch.from_numpy(rows[:, first:last].astype(np.int64)).to(reader.device)
-                _, cache = reader.read(ids, cache, 1)
+                with recorded_transitions(reader.model, found) if transitions else nullcontext():
+                    _, cache = reader.read(ids, cache, 1)
                 if prefix:
                     prefix = prefix_hash(rows[:, first:last], prefix)
                 check_finite_state(cache[0], f"The state after token {text_state.position + last}")
             begin = stop
             position = text_state.position + stop
-            yield replace(text_state, state=cache[0], position=position, prefix=prefix, keys=keys_of(cache[1]))
+            read = replace(text_state, state=cache[0], position=position, prefix=prefix, keys=keys_of(cache[1]))
+            yield replace(read, transitions=dict(found) if transitions else {})
 
 
 def keys_of(cache: Any) -> dict[int, LayerKeys]:

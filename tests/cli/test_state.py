@@ -108,3 +108,35 @@ def test_independent_chunks_are_read_once_and_the_surest_answers(
     for more in (("--output", tmp_path / "book"), ("--output", tmp_path / "new", "--every", "50")):
         assert main(["state", *map(str, (*command, *more))]) == 1
         assert "one file into a new folder" in capsys.readouterr().err
+
+
+def test_states_of_several_texts_are_mixed(
+    checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, both, books = tmp_path / "other.txt", tmp_path / "both", [tmp_path / "one", tmp_path / "two"]
+    other.write_text("another text " * 20)
+    for book, data in zip(books, (text_file, other), strict=True):
+        shown(capsys, "read", checkpoint, "--data", data, "--length", "200", "--transitions", "--output", book)
+    assert "transitions    of 2 layers" in shown(capsys, "show", books[0])
+    first, second = (load_text_state(book) for book in books)
+    told = shown(capsys, "mix", *books, "--weights", "2", "-0.5", "--output", both)
+    assert told == f"Mixed 2 text states, 400 tokens in all: {both}\n"
+    for mixed, one, two in zip(load_text_state(both).state, first.state, second.state, strict=True):
+        assert torch.allclose(mixed.recurrent, 2 * one.recurrent - 0.5 * two.recurrent, atol=1e-6)
+    assert '"file": "two"' in shown(capsys, "show", both)
+    assert shown(capsys, "ask", both, checkpoint, "--prompt", "x", "--max-new-tokens", "2").startswith("'x': ")
+    shown(capsys, "mix", *books, "--order", "given", "--output", both)
+    for mixed, one, two, factor in zip(
+        load_text_state(both).state, first.state, second.state, second.transitions.values(), strict=True
+    ):
+        assert torch.allclose(mixed.recurrent, one.recurrent * factor + two.recurrent, atol=1e-6)
+        assert torch.equal(mixed.conv, two.conv)
+    shown(capsys, "read", checkpoint, "--data", other, "--length", "100", "--output", tmp_path / "plain")
+    for arguments, complaint in (
+        (("mix", books[0], tmp_path / "plain", "--order", "all"), "Texts read without transitions cannot be composed"),
+        (("mix", *books, "--order", "all", "--weights", "1", "1"), "Give either weights, or orders"),
+        (("mix", *books, "--weights", "1"), "a finite weight for each: 2 states, [1.0]"),
+    ):
+        assert main(["state", *map(str, arguments), "--output", str(tmp_path / "refused")]) == 1
+        assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "refused").exists()

@@ -1,0 +1,43 @@
+"""What a text does to an earlier state, recorded while a model reads it: the transition A(u) of each layer.
+
+A layer turns the state S before a text u into A(u) S + x(u), where x(u) is its state after u from zero (PICASO, Liu et
+al., 2025, arXiv:2502.17605, Proposition 1). A is a decay, (B, ...) to be broadcast over a state, or in delta rules and
+Mamba-3 a matrix for each head, (B, H, N, N) to be multiplied from the right.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
+from hf_recurrent_lengthgen.models.scan_pieces import PIECES
+from hf_recurrent_lengthgen.models.state_value import learned_row
+
+
+def is_matrix(transition: Tensor) -> bool:
+    """Whether a transition is a matrix for each head; decays of 4 dimensions have one row, (B, H, 1, 1 or N)."""
+    return transition.ndim == 4 and transition.shape[2] > 1
+
+
+def moved_on(x: Tensor, transition: Tensor) -> Tensor:
+    """A state, or the transition of an earlier text, after a text that writes nothing."""
+    return x @ transition if is_matrix(transition) else x * transition
+
+
+def recorded_transitions(model: Any, found: dict[int, Tensor]) -> AbstractContextManager[None]:
+    """Within the block, what the model reads extends the transitions `found`, by layer."""
+    if getattr(model.config, "forgetting", None) or learned_row(model) is not None:
+        why = "is made to forget, or starts from a learned state, which would count once for each text"
+        raise ValueError(f"This {type(model).__name__} {why}: read without these, or without transitions.")
+
+    def reader(piece: Callable[..., Any]) -> Callable[..., None]:
+        def read(layer: int, *arguments: Tensor) -> None:
+            *inputs, state = arguments
+            transition = piece(*(x.to(state.dtype) for x in inputs)).factor
+            found[layer] = moved_on(found[layer], transition) if layer in found else transition
+
+        return read
+
+    return recorded_scans(model, {name: reader(piece) for name, piece in PIECES.items()})
