@@ -1,6 +1,15 @@
 """A learned initial state: all sequences start from one state, which is trained ("state tuning" among users of RWKV).
 
-h_{-1} = theta, a parameter with the gradient of the loss summed over rows
+    h_{-1} = theta, a parameter with the gradient of the loss summed over rows
+
+S0 tuning (Young, 2026, arXiv:2604.01168) adds two things, both off by default:
+
+    training loss = cross-entropy(theta) + state_l2 sum_layers ||theta||^2        (3.1; sums in the release, too)
+    at use        h_{-1} = state_scale theta                                      (alpha in the paper)
+
+Section 3.1 and Algorithm 1 train through alpha; the release that made the numbers (`train_state_parameters`) trains
+from theta, and multiplies it by alpha afterwards, as here. Algorithm 1 is the same training of alpha theta: scale 1,
+learning rate alpha lr, state_l2 / alpha^2, gradients clipped at 1 / alpha, and epsilon of Adam / alpha.
 """
 
 import os
@@ -10,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_recurrent_lengthgen.checkpoints.methods import Method
 from hf_recurrent_lengthgen.checkpoints.papers import LEARNED_STATE
@@ -63,6 +72,23 @@ class LearnedStateConfig(InitialStateConfig):
     learn_conv_state: bool = option(
         True, "Whether to learn the short-convolution part of the state, too; otherwise it stays zero. Default: true."
     )
+    state_l2: float = option(
+        0.0,
+        "Weight of the sum of squares of the learned state in the training loss (Young, 2026, section 3.1: 5e-4); "
+        "evaluation has no such term. Default 0: off.",
+    )
+    state_scale: float | None = option(
+        None,
+        "Factor of the learned state at use, also in evaluations, but not in training steps (alpha of Young, 2026: "
+        "0.07 for Gated DeltaNet, 0.65 for Mamba-2). Default: that of a state that is trained further, else 1.",
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.state_l2 and self.alignment_alpha:
+            raise ValueError(
+                "alignment_alpha has a loss of its own, without the term of state_l2: set only one of them."
+            )
 
 
 class LearnedStateTrainer(InitialStateTrainer):
@@ -76,6 +102,10 @@ class LearnedStateTrainer(InitialStateTrainer):
         model.generate(**prompt)
 
     With `train_model`, the state is a part of the checkpoint, or lies beside an adapter of PEFT.
+
+    With `state_l2`, the logged loss contains the penalty, which is also logged apart, as `state_penalty`. With
+    `state_scale`, sequences start from the parameters in training steps, and from the scale times them elsewhere: in
+    evaluations, in what callbacks measure, and in what is saved.
 
     Raises:
         ValueError: with `model_init` or under FSDP, and as in `InitialStateTrainer`.
@@ -127,6 +157,8 @@ class LearnedStateTrainer(InitialStateTrainer):
             states = base.add_learned_state(NAME)
         states.set_adapter(NAME)
         states.requires_grad_(False)
+        if args.state_scale is not None:
+            states.set_scale(NAME, args.state_scale)
         self._learned = states[NAME]
         self._learned.learn(args.learn_conv_state)
         return model
@@ -136,8 +168,33 @@ class LearnedStateTrainer(InitialStateTrainer):
         return LearnedStateSource(trainer._learned)
 
     def learned_state(self) -> RecurrentState:
-        """The current state, one row without gradients."""
+        """What sequences start from at use, the scale times the parameters; one row without gradients."""
         return clone_state(detach_state(self._learned()))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As in `InitialStateTrainer`, from the parameters themselves; the backward pass may run layers again."""
+        with self._learned.unscaled():
+            return super().training_step(*args, **kwargs)
+
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
+        """The training loss with the penalty, once in all micro-batches of a step."""
+        result = super()._loss(model, inputs, return_outputs, num_items)
+        if not self.args.state_l2:
+            return result
+        trained = [parameter for parameter in self._learned.parameters() if parameter.requires_grad]
+        penalty = self.args.state_l2 * torch.stack([parameter.square().sum() for parameter in trained]).sum()
+        self.logs.add(state_penalty=penalty)
+        share = penalty / self._micro_batches_added(num_items)
+        return (result[0] + share, *result[1:]) if return_outputs else result + share
+
+    def _micro_batches_added(self, num_items: Any) -> int:
+        """How many losses of a process `Trainer` adds up in a step, rather than takes the mean of; gradients of
+        processes are averaged."""
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:  # the rule of Trainer's `training_step`
+            counted = self.model_accepts_loss_kwargs and num_items is not None
+            scaled = counted or self.compute_loss_func is not None
+        return self.current_gradient_accumulation_steps if self.is_in_train and scaled else 1
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = str(self.args.output_dir) if output_dir is None else output_dir

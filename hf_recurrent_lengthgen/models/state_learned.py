@@ -4,11 +4,12 @@ A sequence that is given no state starts from the active learned state instead o
 evaluation and generation, with padding, and every sequence of packed rows. A state or cache that is given takes its
 place, because it is the state after earlier text. (State tuning of the RWKV community; "S0 Tuning", arXiv:2604.01168.)
 
-The parameters are a submodule `learned_states` of the backbone, and `config.learned_states` has names, shapes and the
-active one, so a checkpoint that is saved with learned states has them when it is loaded. By themselves they are
-folders (state_learned_files.py). Methods have the names that they have in PEFT.
+The parameters are a submodule `learned_states` of the backbone, and `config.learned_states` has names, shapes, scales
+and the active one, so a checkpoint that is saved with learned states has them when it is loaded. By themselves they
+are folders (state_learned_files.py). Methods have the names that they have in PEFT.
 """
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,13 +33,19 @@ from .state_value import (
 
 
 class LearnedState(nn.Module):
-    """One row of a recurrent state as parameters, zero at first.
+    """One row of a recurrent state as parameters, zero at first, and the scale with which sequences start from them.
 
     Args:
         shapes: Shapes of the model's state.
         dtype: Dtype of the state: float32, or float64 in a float64 model.
         learn_conv: Whether the states of short convolutions and token shifts are learned, too, or stay as they are.
+
+    Attributes:
+        scale: Sequences start from scale times the parameters (alpha in arXiv:2604.01168, section 3.1); 1 at first.
+            `LearnedStates.set_scale` changes it.
     """
+
+    scale: float = 1.0
 
     def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, learn_conv: bool = True) -> None:
         super().__init__()
@@ -59,13 +66,24 @@ class LearnedState(nn.Module):
                 parameter.requires_grad_(trained and parameter.numel() > 0)
 
     def forward(self) -> RecurrentState:
-        """The state with one row, in full precision also where the model was cast to less (`bf16_full_eval`)."""
+        """What sequences start from: the scale times the parameters, one row, in full precision also where the model
+        was cast to less (`bf16_full_eval`)."""
         state = tuple(LayerState(*parts) for parts in zip(self.recurrent, self.conv, strict=True))
-        return map_state(lambda part: part.to(state_dtype(part.dtype)), state)
+        state = map_state(lambda part: part.to(state_dtype(part.dtype)), state)
+        return state if self.scale == 1 else map_state(lambda part: self.scale * part, state)
+
+    @contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """Within the `with` block, sequences start from the parameters themselves."""
+        scale, self.scale = self.scale, 1.0
+        try:
+            yield
+        finally:
+            self.scale = scale
 
     @torch.no_grad()
     def set(self, state: RecurrentState) -> None:
-        """Copy the values of a state with one row."""
+        """Copy values with one row into the parameters."""
         for own, given in zip((self.recurrent, self.conv), zip(*state, strict=True), strict=True):
             for parameter, value in zip(own, given, strict=True):
                 parameter.copy_(value)
@@ -76,7 +94,8 @@ class LearnedStates(nn.Module):
 
     Args:
         config: Config of the model, whose `learned_states` names them: {"names": [...], "active": name or None,
-            "shapes": [[recurrent, conv] of each layer]}. It follows all changes.
+            "shapes": [[recurrent, conv] of each layer], "scales": {name: scale if it is not 1}}. It follows all
+            changes.
 
     Raises:
         ValueError: for an entry of the config that is damaged.
@@ -90,6 +109,7 @@ class LearnedStates(nn.Module):
         shapes = [LayerShape(*map(tuple, layer)) for layer in record["shapes"]]
         for name in record["names"]:
             self.add_module(name, LearnedState(shapes, state_dtype(torch.get_default_dtype())))
+            self[name].scale = checked_scale(record.get("scales", {}).get(name, 1.0))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; says that PEFT, which asks for it when it saves, leaves a state out that no checkpoint has."""
@@ -127,6 +147,21 @@ class LearnedStates(nn.Module):
             self[adapter_name]
         self._config.learned_states = recorded(self._config) | {"active": adapter_name}
 
+    def set_scale(self, adapter_name: str, scale: float) -> None:
+        """Let sequences start from `scale` times the parameters of this state; it is saved with the state.
+
+        Raises:
+            ValueError: for an unknown name, and a scale that is no finite number.
+        """
+        self[adapter_name].scale = checked_scale(scale)
+        self._record()
+
+    def _record(self, **changes: Any) -> None:
+        """Write what the modules hold into the config, and what is changed there."""
+        scales = {name: self[name].scale for name in self.names if self[name].scale != 1}
+        record = recorded(self._config) | {"names": self.names, "scales": scales} | changes
+        self._config.learned_states = record if self.names else None
+
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """Within the `with` block, sequences start from zero."""
@@ -146,16 +181,21 @@ class LearnedStates(nn.Module):
             )
         self.add_module(adapter_name, state)
         self._added.add(adapter_name)
-        shapes = [[list(part.shape[1:]) for part in layer] for layer in state()]
-        self._config.learned_states = {"names": self.names, "active": adapter_name, "shapes": shapes}
+        self._record(active=adapter_name, shapes=[[list(part.shape[1:]) for part in layer] for layer in state()])
 
     def delete_adapter(self, adapter_name: str) -> None:
         """Delete a state; if it was active, sequences start from zero."""
         self[adapter_name]
-        record = recorded(self._config)
+        active = None if self.active_adapter == adapter_name else self.active_adapter
         delattr(self, adapter_name)
-        active = None if record["active"] == adapter_name else record["active"]
-        self._config.learned_states = record | {"names": self.names, "active": active} if self.names else None
+        self._record(active=active)
+
+
+def checked_scale(scale: Any) -> float:
+    """The scale; a `ValueError` for what is no finite number."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"The scale of a learned state must be a finite number, got {scale!r:.80}.")
+    return float(scale)
 
 
 def _frozen(state: RecurrentState) -> LearnedState:

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
+from .state_learned import checked_scale
 from .state_on_disk import load_state, save_state, write_text
 from .state_value import RecurrentState, detach_state, map_state, state_dtype
 
 CONFIG_FILE, STATE_FILE = "learned_state_config.json", "learned_state.safetensors"
-FORMAT, FORMAT_VERSION = "learned_state", 1
+FORMAT, FORMAT_VERSION = "learned_state", 2
 SAMPLES = 64
 """Values of each parameter that a fingerprint reads."""
 
@@ -37,9 +38,10 @@ def load_learned_state(
             f"{f' of {name}' if name else ''}: load the base that it was trained on. (load_state reads the file "
             "for any model of the same sizes.)"
         )
-    dtype = state_dtype(model.dtype)
+    dtype, scale = state_dtype(model.dtype), checked_scale(about.get("scale", 1.0))
     state = map_state(lambda part: part.to(model.device, dtype), state)
     states = model.add_learned_state(adapter_name, state)
+    states.set_scale(adapter_name, scale)
     if is_trainable:
         states[adapter_name].learn(about["learn_conv_state"])
     return states
@@ -53,11 +55,22 @@ def save_learned_state(model: Any, folder: str | os.PathLike[str], adapter_name:
         raise ValueError("There is no active learned state: name one of model.learned_states.names.")
     learned = states[adapter_name]
     learn_conv = any(parameter.requires_grad or bool(parameter.any()) for parameter in learned.conv)
-    write_folder(folder, model, detach_state(learned()), learn_conv)
+    scale = learned.scale
+    with learned.unscaled():
+        write_folder(folder, model, detach_state(learned()), learn_conv, scale)
 
 
-def write_folder(folder: str | os.PathLike[str], model: Any, state: RecurrentState, learn_conv: bool) -> None:
+def write_folder(
+    folder: str | os.PathLike[str], model: Any, state: RecurrentState, learn_conv: bool, scale: float = 1.0
+) -> None:
     """Write a state of one row that belongs to the weights of a model, and whether its convolution part is learned.
+
+    Args:
+        folder: It is made.
+        model: With these weights.
+        state: Before the scale.
+        learn_conv: Whether its convolution part is learned.
+        scale: Sequences start from the scale times the state.
 
     Raises:
         ValueError: for a folder that holds a checkpoint, and a state that is not finite.
@@ -74,13 +87,14 @@ def write_folder(folder: str | os.PathLike[str], model: Any, state: RecurrentSta
     save_state(path / STATE_FILE, state)
     about = {
         "format": FORMAT,
-        "format_version": FORMAT_VERSION,
+        "format_version": 1 if scale == 1 else FORMAT_VERSION,  # a reader of version 1 would leave the scale out
         "base_model_name_or_path": name,
         "base_model_revision": getattr(model.config, "_commit_hash", None),
         "base_model_class": type(model).__name__,
         "base_fingerprint": fingerprint(model),
         "layers": [index for index, layer in enumerate(state) if any(bool(part.any()) for part in layer)],
         "learn_conv_state": learn_conv,
+        "scale": scale,
         "state_sha256": hashlib.sha256((path / STATE_FILE).read_bytes()).hexdigest(),
     }
     write_text(path / CONFIG_FILE, json.dumps(about, indent=2) + "\n")
@@ -151,9 +165,10 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any]:
         about = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}): copy or download it again.") from error
-    if not isinstance(about, dict) or (about.get("format"), about.get("format_version")) != (FORMAT, FORMAT_VERSION):
+    about = about if isinstance(about, dict) else {}
+    if about.get("format") != FORMAT or about.get("format_version") not in range(1, FORMAT_VERSION + 1):
         raise ValueError(
-            f"{path} must describe a learned state, with the format {FORMAT!r} and the format version "
+            f"{path} must describe a learned state, with the format {FORMAT!r} and a format version up to "
             f"{FORMAT_VERSION}: update hf_recurrent_lengthgen for a newer one."
         )
     return about

@@ -140,6 +140,9 @@ def learned_state(model_type: str) -> float:
     learned = model.add_learned_state("tried")["tried"]
     learned.set(values)
     logits = model(input_ids=tokens).logits
+    of_learned = gradients(weighted_sum([logits]), parts(learned()))
+    learned.set(map_state(lambda part: 2 * part, values))
+    model.learned_states.set_scale("tried", 0.5)
     other = stateful(copy.deepcopy(stock))
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         model.save_learned_state(f"{folder}/state")
@@ -149,7 +152,7 @@ def learned_state(model_type: str) -> float:
         with model.learned_states.disable_adapter():
             without = model(input_ids=tokens).logits
     return relative_error(
-        [logits, *loaded, without, *gradients(weighted_sum([logits]), parts(learned()))],
+        [logits, *loaded, without, *of_learned],
         [*[expected] * 3, stock(input_ids=tokens).logits, *gradients(weighted_sum([expected]), parts(given))],
     )
 

@@ -107,6 +107,74 @@ def test_its_gradient_is_that_of_a_parameter_given_as_the_initial_state(family: 
     torch.testing.assert_close(model.first_state(1), own, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.thinned(5)
+@every_family
+def test_sequences_start_from_the_scale_times_the_parameters(family: Family, tmp_path: Path) -> None:
+    """Loss, tokens, checkpoints and folders are those of the scaled state given as the initial state, in float64."""
+    model, tokens = build(family, torch.float64).eval(), random_tokens(2, 7)
+    base = copy.deepcopy(model)
+    parameters = learned(model)
+    state = rows_of(map_state(lambda part: 0.3 * part, parameters), 2)
+    expected = base(tokens, initial_state=state)
+    loss = base(tokens, labels=tokens, initial_state=state).loss
+    unscaled = model(tokens).logits
+    model.learned_states.set_scale("default", 0.3)
+    assert not torch.allclose(unscaled, expected.logits)
+    exactly(model(tokens).logits, expected.logits)
+    exactly(model(tokens, labels=tokens).loss, loss)
+    generated = base.generate(tokens, initial_state=state, **GENERATION)
+    assert model.generate(tokens, **GENERATION).tolist() == generated.tolist()
+    model.save_pretrained(tmp_path / "checkpoint")
+    loaded = load_model(str(tmp_path / "checkpoint"), dtype=torch.float64).eval()
+    exactly(loaded.first_state(2), state)
+    torch.testing.assert_close(loaded(tokens).logits, expected.logits)  # weights in a file may be aligned otherwise
+    model.save_learned_state(tmp_path / "folder")
+    exactly(load_state(tmp_path / "folder" / STATE_FILE)[0], parameters)
+    states = base.load_learned_state(tmp_path / "folder", "again")
+    exactly(base(tokens).logits, expected.logits)
+    states.set_scale("again", 1)
+    exactly(base(tokens).logits, unscaled)
+
+
+def test_a_folder_from_before_scales_has_the_scale_1(tmp_path: Path) -> None:
+    model, tokens = build(MAMBA2).eval(), random_tokens(2, 7)
+    learned(model)
+    base, expected = build(MAMBA2).eval(), model(tokens).logits
+    model.save_learned_state(tmp_path)
+    about = json.loads((tmp_path / CONFIG_FILE).read_text())
+    assert (about.pop("scale"), about["format_version"]) == (1.0, 1)  # which older code reads
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(about))
+    exactly(base.load_learned_state(tmp_path)["default"](), model.learned_states["default"]())
+    exactly(base(tokens).logits, expected)
+    model.learned_states.set_scale("default", 0.5)
+    model.save_learned_state(tmp_path)
+    assert json.loads((tmp_path / CONFIG_FILE).read_text())["format_version"] == 2  # which older code refuses
+
+
+def test_each_state_has_its_scale_and_takes_it_along() -> None:
+    model, tokens = build(MAMBA2).eval(), random_tokens(1, 5)
+    one, two = learned(model, "one"), learned(model, "two", 3)
+    states = model.learned_states
+    states.set_scale("one", 0.25)
+    exactly(model.first_state(1), two)
+    states.set_adapter("one")
+    exactly(model.first_state(1), map_state(lambda part: 0.25 * part, one))
+    with states.disable_adapter():
+        exactly(model(tokens).logits, model(tokens, initial_state=model.zero_state(1)).logits)
+    assert model.config.learned_states["scales"] == {"one": 0.25}
+    states.set_adapter("two")
+    states.delete_adapter("one")
+    model.add_learned_state("one", one)
+    exactly(model.first_state(1), one)
+    assert model.config.learned_states["scales"] == {}
+    for scale in (float("nan"), float("inf"), "1", None, True):
+        with pytest.raises(ValueError, match="scale of a learned state must be a finite number, got"):
+            states.set_scale("one", scale)
+    with pytest.raises(ValueError, match="no learned state 'gone'"):
+        states.set_scale("gone", 1.0)
+    exactly(model.first_state(1), one)
+
+
 def test_switching_and_deleting_leave_the_others_alone() -> None:
     model, tokens = build(MAMBA2).eval(), random_tokens(1, 5)
     one, two = learned(model, "one"), learned(model, "two", 3)
@@ -180,15 +248,16 @@ def test_load_model_loads_the_base_too(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (
-            lambda about, folder: about.update(format_version=2),
-            "must describe a learned state, .* the format version 1",
+            lambda about, folder: about.update(format_version=3),
+            "must describe a learned state, .* a format version up to 2",
         ),
         (lambda about, folder: about.update(format="other"), "must describe a learned state, with the format"),
         (lambda about, folder: (folder / STATE_FILE).write_bytes(b"\0" * 64), "is not what learned_state_config.json"),
         (lambda about, folder: (folder / STATE_FILE).unlink(), "holds no learned_state.safetensors"),
         (lambda about, folder: about.update(base_fingerprint="0"), "whose weights are not those of this"),
+        (lambda about, folder: about.update(scale="much"), "must be a finite number, got 'much'"),
     ],
-    ids=["newer", "format", "cut", "missing", "base"],
+    ids=["newer", "format", "cut", "missing", "base", "scale"],
 )
 def test_damaged_and_foreign_files_are_refused(change: Any, message: str, tmp_path: Path) -> None:
     model = build(MAMBA2)

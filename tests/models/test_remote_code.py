@@ -94,7 +94,7 @@ def test_what_few_models_need_travels_with_those_that_need_it(name: str, extras:
     changes: dict[str, Any] = {"forgetting": {"forgetting": {"window": 3}}, "attention": {"attention_layers": [1]}}
     model, tokens = build(MAMBA2, **changes.get(name, {})), random_tokens(1, 9)
     if name == "learned states":
-        model.add_learned_state(state=random_state(model, 1))
+        model.add_learned_state(state=random_state(model, 1)).set_scale("default", 0.5)
     model.save_pretrained(tmp_path / "model")
     torch.save(tokens, tmp_path / "in.pt")
     build(MAMBA2).save_pretrained(tmp_path / "plain")

@@ -239,7 +239,7 @@ METHODS = {
     "state passing": Method(StatePassingTrainer, {"state_drop_probability": 0.3}),
     "tbtt": Method(TbttTrainer, data=chunks),
     "tbtt by document": Method(TbttTrainer, data=by_document),
-    "learned state": Method(LearnedStateTrainer),
+    "learned state": Method(LearnedStateTrainer, {"state_l2": 0.1, "state_scale": 0.5}),
     "learned state and model": Method(LearnedStateTrainer, {"train_model": True}),
     "mixture": Method(MixedStatesTrainer, {"mixture": MIXTURE}),
     "alignment": Method(AlignmentTrainer),
