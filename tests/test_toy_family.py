@@ -133,7 +133,7 @@ def test_what_it_does_not_say_is_refused_by_name() -> None:
         expand_state(model)
     with pytest.raises(ValueError, match="StatefulToyForCausalLM has no mixer of Mamba-1"):
         mimetic_initialization(model)
-    with pytest.raises(ValueError, match="StatefulToyConfig takes no delta_scale; it is for Mamba-1 and Mamba-2"):
+    with pytest.raises(ValueError, match="StatefulToyConfig takes no delta_scale; it is for Mamba-1, Mamba-2 and"):
         StatefulToyConfig(**SIZES, forgetting={"delta_scale": 0.5})
 
 

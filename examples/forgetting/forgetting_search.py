@@ -46,9 +46,10 @@ class ForgettingTrial:
     losses: tuple[float, ...]
     loss: Estimate
     gain: Estimate
+    decay_scale: float = 1.0
 
 
-@document("forgetting_search", version=2)
+@document("forgetting_search", version=3)
 @dataclass(frozen=True)
 class ForgettingSearch:
     """Mean loss of whole texts of `length` positions with each setting; the first setting is no forgetting.
@@ -68,7 +69,7 @@ class ForgettingSearch:
         if not self.trials:
             raise ValueError("A search needs at least one setting, got none.")
         first = self.trials[0]
-        if (first.retention, first.insertion, first.window, first.delta_scale) != (1, 1, None, 1):
+        if rule_of(first) != Forgetting():
             raise ValueError(f"The first setting of a search must be no forgetting, got {first}.")
         if any(len(trial.losses) != self.sequences for trial in self.trials):
             raise ValueError(f"Each setting of a search needs the losses of all {self.sequences} texts.")

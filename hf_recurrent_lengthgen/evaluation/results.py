@@ -88,10 +88,11 @@ NOT_SAID = DataRecord()
 class ForgettingRule:
     """Forgetting at inference, as in `models.scan_forgetting.Forgetting`; the defaults mean none."""
 
-    retention: float = 1.0
-    insertion: float = 1.0
+    retention: float | tuple[float, ...] = 1.0
+    insertion: float | tuple[float, ...] = 1.0
     window: int | None = None
-    delta_scale: float = 1.0
+    delta_scale: float | tuple[float, ...] = 1.0
+    decay_scale: float | tuple[float, ...] = 1.0
 
 
 NO_FORGETTING = ForgettingRule()

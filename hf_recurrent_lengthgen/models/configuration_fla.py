@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from .configuration_stateful import PreTrainedConfig, StatefulConfigMixin
 
 KEYS_CHANGE_ALL = "every key changes what earlier tokens wrote, so that a state is no sum of decayed writes"
-"""Why families of the delta rule do not forget."""
+"""Why families of the delta rule have no window."""
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -31,6 +31,7 @@ class FlaConfigMixin(StatefulConfigMixin):
     a parameter name from `fuse_norm`.
     """
 
+    forgets_by: ClassVar[tuple[str, ...]] = ("retention", "decay_scale")
     choices: ClassVar[dict[str, tuple[Any, ...]]] = StatefulConfigMixin.choices | {
         **{"attn": (None,), "attnres_block_size": (None,), "use_l2warp": (False,)},
         "hidden_act": ("swish", "silu"),

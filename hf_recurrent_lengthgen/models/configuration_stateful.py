@@ -112,10 +112,10 @@ class StatefulConfigMixin:
     # what a family says of itself
     display_name: ClassVar[str] = ""  # as people write it
     hub_tags: ClassVar[tuple[str, ...]] = ()  # further ones of its cards
-    forgets_by: ClassVar[tuple[str, ...]] = ()  # the settings of `forgetting` that it has
+    forgets_by: ClassVar[tuple[str, ...]] = ()  # the settings of `forgetting` that it takes
     lora_target_modules: ClassVar[tuple[str, ...]] = ()  # linear layers of its mixers, as PEFT names them
     upstream_types: ClassVar[tuple[str, ...]] = ()  # model types whose files have the same fields and weights
-    why_not_forget: ClassVar[str] = ""  # why it cannot be made to forget, in words
+    why_not_forget: ClassVar[str] = ""  # by a window, in words
     choices: ClassVar[dict[str, tuple[Any, ...]]] = {"scan_backend": SCAN_BACKEND_SETTINGS}  # all that fields may be
     layouts: ClassVar[tuple[str, ...]] = ()  # formats that it is converted from and to; the first has `upstream_types`
     tiny: ClassVar[dict[str, Any]] = {}  # further settings of a model of width 64, for trials
@@ -212,7 +212,7 @@ class StatefulConfigMixin:
         """Refuse a `forgetting` that is out of range, or that this family cannot honor."""
         if self.forgetting:
             rule = extra("scan_forgetting").Forgetting.of(self)
-            rule.check_for(type(self).__name__, self.forgets_by, self.why_not_forget)
+            rule.check_for(type(self).__name__, self.forgets_by)
 
 
 @lru_cache

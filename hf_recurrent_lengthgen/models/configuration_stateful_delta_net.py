@@ -17,6 +17,7 @@ class StatefulDeltaNetConfig(DeltaRuleConfig):
     model_type = "stateful_delta_net"
     display_name = "DeltaNet"
     hub_tags = ("linear-attention", "delta-rule")
+    forgets_by = ("retention",)
     upstream_types = ("delta_net",)
     layouts = ("fla",)
     tiny = {"num_heads": 2}  # noqa: RUF012

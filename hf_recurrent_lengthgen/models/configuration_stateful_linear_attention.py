@@ -18,6 +18,7 @@ class StatefulLinearAttentionConfig(GatedLinearAttentionConfig):
     model_type = "stateful_linear_attention"
     display_name = "linear attention"
     hub_tags = ("linear-attention",)
+    forgets_by = ("retention",)
     upstream_types = ("linear_attn",)
     layouts = ("fla",)
     tiny = {"num_heads": 4}  # noqa: RUF012

@@ -29,7 +29,7 @@ class StatefulMambaConfig(ReferenceLayersConfigMixin, MambaConfig):
     model_type = "stateful_mamba"
     display_name = "Mamba"
     hub_tags = ("state-space-model",)
-    forgets_by = ("delta_scale",)
+    forgets_by = ("insertion", "delta_scale", "decay_scale")
     upstream_types = ("mamba", "falcon_mamba")
     layouts = ("transformers", "mamba-ssm", "fla")
     tiny = {"state_size": 8}  # noqa: RUF012

@@ -15,7 +15,7 @@ class StatefulMamba2Config(ReferenceLayersConfigMixin, Mamba2Config):
     model_type = "stateful_mamba2"
     display_name = "Mamba-2"
     hub_tags = ("state-space-model",)
-    forgets_by = ("retention", "insertion", "window", "delta_scale")
+    forgets_by = ("retention", "insertion", "window", "delta_scale", "decay_scale")
     upstream_types = ("mamba2",)
     layouts = ("transformers", "mamba-ssm", "fla")
     tiny = {"state_size": 16, "n_groups": 1, "num_heads": 8, "head_dim": 16}  # noqa: RUF012

@@ -29,6 +29,7 @@ class StatefulMamba3Config(StatefulConfigMixin, PreTrainedConfig):
     """
 
     model_type = "stateful_mamba3"
+    forgets_by = ("retention", "insertion", "delta_scale", "decay_scale")
     why_not_forget = "a token writes a second time with the step size of the token after it"
     display_name = "Mamba-3"
     hub_tags = ("state-space-model",)

@@ -26,6 +26,7 @@ class StatefulRWKV5Config(StatefulConfigMixin, PreTrainedConfig):
     model_type = "stateful_rwkv5"
     display_name = "RWKV-5"
     hub_tags = ("rwkv",)
+    forgets_by = ("retention", "decay_scale")
     upstream_types = ("rwkv5",)
     layouts = ("rwkv-hf", "rwkv")
     tiny = {"head_size": 32}  # noqa: RUF012

@@ -67,6 +67,7 @@ class ScanMixer(nn.Module):
         why_not_grow: Why it cannot be expanded, in words; empty where it can.
         why_not_inherit: Why an expansion cannot keep its trained weights; empty where it can.
         convolves: Whether the convolution part of the state is that of short convolutions, which have kernels.
+        layer: The number of its layer; the backbone sets it.
     """
 
     scan: Callable[..., Any]
@@ -74,6 +75,7 @@ class ScanMixer(nn.Module):
     why_not_grow: ClassVar[str] = ""
     why_not_inherit: ClassVar[str] = ""
     convolves: ClassVar[bool] = True
+    layer: int = 0
 
     def __init__(self, config: Any, kernel_available: bool = False) -> None:
         super().__init__()
@@ -130,17 +132,20 @@ class ScanMixer(nn.Module):
 
         `inputs` are those of `scan` before the state, `options` its keywords. Inputs at padding must write nothing.
         """
-        rule = extra("scan_forgetting").Forgetting.of(self.config) if self.config.forgetting else None
-        forgets = rule is not None and bool(rule.changed())
+        rule = extra("scan_forgetting").Forgetting.of(self.config, self.layer) if self.config.forgetting else None
+        otherwise = False  # whether the scan itself is another
+        if rule is not None and rule.changed():
+            inputs = extra("scan_forgetting").scaled_inputs(rule, self.scan.__name__, inputs, rows)
+            otherwise = rule.in_recurrence and self.scan.__name__ == "scan_ssd"
         if rows is not None and rows.group is not None:
             piece = extra("scan_pieces").PIECES.get(self.scan.__name__)
-            if piece is None or forgets:
+            if piece is None or otherwise:
                 why = "has another scan" if piece is None else f"is made to forget ({self.config.forgetting})"
                 raise ValueError(f"Processes cannot share a sequence of a model whose {type(self).__name__} {why}.")
             scan_piece = extra("rows_shared").scan_piece
             y, recurrent = scan_piece(rows, self.scan, piece, inputs, state.recurrent, options)
             return y, LayerState(recurrent, state.conv)
-        if forgets:
+        if otherwise:
             return extra("scan_forgetting").with_forgetting(rule, self.scan, inputs, state, rows, **options)
         if isinstance(state, OwnLayerState):
             options["in_place"] = True

@@ -212,7 +212,10 @@ class StatefulBackbone(StatefulPreTrainedModel):
 
     def make_layers(self, config: Any) -> nn.ModuleList:
         """All layers, and parameters that they share."""
-        return nn.ModuleList(self.make_layer(config, layer) for layer in range(config.num_hidden_layers))
+        layers = nn.ModuleList(self.make_layer(config, layer) for layer in range(config.num_hidden_layers))
+        for number, layer in enumerate(layers):
+            layer.scan_mixer.layer = number  # type: ignore[union-attr]
+        return layers
 
     def make_layer(self, config: Any, layer: int) -> MixerLayer:
         """One layer."""

@@ -2,6 +2,8 @@
 
 "Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 3.2.2, weakens retention and insertion of Mamba-2, and
 lets a state hold the last tokens only (scan_window.py); "LongMamba" (see its appendix C) shrinks the step sizes.
+MambaExtend (Azizi et al. 2025, ICLR) scales the steps of each layer, "Mamba Modulation" (Lu et al. 2025,
+arXiv:2509.19633) their A: scales above and below 1 that are found on a text (surgery/calibration.py).
 
 A token is its keys k (B), values v (x), and g: the step sizes, and one more channel, the negative logarithm of a decay
 that all states share. Shape suffixes as in scan_backends.py.
@@ -23,47 +25,56 @@ from .rows_moved import zero_past_end
 from .scan_window import windowed_scan
 from .state_value import LayerState
 
-WHERE = {"retention": "Mamba-2", "insertion": "Mamba-2", "window": "Mamba-2", "delta_scale": "Mamba-1 and Mamba-2"}
+WHERE = {
+    "retention": "all families but Mamba-1, whose scan decays by products of steps and rates only",
+    "insertion": "Mamba-1, Mamba-2 and Mamba-3; others norm what they read, so that it would change nothing",
+    "window": "Mamba-2",
+    "delta_scale": "Mamba-1, Mamba-2 and Mamba-3, which have step sizes",
+    "decay_scale": "families that decay, which linear attention and DeltaNet do not",
+}
 """The families that have each setting."""
+
+SCALED: dict[str, dict[str, tuple[int, ...]]] = {
+    "scan_selective": {"delta_scale": (1,), "decay_scale": (2,), "insertion": (3,)},  # dt, A, B
+    "scan_ssd": {"delta_scale": (1,), "decay_scale": (2,)},  # dt, A
+    "scan_trapezoid": {"delta_scale": (0, 1), "decay_scale": (1,), "insertion": (5,)},  # dt, g = dt A, B
+    **{scan: {"decay_scale": (3,)} for scan in ("scan_gla", "scan_rwkv6", "scan_delta", "scan_dplr")},  # g
+}
+"""The inputs of each scan that a setting multiplies, by their places."""
 
 
 class Forgetting(NamedTuple):
-    """How a model forgets more than it has learned to forget.
+    """How a model forgets more than it has learned to forget, or less.
+
+    Each setting but the window is one number, or one for each layer.
 
     Attributes:
         retention: Factor on the decays alpha_t (Eq. 2), above 0 and at most 1; the paper takes 0.9999.
-        insertion: Factor on what is written into the state, that is on B_t or the keys, above 0; the paper takes
-            0.75. Both together are its "reduced memory retention and insertion" (RRI).
+        insertion: Factor on what is written into the state, that is on B_t, above 0; the paper takes 0.75. Both
+            together are its "reduced memory retention and insertion" (RRI).
         window: Number r of last tokens that the state of each layer of Mamba-2 holds (Eq. 8); None for all. Exact for
             each layer and its inputs; through these inputs, a model of several layers sees further back.
-        delta_scale: Factor on the step sizes of Mamba-1 and Mamba-2, above 0 and at most 1; LongMamba takes 0.5.
+        delta_scale: Factor on the step sizes of Mamba, above 0; LongMamba takes 0.5, MambaExtend one for each layer.
+        decay_scale: Factor s on the log decays, above 0: alpha_t becomes alpha_t^s, and what is written stays
+            ("Mamba Modulation", where it is a factor on A). Of the delta rule, the decays and not the erasing.
     """
 
-    retention: float = 1.0
-    insertion: float = 1.0
+    retention: float | tuple[float, ...] = 1.0
+    insertion: float | tuple[float, ...] = 1.0
     window: int | None = None
-    delta_scale: float = 1.0
+    delta_scale: float | tuple[float, ...] = 1.0
+    decay_scale: float | tuple[float, ...] = 1.0
 
     @classmethod
-    def of(cls, config: Any) -> "Forgetting":
-        """The rule in the `forgetting` of a configuration; one that changes nothing if it has none."""
+    def of(cls, config: Any, layer: int | None = None) -> "Forgetting":
+        """The rule in the `forgetting` of a configuration, for one layer or all; without one it changes nothing."""
         given = getattr(config, "forgetting", None)
         if given is None:
             return NO_FORGETTING
         if not isinstance(given, Mapping) or not set(given) <= set(cls._fields):
             raise ValueError(f"forgetting must be None or a mapping with some of {list(cls._fields)}, got {given!r}.")
-        rule = cls(**given)
-        for name, value in zip(cls._fields, rule, strict=True):
-            if name == "window":
-                if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                    raise ValueError(f"forgetting: window must be None or a number of tokens, got {value!r}.")
-                continue
-            most = math.inf if name == "insertion" else 1.0
-            number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-            if not (math.isfinite(number) and 0 < number <= most):
-                allowed = "above 0 and finite" if name == "insertion" else "above 0 and at most 1"
-                raise ValueError(f"forgetting: {name} must be {allowed}, got {value!r}.")
-        return rule
+        layers = getattr(config, "num_hidden_layers", None)
+        return cls(**{name: _checked(name, value, layers, layer) for name, value in given.items()})
 
     @property
     def in_recurrence(self) -> bool:
@@ -74,17 +85,55 @@ class Forgetting(NamedTuple):
         """The settings that differ from no forgetting."""
         return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
 
-    def check_for(self, name: str, allowed: Sequence[str], why: str = "") -> None:
-        """Raise a `ValueError` for a setting that is not `allowed` for what has this name, with the reason if any."""
+    def check_for(self, name: str, allowed: Sequence[str]) -> None:
+        """Raise a `ValueError` for a setting that is not `allowed` for what has this name."""
         for setting in self.changed():
             if setting not in allowed:
                 raise ValueError(
-                    f"forgetting: {name} takes no {setting}{f', since {why}' if why else ''}; it is for "
-                    f"{WHERE[setting]} of this package: set {' or '.join(allowed) or 'none of them'}."
+                    f"forgetting: {name} takes no {setting}; it is for {WHERE[setting]}. "
+                    f"Set {' or '.join(allowed) or 'nothing'}."
                 )
 
 
 NO_FORGETTING = Forgetting()
+
+
+def _checked(name: str, value: Any, layers: int | None, layer: int | None) -> Any:
+    """The value of a setting, for one layer or all; equal numbers of all layers are one number."""
+    if name == "window":
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"forgetting: window must be None or a number of tokens, got {value!r}.")
+        return value
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    if numbers is value and len(value) != (layers or len(value) or 1):
+        raise ValueError(
+            f"forgetting: {name} must be one number, or one for each of the {layers} layers, got {len(value)} numbers."
+        )
+    if layer is not None:
+        numbers = [numbers[layer if numbers is value else 0]]
+    most, allowed = (1.0, "above 0 and at most 1") if name == "retention" else (math.inf, "above 0 and finite")
+    for number in numbers:
+        real = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not (real and math.isfinite(number) and 0 < number <= most):
+            raise ValueError(f"forgetting: {name} must be {allowed}, got {number!r}.")
+    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
+
+
+def scaled_inputs(rule: Forgetting, scan: str, inputs: Sequence[Tensor], rows: Rows | None) -> tuple[Tensor, ...]:
+    """The inputs of a scan of this name, before its state, under the rule of a layer.
+
+    In them is all but what changes the recurrence of Mamba-2 itself (`with_forgetting`).
+    """
+    changed, places = list(inputs), SCALED[scan]
+    for setting, of_setting in places.items():
+        for place in of_setting:
+            if (factor := getattr(rule, setting)) != 1:
+                changed[place] = changed[place] * factor
+    if rule.retention != 1 and scan != "scan_ssd":
+        (place,) = places["decay_scale"]
+        log_retention = torch.full_like(changed[place], math.log(rule.retention))  # type: ignore[arg-type]
+        changed[place] = changed[place] + zero_past_end(log_retention, rows)
+    return tuple(changed)
 
 
 def with_forgetting(
@@ -95,23 +144,19 @@ def with_forgetting(
     rows: Rows | None,
     **options: Any,
 ) -> tuple[Tensor, LayerState]:
-    """Run the scan of Mamba-1 or Mamba-2 with forgetting around it: outputs, and the state after the last token.
+    """Run the scan of Mamba-2 with another recurrence: outputs, and the state after the last token.
 
     Args:
-        rule: What to forget; in Mamba-1 by smaller steps only.
+        rule: What the layer forgets.
         scan: The scan.
-        inputs: Its inputs, before the state.
+        inputs: Its `scaled_inputs`, before the state.
         state: Before the first token, with a `window` part if the rule has one.
         rows: As layers get them.
         options: Its keywords.
     """
     x, dt, A, B, C, D = inputs
-    dt = dt * rule.delta_scale
-    if not rule.in_recurrence:
-        y, recurrent = scan(x, dt, A, B, C, D, state.recurrent, **options)
-        return y, state._replace(recurrent=recurrent)
     wide = state.recurrent.dtype
-    recurrence = SSDRecurrence(partial(scan, **options), A.to(wide), D.to(wide), rule.retention)
+    recurrence = SSDRecurrence(partial(scan, **options), A.to(wide), D.to(wide), rule.retention)  # type: ignore[arg-type]
     C, B, x = (part.to(wide) for part in (C, B, x))
     return forgetful_scan(rule, recurrence, C, B, x, pad(dt, (0, 1)), state, rows)
 
@@ -158,11 +203,13 @@ def forgetful_scan(
 
     Past the end of a row, g is zero. The state has a `window` part if the rule has one.
     """
+    insertion: Any = rule.insertion  # numbers, as of one layer
+    retention: Any = rule.retention
     with torch.autocast(q.device.type, enabled=False):
-        if rule.insertion != 1:
-            k = k * rule.insertion
-        if rule.retention < 1:
-            log_decay = zero_past_end(g.new_full((*g.shape[:2], 1), math.log(rule.retention)), rows)
+        if insertion != 1:
+            k = k * insertion
+        if retention < 1:
+            log_decay = zero_past_end(g.new_full((*g.shape[:2], 1), math.log(retention)), rows)
             g = torch.cat([g[..., :-1], g[..., -1:] - log_decay], dim=-1)
         if rule.window is None:
             y, recurrent = recurrence.scan(q, k, v, g, state.recurrent)
@@ -211,8 +258,11 @@ def forgetting(model: Any, **settings: Any) -> Iterator[Any]:
 
 
 def in_words(rule: Forgetting) -> str:
-    """The settings that differ from no forgetting: "retention 0.9999, insertion 0.75", "window 4,096"."""
+    """The settings that differ from no forgetting: "retention 0.9999, insertion 0.75", "window 4,096"; those of
+    each layer by their range, "decay scale 0.31 to 1.7 by layer"."""
     words = [
-        f"{name.replace('_', ' ')} {value:{',' if name == 'window' else ''}}" for name, value in rule.changed().items()
+        f"{name.replace('_', ' ')} "
+        + (f"{min(value):.3g} to {max(value):.3g} by layer" if isinstance(value, tuple) else f"{value:,}")
+        for name, value in rule.changed().items()
     ]
     return ", ".join(words) or "no forgetting"

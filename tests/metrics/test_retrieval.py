@@ -318,7 +318,7 @@ def test_files_keep_results(tmp_path: Path) -> None:
     assert read_result(tmp_path / "r.json", RetrievalComparison) == comparison
     with pytest.raises(ValueError, match=r"and the same data\."):
         RetrievalComparison((result, replace(result, model="o", data=DataRecord(DataSource("text"), "1", "token"))))
-    old = (tmp_path / "r.json").read_text().replace('"schema_version": 3', '"schema_version": 2')
+    old = (tmp_path / "r.json").read_text().replace('"schema_version": 4', '"schema_version": 3')
     (tmp_path / "old.json").write_text(re.sub(r',\s*"mistakes": \{\}', "", old))
     assert read_result(tmp_path / "old.json", RetrievalComparison) == comparison
     assert result.mistakes_by_length == {}

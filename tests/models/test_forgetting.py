@@ -19,7 +19,6 @@ from .law import assert_equal_up_to, weights_like
 from .test_generation import generate, greedy_by_hand
 
 window_variants = pytest.mark.parametrize("variant", MAMBA2.variants)
-STEPPED = {"mamba", "mamba2", "falcon_mamba"}
 ALL = {"window": 6, "retention": 0.97, "insertion": 0.75}
 MULTIPLIERS = {"retention": 0.9, "insertion": 1.5}
 
@@ -52,18 +51,28 @@ def inputs_of_layers(model: Any, tokens: Tensor) -> tuple[list[tuple[Any, ...]],
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family is not MAMBA2], ids=variant_id)
-@pytest.mark.parametrize("setting", ["retention", "insertion", "delta_scale", "window"])
-def test_other_families_forget_by_smaller_steps_or_not_at_all(family: Family, setting: str) -> None:
-    if setting == "delta_scale" and family.name in STEPPED:
-        return
+@pytest.mark.parametrize("setting", Forgetting._fields)
+def test_what_a_family_cannot_do_is_refused_with_the_families_that_can(family: Family, setting: str) -> None:
     model, given = build(family), {setting: 3 if setting == "window" else 0.5}
-    why = ", since" if model.config.why_not_forget else ""
-    message = f"takes no {setting}{why}.*; it is for .*Mamba-2.* of this package: set "
+    if setting in model.config.forgets_by:
+        with forgetting(model, **given):
+            return
+    message = f"takes no {setting}; it is for .*{'decay' if setting == 'decay_scale' else 'Mamba-'}.*. Set "
     with pytest.raises(ValueError, match=message), forgetting(model, **given):
         pass
     with pytest.raises(ValueError, match=message):
         family.config(forgetting=given)
     assert model.config.forgetting is None
+
+
+def test_the_settings_of_each_family() -> None:
+    taken = {family.name: set(family.config_class.forgets_by) for family in FAMILIES}
+    mamba = {"insertion", "delta_scale", "decay_scale"}
+    assert taken.pop("mamba2") == {*Forgetting._fields}
+    assert taken.pop("mamba") == taken.pop("falcon_mamba") == mamba
+    assert taken.pop("mamba3") == mamba | {"retention"}
+    assert taken.pop("delta_net") == taken.pop("linear_attention") == {"retention"}
+    assert all(settings == {"retention", "decay_scale"} for settings in taken.values())
 
 
 @pytest.mark.thinned(5)
@@ -175,7 +184,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "retention of zero": ({"retention": 0}, "retention must be above 0 and at most 1, got 0"),
     "nan": ({"insertion": float("nan")}, "insertion must be above 0 and finite, got nan"),
     "text": ({"insertion": "0.5"}, "insertion must be above 0 and finite, got '0.5'"),
-    "negative step": ({"delta_scale": -1}, "delta_scale must be above 0 and at most 1, got -1"),
+    "negative step": ({"delta_scale": -1}, "delta_scale must be above 0 and finite, got -1"),
 }
 
 

@@ -16,7 +16,7 @@ class LengthAccuracy:
     answers: Share
 
 
-@document("accuracy")
+@document("accuracy", version=2)
 @dataclass(frozen=True)
 class AccuracyResult:
     """One model on one task of `data/tasks/strings.py`.
@@ -45,7 +45,7 @@ class AccuracyResult:
     attention_window: int | None = None
 
 
-@document("accuracy_comparison")
+@document("accuracy_comparison", version=2)
 @dataclass(frozen=True)
 class AccuracyComparison:
     """Several models on the same strings, in the order they are shown."""

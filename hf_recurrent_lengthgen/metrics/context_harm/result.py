@@ -97,7 +97,7 @@ class TextMeans:
     in_window: tuple[float, ...]
 
 
-@document("evaluation", version=4, figure=FIGURE)
+@document("evaluation", version=5, figure=FIGURE)
 @dataclass(frozen=True)
 class EvaluationResult:
     """One model on one set of sequences.
@@ -169,7 +169,7 @@ class Difference:
     in_window: Estimate
 
 
-@document("comparison", version=4, figure=FIGURE)
+@document("comparison", version=5, figure=FIGURE)
 @dataclass(frozen=True)
 class Comparison:
     """Models evaluated on the same data, in the order in which they are shown, and their `differences`."""

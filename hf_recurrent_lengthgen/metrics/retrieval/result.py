@@ -47,7 +47,7 @@ class RetrievalCell:
     mistakes: dict[str, int] = field(default_factory=dict)
 
 
-@document("retrieval", version=3, figure=FIGURE)
+@document("retrieval", version=4, figure=FIGURE)
 @dataclass(frozen=True)
 class RetrievalResult:
     """One model on one task.
@@ -125,7 +125,7 @@ class RetrievalResult:
         return longest
 
 
-@document("retrieval_comparison", version=3, figure=FIGURE)
+@document("retrieval_comparison", version=4, figure=FIGURE)
 @dataclass(frozen=True)
 class RetrievalComparison:
     """Several models on the same prompts, in the order in which they are shown."""
