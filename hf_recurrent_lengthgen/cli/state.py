@@ -31,10 +31,6 @@ ASK = """\
 Continue prompts after the text that was read. The answers are those that the model would give after reading text and
 prompt at once, or of independent chunks the one with the least entropy of the next token. The file stays as it is.
 """
-MIX = """\
-Make one state file of several, each of a text of its own, that one model has read: their weighted sum (a soup),
-or with --order about the state after all texts in turn, for files that were read with --transitions.
-"""
 STATE = {"metavar": "STATE", "help": "state file, or a folder of them, whose last one is taken"}
 
 
@@ -62,11 +58,12 @@ def command_parser() -> CommandParser:
     add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
     show = add_action("show", "show what a state file says of itself", "lengthgen state show book")
     asked = add_action("ask", "continue prompts after a text that was read", EXAMPLES.splitlines()[2], ASK)
-    mix = add_action("mix", "make one state file of several", EXAMPLES.splitlines()[4], MIX)
+    what = "make one state file of several: their weighted sum, or about the state after one text after another"
+    mix = add_action("mix", what, EXAMPLES.splitlines()[4])
     mix.data.add_argument("states", nargs="+", **STATE)
     what = "a number for each state, with any sum (default: the mean)"
     mix.method.add_argument("--weights", type=float, nargs="+", metavar="W", help=what)
-    what = "compose in the order given, or take the mean over its rotations (cyclic) or all orders"
+    what = "compose files read with --transitions: as given, or the mean over rotations (cyclic) or all orders"
     mix.method.add_argument("--order", choices=("given", "cyclic", "all"), help=what)
     mix.run.add_argument("--output", required=True, metavar="FILE", help="state file to write")
     for action in (show, asked):
@@ -126,7 +123,7 @@ def _read(options: argparse.Namespace) -> None:
         text_state["before"] = text_prefix(tokenizer)
         chunks = read_chunks(model, tokens[len(text_state["before"]) :], options.independent_chunks, **text_state)
         save_text_state(file_at(options.output, chunks.position), chunks)
-        print(f"Read {len(tokens):,} tokens in {chunks.rows:,} chunks, {chunks.nbytes:,} bytes: {options.output}")
+        print(f"Read {chunks.rows:,} chunks of {len(tokens):,} tokens into {chunks.nbytes:,} bytes: {options.output}")
         return
     text_state["transitions"] = options.transitions
     text_states = read_into(options.output, model, tokens, options.every or 65536, **text_state)

@@ -1,8 +1,7 @@
 """One state of several texts: weighted sums, and compositions, which come close to reading one text after another.
 
-For each layer a composition is exact, from the inputs that the layer had. Earlier texts change the inputs of layers
-above the first, and of the first tokens after a short convolution or token shift; without either it is the state of
-the concatenation.
+A composition is exact for a layer and its inputs. Earlier texts change these above the first layer, and for the first
+tokens after a short convolution or token shift; without either it is the state of the concatenation.
 """
 
 import json
@@ -36,8 +35,7 @@ def mix_states(states: Sequence[RecurrentState], weights: Sequence[float] | None
         raise ValueError(f"Give at least one state, and a finite weight for each: {len(states)} states, {weights}.")
     forms = [[[(*part.shape, part.dtype, part.device) for part in layer] for layer in state] for state in states]
     if any(form != forms[0] for form in forms) or any(len(layer) > 2 for layer in forms[0]):
-        what = "layers, rows, shapes, dtype and device, without a window (the last tokens of one text)"
-        raise ValueError(f"Only states with the same {what} can be mixed: {forms}.")
+        raise ValueError(f"Give states of the same layers, rows, shapes, dtype and device, without a window: {forms}.")
     layers = [[torch.stack(parts) for parts in zip(*layer, strict=True)] for layer in zip(*states, strict=True)]
     return tuple(layer_state(torch.tensordot(x.new_tensor(weights), x, 1) for x in layer) for layer in layers)
 
@@ -53,8 +51,7 @@ def compose(written: Sequence[Tensor], transitions: Sequence[Tensor], orders: Or
     """
     count, zero = len(written), torch.zeros_like(written[0])
     if orders != "all":
-        turns = range(count if orders == "cyclic" else 1)
-        rotations = [(*range(first, count), *range(first)) for first in turns]
+        rotations = [(*range(first, count), *range(first)) for first in range(count if orders == "cyclic" else 1)]
         ends = [reduce(lambda state, i: moved_on(state, transitions[i]) + written[i], one, zero) for one in rotations]
         return torch.stack(ends).mean(0)
     if is_matrix(transitions[0]):
@@ -90,8 +87,7 @@ def mix_text_states(
     if orders is not None and (orders not in get_args(Orders) or weights is not None):
         raise ValueError(f"Give either weights, or orders of {get_args(Orders)}: got {weights} and {orders!r}.")
     if any(one.keys for one in text_states):
-        what = "Keys and values of attention layers cannot be mixed, they belong to the tokens of one text"
-        raise ValueError(f"{what}: read one text after another (read_text(model, tokens, text_state)).")
+        raise ValueError("Keys and values of attention layers cannot be mixed: read one text after another instead.")
     for name in ("config", "dtype", "weights", "revision", "tokenizer"):
         known = [value for one in text_states if (value := getattr(one.origin, name))]
         if any(value != known[0] for value in known):
@@ -100,9 +96,7 @@ def mix_text_states(
     for i, layer in enumerate(state if orders is not None else []):
         moves = [one.transitions[i] for one in text_states if i in one.transitions]
         if len(moves) < len(text_states) and layer.recurrent.numel():
-            raise ValueError(
-                "Texts read without transitions cannot be composed: read them with these, or give weights."
-            )
+            raise ValueError("Texts read without transitions cannot be composed: read them with these, or mix them.")
         if orders == "given":
             layer = text_states[-1].state[i]
             transitions |= {i: reduce(moved_on, moves)} if moves else {}
@@ -115,7 +109,6 @@ def mix_text_states(
     return TextState(tuple(state), position, "", origin, metadata={"mixed": mixed}, transitions=transitions)
 
 
-@torch.no_grad()
 def add_weighted_adapter(model: Any, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> Any:
     """Add the weighted sum of learned states under a new name, frozen, make it the active one, and return all.
 

@@ -101,8 +101,7 @@ def branch(text_state: TextState, rows: int) -> TextState:
         return part.repeat_interleave(rows, dim=0)
 
     keys = {index: LayerKeys(*map(repeated, layer)) for index, layer in text_state.keys.items()}
-    state = map_state(repeated, text_state.state)
-    return replace(text_state, state=state, prefix="", keys=keys, transitions={})
+    return replace(text_state, state=map_state(repeated, text_state.state), prefix="", keys=keys, transitions={})
 
 
 def read_text(
@@ -177,9 +176,7 @@ def text_states(
     _, chunk = reading_plan(reader, len(rows), rows.shape[1], len(rows), chunk_length)
     prefix, begin, found = text_state.prefix, 0, dict(text_state.transitions)
     if transitions and text_state.position and not found:
-        raise ValueError(
-            "The text state was read without transitions: read the text again from its beginning with them."
-        )
+        raise ValueError("The text state was read without transitions: read the text from its beginning with them.")
     with evaluation_mode(reader.model):
         for stop in stops:
             for first, last in chunk_borders(stop, chunk, (), begin):
