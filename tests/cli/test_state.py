@@ -91,7 +91,7 @@ def test_independent_chunks_are_read_once_and_the_surest_answers(
     (tmp_path / "book.txt").write_text(text)
     glm = "--tokenizer", tmp_path / "tokenizer"
     command = ("read", checkpoint, *glm, "--data", tmp_path / "book.txt", "--independent-chunks", "40")
-    assert "Read 112 tokens in 3 chunks" in shown(capsys, *command, "--output", tmp_path / "book")
+    assert "Read 3 chunks of 112 tokens into" in shown(capsys, *command, "--output", tmp_path / "book")
     assert ["chunks", "3"] in [line.split() for line in shown(capsys, "show", tmp_path / "book").splitlines()]
     model = load_model(str(checkpoint))
     prompts = [
