@@ -101,12 +101,10 @@ class StateLM(TemplateLM):
             batch_size = min(automatic, max_batch_size or automatic)
         self.batch_size = int(batch_size or 1)
         self.tokens_read = 0
-        if min(question_tokens, instruction_tokens) < 0 or (
-            independent_chunks is None and (question_tokens, instruction_tokens) != (QUESTION, 0)
-        ):
+        given = question_tokens, instruction_tokens
+        if min(given) < 0 or (independent_chunks is None and given != (QUESTION, 0)):
             raise ValueError("question_tokens and instruction_tokens are at least 0, and go with independent_chunks.")
-        before = len(self._prefix) + instruction_tokens
-        self._split = None if independent_chunks is None else (independent_chunks, question_tokens, before)
+        self._split: Any = independent_chunks, question_tokens, len(self._prefix) + instruction_tokens
 
     @property
     def eot_token_id(self) -> int | None:
@@ -157,7 +155,7 @@ class StateLM(TemplateLM):
             # lm_eval moves a context of spaces into the continuation
             pairs.append(((context_ids if context else []) or self._before, continuation_ids))
         surest = self._surest([context for context, _ in pairs], disable_tqdm)
-        pairs = list(zip(surest, [continuation for _, continuation in pairs], strict=True))
+        pairs = [(context, continuation) for context, (_, continuation) in zip(surest, pairs, strict=True)]
         results = [(0.0, False)] * len(pairs)
         for index, answer in self._scores(pairs, disable_tqdm):
             results[index] = answer
@@ -170,7 +168,7 @@ class StateLM(TemplateLM):
         Raises:
             ValueError: if the model returns NaN, and with `independent_chunks`.
         """
-        if self._split is not None:
+        if self._split[0] is not None:
             raise ValueError("No question stands after a document: leave independent_chunks out for its task.")
         strings = [str(request.args[0]) for request in requests]
         encoded = [self.tok_encode(string)[len(self._prefix) :] for string in strings]
@@ -274,7 +272,7 @@ class StateLM(TemplateLM):
 
     def _surest(self, contexts: list[Ids], disable_tqdm: bool) -> list[Ids]:
         """Each context, or with `independent_chunks` the prompt of the chunk in which the model is surest."""
-        if self._split is None:
+        if self._split[0] is None:
             return contexts
         prompts = [chunk_prompts(ids, *self._split) for ids in contexts]
         texts = [text for chunks in prompts if len(chunks) > 1 for text in chunks]

@@ -17,17 +17,15 @@ from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, 
 
 
 def read_chunks(model: Any, tokens: Tokens, length: int, *, before: Sequence[int] = (), **reading: Any) -> TextState:
-    """Read the chunks of a text independently, in batches that memory allows; each row is its chunk read alone.
+    """Read the chunks of texts independently, in batches that memory allows; each row is a chunk read alone.
 
     Args:
-        model, tokens, reading: As in `read_text`, for one text; `reading` is its `tokenizer` and `chunk_length`.
+        model, tokens, reading: As in `read_text`; `reading` is its `tokenizer` and `chunk_length`.
         length: Tokens of a chunk. The last one ends with the text, and may begin in the one before it.
         before: Token ids before each chunk, such as a beginning of text or an instruction.
     """
-    texts, reader = check_rows(tokens), StateReader.of(model, "reading chunks")
-    if len(texts) > 1:
-        raise ValueError(f"read_chunks reads one text, got {len(texts)}: read them one by one.")
-    rows = np.array(chunk_prompts([*before, *texts[0]], length, before=len(before)))
+    texts, reader = ([*before, *text] for text in check_rows(tokens)), StateReader.of(model, "reading chunks")
+    rows = np.array([chunk for text in texts for chunk in chunk_prompts(text, length, before=len(before))])
     batch, _ = reading_plan(reader, len(rows), rows.shape[1], None, reading.get("chunk_length"))
     parts = [read_text(model, rows[first : first + batch], **reading) for first in range(0, len(rows), batch)]
     keys = {i: LayerKeys(*map(torch.cat, zip(*(part.keys[i] for part in parts), strict=True))) for i in parts[0].keys}
@@ -39,11 +37,8 @@ def read_chunks(model: Any, tokens: Tokens, length: int, *, before: Sequence[int
 def ask_surest(model: Any, text_state: TextState, prompt: Tensor, **generation: Any) -> tuple[Tensor, int, Tensor]:
     """Continue a prompt (1, T) after the chunk in which the model is surest of the next token; of equals, the first.
 
-    Args:
-        model, text_state, generation: As in `ask`, with a row for each chunk. Entropies are before a temperature.
-
-    Returns:
-        Prompt and answer as from `ask`, the row that gave it, and the entropies of all rows in bits, (B,) float64.
+    The text state has a row for each chunk, `generation` is as in `ask`. Returns prompt and answer as `ask` does, the
+    row that gave them, and the entropies of all rows in bits, (B,) float64, which no temperature has changed.
     """
     if len(prompt) != 1:
         raise ValueError(f"ask_surest asks one prompt, of all chunks, got {len(prompt)}: ask them one by one.")

@@ -101,6 +101,13 @@ def test_batches_and_prompts_of_any_length_do_not_matter(name: str, monkeypatch:
         )
 
 
+def test_chunks_of_several_texts_are_rows_in_turn() -> None:
+    model, texts = MODELS["mamba2"](), torch.cat([text(25), text(25, seed=4)])
+    together = read_chunks(model, texts, 10).state
+    apart = concatenate_rows([read_chunks(model, one, 10).state for one in texts])
+    torch.testing.assert_close(together, apart, rtol=1e-12, atol=1e-12)
+
+
 def test_of_equal_chunks_the_first_answers() -> None:
     model = MODELS["mamba2"]()
     chunks = read_chunks(model, text(10).repeat(1, 4), 10)
@@ -133,8 +140,6 @@ def test_what_cannot_be_asked_is_refused() -> None:
     chunks = read_chunks(model, text(20), 10)
     with pytest.raises(ValueError, match=r"1 token or more.*got 0"):
         read_chunks(model, text(20), 0)
-    with pytest.raises(ValueError, match="reads one text, got 2"):
-        read_chunks(model, text(20).repeat(2, 1), 10)
     with pytest.raises(ValueError, match="one prompt, of all chunks, got 2"):
         ask_surest(model, chunks, QUESTION.repeat(2, 1))
     with pytest.raises(ValueError, match="differs from the model given"):
