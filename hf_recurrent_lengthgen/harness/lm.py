@@ -43,7 +43,7 @@ GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "
 ROW_LENGTH = 64
 """Tokens of a row, by which the rows of a batch are as many as memory limits allow."""
 QUESTION, MAX_GENERATED = 128, 256
-"""Default numbers of tokens: of a question, of which LongBench's have about 100, and to generate, as in lm_eval."""
+"""Default numbers of tokens: of a question, which in LongBench has up to about 100, and to generate, as in lm_eval."""
 
 Ids = list[int]
 Request = tuple[tuple[str, str], Ids, Ids]
