@@ -36,6 +36,7 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
     ),
     "passkey/keys.py --tiny --seeds 3 --kinds last --output out --results r": (r"^\| last of two codes", 5, "r"),
     "passkey/new_task.py --tiny --seeds 3 --output out --results r": (r"^\| 3 \| ", 3, "r"),
+    "passkey/mixing.py --tiny --results r": (r"^(passkeys|text) ", 8, "r/results.json"),
     "state_expansion/run.py --tiny --bases gla_deep --seeds 3 --arms vanilla inherit --output out --results r": (
         *(r"^seed 3", 3),
         "state_expansion.png",
@@ -59,6 +60,7 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
 REPORTS = [
     *("alignment/run.py", "families/run.py", "hybrids/run.py", "learned_state/run.py", "mimetic/run.py"),
     *("passkey/keys.py", "passkey/new_task.py", "passkey/other_families.py", "passkey/run.py", "passkey/windows.py"),
+    "passkey/mixing.py",
     *("published/run.py", "scaling_laws/forgetting.py", "state_expansion/run.py"),
 ]
 PART = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- end -->", flags=re.DOTALL)
