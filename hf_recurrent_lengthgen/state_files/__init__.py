@@ -2,13 +2,12 @@
 
 from hf_recurrent_lengthgen.state_files.files import load_text_state, positions_in, read_into, save_text_state
 from hf_recurrent_lengthgen.state_files.independent_chunks import ask_surest, read_chunks
-from hf_recurrent_lengthgen.state_files.mixing import Orders, add_weighted_adapter, mix_states, mix_text_states
+from hf_recurrent_lengthgen.state_files.mixing import add_weighted_adapter, mix_states, mix_text_states
 from hf_recurrent_lengthgen.state_files.origin import Origin
 from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, ask, branch, read_text, start_of
 
 __all__ = [
     "LayerKeys",
-    "Orders",
     "Origin",
     "TextState",
     "add_weighted_adapter",
