@@ -253,7 +253,7 @@ def test_models_are_files_here_official_checkpoints_or_results_of_other_runs(val
         or model.removeprefix("output/") in RUNS
         or re.fullmatch(
             r"AntonV/mamba2-(130m|370m|780m|1\.3b)-hf|state-spaces/mamba-[13]\d0m-hf|fla-hub/gla-.*"
-            r"|meta-llama/Llama-2-7b-hf|output/llama-2-7b-8k",
+            r"|meta-llama/Llama-2-7b-hf|output/llama-2-7b-8k|Qwen/Qwen3\.5-4B|tiiuae/Falcon-H1-7B-Instruct",
             model,
         )
     )
@@ -269,6 +269,10 @@ def test_batches_learning_rates_and_lengths_are_the_papers(run: str) -> None:
     values = RUNS[run]
     rows = int(values["per_device_train_batch_size"]) * int(values.get("gradient_accumulation_steps", 1))
     name, rate = paper_name(values["model"]), float(values["learning_rate"])
+    if run.startswith("s0"):  # arXiv:2604.01168, 3.1, 4.2 and Appendix A
+        assert (values["max_steps"], rows, rate) == ("20", 48, 1e-3)
+        assert (values["state_l2"], values["state_scale"]) == ("5e-4", "0.65" if "falcon" in run else "0.07")
+        return
     if values.get("task") == "examples":  # ours
         assert (run, rows, rate) == ("mamba2-1.3b-far-memory", 16, LEARNING_RATES["mamba2-1.3b"] / 10)
         return
