@@ -34,7 +34,7 @@ FAILURE_FACTOR = 2.0
 """A model fails where its loss exceeds this factor times the largest loss inside the training length (section 4.2)."""
 
 
-@document("constant_prompt", version=2)
+@document("constant_prompt", version=3)
 @dataclass(frozen=True)
 class ConstantPrompt(PartResult):
     """NLL of a prompt of one repeated token (the "newlines" prompt of Chen et al., 2024, section 4).

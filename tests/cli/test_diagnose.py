@@ -43,20 +43,21 @@ def test_a_diagnosis_of_all_parts(
     assert model.evaluation.weights == weights_digest(load_language_model(str(checkpoint)))
     states, remembrance, prompt = (model.found(kind) for kind in (StateDiagnosis, Remembrance, ConstantPrompt))
     assert isinstance(states, StateDiagnosis)
-    assert len(states.ranking) == 2 * 2
+    assert len(states.ranking) == len(states.ranks) == 2 * 2
     assert isinstance(remembrance, Remembrance)
     assert (remembrance.length, list(remembrance.others)) == (32, ["jensen_shannon", "cosine"])
     assert isinstance(prompt, ConstantPrompt)
     assert prompt.token == 13  # ByT5's bytes begin at 3
     shown = capsys.readouterr().out
     assert f"Diagnosing {checkpoint.name} on 3 texts of 64 bytes" in shown
-    assert re.search(r"model +Heads that drift +Effective Remembrance +Misalignment +Constant prompt\n", shown)
-    assert re.search(
-        rf"{checkpoint.name} +unknown from 3 texts +0\.\d+ \(.+\) +\d+\.\d+ \(.+\) nats +(holds|fails at)", shown
-    )
+    names = "Heads that drift", "Effective rank", "Effective Remembrance", "Misalignment", "Constant prompt"
+    assert re.search(rf"model +{' +'.join(names)}\n", shown)
+    rank = r"\d\S*, at the end \d\S*, of \d+"
+    numbers = rf"{rank} +0\.\d+ \(.+\) +\d+\.\d+ \(.+\) nats +(holds|fails at)"
+    assert re.search(rf"{checkpoint.name} +unknown from 3 texts +{numbers}", shown)
     assert f"Report: {tmp_path / 'out' / 'index.html'}" in shown
-    names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert {"index.html", "result.json", "context_harm.png", "context_harm.svg"} <= names
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"index.html", "result.json", "context_harm.png", "context_harm.svg", "state_rank.png"} <= files
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert "Change of the prediction (Jensen-Shannon)" in page
     assert "the cosine similarity of the probabilities is taken from 1" in page

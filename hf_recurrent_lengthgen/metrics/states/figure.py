@@ -75,6 +75,29 @@ def retention_figure(diagnoses: Diagnoses) -> Figure:
     return _curves_figure(diagnoses, curves, "How much of the first token a head still holds", explanation, _shares)
 
 
+def rank_figure(diagnoses: Diagnoses) -> Figure:
+    """Effective rank of each head's state, or of the one matrix of a layer, as a share of the largest possible,
+    counted and by entropy, by position (Sun et al., 2026, Figure 1)."""
+    drawn = {f"{name}: {kind}": (its, kind) for name, its in diagnoses.items() for kind in ("counted", "entropy")}
+    shown = {name: diagnosis for name, (diagnosis, _) in drawn.items()}
+    title = "Effective rank of each head, as a share of the largest"
+    figure, panels = _panels(shown, title, f"Dashed: one for each token that was read.\n{ORANGE}")
+    _position_axes(panels, shown)
+    for axes, (diagnosis, kind) in zip(panels, drawn.values(), strict=True):
+        _shares(axes, ())
+        drifting = {(head.layer, place) for head in diagnosis.drifting for place in (head.head, None)}
+        lines = [(rank, [value / rank.most for value in getattr(rank, kind)]) for rank in diagnosis.ranks]
+        lines.sort(key=lambda line: line[1][-1])
+        for rank, shares in lines[:: -(-len(lines) // DRAWN_HEADS)]:
+            color = DRIFT if (rank.layer, rank.head) in drifting else STEADY
+            axes.plot(diagnosis.positions, shares, color=color, linewidth=1.2, alpha=0.85)
+        tokens = [min(1.0, n / lines[0][0].most) for n in diagnosis.positions]
+        axes.plot(diagnosis.positions, tokens, color=style.INK, linewidth=1, linestyle=(0, (4, 2)))
+        ends = {f"L{rank.layer}" + ("" if rank.head is None else f" H{rank.head}"): shares for rank, shares in lines}
+        style.label_ends(axes, [(ends[name][-1], name, style.MUTED) for name in {*list(ends)[:1], *list(ends)[-1:]}])
+    return figure
+
+
 def _ratios(axes: Axes, shown: Sequence[float]) -> None:
     above = [value for value in shown if value > 0]
     low, high = min([0.5, *above]) / 1.15, max([2.0, *above]) * 1.3
@@ -349,8 +372,7 @@ def _first_place(diagnosis: StateDiagnosis) -> int:
 
 def _relative(values: Sequence[float], diagnosis: StateDiagnosis, to: Sequence[float] | None = None) -> list[float]:
     """Values relative to the one of `to`, or of theirs, at the last position inside the training length."""
-    place = max(place for place, n in enumerate(diagnosis.positions) if n <= diagnosis.training_length)
-    scale = (values if to is None else to)[place] if values else 0.0
+    scale = (values if to is None else to)[diagnosis.last_inside] if values else 0.0
     return [value / scale if scale else math.nan for value in values]
 
 

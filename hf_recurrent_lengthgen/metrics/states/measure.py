@@ -37,6 +37,7 @@ from hf_recurrent_lengthgen.metrics.states.result import (
     HeadStates,
     PatchedHeads,
     StateDiagnosis,
+    StateRank,
     Values,
     WindowHarm,
 )
@@ -144,6 +145,7 @@ def describe_states(
         patching=None,
         left_out=tuple(_left_out(model, recurrent, FEWEST_SEQUENCES if fixed else sequences)),
         conv=tuple(part for index, layer in enumerate(trajectory.layers) for part in _conv(index, layer)),
+        ranks=tuple(rank for index, layer in enumerate(trajectory.layers) for rank in _ranks(index, layer)),
     )
 
 
@@ -221,6 +223,11 @@ def _left_out(model: nn.Module, layers: Sequence[LayerTrajectory], sequences: in
             f"No head is said to drift: {sequences} texts cannot tell a drift from differences between texts; "
             f"{FEWEST_SEQUENCES} or more texts can."
         )
+    ranks = [layer.ranks for layer in layers if layer.ranks is not None]
+    if unranked := len(layers) - len(ranks):
+        reasons.append(f"Effective rank was not measured in {unranked} of {len(layers)} layers: no matrices.")
+    if ranks and (few := ranks[0].shape[1]) < (texts := layers[0].recurrent.mean.shape[1]):  # type: ignore[union-attr]
+        reasons.append(f"Effective rank was measured in the first {few} of {texts} texts: the model has many heads.")
     unread = sum(layer.inputs is None for layer in layers)
     if not unread:
         return reasons
@@ -268,6 +275,15 @@ def _conv(index: int, layer: LayerTrajectory) -> list[ConvStates]:
         ConvStates(index, part, _curve(mean[:, :, place].mean(1)), _curve(std[:, place]))
         for place, part in enumerate(layer.conv_parts)
     ]
+
+
+def _ranks(index: int, layer: LayerTrajectory) -> list[StateRank]:
+    if layer.ranks is None or layer.recurrent is None:
+        return []
+    matrices, units = layer.ranks.shape[2], layer.recurrent.mean.shape[2]
+    most = min(layer.shape[0] * units // matrices, layer.shape[1])
+    curves = [map(_curve, layer.ranks.mean(1)[:, place].T) for place in range(matrices)]
+    return [StateRank(index, n if layer.unit == "head" else None, most, *both) for n, both in enumerate(curves)]
 
 
 def _whole_std(layers: Sequence[LayerTrajectory]) -> Values:

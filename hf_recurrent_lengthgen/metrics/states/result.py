@@ -61,6 +61,17 @@ class ConvStates:
 
 
 @dataclass(frozen=True)
+class StateRank:
+    """`effective_ranks` of a head's state, or of the one matrix of a layer (None), mean over texts; at most `most`."""
+
+    layer: int
+    head: int | None
+    most: int
+    counted: Values
+    entropy: Values
+
+
+@dataclass(frozen=True)
 class PatchedHeads:
     """An exchange of some heads, given as (layer, head), or, without heads, of the keys and values of attention.
 
@@ -156,7 +167,7 @@ class AttentionHarm:
         return training_length if self.windows is None else self.windows.best
 
 
-@document("state_diagnosis", version=5)
+@document("state_diagnosis", version=6)
 @dataclass(frozen=True)
 class StateDiagnosis(PartResult):
     """The states of one model on one set of sequences, after the numbers of tokens in `positions`.
@@ -167,6 +178,7 @@ class StateDiagnosis(PartResult):
         patching: None if heads were not patched.
         attention: In hybrids, what long states and long attention do each alone.
         conv: The parts of the convolution states of all layers that have one.
+        ranks: Of all layers whose state is made of matrices; empty in files of earlier versions.
     """
 
     training_length: int
@@ -179,11 +191,17 @@ class StateDiagnosis(PartResult):
     left_out: tuple[str, ...] = ()
     attention: AttentionHarm | None = None
     conv: tuple[ConvStates, ...] = ()
+    ranks: tuple[StateRank, ...] = ()
 
     @property
     def names_heads(self) -> bool:
         """Whether there were enough texts to say which heads drift."""
         return self.sequences >= FEWEST_SEQUENCES
+
+    @property
+    def last_inside(self) -> int:
+        """Place of the last position inside the training length."""
+        return max(place for place, n in enumerate(self.positions) if n <= self.training_length)
 
     @property
     def ranking(self) -> tuple[HeadStates, ...]:

@@ -36,6 +36,8 @@ CHANNEL_GROUPS = 16
 """Maximum number of channel groups in a layer without heads."""
 SKETCHED_ELEMENTS = 256
 """Number of elements from which the distribution of a unit is estimated; moments and extremes use all elements."""
+RANK_TOLERANCE, RANKED_MATRICES = 1e-4, 1024
+"""Epsilon of effective ranks, and about how many are taken at a position: in a large model, of the first texts."""
 SKETCH_SIZES = (1, 1, 2, 4, 8, *[16] * 14, 8, 4, 2, 1, 1)
 """Sizes of the groups of sorted elements whose means are kept: smaller at the ends, where outliers are."""
 
@@ -93,6 +95,7 @@ class LayerTrajectory(NamedTuple):
         conv_parts, conv: Names of the parts of the convolution state, which are its units, and their statistics; None
             without such a state.
         inputs: None if the layer's scan is not known to this package.
+        ranks: (n, R, M, 2): `effective_ranks` of the `matrices_of` the state in the first R sequences; None if M is 0.
     """
 
     unit: str
@@ -103,6 +106,7 @@ class LayerTrajectory(NamedTuple):
     conv_parts: tuple[str, ...]
     conv: PartStatistics | None
     inputs: InputStatistics | None
+    ranks: np.ndarray | None
 
 
 class StateTrajectory(NamedTuple):
@@ -121,6 +125,29 @@ def as_units(recurrent: Tensor) -> Tensor:
     return recurrent.reshape(len(recurrent), groups, -1)
 
 
+def matrices_of(recurrent: Tensor, conv: Tensor) -> Tensor:
+    """The matrices (B, M, P, N) of a layer's state: of heads, or in Mamba-1 one (D, N); no others (xLSTM's)."""
+    if recurrent.ndim == 3 and recurrent.shape[1] == conv.shape[1]:  # the D channels of Mamba-1
+        return recurrent[:, None]
+    return recurrent if recurrent.ndim == 4 else recurrent.new_empty(len(recurrent), 0, 1, 1)
+
+
+def effective_ranks(matrices: Tensor) -> Tensor:
+    """Effective rank of matrices (..., P, N), counted and by entropy, as (..., 2) in float64; 0 for zeros.
+
+    Of singular values s_i: #{i : s_i > 1e-4 s_1} (Sun et al., 2026, arXiv:2602.02195, Eq. 6); exp(-sum p_i log p_i),
+    p_i = s_i / sum_j s_j (Roy and Vetterli, 2007, Definition 2), in which small ones hardly count.
+    """
+    # squares in float64 have all that a float32 state holds, at a fraction of the time of singular values
+    exact = (matrices.cpu() if matrices.device.type == "mps" else matrices).double()
+    exact = exact if exact.shape[-2] <= exact.shape[-1] else exact.mT
+    squares = torch.linalg.eigvalsh(exact @ exact.mT)  # ascending
+    values = torch.where(squares > torch.finfo(torch.float32).eps ** 2 * squares[..., -1:], squares, 0).sqrt()
+    counted = (values > RANK_TOLERANCE * values[..., -1:]).sum(-1).double()
+    shares = values / values.sum(-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
+    return torch.stack([counted, torch.special.entr(shares).sum(-1).exp() * (counted > 0)], -1)
+
+
 class StateObserver:
     """Takes the statistics of a stream, as the `observer` of `stream_nll`.
 
@@ -135,10 +162,12 @@ class StateObserver:
         """Where the stream has to stop."""
         self._places = {position: place for place, position in enumerate(positions)}
         mixers = dict(enumerate(getattr(block, "scan_mixer", None) for block in self._blocks))
+        zero = self._model.zero_state(1)
         self._layouts = [
             _Layout.of(layer.recurrent, layer.conv, getattr(mixers.get(index), "conv_parts", {}))
-            for index, layer in enumerate(self._model.zero_state(1))
+            for index, layer in enumerate(zero)
         ]
+        self._ranked = max(1, RANKED_MATRICES // max(1, sum(matrices_of(*layer[:2]).shape[1] for layer in zero)))
         self._seen = np.zeros((len(positions), sequences), dtype=bool)
         self._kept: dict[str, np.ndarray] = {}
         self._calls: dict[int, list[ScanSums]] = {}
@@ -176,6 +205,9 @@ class StateObserver:
                 ordered = units[..., layout.sketched.to(units.device)].sort(-1).values
                 self._keep(f"{layer}.recurrent", place, rows, {"sketch": ordered @ layout.groups.to(ordered)})
                 self._keep(f"{layer}.inputs", place, rows, self._inputs(layer, layout.units))
+            if (few := matrices_of(*state[:2])[: max(0, self._ranked - first_sequence)]).numel():
+                first = slice(first_sequence, first_sequence + len(few))
+                self._keep(str(layer), place, first, {"ranks": effective_ranks(few)})
             if layout.conv:
                 parts = [
                     _statistics(part.flatten(1)[:, None]) for part in state[1].split(list(layout.conv.values()), 1)
@@ -237,6 +269,7 @@ class StateObserver:
             entries = {name: self._kept.get(f"{layer}.{part}.{name}") for name in kind._fields}
             return kind(**entries) if any(entry is not None for entry in entries.values()) else None
 
+        ranks = self._kept.get(f"{layer}.ranks")
         return LayerTrajectory(
             layout.unit,
             layout.shape,
@@ -246,6 +279,7 @@ class StateObserver:
             tuple(layout.conv),
             kept("conv", PartStatistics),
             kept("inputs", InputStatistics),
+            None if ranks is None else ranks[:, : self._ranked],
         )
 
 

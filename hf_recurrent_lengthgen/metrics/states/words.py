@@ -5,6 +5,7 @@ heads, if it is with one confidence for all of them.
 """
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from hf_recurrent_lengthgen.evaluation.results import Estimate
 from hf_recurrent_lengthgen.evaluation.statistics import shown_above
@@ -17,6 +18,7 @@ from hf_recurrent_lengthgen.metrics.states.figure import (
     attention_windows_figure,
     distance_map_figure,
     patching_figure,
+    rank_figure,
     retention_figure,
     state_mean_figure,
     state_std_figure,
@@ -30,6 +32,7 @@ from hf_recurrent_lengthgen.metrics.states.result import (
     StateDiagnosis,
 )
 
+LOW_RANK = 0.5  # of the largest possible: with less, a head uses little of its state
 LISTED_LAYERS = 6
 """Maximum number of layers that are listed in a sentence."""
 
@@ -166,11 +169,30 @@ def windows_text(states: StateDiagnosis, unit: str) -> str:
     )
 
 
+def rank_text(states: StateDiagnosis, _: str = "") -> str:
+    """How many heads use little of their state, and the mean, at the training length and at the last position."""
+    if not (ranks := states.ranks):
+        return ""
+    kind, most = "layers" if ranks[0].head is None else "heads", fmean(rank.most for rank in ranks)
+    low, means = [], []
+    for place in (states.last_inside, -1):
+        n = states.positions[place]
+        low.append(f"{sum(r.counted[place] < LOW_RANK * min(r.most, n) for r in ranks):,} after {n:,} tokens")
+        means.append(f"{fmean(rank.entropy[place] for rank in ranks):.3g} after {n:,} tokens")
+    return (
+        f"Of {len(ranks):,} {kind}, {' and '.join(low)} have an effective rank below {LOW_RANK:g} of the largest "
+        f"possible. Their mean effective rank by entropy is {' and '.join(means)}, of {most:.3g}."
+    )
+
+
 def _facts(states: StateDiagnosis) -> dict[str, str]:
     drifting, total, harm = states.drifting, len(states.heads), states.attention
     furthest = f"{len(drifting):,} of {total:,}, {states.ranking[0].name} the furthest"
     none = f"none of {total:,}" if states.names_heads else f"unknown from {states.sequences} texts"
     facts = {"Heads that drift": furthest if drifting else none}
+    if ranks := states.ranks:
+        inside, last = (fmean(rank.counted[place] for rank in ranks) for place in (states.last_inside, -1))
+        facts["Effective rank"] = f"{inside:.3g}, at the end {last:.3g}, of {fmean(rank.most for rank in ranks):.3g}"
     if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
         facts["Their share of the harm"] = harm_share_text(states.patching, group.restored)
     if harm is not None:
@@ -221,6 +243,11 @@ def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
         f"{SMALLEST_DRIFT:g} and above the distances of training positions from each other, and if the interval over "
         "texts shows that it rises."
     ]
+    if any(states.ranks for states in results):
+        sentences.append(
+            "The effective rank of a state is the number of its singular values above 1/10,000 of the largest (Sun et "
+            "al., 2026, Eq. 6); by entropy, small ones hardly count. It is a mean over texts, and 0 for zeros."
+        )
     if patching := next((states.patching for states in results if states.patching is not None), None):
         sentences.append(
             f"Heads are exchanged between the state after {patching.position:,} tokens and the state after only the "
@@ -246,7 +273,7 @@ STATES = Part(
     section="Why: the states",
     texts=lambda result, unit: [
         drift_text(result),
-        *filter(None, (text(result, unit) for text in (patching_text, attention_text, windows_text))),
+        *filter(None, (text(result, unit) for text in (patching_text, attention_text, windows_text, rank_text))),
     ],
     facts=_facts,
     pictures={
@@ -286,6 +313,9 @@ STATES = Part(
             lambda result, *_: retention_figure(result),
             "A head that still holds the first token accumulates what it reads instead of replacing it.",
             lambda result: any(head.log_retention for head in result.heads),
+        ),
+        "state_rank": Picture(
+            lambda its, *_: rank_figure(its), "A low line: little of the state is used.", lambda its: bool(its.ranks)
         ),
     },
     definitions=_definitions,
