@@ -62,6 +62,22 @@ def test_keys_stand_where_the_study_of_windows_says(example: Any) -> None:
             assert len(task.prompt) + len(task.answer) == length
 
 
+def test_chunks_of_the_study_are_prompts_of_the_training_length(example: Any) -> None:
+    names = example("passkey/chunks.py")
+    study = names["ChunksStudy"](Namespace(tiny=True, output="o", results="r", report=False))
+    (task,) = study.grid([0.5], 1).tasks(0, 400)
+    whole = task.prompt.tolist()
+    prompts = names["chunk_prompts"](whole, study.chunk, study.after, study.before)
+    words = [study.tokenizer.convert_ids_to_tokens(prompt) for prompt in prompts]
+    assert {len(prompt) + len(task.answer) for prompt in prompts} == {128}
+    assert {(" ".join(of_one[:4]), " ".join(of_one[-5:])) for of_one in words} == {
+        ("There is an important", "? The pass key is")
+    }
+    with_key = [names["holds"](prompt, task) for prompt in prompts]
+    assert names["holds"](whole, task)
+    assert 1 <= sum(with_key) <= 2 < len(prompts)
+
+
 @pytest.mark.slow
 def test_the_base_of_a_new_task_reads_text_and_codes_and_no_passkey(example: Any, tmp_path: Path) -> None:
     names = example("passkey/new_task.py")

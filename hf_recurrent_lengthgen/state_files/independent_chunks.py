@@ -20,14 +20,14 @@ def read_chunks(model: Any, tokens: Tokens, length: int, *, before: Sequence[int
     """Read the chunks of texts independently, in batches that memory allows; each row is a chunk read alone.
 
     Args:
-        model, tokens, reading: As in `read_text`; `reading` is its `tokenizer` and `chunk_length`.
+        model, tokens, reading: As in `read_text`; `reading` is its `tokenizer` and `chunk_length`, no transitions.
         length: Tokens of a chunk. The last one ends with the text, and may begin in the one before it.
         before: Token ids before each chunk, such as a beginning of text or an instruction.
     """
     texts, reader = ([*before, *text] for text in check_rows(tokens)), StateReader.of(model, "reading chunks")
     rows = np.array([chunk for text in texts for chunk in chunk_prompts(text, length, before=len(before))])
     batch, _ = reading_plan(reader, len(rows), rows.shape[1], None, reading.get("chunk_length"))
-    parts = [read_text(model, rows[first : first + batch], **reading) for first in range(0, len(rows), batch)]
+    parts = [read_text(model, rows[n : n + batch], transitions=False, **reading) for n in range(0, len(rows), batch)]
     keys = {i: LayerKeys(*map(torch.cat, zip(*(part.keys[i] for part in parts), strict=True))) for i in parts[0].keys}
     state = concatenate_rows([part.state for part in parts])
     return replace(parts[0], state=state, prefix=prefix_hash(rows), keys=keys)

@@ -140,6 +140,8 @@ def test_what_cannot_be_asked_is_refused() -> None:
     chunks = read_chunks(model, text(20), 10)
     with pytest.raises(ValueError, match=r"1 token or more.*got 0"):
         read_chunks(model, text(20), 0)
+    with pytest.raises(TypeError, match="'transitions'"):
+        read_chunks(model, text(20), 10, transitions=True)
     with pytest.raises(ValueError, match="one prompt, of all chunks, got 2"):
         ask_surest(model, chunks, QUESTION.repeat(2, 1))
     with pytest.raises(ValueError, match="differs from the model given"):
