@@ -70,9 +70,9 @@ STUDIES = {
     ),
     "learned_state": Study(
         "What can a learned initial state learn, beside LoRA?",
-        ["learned_state/run.py"],
+        ["learned_state/run.py", "learned_state/s0.py"],
         "learned_state/run.py --report",
-        0.3,
+        0.4,
     ),
     "forgetting": Study(
         "Does forgetting at inference help, and how much?",

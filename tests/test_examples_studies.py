@@ -59,6 +59,7 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
 }
 REPORTS = [
     *("alignment/run.py", "families/run.py", "hybrids/run.py", "learned_state/run.py", "mimetic/run.py"),
+    "learned_state/s0.py",
     *("passkey/keys.py", "passkey/new_task.py", "passkey/other_families.py", "passkey/run.py", "passkey/windows.py"),
     "passkey/mixing.py",
     *("published/run.py", "scaling_laws/forgetting.py", "state_expansion/run.py"),
@@ -164,6 +165,17 @@ def test_the_study_of_learned_states_runs(example: Any, tmp_path: Path, capsys: 
     assert "->" in capsys.readouterr().out
     assert (tmp_path / "README.md").read_text().count("\n| ") == 1 + 2
     assert (tmp_path / "learned_state.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_study_of_s0_tuning_runs(example: Any, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("<!-- s0 -->\n<!-- end -->\n")
+    example("learned_state/s0.py", "--output", tmp_path, "--tiny")
+    results = {entry["arm"]: entry for entry in map(json.loads, (tmp_path / "s0.jsonl").read_text().splitlines())}
+    assert results["960 rows, l2 0.0005/1"]["norm"] < results["960 rows, l2 0/1"]["norm"]
+    base, paper = results["base"]["inside"], "48 rows, all numbers of the paper"
+    assert base > results[f"{paper}/0.07"]["inside"] > results[f"{paper}/1"]["inside"]
+    assert (tmp_path / "README.md").read_text().count("\n| ") == 2 + 1 + 7 + 1
 
 
 VECTORS = ("x_r", "x_w", "x_k", "x_v", "x_a", "x_g", "w0", "a0", "v0", "k_k", "k_a")
