@@ -27,6 +27,7 @@ from hf_recurrent_lengthgen.models.state_value import (
 )
 from hf_recurrent_lengthgen.state_files.origin import Origin, check_origin, prefix_hash
 from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, check_rows, text_states
+from hf_recurrent_lengthgen.state_files.transitions import check_transitions
 from hf_recurrent_lengthgen.versions import version_of
 
 FORMAT, MAJOR, MINOR = "text_state", 2, 1
@@ -128,6 +129,7 @@ def _read(path: Path) -> TextState:
 
 def _check_finite(text_state: TextState, name: str) -> None:
     check_finite_state(text_state.state, name)
+    check_transitions(text_state.transitions, text_state.state, name)
     for index, layer in text_state.keys.items():
         if not all(bool(part.isfinite().all()) for part in layer):
             raise ValueError(f"{name}: the keys or values of layer {index} are NaN or infinite.")

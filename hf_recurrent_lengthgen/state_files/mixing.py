@@ -7,7 +7,9 @@ tokens after a short convolution or token shift; without either it is the state 
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import reduce
+from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 import torch
@@ -34,8 +36,10 @@ def mix_states(states: Sequence[RecurrentState], weights: Sequence[float] | None
     if not states or len(weights) != len(states) or not all(map(math.isfinite, weights)):
         raise ValueError(f"Give at least one state, and a finite weight for each: {len(states)} states, {weights}.")
     forms = [[[(*part.shape, part.dtype, part.device) for part in layer] for layer in state] for state in states]
-    if any(form != forms[0] for form in forms) or any(len(layer) > 2 for layer in forms[0]):
-        raise ValueError(f"Give states of the same layers, rows, shapes, dtype and device, without a window: {forms}.")
+    unfit = [one for one in zip_longest(*forms) if any(form != one[0] for form in one) or len(one[0]) > 2]
+    if unfit:
+        need = "of the same layers, rows, shapes, dtype and device, without a window"
+        raise ValueError(f"Give states {need}: a layer has {unfit[0]}.")
     layers = [[torch.stack(parts) for parts in zip(*layer, strict=True)] for layer in zip(*states, strict=True)]
     return tuple(layer_state(torch.tensordot(x.new_tensor(weights), x, 1) for x in layer) for layer in layers)
 
@@ -74,12 +78,8 @@ def mix_text_states(
     """One text state of several that one model has read, each of a text of its own: `mix_states`, or a composition.
 
     Its position is the number of tokens in all texts, its prefix unknown; metadata["mixed"] says of what it is.
-
-    Args:
-        text_states: For a composition, those that were read with transitions.
-        weights: As in `mix_states`.
-        orders: As in `compose`; None for a weighted sum. The convolution part is that of the last text, in several
-            orders the mean. In the "given" order the result has transitions, too.
+    `weights` are as in `mix_states`. `orders`, as in `compose`, require texts read with transitions; the convolution
+    part is that of the last text, of several orders the mean, and in the "given" order the result has transitions, too.
 
     Raises:
         ValueError: as `mix_states` and `compose`, and for text states of different origins, or with keys and values.
@@ -103,7 +103,10 @@ def mix_text_states(
         if moves and orders is not None:
             layer = layer._replace(recurrent=compose([one.state[i].recurrent for one in text_states], moves, orders))
         state[i] = layer
-    parts = [{**one.metadata, "position": one.position, "prefix_sha256": one.prefix} for one in text_states]
+    parts: list[Any] = [{**one.metadata, "position": one.position, "prefix_sha256": one.prefix} for one in text_states]
+    for part in parts:
+        with suppress(KeyError, ValueError):  # as a text in a text, quotes in it would double their escapes
+            part["mixed"] = json.loads(part["mixed"])
     mixed = json.dumps({"orders": orders, "weights": weights and [*weights], "texts": parts})
     position, origin = sum(one.position for one in text_states), text_states[0].origin
     return TextState(tuple(state), position, "", origin, metadata={"mixed": mixed}, transitions=transitions)

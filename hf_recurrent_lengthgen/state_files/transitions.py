@@ -5,7 +5,7 @@ al., 2025, arXiv:2502.17605, Proposition 1). A is a decay, (B, ...) to be broadc
 Mamba-3 a matrix for each head, (B, H, N, N) to be multiplied from the right.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
 from hf_recurrent_lengthgen.models.scan_pieces import PIECES
-from hf_recurrent_lengthgen.models.state_value import learned_row
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, learned_row
 
 
 def is_matrix(transition: Tensor) -> bool:
@@ -26,8 +26,27 @@ def moved_on(x: Tensor, transition: Tensor) -> Tensor:
     return x @ transition if is_matrix(transition) else x * transition
 
 
+def check_transitions(transitions: Mapping[int, Tensor], state: RecurrentState, name: str) -> None:
+    """Raise a `ValueError` unless there are none, or a finite one that fits in each layer with a recurrent part."""
+    written = {i: layer.recurrent for i, layer in enumerate(state) if transitions and layer.recurrent.numel()}
+    fit = [i for i in written if i in transitions and _fits(transitions[i], written[i])]
+    if wrong := sorted({*written, *transitions} - {*fit}):
+        raise ValueError(f"{name}: the transitions of layers {wrong} lack, are not finite, or fit no state.")
+
+
+def _fits(x: Tensor, written: Tensor) -> bool:
+    sizes = written.shape
+    if is_matrix(x):
+        fits = x.shape == (*sizes[:2], sizes[-1], sizes[-1])
+    else:
+        fits = x.ndim == len(sizes) and all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
+    return fits and x.dtype == written.dtype and bool(x.isfinite().all())
+
+
 def recorded_transitions(model: Any, found: dict[int, Tensor]) -> AbstractContextManager[None]:
     """Within the block, what the model reads extends the transitions `found`, by layer."""
+    if getattr(model, "attends", False):
+        raise ValueError("Texts that a hybrid reads cannot be composed, keys and values not: leave transitions out.")
     if getattr(model.config, "forgetting", None) or learned_row(model) is not None:
         why = "is made to forget, or starts from a learned state, which would count once for each text"
         raise ValueError(f"This {type(model).__name__} {why}: read without these, or without transitions.")

@@ -64,6 +64,15 @@ DAMAGED: dict[str, tuple[Callable[[Tensors, Fields], object], str]] = {
     "keys, NaN": (changed("layers.1.keys", lambda x: x * float("nan")), "the keys or values of layer 1 are NaN"),
     "keys, heads": (changed("layers.1.keys", lambda x: x.repeat(1, 2, 1, 1)), "layer 1 has the keys and .* needs"),
     "keys, tokens": (changed("layers.1.values", lambda x: x[:, :, :-1]), "layer 1 has the keys and .* needs"),
+    "transitions, NaN": (
+        changed("layers.0.transition", lambda x: x * float("nan")),
+        r"layers \[0\] lack, are not finite",
+    ),
+    "transitions, shape": (changed("layers.1.transition", lambda x: x[:, :2]), r"transitions of layers \[1\] lack"),
+    "transitions, rows": (changed("layers.1.transition", lambda x: x.repeat(7, 1, 1, 1)), r"layers \[1\] lack"),
+    "transitions, matrix": (changed("layers.1.transition", lambda x: x.repeat(1, 1, 2, 2)), r"layers \[1\] lack"),
+    "transitions, dtype": (changed("layers.0.transition", lambda x: x.double()), r"layers \[0\] lack"),
+    "transitions, missing": (lambda tensors, fields: tensors.pop("layers.1.transition"), r"layers \[1\] lack"),
     "keys, dtype": (changed("layers.1.values", lambda x: x.bfloat16()), "torch.bfloat16.* needs .*torch.float32"),
 }
 
@@ -74,6 +83,8 @@ def test_a_damaged_or_forged_file_is_refused(name: str, own: tuple[Any, TextStat
     if name.startswith("keys, "):
         model = hybrid("jamba")
         text_state = read_text(model, text(9))
+    elif name.startswith("transitions, "):
+        text_state = read_text(model, text(9), transitions=True)
     change, complaint = DAMAGED[name]
     path = tmp_path / "file"
     save_text_state(path, text_state)

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,18 @@ def test_what_was_mixed_is_recorded_and_saved(tmp_path: Path) -> None:
     assert record["texts"][1] == {"title": "text 1", "position": 1, "prefix_sha256": states[1].prefix}
 
 
+def test_the_record_of_a_mixed_text_grows_with_the_number_of_texts() -> None:
+    state = read_text(build(GLA), random_tokens(1, 5))
+    mixed = [state]
+    for _ in range(20):
+        mixed.append(mix_text_states([mixed[-1], state]))
+    sizes = [len(one.metadata["mixed"]) for one in mixed[1:]]
+    assert max(later - earlier for earlier, later in pairwise(sizes)) < 300
+    assert json.loads(mixed[3].metadata["mixed"])["texts"][0]["mixed"] == json.loads(mixed[2].metadata["mixed"])
+    own = mix_text_states([replace(state, metadata={"mixed": "of the user"})])
+    assert json.loads(own.metadata["mixed"])["texts"][0]["mixed"] == "of the user"
+
+
 def test_text_states_that_do_not_belong_together_are_refused() -> None:
     model, tokens = build(GLA), random_tokens(1, 9)
     one, other = read_text(model, tokens, tokenizer=byte_tokenizer()), read_text(build(GLA, seed=1), tokens)
@@ -247,6 +259,8 @@ def test_models_whose_texts_are_no_such_maps_are_refused() -> None:
     for model in (forgetting, learned):
         with pytest.raises(ValueError, match="is made to forget, or starts from a learned state"):
             read_text(model, random_tokens(1, 9), transitions=True)
+    with pytest.raises(ValueError, match="a hybrid reads cannot be composed"):
+        read_text(hybrid("jamba"), text(9), transitions=True)
 
 
 def test_learned_states_are_mixed_under_a_new_name() -> None:
