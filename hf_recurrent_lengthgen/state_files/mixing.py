@@ -79,7 +79,7 @@ def mix_text_states(
 
     Its position is the number of tokens in all texts, its prefix unknown; metadata["mixed"] says of what it is.
     `weights` are as in `mix_states`. `orders`, as in `compose`, require texts read with transitions; the convolution
-    part is that of the last text, of several orders the mean, and in the "given" order the result has transitions, too.
+    part is that of the last text, of several orders the mean, and the "given" order has transitions, too.
 
     Raises:
         ValueError: as `mix_states` and `compose`, and for text states of different origins, or with keys and values.
