@@ -101,9 +101,11 @@ class StateLM(TemplateLM):
             batch_size = min(automatic, max_batch_size or automatic)
         self.batch_size = int(batch_size or 1)
         self.tokens_read = 0
-        given = question_tokens, instruction_tokens
-        if min(given) < 0 or (independent_chunks is None and given != (QUESTION, 0)):
-            raise ValueError("question_tokens and instruction_tokens are at least 0, and go with independent_chunks.")
+        sizes = [1 if independent_chunks is None else independent_chunks, question_tokens, instruction_tokens]
+        alone = independent_chunks is None and sizes[1:] != [QUESTION, 0]
+        if alone or any(type(size) is not int for size in sizes) or sizes[0] < 1 or min(sizes) < 0:
+            what = "tokens, 1 or more, with question_tokens and instruction_tokens, 0 or more"
+            raise ValueError(f"independent_chunks is a number of {what}; got {independent_chunks!r}, {sizes[1:]}.")
         self._split: Any = independent_chunks, question_tokens, len(self._prefix) + instruction_tokens
 
     @property

@@ -102,9 +102,8 @@ def test_what_has_no_question_is_refused(drawn: Any) -> None:
     model = stateful(drawn)
     with pytest.raises(ValueError, match="No question stands after a document"):
         in_chunks(model).loglikelihood_rolling(requests("loglikelihood_rolling", (LONG[0],)), **QUIET)
-    for options in ({"independent_chunks": None}, {"question_tokens": -1}, {"instruction_tokens": -1}):
-        with pytest.raises(ValueError, match="at least 0, and go with independent_chunks"):
+    wrong: list[dict[str, Any]] = [{"question_tokens": -1}, {"instruction_tokens": -1}, {"question_tokens": 1.5}]
+    wrong += [{"independent_chunks": value} for value in (None, 0, -3, "2k", 512.0, True)]  # as lm_eval reads them
+    for options in wrong:
+        with pytest.raises(ValueError, match="a number of tokens, 1 or more, with question_tokens and"):
             in_chunks(model, **options)
-    asked = requests("generate_until", (LONG[0], {"until": ["\n"]}))
-    with pytest.raises(ValueError, match="1 token or more"):
-        in_chunks(model, independent_chunks=0).generate_until(asked, **QUIET)
