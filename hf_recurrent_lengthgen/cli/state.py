@@ -52,8 +52,7 @@ def command_parser() -> CommandParser:
     read.method.add_argument("--every", type=some_tokens, metavar="N", help=what)
     what = "read chunks of N tokens independently, into one file (default: the whole text)"
     read.method.add_argument("--independent-chunks", type=some_tokens, metavar="N", help=what)
-    what = "also keep what the text does to an earlier state, for mix --order"
-    read.method.add_argument("--transitions", action="store_true", help=what)
+    read.method.add_argument("--transitions", action="store_true", help="also keep what mix --order requires")
     read.run.add_argument("--output", required=True, metavar="FOLDER", help="folder for the files")
     add_shared(read, "--tokenizer", "--data", "--split", "--text-column", "--chunk-length")
     show = add_action("show", "show what a state file says of itself", "lengthgen state show book")
@@ -61,8 +60,7 @@ def command_parser() -> CommandParser:
     what = "make one state file of several: their weighted sum, or about the state after one text after another"
     mix = add_action("mix", what, EXAMPLES.splitlines()[4])
     mix.data.add_argument("states", nargs="+", **STATE)
-    what = "a number for each state, with any sum (default: the mean)"
-    mix.method.add_argument("--weights", type=float, nargs="+", metavar="W", help=what)
+    mix.method.add_argument("--weights", type=float, nargs="+", metavar="W", help="one for each (default: the mean)")
     what = "compose files read with --transitions: as given, or the mean over rotations (cyclic) or all orders"
     mix.method.add_argument("--order", choices=("given", "cyclic", "all"), help=what)
     mix.run.add_argument("--output", required=True, metavar="FILE", help="state file to write")

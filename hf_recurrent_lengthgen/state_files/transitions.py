@@ -5,8 +5,9 @@ al., 2025, arXiv:2502.17605, Proposition 1). A is a decay, (B, ...) to be broadc
 Mamba-3 a matrix for each head, (B, H, N, N) to be multiplied from the right.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -51,12 +52,10 @@ def recorded_transitions(model: Any, found: dict[int, Tensor]) -> AbstractContex
         why = "is made to forget, or starts from a learned state, which would count once for each text"
         raise ValueError(f"This {type(model).__name__} {why}: read without these, or without transitions.")
 
-    def reader(piece: Callable[..., Any]) -> Callable[..., None]:
-        def read(layer: int, *arguments: Tensor) -> None:
-            *inputs, state = arguments
-            transition = piece(*(x.to(state.dtype) for x in inputs)).factor
-            found[layer] = moved_on(found[layer], transition) if layer in found else transition
+    return recorded_scans(model, {name: partial(_record, found, piece) for name, piece in PIECES.items()})
 
-        return read
 
-    return recorded_scans(model, {name: reader(piece) for name, piece in PIECES.items()})
+def _record(found: dict[int, Tensor], piece: Any, layer: int, *arguments: Tensor) -> None:
+    *inputs, state = arguments
+    transition = piece(*(x.to(state.dtype) for x in inputs)).factor
+    found[layer] = moved_on(found[layer], transition) if layer in found else transition
