@@ -84,6 +84,7 @@ def mix_text_states(
     Raises:
         ValueError: as `mix_states` and `compose`, and for text states of different origins, or with keys and values.
     """
+    weights = None if weights is None else [*map(float, weights)]
     if orders is not None and (orders not in get_args(Orders) or weights is not None):
         raise ValueError(f"Give either weights, or orders of {get_args(Orders)}: got {weights} and {orders!r}.")
     if any(one.keys for one in text_states):
@@ -105,9 +106,9 @@ def mix_text_states(
         state[i] = layer
     parts: list[Any] = [{**one.metadata, "position": one.position, "prefix_sha256": one.prefix} for one in text_states]
     for part in parts:
-        with suppress(KeyError, ValueError):  # as a text in a text, quotes in it would double their escapes
+        with suppress(KeyError, ValueError, RecursionError):  # JSON in JSON would double its escapes each time
             part["mixed"] = json.loads(part["mixed"])
-    mixed = json.dumps({"orders": orders, "weights": weights and [*weights], "texts": parts})
+    mixed = json.dumps({"orders": orders, "weights": weights, "texts": parts})
     position, origin = sum(one.position for one in text_states), text_states[0].origin
     return TextState(tuple(state), position, "", origin, metadata={"mixed": mixed}, transitions=transitions)
 

@@ -6,6 +6,7 @@ from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -218,6 +219,8 @@ def test_what_was_mixed_is_recorded_and_saved(tmp_path: Path) -> None:
     assert_same(loaded, mixed)
     record = json.loads(loaded.metadata["mixed"])
     assert (record["weights"], record["orders"]) == ([0.25, 0.5], None)
+    for weights in (torch.tensor([0.25, 0.5]), np.array([0.25, 0.5])):
+        assert mix_text_states(states, weights).metadata == mixed.metadata
     assert record["texts"][1] == {"title": "text 1", "position": 1, "prefix_sha256": states[1].prefix}
 
 
