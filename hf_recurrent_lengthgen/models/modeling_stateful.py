@@ -202,7 +202,10 @@ class StatefulBackbone(StatefulPreTrainedModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
-        setattr(self, self.layers_name, self.make_layers(config))
+        layers = self.make_layers(config)
+        for number, layer in enumerate(layers):
+            layer.scan_mixer.layer = number  # type: ignore[union-attr]
+        setattr(self, self.layers_name, layers)
         setattr(self, self.norm_name, self.make_norm(config))
         if config.learned_states is not None and (states := extra("state_learned")).recorded(config)["names"]:
             self.learned_states = states.LearnedStates(config)  # type: ignore[misc]
@@ -212,10 +215,7 @@ class StatefulBackbone(StatefulPreTrainedModel):
 
     def make_layers(self, config: Any) -> nn.ModuleList:
         """All layers, and parameters that they share."""
-        layers = nn.ModuleList(self.make_layer(config, layer) for layer in range(config.num_hidden_layers))
-        for number, layer in enumerate(layers):
-            layer.scan_mixer.layer = number  # type: ignore[union-attr]
-        return layers
+        return nn.ModuleList(self.make_layer(config, layer) for layer in range(config.num_hidden_layers))
 
     def make_layer(self, config: Any, layer: int) -> MixerLayer:
         """One layer."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_recurrent_lengthgen import Forgetting, forgetting
 from hf_recurrent_lengthgen.evaluation.recorded_scans import recorded_scans
+from hf_recurrent_lengthgen.models.modeling_stateful_mamba2 import StatefulMamba2Model
 from hf_recurrent_lengthgen.models.scan_forgetting import SCALED, in_words
 from tests.without_package import clean_process
 
@@ -211,6 +212,15 @@ def test_one_number_is_a_list_of_equal_numbers(family: Family) -> None:
         assert Forgetting.of(model.config) == rule
     with forgetting(model, decay_scale=[1, 1.0]):
         assert torch.equal(model(tokens).logits, build(family)(tokens).logits)
+
+
+def test_layers_are_numbered_however_a_family_makes_them() -> None:
+    class Own(StatefulMamba2Model):
+        def make_layers(self, config: Any) -> torch.nn.ModuleList:
+            return torch.nn.ModuleList([self.make_layer(config, 0), self.make_layer(config, 1)])
+
+    layers: Any = Own(MAMBA2.config()).layers
+    assert [layer.scan_mixer.layer for layer in layers] == [0, 1]
 
 
 @every_scalable
