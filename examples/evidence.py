@@ -104,7 +104,7 @@ STUDIES = {
                 for script in ("run", "other_families", "windows")
                 for seed in SEEDS
             ),
-            *("passkey/keys.py", "passkey/new_task.py", "passkey/mixing.py"),
+            *("passkey/chunks.py", "passkey/keys.py", "passkey/new_task.py", "passkey/mixing.py"),
         ],
         "passkey/run.py --report",
         7.8,

@@ -35,6 +35,7 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
         "r/windows.png",
     ),
     "passkey/keys.py --tiny --seeds 3 --kinds last --output out --results r": (r"^\| last of two codes", 5, "r"),
+    "passkey/chunks.py --tiny --seeds 3 --output out --results r": (r"^\| 3 \| ", 9, "r"),
     "passkey/new_task.py --tiny --seeds 3 --output out --results r": (r"^\| 3 \| ", 3, "r"),
     "passkey/mixing.py --tiny --results r": (r"^(passkeys|text) ", 8, "r/results.json"),
     "state_expansion/run.py --tiny --bases gla_deep --seeds 3 --arms vanilla inherit --output out --results r": (
@@ -60,7 +61,8 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
 REPORTS = [
     *("alignment/run.py", "families/run.py", "hybrids/run.py", "learned_state/run.py", "mimetic/run.py"),
     "learned_state/s0.py",
-    *("passkey/keys.py", "passkey/new_task.py", "passkey/other_families.py", "passkey/run.py", "passkey/windows.py"),
+    *("passkey/chunks.py", "passkey/keys.py", "passkey/new_task.py", "passkey/other_families.py"),
+    *("passkey/run.py", "passkey/windows.py"),
     "passkey/mixing.py",
     *("published/run.py", "scaling_laws/forgetting.py", "state_expansion/run.py"),
 ]

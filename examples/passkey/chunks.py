@@ -27,7 +27,7 @@ from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits, prefi
 
 HERE = Path(__file__).resolve().parent
 ARMS = ("base", "state_passing", "tbtt_16")
-READ = {"whole": "the whole prompt", "chunks": "chunks, the surest one", "with key": "the surest chunk has the key"}
+READ = {"whole": "whole prompt", "chunks": "surest chunk", "with key": "surest chunk has the key"}
 
 
 class ChunksStudy(PasskeyStudy):
@@ -103,12 +103,13 @@ def main() -> None:
             study.kept.put(name, 0, {"key": {"settings": asdict(study.settings)}, "measured": measured})
     arms = study.measured([*ARMS, *shipped], sorted({0, 1, 2, *options.seeds}))
     rows = [
-        [LABELS.get(name, name), ", ".join(map(str, results)), READ[way], *shares]
+        [str(seed), LABELS.get(name, name), READ[way], *accuracy_row([result[way]])]
+        for seed in sorted({seed for results in arms.values() for seed in results})
         for name, results in arms.items()
+        if (result := results.get(seed)) is not None
         for way in READ
-        if (shares := accuracy_row([result[way] for result in results.values()]))
     ]
-    table = markdown(["fine-tuned with", "seeds", "", *(f"{n:,}" for n in study.settings.lengths)], rows)
+    table = markdown(["seed", "fine-tuned with", "read", *(f"{n:,}" for n in study.settings.lengths)], rows)
     print(table)
     page = study.results.parents[1] / "README.md"
     if page.is_file():
