@@ -94,16 +94,14 @@ def mix_text_states(
         if any(value != known[0] for value in known):
             raise ValueError(f"The text states differ in {name}: give those that one model read with one tokenizer.")
     state, transitions = [*mix_states([one.state for one in text_states], weights)], dict[int, Tensor]()
-    for i, layer in enumerate(state if orders is not None else []):
-        moves = [one.transitions[i] for one in text_states if i in one.transitions]
-        if len(moves) < len(text_states) and layer.recurrent.numel():
+    if orders is not None:
+        if not all(one.transitions for one in text_states):
             raise ValueError("Texts read without transitions cannot be composed: read them with these, or mix them.")
-        if orders == "given":
-            layer = text_states[-1].state[i]
-            transitions |= {i: reduce(moved_on, moves)} if moves else {}
-        if moves and orders is not None:
-            layer = layer._replace(recurrent=compose([one.state[i].recurrent for one in text_states], moves, orders))
-        state[i] = layer
+        for i, layer in enumerate(state):
+            written, moves = zip(*((one.state[i].recurrent, one.transitions[i]) for one in text_states), strict=True)
+            if orders == "given":
+                layer, transitions[i] = text_states[-1].state[i], reduce(moved_on, moves)
+            state[i] = layer._replace(recurrent=compose(written, moves, orders))
     parts: list[Any] = [{**one.metadata, "position": one.position, "prefix_sha256": one.prefix} for one in text_states]
     for part in parts:
         with suppress(KeyError, ValueError, RecursionError):  # JSON in JSON would double its escapes each time
