@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "checkpoints.conversion": ("models", "checkpoints.loading", "checkpoints.sources", *KEPT),
     "checkpoints.verification": ("models", "evaluation", "checkpoints.loading", "checkpoints.conversion", *KEPT),
     "surgery": ("models", "hybrids"),
+    "surgery.calibration": ("models", "evaluation"),
     "data": ("models",),
     "evaluation": ("models", "data"),
     "evaluation.settings": (),

@@ -1,22 +1,25 @@
 """`lengthgen forget`: a copy of a checkpoint that forgets more at inference than it has learned to."""
 
 import shlex
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, some_tokens
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 
 DESCRIPTION = """\
 Make a copy of a checkpoint that forgets at inference, without training (Chen et al., 2024): its states hold the last
-tokens only (--window), keep and take in less (--retention and --insertion; the paper takes 0.9999 and 0.75), or take
-smaller steps (--delta-scale, as LongMamba). All are for Mamba-2, --delta-scale for Mamba-1, too; other families
-and hybrids are refused. The weights stay unchanged; the config of the copy says how it forgets.
+tokens only (--window), keep and take in less (--retention and --insertion; the paper takes 0.9999 and 0.75), take
+smaller steps (--delta-scale, as LongMamba) or decay by a power (--decay-scale). --calibrate finds a scale for each
+layer on a text (MambaExtend, Mamba Modulation). Mamba-2 takes all of these, other families some, hybrids none. The
+weights stay unchanged; the config of the copy says how it forgets.
 """
 EXAMPLES = """\
 lengthgen forget demo-output/base --output forgets --window 128
 lengthgen forget my-mamba2 --output forgets --retention 0.9999 --insertion 0.75
+lengthgen forget my-gla --output scaled --calibrate decay_scale --data text.txt --length 16k
 lengthgen evaluate my-mamba2 forgets
 """
 
@@ -29,7 +32,15 @@ def command_parser() -> CommandParser:
     add("--window", type=some_tokens, metavar="N", help="tokens that the state of each layer holds")
     add("--retention", type=float, default=1.0, metavar="X", help="factor on the decays, above 0 and at most 1")
     add("--insertion", type=float, default=1.0, metavar="X", help="factor on what is written into the state")
-    add("--delta-scale", type=float, default=1.0, metavar="X", help="factor on the step sizes of Mamba, at most 1")
+    add("--delta-scale", type=_scales, default=1.0, metavar="X,...", help="factor on steps of Mamba, or one by layer")
+    add("--decay-scale", type=_scales, default=1.0, metavar="X,...", help="power of decays (factor on A), likewise")
+    what = "find this scale for each layer, with which the loss of --sequences of --data is lowest"
+    add("--calibrate", choices=("decay_scale", "delta_scale"), help=what)
+    add_shared(parser, "--tokenizer", "--data", "--split", "--text-column", "--device", "--seed", split="train")
+    what = "tokens per sequence, beyond the training length T (default: 16 T)"
+    parser.data.add_argument("--length", type=some_tokens, metavar="N", help=what)
+    what = "number of sequences (default: %(default)s)"
+    parser.data.add_argument("--sequences", type=positive, default=50, metavar="N", help=what)
     add_new_folder(parser)
     add_shared(parser, "--trust-remote-code")
     return parser
@@ -47,12 +58,12 @@ def run(arguments: Sequence[str]) -> int:
     from hf_recurrent_lengthgen.evaluation.streaming import state_elements
     from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, forgetting, in_words
 
-    rule = Forgetting(options.retention, options.insertion, options.window, options.delta_scale)
+    rule = Forgetting(**{name: getattr(options, name) for name in Forgetting._fields})
     refuse_adapter(options.model)
     output = Path(options.output)
     check_new(output)
-    if rule == Forgetting():
-        raise ValueError("Nothing would be forgotten: give --window, --retention, --insertion or --delta-scale.")
+    if (rule == Forgetting()) == (options.calibrate is None):
+        raise ValueError("Nothing would be forgotten, or in two ways: give --calibrate, or others of its kind.")
     values, _ = PreTrainedConfig.get_config_dict(options.model)
     dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "float32"), torch.float32)
     model: Any = load_model(options.model, options.trust_remote_code, dtype)  # weights stay in their dtype
@@ -60,9 +71,14 @@ def run(arguments: Sequence[str]) -> int:
         raise ValueError(
             f"{options.model} forgets already ({in_words(before)}): give the checkpoint that it was made from."
         )
+    scales, where = _calibrated(model, options) if options.calibrate else ((), "")
+    rule = Forgetting(**{options.calibrate: scales}) if scales else rule  # type: ignore[arg-type]
     plain = state_elements(model)
     with forgetting(model, **rule.changed()):
-        done = [*(getattr(model.config, "interventions", None) or ()), f"forgetting at inference: {in_words(rule)}"]
+        done = [
+            *(getattr(model.config, "interventions", None) or ()),
+            f"forgetting at inference: {in_words(rule)}{where}",
+        ]
         model.config.interventions = done
         given = options.model, options.trust_remote_code
         command = ["lengthgen", "forget", *arguments]
@@ -73,3 +89,29 @@ def run(arguments: Sequence[str]) -> int:
     compare = shlex.join(["lengthgen", "evaluate", options.model, str(output), *remote])
     print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")
     return 0
+
+
+def _scales(text: str) -> float | tuple[float, ...]:
+    numbers = tuple(map(float, text.split(",")))
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _calibrated(model: Any, options: Namespace) -> tuple[tuple[float, ...], str]:
+    """The scales that are found, and where, in words."""
+    from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
+    from hf_recurrent_lengthgen.cli.inputs import load_stream
+    from hf_recurrent_lengthgen.cli.measuring import on_device
+    from hf_recurrent_lengthgen.data import evaluation_sequences
+    from hf_recurrent_lengthgen.surgery import calibrate
+
+    length = options.length or 16 * (model.config.training_length or 0)
+    if not length:
+        raise ValueError(f"The config of {options.model} has no training_length: give --length.")
+    tokenizer = load_tokenizer(options.tokenizer or options.model, options.trust_remote_code)
+    stream = load_stream(options.data, options.split, tokenizer, options.text_column)
+    texts = evaluation_sequences(stream.tokens, options.sequences, length + 1)
+    found = calibrate(on_device(model, options.device), texts, options.calibrate, seed=options.seed)
+    print(f"Loss of {len(texts)} x {length:,} tokens: {found.before:.3f} -> {found.after:.3f} nats per token.")
+    if found.after == found.before:
+        raise ValueError("No scales lower the loss: give more --sequences, another --length or --data.")
+    return tuple(found.scales), f", found on {len(texts)} x {length:,} tokens of {stream.source.description}"

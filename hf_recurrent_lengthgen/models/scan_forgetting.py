@@ -2,8 +2,7 @@
 
 "Stuffed Mamba" (Chen et al. 2024, arXiv:2410.07145), section 3.2.2, weakens retention and insertion of Mamba-2, and
 lets a state hold the last tokens only (scan_window.py); "LongMamba" (see its appendix C) shrinks the step sizes.
-MambaExtend (Azizi et al. 2025, ICLR) scales the steps of each layer, "Mamba Modulation" (Lu et al. 2025,
-arXiv:2509.19633) their A: scales above and below 1 that are found on a text (surgery/calibration.py).
+MambaExtend (Azizi et al. 2025, ICLR) scales the steps of each layer, "Mamba Modulation" (arXiv:2509.19633) its A.
 
 A token is its keys k (B), values v (x), and g: the step sizes, and one more channel, the negative logarithm of a decay
 that all states share. Shape suffixes as in scan_backends.py.
@@ -44,9 +43,7 @@ SCALED: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 class Forgetting(NamedTuple):
-    """How a model forgets more than it has learned to forget, or less.
-
-    Each setting but the window is one number, or one for each layer.
+    """How a model forgets more than it has learned to, or less; all but the window is a number, or one for each layer.
 
     Attributes:
         retention: Factor on the decays alpha_t (Eq. 2), above 0 and at most 1; the paper takes 0.9999.
@@ -109,13 +106,12 @@ def _checked(name: str, value: Any, layers: int | None, layer: int | None) -> An
         raise ValueError(
             f"forgetting: {name} must be one number, or one for each of the {layers} layers, got {len(value)} numbers."
         )
-    if layer is not None:
-        numbers = [numbers[layer if numbers is value else 0]]
-    most, allowed = (1.0, "above 0 and at most 1") if name == "retention" else (math.inf, "above 0 and finite")
+    numbers = numbers if layer is None or numbers is not value else [numbers[layer]]
+    largest = 1.0 if name == "retention" else math.nextafter(math.inf, 0)
     for number in numbers:
-        real = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if not (real and math.isfinite(number) and 0 < number <= most):
-            raise ValueError(f"forgetting: {name} must be {allowed}, got {number!r}.")
+        if isinstance(number, bool) or not (isinstance(number, (int, float)) and 0 < number <= largest):
+            allowed = "at most 1" if name == "retention" else "finite"
+            raise ValueError(f"forgetting: {name} must be above 0 and {allowed}, got {number!r}.")
     return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 

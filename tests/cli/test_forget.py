@@ -10,9 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from hf_recurrent_lengthgen import forgetting, load_model
+from hf_recurrent_lengthgen.checkpoints.loading import load_tokenizer
+from hf_recurrent_lengthgen.cli.inputs import load_stream
 from hf_recurrent_lengthgen.cli.main import main
+from hf_recurrent_lengthgen.data import evaluation_sequences
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
+from hf_recurrent_lengthgen.surgery import calibrate
 from tests.hybrids.tiny_models import tiny_model
 from tests.without_package import clean_process
 
@@ -84,6 +88,32 @@ def test_a_report_names_how_a_model_forgets(
     assert names[1] in (tmp_path / "report" / "index.html").read_text()
 
 
+def test_scales_are_found_on_a_text_and_named(
+    checkpoint: Path, tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    given = ["--data", text_file, "--length", 24, "--sequences", 8, "--device", "cpu", "--seed", 1]
+    assert forget(checkpoint, "--output", out, "--calibrate", "decay_scale", *given) == 0
+    shown = capsys.readouterr().out
+    model, base = load_model(str(out)), load_model(str(checkpoint))
+    scales = model.config.forgetting["decay_scale"]
+    assert len(scales) == 2
+    words = f"decay scale {min(scales):.3g} to {max(scales):.3g} by layer"
+    assert f"Saved to {out}: {words}. Next" in shown
+    (done,) = model.config.interventions
+    assert done.startswith(f"forgetting at inference: {words}, found on 8 x 24 tokens of {text_file.name}")
+    stream = load_stream(str(text_file), "train", load_tokenizer(str(checkpoint)))
+    found = calibrate(base, evaluation_sequences(stream.tokens, 8, 25), seed=1, progress=False)
+    assert found.scales == scales
+    assert f"Loss of 8 x 24 tokens: {found.before:.3f} -> {found.after:.3f} nats per token." in shown
+    assert found.after < found.before
+    many = [*given, "--sequences", 999]
+    assert forget(checkpoint, "--output", tmp_path / "many", "--calibrate", "decay_scale", *many) == 1
+    assert "999 sequences of 25 tokens need" in capsys.readouterr().err
+    assert forget(checkpoint, "--output", tmp_path / "by hand", "--decay-scale", ",".join(map(str, scales))) == 0
+    assert load_model(str(tmp_path / "by hand")).config.forgetting == {"decay_scale": scales}
+
+
 def test_a_hybrid_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_model("bamba")
     model.save_pretrained(tmp_path / "bamba")
@@ -112,6 +142,11 @@ def test_weights_keep_their_dtype_and_a_stock_checkpoint_becomes_ours(
     [
         (["--output", "{full}", "--window", "4"], "exists already and is not an empty folder"),
         (["--output", "{out}"], "Nothing would be forgotten"),
+        (
+            ["--output", "{out}", "--calibrate", "decay_scale", "--window", "4"],
+            "Nothing would be forgotten, or in two",
+        ),
+        (["--output", "{out}", "--decay-scale", "0.5,0.6,0.7"], "one for each of the 2 layers, got 3 numbers"),
         (["--output", "{out}", "--retention", "1"], "Nothing would be forgotten"),
         (["--output", "{out}", "--retention", "1.5"], "retention must be above 0 and at most 1, got 1.5"),
     ],
