@@ -26,8 +26,7 @@ from hf_recurrent_lengthgen.checkpoints.papers import LEARNED_STATE
 from hf_recurrent_lengthgen.evaluation.settings import option
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of
 from hf_recurrent_lengthgen.models.state_learned import LearnedState
-from hf_recurrent_lengthgen.models.state_learned_files import STATE_FILE
-from hf_recurrent_lengthgen.models.state_on_disk import load_state
+from hf_recurrent_lengthgen.models.state_learned_files import STATE_FILE, read_folder
 from hf_recurrent_lengthgen.models.state_value import RecurrentState, clone_state, detach_state, map_state
 from hf_recurrent_lengthgen.trainers.base import InitialStateTrainer
 from hf_recurrent_lengthgen.trainers.checks import check_model, check_no_forgetting
@@ -208,7 +207,8 @@ class LearnedStateTrainer(InitialStateTrainer):
             self.processing_class.save_pretrained(folder)
 
     def load_weights(self, checkpoint: str) -> bool:
-        beside = os.path.join(checkpoint, STATE_FILE)
-        if os.path.isfile(beside):
-            self._learned.set(load_state(beside)[0])
+        if os.path.isfile(os.path.join(checkpoint, STATE_FILE)):
+            about, state = read_folder(checkpoint)
+            self._learned.set(state)
+            base_of(self.model).learned_states.set_scale(NAME, about.get("scale", 1.0))
         return not self.args.train_model or super().load_weights(checkpoint)

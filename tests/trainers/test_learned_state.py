@@ -363,6 +363,19 @@ def test_what_is_saved_starts_from_the_scale_times_the_parameters(learner: MakeL
     torch.testing.assert_close(other.learned_state(), map_state(lambda part: 2 * part, parameters), rtol=0, atol=0)
 
 
+def test_a_run_is_resumed_with_the_scale_of_its_checkpoint(learner: MakeLearner, tmp_path: Path) -> None:
+    strong().save_pretrained(tmp_path / "base")
+    model = load_model(str(tmp_path / "base"))
+    model.add_learned_state("default").set_scale("default", 0.3)
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    whole = learner(model, **saving)
+    whole.train()
+    resumed = learner(load_model(str(tmp_path / "base")), **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    torch.testing.assert_close(resumed.learned_state(), whole.learned_state(), rtol=0, atol=0)
+    assert resumed.model.config.learned_states["scales"] == {"default": 0.3}
+
+
 @pytest.mark.parametrize("with_adapter", [False, True])
 def test_the_scale_is_kept_beside_a_trained_model(learner: MakeLearner, tmp_path: Path, with_adapter: bool) -> None:
     strong().save_pretrained(tmp_path / "base")
