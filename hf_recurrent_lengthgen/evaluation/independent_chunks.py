@@ -15,7 +15,7 @@ from torch import Tensor
 def chunk_prompts(prompt: Sequence[int], length: int, after: int = 0, before: int = 0) -> list[list[int]]:
     """The prompts [P, C_i, S] with chunks of `length` tokens; P is the first `before` tokens, S the last `after`."""
     if length < 1 or min(after, before) < 0:
-        raise ValueError(f"A chunk has 1 token or more, 0 or more before and after it; got {length}, {before}, {after}.")
+        raise ValueError(f"A chunk has 1 token or more, 0 or more around it; got {length}, {before}, {after}.")
     stop = max(before, len(prompt) - after)
     starts = [*range(before, stop - length, length), max(before, stop - length)]
     return [[*prompt[:before], *prompt[start : min(start + length, stop)], *prompt[stop:]] for start in starts]
