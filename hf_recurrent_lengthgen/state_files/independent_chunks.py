@@ -1,6 +1,5 @@
 """OPRM with text states (arXiv:2505.07793): the chunks of a text are rows, which are read once and asked often."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from hf_recurrent_lengthgen.state_files.origin import prefix_hash
 from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, ask, check_rows, read_text, start_of
 
 
-def read_chunks(model: Any, tokens: Tokens, length: int, *, before: Sequence[int] = (), **reading: Any) -> TextState:
+def read_chunks(model: Any, tokens: Tokens, length: int, *, before: Any = (), **reading: Any) -> TextState:
     """Read the chunks of texts independently, in batches that memory allows; each row is a chunk read alone.
 
     Args:
