@@ -85,9 +85,7 @@ class LearnedStateConfig(InitialStateConfig):
     def check(self) -> None:
         super().check()
         if self.state_l2 and self.alignment_alpha:
-            raise ValueError(
-                "alignment_alpha has a loss of its own, without the term of state_l2: set only one of them."
-            )
+            raise ValueError("alignment_alpha has a loss of its own, without the term of state_l2: set one of them.")
 
 
 class LearnedStateTrainer(InitialStateTrainer):
@@ -176,24 +174,19 @@ class LearnedStateTrainer(InitialStateTrainer):
             return super().training_step(*args, **kwargs)
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items: Any) -> Any:
-        """The training loss with the penalty, once in all micro-batches of a step."""
+        """The training loss with the penalty, once in a step: `Trainer` adds up the losses of its micro-batches or
+        takes their mean, and gradients of processes are averaged."""
         result = super()._loss(model, inputs, return_outputs, num_items)
         if not self.args.state_l2:
             return result
         trained = [parameter for parameter in self._learned.parameters() if parameter.requires_grad]
         penalty = self.args.state_l2 * torch.stack([parameter.square().sum() for parameter in trained]).sum()
         self.logs.add(state_penalty=penalty)
-        share = penalty / self._micro_batches_added(num_items)
+        added = self.loss_is_scaled_for_ga
+        if added is None:  # the rule of Trainer's `training_step`
+            added = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
+        share = penalty / (self.current_gradient_accumulation_steps if self.is_in_train and added else 1)
         return (result[0] + share, *result[1:]) if return_outputs else result + share
-
-    def _micro_batches_added(self, num_items: Any) -> int:
-        """How many losses of a process `Trainer` adds up in a step, rather than takes the mean of; gradients of
-        processes are averaged."""
-        scaled = self.loss_is_scaled_for_ga
-        if scaled is None:  # the rule of Trainer's `training_step`
-            counted = self.model_accepts_loss_kwargs and num_items is not None
-            scaled = counted or self.compute_loss_func is not None
-        return self.current_gradient_accumulation_steps if self.is_in_train and scaled else 1
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = str(self.args.output_dir) if output_dir is None else output_dir

@@ -63,14 +63,8 @@ def save_learned_state(model: Any, folder: str | os.PathLike[str], adapter_name:
 def write_folder(
     folder: str | os.PathLike[str], model: Any, state: RecurrentState, learn_conv: bool, scale: float = 1.0
 ) -> None:
-    """Write a state of one row that belongs to the weights of a model, and whether its convolution part is learned.
-
-    Args:
-        folder: It is made.
-        model: With these weights.
-        state: Before the scale.
-        learn_conv: Whether its convolution part is learned.
-        scale: Sequences start from the scale times the state.
+    """Write a state of one row that belongs to the weights of a model, whether its convolution part is learned, and
+    the scale: sequences start from the scale times the state.
 
     Raises:
         ValueError: for a folder that holds a checkpoint, and a state that is not finite.
