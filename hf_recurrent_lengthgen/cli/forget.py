@@ -93,7 +93,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _scales(text: str) -> float | tuple[float, ...]:
     numbers = tuple(map(float, text.split(",")))
-    return numbers if len(numbers) > 1 else numbers[0]
+    return numbers if len(numbers) > 1 and set(numbers) != {1.0} else numbers[0]
 
 
 def _calibrated(model: Any, options: Namespace) -> tuple[tuple[float, ...], str]:
