@@ -76,9 +76,9 @@ STUDIES = {
     ),
     "forgetting": Study(
         "Does forgetting at inference help, and how much?",
-        [f"forgetting/run.py --seeds {seed}" for seed in SEEDS],
+        [*(f"forgetting/run.py --seeds {seed}" for seed in SEEDS), "forgetting/scales.py"],
         "forgetting/run.py --report",
-        0.2,
+        0.4,
     ),
     "state_expansion": Study(
         "Does a larger state help after training, and from which start?",

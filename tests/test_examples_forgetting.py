@@ -25,6 +25,7 @@ from hf_recurrent_lengthgen.models.state_value import LayerState, RecurrentState
 
 sys.path.append(str(Path(__file__).parents[1] / "examples" / "forgetting"))
 import forgetting_search
+import scales
 from forgetting_search import PAPER, ForgettingSearch, forgetting_grid, rule_of, search_forgetting
 
 FOLDER = Path(__file__).parents[1] / "examples" / "forgetting"
@@ -195,7 +196,8 @@ def test_the_settings_are_compared(example: Any, tmp_path: Path, capsys: pytest.
 
 
 def test_the_tables_of_the_page_hold_the_numbers_of_the_result_file() -> None:
-    rows = [line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith("| ")]
+    page = (FOLDER / "README.md").read_text().partition("## Scales found")[0]
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
     stages = json.loads((FOLDER / "forgetting.json").read_text())["stages"]
     tables = rows[2 : 2 + len(stages)], rows[-len(stages) :]
     for line, by_octave, seeds in zip(*tables, stages.values(), strict=True):
@@ -213,3 +215,24 @@ def test_the_tables_of_the_page_hold_the_numbers_of_the_result_file() -> None:
                 sum(w * x for w, x in zip(weights, curve["mean"], strict=True)) / sum(weights) for curve in curves
             ]
             assert shown.rstrip(" |") == f"{statistics.fmean(means):.3f}"
+
+
+def test_the_table_of_scales_holds_the_numbers_of_its_file() -> None:
+    results = json.loads((FOLDER / "scales.json").read_text())
+    assert f"<!-- scales -->\n{scales.table(results)}<!-- end -->" in (FOLDER / "README.md").read_text()
+    for arms in results.values():
+        for arm, seeds in arms.items():
+            by_chance = arm in ("delta_scale", "decay_scale", "state_passing")
+            assert list(seeds) == (["0", "1", "2"] if by_chance else ["0"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_corpus")
+def test_scales_are_compared_with_training(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("forgetting/scales.py", "--tiny", "--output", tmp_path, "--seeds", 3, "--families", "gla")
+    arms = json.loads((tmp_path / "scales.json").read_text())["gla"]
+    assert list(arms) == ["base", "rri", "decay_scale", "state_passing"]  # no Delta, and insertion would do nothing
+    assert arms["rri"]["3"]["rule"] == {"retention": 0.9999}
+    assert len(arms["decay_scale"]["3"]["rule"]["decay_scale"]) == 2
+    assert scales.table({"gla": arms}) in capsys.readouterr().out
+    assert (tmp_path / "scales.png").read_bytes().startswith(b"\x89PNG")

@@ -64,7 +64,7 @@ REPORTS = [
     *("passkey/chunks.py", "passkey/keys.py", "passkey/new_task.py", "passkey/other_families.py"),
     *("passkey/run.py", "passkey/windows.py"),
     "passkey/mixing.py",
-    *("published/run.py", "scaling_laws/forgetting.py", "state_expansion/run.py"),
+    *("forgetting/scales.py", "published/run.py", "scaling_laws/forgetting.py", "state_expansion/run.py"),
 ]
 PART = re.compile(r"<!-- ([\w ]+) -->\n(.*?)<!-- end -->", flags=re.DOTALL)
 
