@@ -28,20 +28,14 @@ def moved_on(x: Tensor, transition: Tensor) -> Tensor:
 
 
 def check_transitions(transitions: Mapping[int, Tensor], state: RecurrentState, name: str) -> None:
-    """Raise a `ValueError` unless there are none, or a finite one that fits in each layer with a recurrent part."""
-    written = {i: layer.recurrent for i, layer in enumerate(state) if transitions and layer.recurrent.numel()}
-    fit = [i for i in written if i in transitions and _fits(transitions[i], written[i])]
-    if wrong := sorted({*written, *transitions} - {*fit}):
-        raise ValueError(f"{name}: the transitions of layers {wrong} lack, are not finite, or fit no state.")
-
-
-def _fits(x: Tensor, written: Tensor) -> bool:
-    sizes = written.shape
-    if is_matrix(x):
-        fits = x.shape == (*sizes[:2], sizes[-1], sizes[-1])
-    else:
-        fits = x.ndim == len(sizes) and all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
-    return fits and x.dtype == written.dtype and bool(x.isfinite().all())
+    """Raise a `ValueError` unless there are none, or a finite one that fits for each layer with a recurrent part."""
+    for i, layer in enumerate(state if transitions else ()):
+        written, sizes = layer.recurrent, layer.recurrent.shape
+        x = transitions.get(i, written[..., :0])
+        is_decay = x.ndim == len(sizes) and all(n in (1, size) for n, size in zip(x.shape, sizes, strict=True))
+        fits = x.shape == (*sizes[:2], sizes[-1], sizes[-1]) if is_matrix(x) else is_decay
+        if not (fits and x.dtype == written.dtype and bool(x.isfinite().all())):
+            raise ValueError(f"{name}: the transition of layer {i} is missing, not finite, or fits no such state.")
 
 
 def recorded_transitions(model: Any, found: dict[int, Tensor]) -> AbstractContextManager[None]:

@@ -66,13 +66,22 @@ DAMAGED: dict[str, tuple[Callable[[Tensors, Fields], object], str]] = {
     "keys, tokens": (changed("layers.1.values", lambda x: x[:, :, :-1]), "layer 1 has the keys and .* needs"),
     "transitions, NaN": (
         changed("layers.0.transition", lambda x: x * float("nan")),
-        r"layers \[0\] lack, are not finite",
+        "the transition of layer 0 is missing, not finite, or",
     ),
-    "transitions, shape": (changed("layers.1.transition", lambda x: x[:, :2]), r"transitions of layers \[1\] lack"),
-    "transitions, rows": (changed("layers.1.transition", lambda x: x.repeat(7, 1, 1, 1)), r"layers \[1\] lack"),
-    "transitions, matrix": (changed("layers.1.transition", lambda x: x.repeat(1, 1, 2, 2)), r"layers \[1\] lack"),
-    "transitions, dtype": (changed("layers.0.transition", lambda x: x.double()), r"layers \[0\] lack"),
-    "transitions, missing": (lambda tensors, fields: tensors.pop("layers.1.transition"), r"layers \[1\] lack"),
+    "transitions, shape": (changed("layers.1.transition", lambda x: x[:, :2]), "transition of layer 1 is missing"),
+    "transitions, rows": (
+        changed("layers.1.transition", lambda x: x.repeat(7, 1, 1, 1)),
+        "transition of layer 1 is missing",
+    ),
+    "transitions, matrix": (
+        changed("layers.1.transition", lambda x: x.repeat(1, 1, 2, 2)),
+        "transition of layer 1 is missing",
+    ),
+    "transitions, dtype": (changed("layers.0.transition", lambda x: x.double()), "transition of layer 0 is missing"),
+    "transitions, missing": (
+        lambda tensors, fields: tensors.pop("layers.1.transition"),
+        "transition of layer 1 is missing",
+    ),
     "keys, dtype": (changed("layers.1.values", lambda x: x.bfloat16()), "torch.bfloat16.* needs .*torch.float32"),
 }
 
