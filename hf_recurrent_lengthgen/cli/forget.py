@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive, some_tokens
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive, scales, some_tokens
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 
 DESCRIPTION = """\
@@ -32,8 +32,8 @@ def command_parser() -> CommandParser:
     add("--window", type=some_tokens, metavar="N", help="tokens that the state of each layer holds")
     add("--retention", type=float, default=1.0, metavar="X", help="factor on the decays, above 0 and at most 1")
     add("--insertion", type=float, default=1.0, metavar="X", help="factor on what is written into the state")
-    add("--delta-scale", type=_scales, default=1.0, metavar="X,...", help="factor on steps of Mamba, or one by layer")
-    add("--decay-scale", type=_scales, default=1.0, metavar="X,...", help="power of decays (factor on A), likewise")
+    add("--delta-scale", type=scales, default=1.0, metavar="X,...", help="factor on steps of Mamba, or one by layer")
+    add("--decay-scale", type=scales, default=1.0, metavar="X,...", help="power of decays (factor on A), likewise")
     what = "find this scale for each layer, with which the loss of --sequences of --data is lowest"
     add("--calibrate", choices=("decay_scale", "delta_scale"), help=what)
     add_shared(parser, "--tokenizer", "--data", "--split", "--text-column", "--device", "--seed", split="train")
@@ -71,8 +71,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ValueError(
             f"{options.model} forgets already ({in_words(before)}): give the checkpoint that it was made from."
         )
-    scales, where = _calibrated(model, options) if options.calibrate else ((), "")
-    rule = Forgetting(**{options.calibrate: scales}) if scales else rule  # type: ignore[arg-type]
+    found, where = _calibrated(model, options) if options.calibrate else ((), "")
+    rule = Forgetting(**{options.calibrate: found}) if found else rule  # type: ignore[arg-type]
     plain = state_elements(model)
     with forgetting(model, **rule.changed()):
         done = [
@@ -89,11 +89,6 @@ def run(arguments: Sequence[str]) -> int:
     compare = shlex.join(["lengthgen", "evaluate", options.model, str(output), *remote])
     print(f"Saved to {output}: {in_words(rule)}. Next: {compare}")
     return 0
-
-
-def _scales(text: str) -> float | tuple[float, ...]:
-    numbers = tuple(map(float, text.split(",")))
-    return numbers if len(numbers) > 1 and set(numbers) != {1.0} else numbers[0]
 
 
 def _calibrated(model: Any, options: Namespace) -> tuple[tuple[float, ...], str]:

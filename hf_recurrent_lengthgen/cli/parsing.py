@@ -55,6 +55,12 @@ def counts(text: str) -> list[int]:
     return sorted({some_tokens(part) for part in text.split(",")})
 
 
+def scales(text: str) -> float | tuple[float, ...]:
+    """One number, or one for each layer, such as "0.3,0.4"; ones are a single one."""
+    numbers = tuple(map(float, text.split(",")))
+    return numbers if len(numbers) > 1 and set(numbers) != {1.0} else numbers[0]
+
+
 def _text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("is empty: give a value, or leave the option out")

@@ -135,8 +135,7 @@ class ScanMixer(nn.Module):
         rule = extra("scan_forgetting").Forgetting.of(self.config, self.layer) if self.config.forgetting else None
         otherwise = False  # whether the scan itself is another
         if rule is not None and rule.changed():
-            inputs = extra("scan_forgetting").scaled_inputs(rule, self.scan.__name__, inputs, rows)
-            otherwise = rule.in_recurrence and self.scan.__name__ == "scan_ssd"
+            inputs, otherwise = extra("scan_forgetting").scaled_inputs(rule, self.scan.__name__, inputs, rows)
         if rows is not None and rows.group is not None:
             piece = extra("scan_pieces").PIECES.get(self.scan.__name__)
             if piece is None or otherwise:

@@ -115,10 +115,12 @@ def _checked(name: str, value: Any, layers: int | None, layer: int | None) -> An
     return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
-def scaled_inputs(rule: Forgetting, scan: str, inputs: Sequence[Tensor], rows: Rows | None) -> tuple[Tensor, ...]:
-    """The inputs of a scan of this name, before its state, under the rule of a layer.
+def scaled_inputs(
+    rule: Forgetting, scan: str, inputs: Sequence[Tensor], rows: Rows | None
+) -> tuple[tuple[Tensor, ...], bool]:
+    """The inputs of a scan of this name, before its state, under the rule of a layer, and whether that is not all.
 
-    In them is all but what changes the recurrence of Mamba-2 itself (`with_forgetting`).
+    The rest changes the recurrence of Mamba-2 itself (`with_forgetting`).
     """
     changed, places = list(inputs), SCALED[scan]
     for setting, of_setting in places.items():
@@ -129,7 +131,7 @@ def scaled_inputs(rule: Forgetting, scan: str, inputs: Sequence[Tensor], rows: R
         (place,) = places["decay_scale"]
         log_retention = torch.full_like(changed[place], math.log(rule.retention))  # type: ignore[arg-type]
         changed[place] = changed[place] + zero_past_end(log_retention, rows)
-    return tuple(changed)
+    return tuple(changed), scan == "scan_ssd" and rule.in_recurrence
 
 
 def with_forgetting(

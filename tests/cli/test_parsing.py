@@ -12,7 +12,7 @@ from hf_recurrent_lengthgen.cli.convert import _setting as setting
 from hf_recurrent_lengthgen.cli.main import COMMANDS, main
 from hf_recurrent_lengthgen.cli.options import _OF_TOKENS as OF_TRAINING
 from hf_recurrent_lengthgen.cli.options import read_options
-from hf_recurrent_lengthgen.cli.parsing import counts, not_negative, positive, some_tokens, tokens, windows
+from hf_recurrent_lengthgen.cli.parsing import counts, not_negative, positive, scales, some_tokens, tokens, windows
 from hf_recurrent_lengthgen.cli.retrieve import _depths as depths
 from hf_recurrent_lengthgen.trainers import INTERVENTIONS
 from tests.cli.training import parser_of, with_actions
@@ -32,7 +32,14 @@ def options(command: str) -> Iterator[tuple[argparse.ArgumentParser, argparse.Ac
 def test_every_whole_number_is_a_count(command: str) -> None:
     """A parser's `type=int` is `not_negative`; a kind of number that this test does not know must be added to it."""
     for parser, action in options(command):
-        if action.type in (None, float, setting, depths, windows):  # of text, below; of other numbers, elsewhere
+        if action.type in (
+            None,
+            float,
+            setting,
+            depths,
+            scales,
+            windows,
+        ):  # tested below, and elsewhere
             continue
         kind = parser._registry_get("type", action.type, action.type)
         assert kind in (counts, some_tokens, positive, not_negative), action.option_strings
@@ -55,12 +62,18 @@ NO_FACTORS = ("nan", "inf", "-inf", "-1", "0", "1e999")
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [("expand", "--factor"), ("forget", "--retention"), ("forget", "--insertion"), ("forget", "--delta-scale")],
+    [
+        ("expand", "--factor"),
+        ("forget", "--retention"),
+        ("forget", "--insertion"),
+        ("forget", "--delta-scale"),
+        ("forget", "--decay-scale"),
+    ],
 )
 def test_other_numbers_are_checked(
     command: str, option: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = [action.option_strings for _, action in options(command) if action.type is float]
+    known = [action.option_strings for _, action in options(command) if action.type in (float, scales)]
     assert any(option in names for names in known)
     for text in NO_FACTORS:
         assert main([command, str(checkpoint), "--output", str(tmp_path / "out"), f"{option}={text}"]) == 1
