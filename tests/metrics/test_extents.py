@@ -11,6 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen import metrics
+from hf_recurrent_lengthgen.metrics.states.result import StateRank
 from hf_recurrent_lengthgen.plotting.images import PNG_DOTS_PER_INCH
 from hf_recurrent_lengthgen.plotting.style import fitted
 from tests.metrics.conftest import compared
@@ -34,6 +35,12 @@ def of_states(figure: Callable[..., Figure]) -> Callable[[Names], Figure]:
     return lambda names: figure({name: diagnosis([[0.0, 0.8], [1.0] + [0.0] * 40], 1.0) for name in names})
 
 
+def ranked() -> Any:
+    found = diagnosis([[0.0, 0.8], [1.0] + [0.0] * 40], 1.0)
+    curves = [tuple(share * 8 for _ in found.positions) for share in (1.0, 0.3)]
+    return replace(found, ranks=tuple(StateRank(layer, 40, 8, *curves) for layer in (0, 10)))
+
+
 def of_retrieval(figure: Callable[..., Figure]) -> Callable[[Names], Figure]:
     return lambda names: figure([replace(RESULT, model=name) for name in names])
 
@@ -55,6 +62,7 @@ DRAWN: dict[str, Callable[[Callable[..., Figure]], Callable[[Names], Figure]]] =
     **dict.fromkeys(("position_wise_figure", "context_harm_figure", "in_window_figure"), of_models),
     **dict.fromkeys(("state_std_figure", "retention_figure", "distance_map_figure", "patching_figure"), of_states),
     **dict.fromkeys(("state_mean_figure", "state_inputs_figure"), of_states),
+    "rank_figure": lambda figure: lambda names: figure({name: ranked() for name in names}),
     **dict.fromkeys(("heat_map_figure", "retrieval_accuracy_figure"), of_retrieval),
     "mistakes_figure": lambda figure: lambda names: figure([replace(MISTAKEN, model=name) for name in names]),
     **dict.fromkeys(
