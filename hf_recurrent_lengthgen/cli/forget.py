@@ -22,6 +22,8 @@ lengthgen forget my-mamba2 --output forgets --retention 0.9999 --insertion 0.75
 lengthgen forget my-gla --output scaled --calibrate decay_scale --data text.txt --length 16k
 lengthgen evaluate my-mamba2 forgets
 """
+CALIBRATION = ("tokenizer", "data", "split", "text_column", "device", "seed", "length", "sequences")
+"""Options that only `--calibrate` reads."""
 
 
 def command_parser() -> CommandParser:
@@ -47,7 +49,8 @@ def command_parser() -> CommandParser:
 
 
 def run(arguments: Sequence[str]) -> int:
-    options = command_parser().parse_args(arguments)
+    parser = command_parser()
+    options = parser.parse_args(arguments)
     import torch
     from transformers import PreTrainedConfig
 
@@ -64,6 +67,10 @@ def run(arguments: Sequence[str]) -> int:
     check_new(output)
     if (rule == Forgetting()) == (options.calibrate is None):
         raise ValueError("Nothing would be forgotten, or in two ways: give --calibrate, or others of its kind.")
+    unread = [name for name in CALIBRATION if getattr(options, name) != parser.get_default(name)]
+    if options.calibrate is None and unread:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
+        raise ValueError(f"No text is read without --calibrate: leave {named} out, or give it.")
     values, _ = PreTrainedConfig.get_config_dict(options.model)
     dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "float32"), torch.float32)
     model: Any = load_model(options.model, options.trust_remote_code, dtype)  # weights stay in their dtype

@@ -149,6 +149,7 @@ def test_weights_keep_their_dtype_and_a_stock_checkpoint_becomes_ours(
         (["--output", "{out}", "--decay-scale", "0.5,0.6,0.7"], "one for each of the 2 layers, got 3 numbers"),
         (["--output", "{out}", "--retention", "1"], "Nothing would be forgotten"),
         (["--output", "{out}", "--decay-scale", "1,1.0"], "Nothing would be forgotten"),
+        (["--output", "{out}", "--window", "4", "--length", "64", "--seed", "3"], "leave --seed, --length out"),
         (["--output", "{out}", "--retention", "1.5"], "retention must be above 0 and at most 1, got 1.5"),
     ],
 )
