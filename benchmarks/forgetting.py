@@ -5,11 +5,10 @@ from collections.abc import Callable
 
 import torch
 from measure import in_own_process, peak_mib, take_turns
-from torch.nn.functional import pad
 
 from hf_recurrent_lengthgen import Forgetting, forgetting
 from hf_recurrent_lengthgen.models import StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.models.scan_forgetting import SSDRecurrence, forgetful_scan
+from hf_recurrent_lengthgen.models.scan_forgetting import with_forgetting
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 from hf_recurrent_lengthgen.models.state_value import LayerState, WindowedLayerState
 
@@ -22,19 +21,18 @@ def passes() -> dict[str, Callable[[], None]]:
     torch.manual_seed(0)
     x, B, C = torch.randn(1, LENGTH, 24, 64), torch.randn(1, LENGTH, 1, 128), torch.randn(1, LENGTH, 1, 128)
     dt, A = torch.rand(1, LENGTH, 24) * 0.1, -torch.rand(24)
-    recurrence = SSDRecurrence(scan_ssd, A, torch.ones(24), 1.0)
-    inputs, zero = (C, B, x, pad(dt, (0, 1))), torch.zeros(1, 24, 64, 128)
+    inputs, zero = (x, dt, A, B, C, torch.ones(24)), torch.zeros(1, 24, 64, 128)
     none = zero.new_zeros(1, 0)
-    features = sum(t[0, 0].numel() for t in inputs[1:])
+    features = sum(t[0, 0].numel() for t in (B, x, dt)) + 1
     with_window = WindowedLayerState(zero, none, zero.new_zeros(1, 1 + WINDOW, features))
 
     @torch.no_grad()
     def plain() -> None:
-        forgetful_scan(Forgetting(), recurrence, *inputs, LayerState(zero, none))
+        with_forgetting(Forgetting(), scan_ssd, inputs, LayerState(zero, none))
 
     @torch.no_grad()
     def windowed() -> None:
-        forgetful_scan(Forgetting(window=WINDOW), recurrence, *inputs, with_window)  # type: ignore[arg-type]
+        with_forgetting(Forgetting(window=WINDOW), scan_ssd, inputs, with_window)  # type: ignore[arg-type]
 
     return {"ours": plain, "theirs": windowed}
 

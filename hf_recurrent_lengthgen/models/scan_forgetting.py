@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from .rows import Rows
 from .rows_moved import zero_past_end
@@ -139,7 +138,7 @@ def with_forgetting(
     scan: Callable[..., tuple[Tensor, Tensor]],
     inputs: Sequence[Tensor],
     state: LayerState,
-    rows: Rows | None,
+    rows: Rows | None = None,
     **options: Any,
 ) -> tuple[Tensor, LayerState]:
     """Run the scan of Mamba-2 with another recurrence: outputs, and the state after the last token.
@@ -153,66 +152,34 @@ def with_forgetting(
         options: Its keywords.
     """
     x, dt, A, B, C, D = inputs
-    wide = state.recurrent.dtype
-    recurrence = SSDRecurrence(partial(scan, **options), A.to(wide), D.to(wide), rule.retention)  # type: ignore[arg-type]
-    C, B, x = (part.to(wide) for part in (C, B, x))
-    return forgetful_scan(rule, recurrence, C, B, x, pad(dt, (0, 1)), state, rows)
-
-
-class SSDRecurrence(NamedTuple):
-    """The recurrence of Mamba-2, one decay per head, with one more that all states share.
-
-    q and k are (B, T, G, N), v is (B, T, H, P), g is (B, T, H + 1), a state is (B, H, P, N).
-
-    Attributes:
-        plain_scan: From x, dt, A, B, C, D and a state to outputs and the final state.
-        A: Negative decay rates, (H,).
-        D: Skip weights, (H,).
-        retention: The shared decay of a token.
-    """
-
-    plain_scan: Callable[..., tuple[Tensor, Tensor]]
-    A: Tensor
-    D: Tensor
-    retention: float
-
-    def scan(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The plain scan; with a shared decay, of other steps and rates that give the same decays and insertions."""
-        dt = g[..., :-1]
-        if self.retention == 1:
-            return self.plain_scan(v, dt, self.A, k, q, self.D, state)
-        steps = g[..., -1:] - dt * self.A
-        inputs = v * (dt / steps.masked_fill(steps == 0, 1))[..., None]
-        y, state = self.plain_scan(inputs, steps, -torch.ones_like(self.A), k, q, torch.zeros_like(self.D), state)
-        return torch.addcmul(y, v, self.D[:, None]), state
-
-
-def forgetful_scan(
-    rule: Forgetting,
-    recurrence: SSDRecurrence,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    state: LayerState,
-    rows: Rows | None = None,
-) -> tuple[Tensor, LayerState]:
-    """Run a recurrence that forgets as `rule` says over T tokens: outputs, and the state after the last.
-
-    Past the end of a row, g is zero. The state has a `window` part if the rule has one.
-    """
+    x, A, B, C, D = (part.to(state.recurrent.dtype) for part in (x, A, B, C, D))
     insertion: Any = rule.insertion  # numbers, as of one layer
     retention: Any = rule.retention
-    with torch.autocast(q.device.type, enabled=False):
-        if insertion != 1:
-            k = k * insertion
-        if retention < 1:
-            log_decay = zero_past_end(g.new_full((*g.shape[:2], 1), math.log(retention)), rows)
-            g = torch.cat([g[..., :-1], g[..., -1:] - log_decay], dim=-1)
+    run = partial(_with_shared_decay if retention < 1 else _of_tokens, partial(scan, **options), A, D)
+    with torch.autocast(x.device.type, enabled=False):
+        shared = zero_past_end(dt.new_full((*dt.shape[:2], 1), -math.log(retention)), rows)
+        g = torch.cat([dt, shared], dim=-1)
+        B = B if insertion == 1 else B * insertion
         if rule.window is None:
-            y, recurrent = recurrence.scan(q, k, v, g, state.recurrent)
+            y, recurrent = run(C, B, x, g, state.recurrent)
             return y, state._replace(recurrent=recurrent)
-        return windowed_scan(rule.window, recurrence.scan, recurrence.A, q, k, v, g, state, rows)
+        return windowed_scan(rule.window, run, A, C, B, x, g, state, rows)
+
+
+def _of_tokens(scan: Any, A: Tensor, D: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> Any:
+    """The scan of Mamba-2 over tokens q, k (B, T, G, N), v (B, T, H, P) and g (B, T, H + 1) that share no decay."""
+    return scan(v, g[..., :-1], A, k, q, D, state)
+
+
+def _with_shared_decay(
+    scan: Any, A: Tensor, D: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor
+) -> Any:
+    """`_of_tokens` with one more decay: other steps and rates, which give the same decays and insertions."""
+    dt = g[..., :-1]
+    steps = g[..., -1:] - dt * A
+    inputs = v * (dt / steps.masked_fill(steps == 0, 1))[..., None]
+    y, state = scan(inputs, steps, -torch.ones_like(A), k, q, torch.zeros_like(D), state)
+    return torch.addcmul(y, v, D[:, None]), state
 
 
 @contextmanager

@@ -1,5 +1,11 @@
-"""OPRM with text states (arXiv:2505.07793): the chunks of a text are rows, which are read once and asked often."""
+"""OPRM (arXiv:2505.07793): chunks of a context are read independently; the answer is that after the surest one.
 
+A prompt of prefix P, context C and suffix S becomes X_i = [P, C_i, S] for each chunk C_i. Surest is that whose first
+answer token has the least entropy, E_i = -sum_v Pr(v | X_i) log2 Pr(v | X_i). The last chunk is as long as the others,
+and may begin in the one before it (the paper's code pads it): chunks are rows of equal length, of a text state, too.
+"""
+
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,12 +13,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.evaluation.independent_chunks import chunk_prompts, entropy_bits
 from hf_recurrent_lengthgen.evaluation.readers import StateReader
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, evaluation_mode, reading_plan
-from hf_recurrent_lengthgen.models.state_value import concatenate_rows, take_rows
+from hf_recurrent_lengthgen.models.state_value import concatenate_rows
 from hf_recurrent_lengthgen.state_files.origin import prefix_hash
 from hf_recurrent_lengthgen.state_files.text_state import LayerKeys, TextState, ask, check_rows, read_text, start_of
+
+
+def chunk_prompts(prompt: Sequence[int], length: int, after: int = 0, before: int = 0) -> list[list[int]]:
+    """The prompts [P, C_i, S] with chunks of `length` tokens; P is the first `before` tokens, S the last `after`."""
+    if length < 1 or min(after, before) < 0:
+        raise ValueError(f"A chunk has 1 token or more, 0 or more around it; got {length}, {before}, {after}.")
+    stop = max(before, len(prompt) - after)
+    starts = [*range(before, stop - length, length), max(before, stop - length)]
+    return [[*prompt[:before], *prompt[start : min(start + length, stop)], *prompt[stop:]] for start in starts]
+
+
+def entropy_bits(logits: Tensor) -> Tensor:
+    """Entropy in bits (...) float64 of predictions from logits (..., V), of which -inf masks a token."""
+    entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / np.log(2)
+    if not bool(entropies.isfinite().all()):
+        raise ValueError("Predictions after a chunk are NaN or infinite: the model overflows. Evaluate in float32.")
+    return entropies
 
 
 def read_chunks(model: Any, tokens: Tokens, length: int, *, before: Any = (), **reading: Any) -> TextState:
@@ -44,7 +66,7 @@ def ask_surest(model: Any, text_state: TextState, prompt: Tensor, **generation: 
     reader, found = StateReader.of(model, "asking chunks"), []
     batch, _ = reading_plan(reader, text_state.rows, text_state.position + prompt.shape[1], None, None)
     for first in range(0, text_state.rows, batch):
-        chunks = _taken(text_state, slice(first, first + batch))
+        chunks = text_state.take(slice(first, first + batch))
         ids = prompt.to(model.device).expand(chunks.rows, -1)
         start = start_of(model, read_text(model, ids[:, :-1], chunks) if ids.shape[1] > 1 else chunks)
         with evaluation_mode(reader.model):
@@ -52,9 +74,4 @@ def ask_surest(model: Any, text_state: TextState, prompt: Tensor, **generation: 
         found.append(entropy_bits(logits[:, -1]).cpu())
     entropies = torch.cat(found)
     chunk = int(entropies.argmin())
-    return ask(model, _taken(text_state, slice(chunk, chunk + 1)), prompt, **generation), chunk, entropies
-
-
-def _taken(text_state: TextState, rows: slice) -> TextState:
-    keys = {index: LayerKeys(*(part[rows] for part in layer)) for index, layer in text_state.keys.items()}
-    return replace(text_state, state=take_rows(text_state.state, rows), prefix="", keys=keys)
+    return ask(model, text_state.take(slice(chunk, chunk + 1)), prompt, **generation), chunk, entropies

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_recurrent_lengthgen.evaluation.readers import check_generation, reader_of
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, check_tokens, chunk_borders, reading_plan
 from hf_recurrent_lengthgen.models.modeling_protocols import base_of, evaluation_mode
-from hf_recurrent_lengthgen.models.state_value import RecurrentState, check_finite_state, map_state, state_batch_size
+from hf_recurrent_lengthgen.models.state_value import RecurrentState, check_finite_state, state_batch_size, take_rows
 from hf_recurrent_lengthgen.state_files.origin import (
     NO_TOKENS,
     Origin,
@@ -69,6 +69,11 @@ class TextState:
         tensors += [part for layer in self.keys.values() for part in layer]
         return sum(part.nbytes for part in tensors)
 
+    def take(self, rows: Tensor | slice) -> "TextState":
+        """Rows by index tensor or slice, in the order given, whose prefixes and transitions are then unknown."""
+        keys = {index: LayerKeys(*(part[rows] for part in layer)) for index, layer in self.keys.items()}
+        return replace(self, state=take_rows(self.state, rows), prefix="", keys=keys, transitions={})
+
 
 def start_of(model: Any, text_state: TextState) -> dict[str, Any]:
     """The arguments `initial_state` and, for attention layers, `attention_cache` of a call or `generate` of a model.
@@ -96,12 +101,7 @@ def branch(text_state: TextState, rows: int) -> TextState:
         raise ValueError(
             f"branch repeats the one row of a text state at least once, got {text_state.rows} rows, {rows} times."
         )
-
-    def repeated(part: Tensor) -> Tensor:
-        return part.repeat_interleave(rows, dim=0)
-
-    keys = {index: LayerKeys(*map(repeated, layer)) for index, layer in text_state.keys.items()}
-    return replace(text_state, state=map_state(repeated, text_state.state), prefix="", keys=keys, transitions={})
+    return text_state.take(torch.zeros(rows, dtype=torch.int64))
 
 
 def read_text(

@@ -1,6 +1,6 @@
 """Scans that forget, against the sum of what the last r tokens wrote, computed anew for each token."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, SSDRecurrence, forgetful_scan
+from hf_recurrent_lengthgen.models.scan_forgetting import Forgetting, with_forgetting
 from hf_recurrent_lengthgen.models.scan_ssd import scan_ssd
 from hf_recurrent_lengthgen.models.state_value import LayerState, WindowedLayerState
 
@@ -17,7 +17,7 @@ H, P, N = 4, 3, 5
 
 
 class Case(NamedTuple):
-    """A recurrence, random inputs for it, and what the equations make of them.
+    """Rates, skip weights, and random inputs C, B, x and (dt, 0) for Mamba-2, and what the equations make of them.
 
     Attributes:
         decays: (B, T, H, P, N), of each token.
@@ -25,7 +25,8 @@ class Case(NamedTuple):
         read: From states after each token (B, T, H, P, N) to outputs (B, T, H, P).
     """
 
-    recurrence: SSDRecurrence
+    A: Tensor
+    D: Tensor
     inputs: tuple[Tensor, Tensor, Tensor, Tensor]
     decays: Tensor
     written: Tensor
@@ -48,7 +49,12 @@ def ssd(B: int, T: int, groups: int, rule: Forgetting, dtype: torch.dtype, stren
         return torch.einsum("bthpn,bthn->bthp", after, c_heads) + skip[:, None] * x
 
     inputs = c, b, x, torch.nn.functional.pad(dt, (0, 1))
-    return Case(SSDRecurrence(scan_ssd, A, skip, rule.retention), inputs, decays, written, read)
+    return Case(A, skip, inputs, decays, written, read)
+
+
+def scanned(rule: Forgetting, case: Case, inputs: Iterable[Tensor], state: Any) -> tuple[Tensor, Any]:
+    c, b, x, g = inputs
+    return with_forgetting(rule, scan_ssd, (x, g[..., :-1], case.A, b, c, case.D), state)
 
 
 every_case = pytest.mark.parametrize("groups", [1, 2])
@@ -82,7 +88,7 @@ def in_pieces(case: Case, rule: Forgetting, cuts: list[int]) -> tuple[Tensor, An
     state, outputs = start(case, rule), []
     T = case.inputs[0].shape[1]
     for begin, end in zip([0, *cuts], [*cuts, T], strict=True):
-        y, state = forgetful_scan(rule, case.recurrence, *(t[:, begin:end] for t in case.inputs), state)
+        y, state = scanned(rule, case, (t[:, begin:end] for t in case.inputs), state)
         outputs.append(y)
     return torch.cat(outputs, dim=1), state
 
@@ -171,7 +177,7 @@ def test_an_outlier_leaves_no_trace_once_it_has_left(groups: int, cuts: list[int
     case.inputs[2][:, 75] *= 1e4
     state = start(case, rule)
     for begin, end in zip([0, *cuts], [*cuts, 200], strict=True):
-        _, state = forgetful_scan(rule, case.recurrence, *(t[:, begin:end] for t in case.inputs), state)
+        _, state = scanned(rule, case, (t[:, begin:end] for t in case.inputs), state)
         if end >= 75 + 32 + 1:
             assert error(state.recurrent, clean[:, end - 1]) < 1e-4, end
 
@@ -185,7 +191,7 @@ def test_what_is_not_finite_leaves_with_the_window(groups: int, cuts: list[int])
     state = start(case, Forgetting(window=32))
     for begin, end in zip([0, *cuts], [*cuts, 200], strict=True):
         inputs = (t[:, begin:end] for t in case.inputs)
-        y, state = forgetful_scan(Forgetting(window=32), case.recurrence, *inputs, state)
+        y, state = scanned(Forgetting(window=32), case, inputs, state)
         if end <= 60 or begin > 60 + 32:
             assert bool(y.isfinite().all())
         if end <= 60 or end > 60 + 32:
@@ -200,10 +206,9 @@ def test_gradients_of_decays_are_accurate_in_float32(groups: int, rule: Forgetti
     def gradients(dtype: torch.dtype) -> list[Tensor]:
         case = ssd(2, 90, groups, rule, torch.float32, strength)
         *others, g = (t.to(dtype) for t in case.inputs)
-        A = case.recurrence.A.to(dtype)
-        recurrence = SSDRecurrence(scan_ssd, A.requires_grad_(), case.recurrence.D.to(dtype), rule.retention)
+        A = case.A.to(dtype).requires_grad_()
         inputs = (*others, g.requires_grad_())
-        case = case._replace(recurrence=recurrence, inputs=inputs, written=case.written.to(dtype))
+        case = case._replace(A=A, D=case.D.to(dtype), inputs=inputs, written=case.written.to(dtype))
         y, state = in_pieces(case, rule, [10, 11, 50])
         weights = random(*y.shape, seed=9, dtype=torch.float32).to(dtype)
         return list(torch.autograd.grad((y * weights).sum() + state.recurrent.sum(), [g, A]))
@@ -229,7 +234,7 @@ def test_gradients_are_those_of_the_sums(groups: int) -> None:
     case = ssd(1, 14, groups, rule, torch.float64, 0.5)
     noise = torch.zeros(1, 14, 1, 1, dtype=torch.float64, requires_grad=True)
     q, k, v, g = case.inputs
-    _, state = forgetful_scan(rule, case.recurrence, q, k, v * (1 + noise), g, start(case, rule))
+    _, state = scanned(rule, case, (q, k, v * (1 + noise), g), start(case, rule))
     states, _ = of_the_window(case._replace(written=case.written * (1 + noise[..., None])), 5)
     found, expected = (torch.autograd.grad(x.square().sum(), noise)[0] for x in (state.recurrent, states[:, -1]))
     assert error(found, expected) < 1e-12
@@ -241,7 +246,7 @@ def test_the_given_state_is_not_changed(groups: int) -> None:
     case = ssd(2, 40, groups, rule, torch.float32, 0.3)
     _, state = in_pieces(case, rule, [])
     copies = [part.clone() for part in state]
-    forgetful_scan(rule, case.recurrence, *(t[:, :9] for t in case.inputs), state)
+    scanned(rule, case, (t[:, :9] for t in case.inputs), state)
     assert all(torch.equal(part, copy) for part, copy in zip(state, copies, strict=True))
 
 
@@ -257,7 +262,7 @@ def test_a_window_of_thousands_of_tokens_in_a_long_stream(groups: int) -> None:
         while position < 20_000:
             size = sizes.pop()
             piece = slice(position, position + size)
-            _, state = forgetful_scan(rule, case.recurrence, *(t[:, piece] for t in case.inputs), state)
+            _, state = scanned(rule, case, (t[:, piece] for t in case.inputs), state)
             position = min(position + size, 20_000)
             if size % 3:
                 continue

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.evaluation import streaming
-from hf_recurrent_lengthgen.evaluation.independent_chunks import chunk_prompts, entropy_bits
 from hf_recurrent_lengthgen.models.state_value import concatenate_rows, map_state
 from hf_recurrent_lengthgen.state_files import (
     ask,
@@ -20,6 +19,7 @@ from hf_recurrent_lengthgen.state_files import (
     read_text,
     save_text_state,
 )
+from hf_recurrent_lengthgen.state_files.independent_chunks import chunk_prompts, entropy_bits
 from tests.models.families import GLA, MAMBA2, build
 from tests.state_files.test_text_state import GREEDY, assert_same, hybrid, text
 
