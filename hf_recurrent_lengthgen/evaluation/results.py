@@ -95,7 +95,27 @@ class ForgettingRule:
     decay_scale: float | tuple[float, ...] = 1.0
 
 
-NO_FORGETTING = ForgettingRule()
+@dataclass(frozen=True, kw_only=True)
+class ModelResult:
+    """Base of the results of one model.
+
+    Attributes:
+        model, weights: Its name, and the SHA-256 of its parameters.
+        data: What was read, its digest and the name of a token.
+        device, versions, command, seed, wall_seconds: How it was measured.
+        forgetting, attention_window: Those in its config; None for all keys.
+    """
+
+    model: str
+    weights: str
+    data: DataRecord
+    device: str
+    versions: dict[str, str]
+    command: str
+    seed: int
+    wall_seconds: float
+    forgetting: ForgettingRule = ForgettingRule()
+    attention_window: int | None = None
 
 
 class PartResult(AnyDocument):

@@ -153,8 +153,7 @@ def with_forgetting(
     """
     x, dt, A, B, C, D = inputs
     x, A, B, C, D = (part.to(state.recurrent.dtype) for part in (x, A, B, C, D))
-    insertion: Any = rule.insertion  # numbers, as of one layer
-    retention: Any = rule.retention
+    insertion, retention = float(rule.insertion), float(rule.retention)  # type: ignore[arg-type]  # as of one layer
     run = partial(_with_shared_decay if retention < 1 else _of_tokens, partial(scan, **options), A, D)
     with torch.autocast(x.device.type, enabled=False):
         shared = zero_past_end(dt.new_full((*dt.shape[:2], 1), -math.log(retention)), rows)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule, check_comparison
+from hf_recurrent_lengthgen.evaluation.results import ModelResult, check_comparison
 from hf_recurrent_lengthgen.metrics.retrieval.result import Share
 
 
@@ -17,32 +17,21 @@ class LengthAccuracy:
 
 
 @document("accuracy", version=2)
-@dataclass(frozen=True)
-class AccuracyResult:
+@dataclass(frozen=True, kw_only=True)
+class AccuracyResult(ModelResult):
     """One model on one task of `data/tasks/strings.py`.
 
     Attributes:
-        weights: SHA-256 of its parameters.
         training_length: Symbols (pairs in recall) of the longest string in training; None where it is not known.
         task, vocabulary: Name of the task, and its number of symbols.
         lengths: In ascending order.
         data: The digest is the SHA-256 of the token ids of all strings, as int64.
     """
 
-    model: str
-    weights: str
     training_length: int | None
     task: str
     vocabulary: int
     lengths: tuple[LengthAccuracy, ...]
-    data: DataRecord
-    device: str
-    versions: dict[str, str]
-    command: str
-    seed: int
-    wall_seconds: float
-    forgetting: ForgettingRule = NO_FORGETTING
-    attention_window: int | None = None
 
 
 @document("accuracy_comparison", version=2)

@@ -8,11 +8,9 @@ from typing import Literal
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
 from hf_recurrent_lengthgen.evaluation.results import (
-    NO_FORGETTING,
     Curve,
-    DataRecord,
     Estimate,
-    ForgettingRule,
+    ModelResult,
     Role,
     TrainingRecord,
     check_comparison,
@@ -98,42 +96,28 @@ class TextMeans:
 
 
 @document("evaluation", version=5, figure=FIGURE)
-@dataclass(frozen=True)
-class EvaluationResult:
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult(ModelResult):
     """One model on one set of sequences.
 
     Attributes:
-        model, weights: Its name, and the SHA-256 of its parameters.
         training_length, evaluated_length, sequences: What it was trained on, and what was read.
         confidence: Of all intervals.
-        data: The texts, their digest and the name of a token.
         position_wise: NLL by position.
         harm: What context beyond the training length costs; `harm.last` is the number for a table.
         in_window: NLL inside the training length; `in_window.loss` is the number for a table.
         verdict: Up to which position the model holds.
-        device, versions, command, seed, wall_seconds: How it was measured.
-        forgetting, attention_window: Those in its config; None for all keys.
         by_text: The numbers for a table of each text; None in older files.
     """
 
-    model: str
-    weights: str
     training_length: int
     evaluated_length: int
     sequences: int
     confidence: float
-    data: DataRecord
     position_wise: TwoResolutions
     harm: ContextHarm
     in_window: InWindow
     verdict: LengthVerdict
-    device: str
-    versions: dict[str, str]
-    command: str
-    seed: int
-    wall_seconds: float
-    forgetting: ForgettingRule = NO_FORGETTING
-    attention_window: int | None = None
     by_text: TextMeans | None = None
 
     @property

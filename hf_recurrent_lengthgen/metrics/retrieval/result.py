@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from hf_recurrent_lengthgen.evaluation.json_schema import document
-from hf_recurrent_lengthgen.evaluation.results import NO_FORGETTING, DataRecord, ForgettingRule, check_comparison
+from hf_recurrent_lengthgen.evaluation.results import ModelResult, check_comparison
 
 FIGURE = "retrieval.figure.retrieval_accuracy_figure"
 RECALL_ACCURACY = 0.95
@@ -48,12 +48,11 @@ class RetrievalCell:
 
 
 @document("retrieval", version=4, figure=FIGURE)
-@dataclass(frozen=True)
-class RetrievalResult:
+@dataclass(frozen=True, kw_only=True)
+class RetrievalResult(ModelResult):
     """One model on one task.
 
     Attributes:
-        weights: SHA-256 of the model's parameters.
         training_length: In tokens; None if unknown.
         task: "passkey", "niah", "keys" or "babilong", with the `style` of the prompt ("4 keys of 2 values") and
             `shots` solved examples before it.
@@ -65,8 +64,6 @@ class RetrievalResult:
         data: The source of the prompts; the digest is that of all prompts.
     """
 
-    model: str
-    weights: str
     training_length: int | None
     task: str
     style: str
@@ -76,14 +73,6 @@ class RetrievalResult:
     lengths: tuple[int, ...]
     cells: tuple[tuple[RetrievalCell, ...], ...]
     confidence: float
-    data: DataRecord
-    device: str
-    versions: dict[str, str]
-    command: str
-    seed: int
-    wall_seconds: float
-    forgetting: ForgettingRule = NO_FORGETTING
-    attention_window: int | None = None
 
     @property
     def models(self) -> tuple["RetrievalResult"]:
