@@ -148,7 +148,7 @@ def _show(options: argparse.Namespace) -> None:
     )
     rows += [
         ["memory", f"{text_state.nbytes:,} bytes"],
-        ["chunks", f"{text_state.rows:,}"],
+        *([["chunks", f"{text_state.rows:,}"]] if text_state.rows > 1 else []),
         ["attention", held or "no such layers"],
         ["transitions", f"of {len(text_state.transitions)} layers" if text_state.transitions else "none"],
         ["model", f"{origin.name} ({origin.config.get('model_type')}, {origin.dtype})"],
