@@ -37,7 +37,8 @@ def test_a_text_is_read_once_and_asked(
     positions = positions_in(book)
     assert positions == [1000, 1500, *range(2000, len(text), 1000), len(text)]
     told = shown(capsys, "show", book)
-    assert f"position       {len(text):,} tokens" in told and "chunks" not in told
+    assert f"position       {len(text):,} tokens" in told
+    assert "chunks" not in told
     assert "model          checkpoint (stateful_mamba2, float32)" in told
     prompts = ("--prompt", "9 times", "--prompt", " is", "--max-new-tokens", "7")
     told = shown(capsys, "ask", book, checkpoint, *prompts)
