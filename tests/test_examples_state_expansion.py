@@ -49,7 +49,7 @@ def test_starts_differ_where_they_should_only(example: Any) -> None:
         }
         first = "backbone.layers.0.mixer."
         drawn = {"in_proj.weight", "conv1d.weight", "conv1d.bias"}
-        drawn |= set() if bases[name].mimetic else {"A_log", "dt_bias"}
+        drawn |= {"A_log"} if bases[name].mimetic else {"A_log", "dt_bias"}
         assert different == {first + key for key in drawn}
     base = bases["mamba2_mimetic"]
     model = new_model(base, settings, 3, False)

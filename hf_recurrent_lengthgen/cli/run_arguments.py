@@ -85,9 +85,9 @@ class RunArguments:
         mimetic=ANY,
     )
     mimetic_layers: list[int] | None = _option("model", "its layers, from 0 (default: all)", mimetic=ANY)
-    mimetic_c: float = _option("model", "its c in A_n = -n^-c; the paper uses 2, 4 and 8", 8.0, mimetic=ANY)
+    mimetic_c: float = _option("model", "its c in A = -u^-c, from A = -u; the paper uses 2, 4 and 8", 8.0, mimetic=ANY)
     mimetic_offset: int = _option(
-        "model", "its n counts from 1 + offset; a head, state or key at n = 1 decays", 0, mimetic=ANY
+        "model", "added to its u; without it a head, state or key with u = 1 decays", 0, mimetic=ANY
     )
     data: str = _shared("data", "--data", STANDARD_LIBRARY, task=DATA)
     split: str | None = _option("data", help_of("--split", "train, or the only split"), metavar="NAME", task=DATA)

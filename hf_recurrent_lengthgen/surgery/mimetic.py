@@ -44,19 +44,22 @@ def mimetic_initialization(
     """Initialize the Mamba-1, FalconMamba, Mamba-2 or GLA mixers of a model mimetically, in place.
 
     Mixers are recognized by their parameters (`layers_known.py`), so classes of Transformers and fla, hybrids and
-    models whose code came with a checkpoint work, too. The config and all other weights are kept.
+    models whose code came with a checkpoint work, too. The config and all other weights are kept. It is for a new
+    model, once: `a` and `bc` change what is there.
 
     A switch is on, off, or None for the default of the mixer: in Mamba-1 all but `conv`, in Mamba-2 all, in GLA `a`,
     `bc` and, with short convolutions, `conv`.
 
     Args:
         model: A model with such mixers, usually freshly initialized.
-        a: Decays near 1, with A_n = -(n + offset)^-c (section 3). Mamba-2: `A_log <- -c log(n + offset)`, n = 1..H
-            over the heads. Mamba-1: the same with n = 1..N over the states of every channel. GLA: n = 1..N over the
-            keys of every head, and the gates are exp(A_n) for every input: the second weight of `gk_proj` is 0,
-            its bias b has log(sigmoid(b)) / gate_logit_normalizer = A_n (`clamp_min` still bounds it). n = 1 is a
-            fixed point of the scaling in c and keeps decaying by exp(-1) per token, as in the paper, unless offset is
-            above 0.
+        a: Decays near 1 (section 3: A = -exp(-c A_log)), from those that a Mamba was drawn with:
+            `A_log <- -c log(exp(A_log) + offset)`, so A = -u becomes -(u + offset)^-c. In Mamba-1, and in Mamba-2
+            as Transformers draws it, u = n for state or head n = 1, 2, ...; mamba-ssm draws u ~ U(1, 16) for the
+            heads of Mamba-2. GLA: u = n = 1..N over the keys of every head, and the gates are exp(A_n) for every
+            input: the second weight of `gk_proj` is 0, its bias b has log(sigmoid(b)) / gate_logit_normalizer = A_n
+            (`clamp_min` still bounds it). u = 1 is a fixed point of the scaling in c and keeps decaying by exp(-1)
+            per token, as in the paper, unless offset is above 0. The paper keeps c outside `A_log`, whose steps (of
+            Adam) then change log(-A) c times as much as here, where c is inside and checkpoints stay plain Mamba.
         delta: Step sizes of 1 for every input (section 3: W_Delta = 0 and b_Delta = softplus^-1(1) in Eq. 4). Mamba-2:
             the rows of the steps in `in_proj` become 0 and `dt_bias` is set; 1 must lie inside `time_step_limit`.
             Mamba-1: the weight of `dt_proj` becomes 0 and its bias is set (the rows of `x_proj` before it stay, else
@@ -70,9 +73,9 @@ def mimetic_initialization(
 
     Raises:
         ValueError: for a model without such mixers or with another layout, a switch that the mixers do not have, step
-            sizes that they would clamp, a layer that does not exist or is of another kind, mixers with adapters,
-            parametrizations or weights that are quantized or on the meta device, c <= 0, and a negative offset. The
-            model is then unchanged.
+            sizes that they would clamp, decays that `a` would make faster, a layer that does not exist or is of
+            another kind, mixers with adapters, parametrizations or weights that are quantized or on the meta device,
+            c <= 0, and a negative offset. The model is then unchanged.
     """
     if not 0 < c < math.inf or offset < 0:
         raise ValueError(
@@ -83,9 +86,12 @@ def mimetic_initialization(
     mixers = _chosen(model, layers)
     _check_plain(mixers)
     chosen = [(mixer, _switched_on(mixer, given), key_and_query_weights(mixer)) for mixer in mixers]
-    for mixer, switches, (W_B, W_C) in chosen:
-        if "a" in switches:
-            _set_decays(mixer, c, offset)
+    slower = [_slower(mixer, c, offset) if "a" in on and mixer.kind != "GLA" else None for mixer, on, _ in chosen]
+    for (mixer, switches, (W_B, W_C)), a_log in zip(chosen, slower, strict=True):
+        if a_log is not None:
+            mixer.module.A_log.copy_(a_log)
+        elif "a" in switches:
+            _set_gates(mixer, c, offset)
         if "delta" in switches:
             _set_steps(mixer)
         if "bc" in switches:
@@ -170,20 +176,25 @@ def _convolutions(mixer: KnownMixer) -> list[Any]:
     return [getattr(mixer.module, name) for name in names if hasattr(mixer.module, name)]
 
 
-def _set_decays(mixer: KnownMixer, c: float, offset: int) -> None:
+def _slower(mixer: KnownMixer, c: float, offset: int) -> Tensor:
+    """-c log(exp(A_log) + offset) of a Mamba, in float64."""
+    before: Tensor = mixer.module.A_log.cpu().double()
+    after = -c * torch.logaddexp(before, torch.tensor(offset).double().log())
+    if not (after <= before).all():
+        raise ValueError(
+            f"a would make decays of layer {mixer.layer} ({mixer.kind}) faster: its A_log goes down to "
+            f"{before.min():.3g}, as after training or after a first call. Give a new model, once, or a=False."
+        )
+    return after
+
+
+def _set_gates(mixer: KnownMixer, c: float, offset: int) -> None:
+    """A_n = -(n + offset)^-c in GLA."""
     module = mixer.module
-    if mixer.kind != "GLA":
-        a_log: Tensor = module.A_log
-        a_log.copy_(-c * _counts(a_log.shape[-1], offset).log())
-        return
     normalizer = float(getattr(module, "gate_logit_normalizer", None) or module.config.gate_logit_normalizer)
     second = module.gk_proj[1]
     key_dim = key_and_query_weights(mixer)[1].shape[1]
-    logits = normalizer * _counts(key_dim, offset) ** -c
+    logits = normalizer * (torch.arange(1, key_dim + 1).double() + offset) ** -c
     second.weight.zero_()
     # the inverse of -logsigmoid, also where exp would overflow
     second.bias.copy_((-logits - torch.log(-torch.expm1(-logits))).repeat(len(second.bias) // key_dim))
-
-
-def _counts(number: int, offset: int) -> Tensor:
-    return torch.arange(1, number + 1, dtype=torch.float64) + offset
