@@ -47,7 +47,7 @@ from tests.models.families import FAMILIES, MAMBA2, VARIANTS, build
 LENGTH, WINDOW = 37, 5
 FORMS = ("whole", "padded", "packed", "checkpointed", "single tokens", "generated")
 SURGERIES = {
-    "mimetic": mimetic_initialization,
+    "mimetic": partial(mimetic_initialization, offset=1),
     "expanded": partial(expand_state, layers="all"),
     "expanded, inherit": partial(expand_state, layers="all", initialization="inherit"),
     "window": {"window": WINDOW},

@@ -4,7 +4,7 @@ An arm is one training from nothing on strings of 5 to 10 symbols, and its accur
 that have a result in --results are not run again, so an interrupted study continues, and several commands with
 different --studies, --families or --seeds share the work. The studies:
 
-rates          four starts at four learning rates, copying
+rates          five starts at four learning rates, copying
 switches       all 16 combinations of the four switches in one layer, copying (Fig. 3)
 tasks          four tasks at two learning rates (Fig. 2 and 4)
 linear         linear attention in place of one layer, copying (Fig. 5)
@@ -44,6 +44,7 @@ STARTS = {
     "default": "default",
     "one": "one layer mimetic",
     "all": "all layers mimetic",
+    "outside": "one layer mimetic, c outside A_log",
     "attention": "one attention layer",
 }
 HEAD_DIMS = (8, 32, 128)
@@ -61,6 +62,8 @@ Row = tuple[tuple[str, ...], Arm]
 
 def rates(family: str) -> Iterator[Row]:
     for start, rate in product(STARTS, RATES):
+        if start == "outside" and rate not in RATES_OF_TASKS:
+            continue
         yield (STARTS[start], f"{rate:g}"), Arm(start, rate, family=family)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from small_setting import Result, Stages, Training
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from transformers import set_seed
 
 from hf_recurrent_lengthgen import load_model
@@ -66,9 +68,9 @@ class Arm:
 
     Attributes:
         start: "default"; "one" or "all" for that many mimetic layers with the paper's switches of the family;
-            switches joined by "+" for one layer with these alone; "attention", or "linear N" for linear attention with
-            a head dim of N, in place of one layer; "layer I of START" for all layers as layer I of a model that was
-            trained on recall from START.
+            "outside" for one whose parameter is the paper's, with c outside `A_log`; switches joined by "+" for one
+            layer with these alone; "attention", or "linear N" for linear attention with a head dim of N, in place of
+            one layer; "layer I of START" for all layers as layer I of a model that was trained on recall from START.
         changes: What differs from the `Sizes` of the family and task.
         tiny: Whether it has the sizes of `TINY`, which are not in its name.
     """
@@ -149,7 +151,10 @@ class StringStudy(Stages):
     def made_of(self, name: str) -> dict[str, Any]:
         arm = self.arms[name]
         arms = {"arm": arm, "teacher": arm.teacher}
-        return {kind: {**asdict(arm), "sizes": asdict(arm.sizes)} for kind, arm in arms.items() if arm is not None}
+        made = {kind: {**asdict(arm), "sizes": asdict(arm.sizes)} for kind, arm in arms.items() if arm is not None}
+        if arm.family == "mamba2" and {"a", "one", "all"} & set(arm.start.replace("+", " ").split()):
+            made["decays"] = "scaled"  # once they were -n^-c in head n = 1, 2, ..., whatever the model's own
+        return made
 
     def new_model(self, name: str, length: int, seed: int) -> Any:
         """With the authors' initializer; the seed determines the weights."""
@@ -175,6 +180,20 @@ class StringStudy(Stages):
 
     def shown(self, measured: Result) -> str:
         return " ".join(f"{length} {share:.2f}" for length, share in measured.items())
+
+
+class Outside(nn.Module):
+    """-c A_log, of which A = -exp(-c A_log) is made, as section 3 has it."""
+
+    def __init__(self, c: float) -> None:
+        super().__init__()
+        self.c = c
+
+    def forward(self, a_log: Tensor) -> Tensor:
+        return -self.c * a_log
+
+    def right_inverse(self, scaled: Tensor) -> Tensor:
+        return -scaled / self.c
 
 
 def new_model(arm: Arm, length: int, seed: int) -> Any:
@@ -203,6 +222,9 @@ def new_model(arm: Arm, length: int, seed: int) -> Any:
     model.config.task = data.record
     if start in ("one", "all"):
         mimetic_initialization(model, c=sizes.c, layers=[LAYER] if start == "one" else None)
+    elif start == "outside":
+        mimetic_initialization(model, c=sizes.c, layers=[LAYER])
+        parametrize.register_parametrization(model.backbone.layers[LAYER].mixer, "A_log", Outside(sizes.c))
     elif set(on := start.split("+")) <= set(SWITCHES):
         mimetic_initialization(model, **{switch: switch in on for switch in SWITCHES}, c=sizes.c, layers=[LAYER])
     return model

@@ -169,6 +169,7 @@ class Base:
         matched: The arm whose expanded layer starts as the layers of the base did.
         deeper: How many times as many layers as in the settings, of which one is expanded all the same.
         longer: How many times as many steps as the most of the settings, in place of those; 0 for those.
+        heads: Of Mamba-2, in place of those of the settings; 0 for those.
     """
 
     label: str
@@ -179,11 +180,13 @@ class Base:
     mimetic: bool = False
     deeper: int = 1
     longer: int = 0
+    heads: int = 0
 
     def settings(self, settings: Settings) -> Settings:
         """Those of the study as this base has them."""
         steps = (self.longer * settings.steps[-1],) if self.longer else settings.steps
-        return replace(settings, layers=self.deeper * settings.layers, steps=steps)
+        heads = self.heads or settings.heads
+        return replace(settings, layers=self.deeper * settings.layers, steps=steps, heads=heads)
 
 
 def _wider(settings: Settings) -> dict[str, Any]:
@@ -197,6 +200,15 @@ def _one_head(_: Settings) -> dict[str, Any]:
 BASES = {
     "mamba2": Base("Mamba-2, authors' start", new_mamba2, _wider, ONE_LAYER),
     "mamba2_mimetic": Base("Mamba-2, mimetic start", new_mamba2, _wider, ONE_LAYER, "reinit_mimetic", mimetic=True),
+    "mamba2_heads": Base(
+        "Mamba-2 of four heads, mimetic start",
+        new_mamba2,
+        _wider,
+        ("vanilla", "inherit", "inherit_zero", "reinit_mimetic", "large"),
+        "reinit_mimetic",
+        mimetic=True,
+        heads=4,
+    ),
     "gla": Base("GLA, authors' start", new_gla, _one_head, ("vanilla", "inherit", "reinit", "large")),
     "gla_deep": Base(
         "GLA of eight layers, authors' start",
