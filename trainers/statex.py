@@ -40,12 +40,12 @@ class StateXConfig(MixedStatesConfig):
     expand_num_heads: int | None = option(
         None, "Number of heads of these layers in families other than Mamba. Default: see expand_factor."
     )
-    expand_initialization: Literal["reinit", "inherit", "inherit-zero"] | None = option(
+    expand_initialization: Literal["reinit", "inherit", "inherit-zero", "released", "merge-copy"] | None = option(
         None,
         "reinit initializes the recurrence of these layers anew, as in the paper (section 4.3), Mamba's "
         "as mamba-ssm does; inherit keeps the trained weights, and new "
-        "ones can learn; inherit-zero is the paper's baseline (5.5), whose new weights do not learn. Default: "
-        "reinit.",
+        "ones can learn; inherit-zero is the paper's baseline (5.5), whose new weights do not learn; released and "
+        "merge-copy, for Mamba-2 and GLA, are reinit and its baseline in the authors' code. Default: reinit.",
     )
     new_weights_lr_multiplier: float = option(
         1.0,

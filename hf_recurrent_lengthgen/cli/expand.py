@@ -34,11 +34,12 @@ def command_parser() -> CommandParser:
     size.add_argument("--num-heads", type=int, metavar="N", help="instead of --factor: heads of GLA and its kin")
     add(
         "--initialization",
-        choices=("reinit", "inherit", "inherit-zero"),
+        choices=("reinit", "inherit", "inherit-zero", "released", "merge-copy"),
         default="reinit",
         help="reinit starts the recurrence of these layers anew, Mamba's as mamba-ssm does; inherit keeps the trained "
         "weights, and with them the outputs of Mamba; inherit-zero also, but its new weights are zero and do not "
-        "learn: the paper's baseline (default: reinit)",
+        "learn: the paper's baseline; released and merge-copy, for Mamba-2 and GLA: reinit and its baseline as in the "
+        "authors' code, which differs from the paper (default: reinit)",
     )
     add_new_folder(parser)
     add_shared(parser, "--seed", "--trust-remote-code")

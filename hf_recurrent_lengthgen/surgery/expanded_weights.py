@@ -1,8 +1,9 @@
 """The weights of a mixer with a larger state, from its old weights and those of a new mixer.
 
 Each function takes the named tensors of the old mixer and of a freshly initialized one of the new sizes, and returns
-those of the expanded mixer. `inherit` keeps the trained weights. Otherwise ("reinit") the recurrence is initialized
-anew, as Shen et al., 2025 recommend ("StateX", arXiv:2509.22630, sections 4.3 and A.4).
+those of the expanded mixer. "inherit" keeps the trained weights. "reinit" initializes the recurrence anew, as Shen et
+al., 2025 recommend ("StateX", arXiv:2509.22630, sections 4.3 and A.4). Their code (thunlp/StateX, commit 76d15ef)
+differs from their text: "released" and "merge-copy" (`RELEASED`) do what it does.
 
 Shapes: N state dim, G groups, H heads, K convolution taps, R rank of the steps.
 """
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from hf_recurrent_lengthgen.models.layers_known import kind_of
 
 Weights = dict[str, Tensor]
+
+RELEASED = ("released", "merge-copy")
+"""Those of the authors' code: its `drop_mode` "mamba4" and "merge_copy" (Mamba-2), "gla" and "merge" (GLA)."""
 
 QUIET_ROWS = 1e-3
 """Scale of FalconMamba's new B rows relative to the old ones: the norm of B changes by half its square."""
@@ -47,12 +51,38 @@ def draw_as_mamba_ssm(mixer: Any, config: Any) -> None:
     bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # inverse of softplus
 
 
-def widened_mamba2(old: Weights, new: Weights, groups: int, inherit: bool) -> Weights:
+@torch.no_grad()
+def draw_as_released(mixer: Any) -> None:
+    """Draw new weights of a Mamba-2 or GLA mixer as the authors' code does.
+
+    Mamba-2 (`drop_layer` of modeling/mamba2/layer.py): linear layer and convolution as in torch, with their biases;
+    A = 1 to H; dt_bias = 1, that is, step sizes around softplus(1) = 1.3. GLA (`drop_layers` of modeling/gla/model.py
+    makes a new layer): linear layers xavier uniform with gain 2^-2.5, biases 0, convolutions as in torch. Norms: 1.
+    """
+    mamba = kind_of(mixer) == "Mamba-2"
+    for module in mixer.modules():
+        if isinstance(module, (nn.Linear, nn.Conv1d)):
+            module.reset_parameters()
+        if isinstance(module, nn.Linear) and not mamba:
+            nn.init.xavier_uniform_(module.weight, gain=2**-2.5)
+            if module.bias is not None:
+                module.bias.zero_()
+    for name, parameter in mixer.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1)
+    if mamba:
+        mixer.A_log.copy_(torch.arange(1.0, 1 + mixer.A_log.numel()).log())
+        mixer.dt_bias.fill_(1)
+
+
+def widened_mamba2(old: Weights, new: Weights, groups: int, how: str) -> Weights:
     """Mamba-2 with more rows of B and C (Eq. 5), which follow [z, x] in `in_proj` and x in `conv1d`, group by group.
 
-    Without `inherit`, A_log, dt_bias and the rows and channels of B and C are new; D and the rows of dt are kept. With
-    `inherit` the old rows are kept and the new rows of C are zero. So outputs do not change, and gradients reach C
-    first, then B.
+    "reinit": A_log, dt_bias and the rows and channels of B and C are new; D and the rows of dt are kept. "released":
+    so is the norm of the outputs. "merge-copy": as "released", but rows and channels of B and C are N'/N copies of the
+    old ones in each group (the authors' code knows one group), so that C . B grows by N'/N. Copies get equal gradients
+    and stay equal. "inherit": the old rows are kept and the new rows of C are zero. So outputs do not change, and
+    gradients reach C first, then B.
     """
     inner = old["out_proj.weight"].shape[1]
     result = dict(old)
@@ -63,14 +93,20 @@ def widened_mamba2(old: Weights, new: Weights, groups: int, inherit: bool) -> We
                 continue
             head, b, c, tail = _around_bc(old[key], old, before)
             _, new_b, new_c, _ = _around_bc(new[key], new, before)
-            if inherit:
+            if how == "merge-copy":
+                copies = len(new_b) // len(b)
+                b, c = (torch.cat([rows.unflatten(0, (groups, -1))] * copies, 1).flatten(0, 1) for rows in (b, c))
+            elif how.startswith("inherit"):
                 silent = key != "conv1d.weight"  # its input is zero already; zero taps would stop the gradient
                 b = _widened_groups(b, new_b, groups)
                 c = _widened_groups(c, torch.zeros_like(new_c) if silent else new_c, groups)
             else:
                 b, c = new_b, new_c
             result[key] = torch.cat([head, b, c, tail])
-    return result if inherit else result | {name: new[name] for name in ("A_log", "dt_bias")}
+    if how.startswith("inherit"):
+        return result
+    norm = [name for name in old if name.startswith("norm.") and how in RELEASED]
+    return result | {name: new[name] for name in ("A_log", "dt_bias", *norm)}
 
 
 def _around_bc(rows: Tensor, mixer: Weights, before: int) -> tuple[Tensor, ...]:
@@ -85,19 +121,19 @@ def _widened_groups(old: Tensor, new: Tensor, groups: int) -> Tensor:
     return torch.cat([old, new[:, old.shape[1] :]], dim=1).flatten(0, 1)
 
 
-def widened_mamba(old: Weights, new: Weights, inherit: bool, normed: bool) -> Weights:
+def widened_mamba(old: Weights, new: Weights, how: str, normed: bool) -> Weights:
     """Mamba-1 with more rows of B and C, which follow those of the step sizes in `x_proj`, and more decays in `A_log`.
 
-    Without `inherit`, A_log, the bias of the step sizes and the rows of B and C are new. With `inherit`, the new
-    decays continue the initialization log n, n > N, and the rows are as in `widened_mamba2`. FalconMamba (`normed`)
-    divides B and C by their root mean square over N. N' - N values near zero make the results grow by
-    s = sqrt(N'/N), and C . B by s^2, so D is multiplied and out_proj divided by s^2.
+    "reinit": A_log, the bias of the step sizes and the rows of B and C are new. "inherit": the new decays continue the
+    initialization log n, n > N, and the rows are as in `widened_mamba2`. FalconMamba (`normed`) divides B and C by
+    their root mean square over N. N' - N values near zero make the results grow by s = sqrt(N'/N), and C . B by s^2,
+    so D is multiplied and out_proj divided by s^2.
     """
     rank, size, new_size = old["dt_proj.weight"].shape[1], old["A_log"].shape[1], new["A_log"].shape[1]
     dt, b, c = old["x_proj.weight"].split([rank, size, size])
     _, new_b, new_c = new["x_proj.weight"].split([rank, new_size, new_size])
     result = dict(old)
-    if not inherit:
+    if how == "reinit":
         result |= {name: new[name] for name in ("A_log", "dt_proj.bias")}
         return result | {"x_proj.weight": torch.cat([dt, new_b, new_c])}
     result["A_log"] = torch.cat([old["A_log"], new["A_log"][:, size:]], dim=1)
@@ -115,13 +151,14 @@ def _rms(x: Tensor) -> Tensor:
     return x.float().square().mean().sqrt()
 
 
-def merged_heads(old: Weights, new: Weights, inherit: bool) -> Weights:
+def merged_heads(old: Weights, new: Weights, how: str) -> Weights:
     """GLA, HGRN-2, linear attention and RWKV with fewer and larger heads (Eq. 4); g old heads become one new head.
 
-    Without `inherit` all weights are new. With `inherit`, weights of single heads are kept, (H, N) as (H/g, g*N).
-    Weights that all heads share (norms, feature maps) are repeated for the merged heads, matrices along the diagonal.
+    "reinit", "released": all weights are new. "inherit", "merge-copy": weights of single heads are kept, (H, N) as
+    (H/g, g*N). Weights that all heads share (norms, feature maps) are repeated for the merged heads, matrices along
+    the diagonal.
     """
-    if not inherit:
+    if how in ("reinit", "released"):
         return dict(new)
     return {name: _repeated(value, new[name].shape) for name, value in old.items()}
 
@@ -137,29 +174,38 @@ class Expansion(NamedTuple):
     """How one kind of mixer is expanded.
 
     Attributes:
-        weights: Function from old weights, weights of a new mixer, that mixer and `inherit` to the expanded weights.
-        new_values: Prefixes of the names of the parameters that then hold new values.
-        of_reinit: Further prefixes without `inherit`.
+        weights: Function from old weights, weights of a new mixer, that mixer and the initialization to the expanded
+            weights.
+        new_values: What the names of the parameters that then hold new values begin with, after the mixer's name.
+        of_reinit: Further ones, unless weights are inherited.
+        of_released: Further ones in `RELEASED`.
     """
 
-    weights: Callable[[Weights, Weights, Any, bool], Weights]
+    weights: Callable[[Weights, Weights, Any, str], Weights]
     new_values: tuple[str, ...]
-    of_reinit: tuple[str, ...]
+    of_reinit: tuple[str, ...] = ()
+    of_released: tuple[str, ...] = ()
+
+    def changed(self, how: str) -> tuple[str, ...]:
+        """What the names of the parameters that hold new values begin with after an initialization."""
+        reinit = () if how.startswith("inherit") else self.of_reinit
+        return self.new_values + reinit + (self.of_released if how in RELEASED else ())
 
 
 EXPANSIONS = {
-    "heads": Expansion(lambda old, new, _, inherit: merged_heads(old, new, inherit), ("",), ()),
+    "heads": Expansion(lambda old, new, _, how: merged_heads(old, new, how), (".",), (), ("_norm.",)),
     "Mamba-1": Expansion(
-        lambda old, new, mixer, inherit: widened_mamba(
-            old, new, inherit, getattr(mixer.config, "mixer_rms_eps", None) is not None
+        lambda old, new, mixer, how: widened_mamba(
+            old, new, how, getattr(mixer.config, "mixer_rms_eps", None) is not None
         ),
-        ("A_log", "x_proj."),
-        ("dt_proj.bias",),
+        (".A_log", ".x_proj."),
+        (".dt_proj.bias",),
     ),
     "Mamba-2": Expansion(
-        lambda old, new, mixer, inherit: widened_mamba2(old, new, mixer.n_groups, inherit),
-        ("in_proj.", "conv1d."),
-        ("A_log", "dt_bias"),
+        lambda old, new, mixer, how: widened_mamba2(old, new, mixer.n_groups, how),
+        (".in_proj.", ".conv1d."),
+        (".A_log", ".dt_bias"),
+        (".norm.",),
     ),
 }
 

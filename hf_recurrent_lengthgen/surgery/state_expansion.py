@@ -13,6 +13,11 @@
   what no row of C reads, and a new row of C reads what no row of B wrote. Training cannot use the larger state. Where
   states begin as noise there is something to read: then the rows of Mamba-1 learn, but of Mamba-2 only the biases of
   the convolution, since rows and taps are both zero.
+- "released" and "merge-copy" are what the authors' code does (thunlp/StateX, commit 76d15ef), for Mamba-2 and GLA.
+  "released" differs from the text: in Mamba-2 A = 1 to H, dt_bias = 1, and a new norm of the outputs; in GLA xavier
+  draws with gain 2^-2.5 and a new norm before the block. Its script for Mamba-2 expands all layers. "merge-copy" is
+  what its README compares that with: in Mamba-2 the rows of B and C are copies of the trained ones, while A, dt_bias
+  and norm are new as in "released"; in GLA ("merge") the weights of the heads are kept, and the norm before is new.
 
 The delta rule (DeltaNet, Gated DeltaNet, KDA, RWKV-7) cannot inherit. A key of norm 1 over g merged heads has a norm
 of about 1 / sqrt(g) in each, so that it erases 1 / g of what it erased, and g rates and decays become one. The same
@@ -24,7 +29,6 @@ The config of the new model has the sizes of all layers, so its checkpoint descr
 """
 
 import copy
-from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -35,10 +39,19 @@ from transformers.initialization import no_init_weights
 from hf_recurrent_lengthgen.hybrids import stateful
 from hf_recurrent_lengthgen.hybrids.layer_sizes import new_model, stock_class
 from hf_recurrent_lengthgen.hybrids.wrapping import StatefulMixin
+from hf_recurrent_lengthgen.models.layers_known import kind_of
 from hf_recurrent_lengthgen.models.state_learned import recorded
-from hf_recurrent_lengthgen.surgery.expanded_weights import EXPANSIONS, Weights, draw_as_mamba_ssm, expansion_of
+from hf_recurrent_lengthgen.surgery.expanded_weights import (
+    EXPANSIONS,
+    RELEASED,
+    Weights,
+    draw_as_mamba_ssm,
+    draw_as_released,
+    expansion_of,
+)
 from hf_recurrent_lengthgen.surgery.expansion_plan import (
     Layers,
+    Plan,
     blank_model,
     check_type,
     expandable_mixers,
@@ -47,7 +60,7 @@ from hf_recurrent_lengthgen.surgery.expansion_plan import (
     size_of,
 )
 
-Initialization = Literal["reinit", "inherit", "inherit-zero"]
+Initialization = Literal["reinit", "inherit", "inherit-zero", "released", "merge-copy"]
 
 
 class ExpansionReport(NamedTuple):
@@ -114,7 +127,8 @@ def expand_state(
             (to 1e-5), and every new weight has a gradient, those of B from the second step on. Merged heads read what
             the others wrote, so their logits change with "inherit", too; the delta rule refuses it. "inherit-zero",
             for Mamba only, is the paper's baseline (5.5): all new weights are 0, and so is their gradient, unless
-            states begin as noise (see above).
+            states begin as noise (see above). "released" and "merge-copy", for Mamba-2 and GLA only, are those of the
+            authors' code (see above).
         seed: Seed of the new weights; torch's global random state does not change.
 
     Raises:
@@ -132,7 +146,7 @@ def expand_state(
         new = new_model(model_class, plan.config)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        new.load_state_dict(_expanded_weights(model, new, plan.layers, initialization), assign=True)
+        new.load_state_dict(_expanded_weights(model, new, plan, initialization), assign=True)
     new.tie_weights()
     trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     for name, parameter in new.named_parameters():
@@ -147,27 +161,35 @@ def expand_state(
     return stateful(new) if wrapped else new
 
 
-def _expanded_weights(model: PreTrainedModel, new: Any, layers: Iterable[int], how: Initialization) -> Weights:
+def _expanded_weights(model: PreTrainedModel, new: Any, plan: Plan, how: Initialization) -> Weights:
     """The weights of the new model from those of the given one."""
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     mixers, old_mixers = expandable_mixers(new), expandable_mixers(model)
-    for layer in layers:
+    for layer in plan.layers:
         name, mixer = mixers[layer]
         mixer.apply(new._init_weights)
-        mamba, inherit = expansion_of(mixer) is not EXPANSIONS["heads"], how.startswith("inherit")
-        if how == "reinit" and mamba:
-            draw_as_mamba_ssm(mixer, new.config)
-        reason = getattr(mixer, "why_not_inherit", "") if inherit else ""
+        mamba = expansion_of(mixer) is not EXPANSIONS["heads"]
+        reason = getattr(mixer, "why_not_inherit", "") if how.startswith("inherit") else ""
         if how == "inherit-zero" and not mamba:
             reason = "merged heads have no new weights of their own"
+        elif how in RELEASED and kind_of(mixer) not in ("Mamba-2", "GLA"):
+            reason = "the code of the paper's authors has Mamba-2 and GLA only"
+        elif how == "merge-copy" and mamba and plan.after[layer] % plan.before[layer]:
+            reason = f"it copies all rows of B and C, and {plan.after[layer]} is no multiple of {plan.before[layer]}"
         if reason:
-            raise ValueError(f'{type(mixer).__name__} cannot "{how}" its weights, since {reason}: give "reinit".')
+            raise ValueError(f'"{how}" does not apply to {type(mixer).__name__}, since {reason}: give "reinit".')
+        if how in RELEASED:
+            draw_as_released(mixer)
+        elif how == "reinit" and mamba:
+            draw_as_mamba_ssm(mixer, new.config)
         old = {key: value.detach() for key, value in old_mixers[layer][1].state_dict().items()}
         fresh = {key: value.to(old[key]) for key, value in mixer.state_dict().items()}
         if how == "inherit-zero":  # A of a new state must be something
             fresh = {key: value if key == "A_log" else torch.zeros_like(value) for key, value in fresh.items()}
-        expanded = expansion_of(mixer).weights(old, fresh, mixer, inherit)
+        expanded = expansion_of(mixer).weights(old, fresh, mixer, how)
         weights |= {f"{name}.{key}": value.clone() for key, value in expanded.items()}
+        if how in RELEASED and not mamba:
+            weights[f"{name}_norm.weight"].fill_(1)  # attn_norm
     return weights
 
 
@@ -206,15 +228,15 @@ def recorded_expansions(config: Any) -> dict[int, str]:
 def expanded_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The parameters of an expanded model that hold new values, as whole tensors, which may contain old rows, too.
 
-    With merged heads, these are all parameters of the recurrent block. Adapters on them are included.
+    With merged heads, these are all parameters of the recurrent block, and in `RELEASED` those of the norm before it.
+    Adapters on them are included.
     """
     mixers = expandable_mixers(model)
     parameters: dict[str, nn.Parameter] = {}
     for layer, initialization in recorded_expansions(model.config).items():
         prefix, mixer = mixers[layer]
-        expansion = expansion_of(mixer)
-        names = expansion.new_values + (() if initialization.startswith("inherit") else expansion.of_reinit)
-        parameters |= {f"{prefix}.{name}": p for name, p in mixer.named_parameters() if name.startswith(names)}
+        names = tuple(prefix + name for name in expansion_of(mixer).changed(initialization))
+        parameters |= {name: p for name, p in model.named_parameters() if name.startswith(names)}
     return parameters
 
 

@@ -225,11 +225,18 @@ def test_a_copy_that_forgets_has_its_own_results(work: Work, tmp_path: Path) -> 
         build_card(work.cured, [own])
 
 
-def test_states_that_no_training_can_use_are_said(work: Work, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("initialization", "said"),
+    [
+        ("inherit-zero", '"inherit-zero") get no gradient, except some from initial states of noise'),
+        ("merge-copy", 'are copies ("merge-copy") with equal gradients'),
+    ],
+)
+def test_states_that_no_training_can_use_are_said(work: Work, tmp_path: Path, initialization: str, said: str) -> None:
     larger = tmp_path / "larger"
-    how = ("--layers", "0", "--factor", "2", "--initialization", "inherit-zero", "--output", str(larger))
+    how = ("--layers", "0", "--factor", "2", "--initialization", initialization, "--output", str(larger))
     assert main(["expand", str(work.cured), *how]) == 0
-    assert '"inherit-zero") get no gradient, except some from initial states of noise' in str(build_card(larger))
+    assert said in str(build_card(larger))
 
 
 def result_file(content: str) -> Callable[[Path], list[Path]]:
