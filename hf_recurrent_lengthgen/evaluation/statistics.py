@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy import special  # `stats` takes long to import
 
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
@@ -16,6 +17,8 @@ from hf_recurrent_lengthgen.evaluation.settings import CONFIDENCE
 
 SHORTEST_TRAINING_LENGTH = 4
 """Shorter training lengths leave no room for the two bands of `context_use`."""
+LARGEST_NLL = 300.0
+"""Perplexity counts a larger NLL as this, so that squares of perplexities fit into float64."""
 
 
 class Interval(NamedTuple):
@@ -120,6 +123,11 @@ def binned_curve(values: np.ndarray, edges: Sequence[int], first: int, confidenc
     """The curve of values (S, n), whose first column is position `first`, on the edges from `first`."""
     kept = [edge for edge in edges if edge >= first]
     return make_curve(kept, bin_means(values, [edge - first for edge in kept]), confidence)
+
+
+def perplexity(nll: ArrayLike) -> np.ndarray:
+    """exp(min(NLL, `LARGEST_NLL`)) of nats per token, float64."""
+    return np.exp(np.minimum(nll, LARGEST_NLL), dtype=np.float64)
 
 
 def check_training_length(training_length: int) -> None:

@@ -1,7 +1,9 @@
 """Position-wise negative log-likelihood of long streams, read in chunks with carried states.
 
-Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), Definition 3.1, report perplexity by position. Here the quantity is the
-negative log-likelihood (NLL) in nats per token; perplexity is its exponential.
+Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), Definition 3.1, report perplexity by position, as the mean over texts:
+they print E[exp(q(x_t | x_0:t-1))], where exp(-log q) is meant. Here the quantity is the negative log-likelihood (NLL)
+in nats per token, and the perplexity of several texts is the exp of its mean, as usual: a few tokens of each text make
+up most of a mean of exps. `EvaluationResult.mean_perplexity` has the mean of exps.
 
 Indexing, used in the whole package: tokens (S, L + 1) give NLLs (S, L), and entry t is the NLL of
 tokens[:, t + 1] given tokens[:, : t + 1]. Position t is thus scored with t + 1 tokens of context, and a model

@@ -54,6 +54,6 @@ def perplexities(doc: dict[str, Any], results: list[float]) -> dict[str, tuple[f
 
 
 def perplexity(items: Sequence[tuple[float, int]]) -> float:
-    """Perplexity over all texts, from log-likelihoods and counts; infinite if it overflows."""
+    """exp of the mean loss over all texts, from log-likelihoods and counts; infinite if it overflows."""
     mean = -sum(likelihood for likelihood, _ in items) / sum(count for _, count in items)
     return math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf

@@ -35,10 +35,11 @@ def rows_of(result: Any) -> list[Row]:
     """A result as rows with the same columns: plain values, None for missing ones.
 
     Evaluations and diagnoses have one row per model, metric and bin of positions [start, stop): `nll` (nats per
-    token), `harm` (nats), `in_window_nll`, and in diagnoses `remembrance`, the total variation of predictions without
-    the tokens before `start`, and `remembrance_` with the names of other distances. Retrieval has one row per model,
-    depth or bAbI task, and length (tokens), with Wilson's interval and the number of wrong answers of each kind;
-    accuracy one per model and length, with the interval of whole answers.
+    token), `harm` (nats), `in_window_nll`, `mean_perplexity` (mean over texts of exp(NLL)), and in diagnoses
+    `remembrance`, the total variation of predictions without the tokens before `start`, and `remembrance_` with the
+    names of other distances. Retrieval has one row per model, depth or bAbI task, and length (tokens), with Wilson's
+    interval and the number of wrong answers of each kind; accuracy one per model and length, with the interval of
+    whole answers.
 
     Raises:
         ValueError: for other types.
@@ -90,6 +91,8 @@ def _evaluation_rows(role: str, evaluation: EvaluationResult) -> Iterator[Row]:
         "harm": evaluation.harm.curves.fine,
         "in_window_nll": evaluation.in_window.curve,
     }
+    if evaluation.mean_perplexity is not None:
+        curves["mean_perplexity"] = evaluation.mean_perplexity.fine
     for metric, curve in curves.items():
         absent = (None,) * len(curve.mean)
         columns = curve.edges[:-1], curve.edges[1:], curve.mean, curve.low or absent, curve.high or absent

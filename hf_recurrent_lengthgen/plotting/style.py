@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate, Role
 
@@ -150,6 +150,17 @@ def position_axis(axes: Axes, first: float, last: float) -> None:
     step = max(1, math.ceil((high - low + 1) / 7))
     set_ticks(axes.xaxis, [2**power for power in range(high, low - 1, -step)], short_number)
     axes.set_xlabel("Position (tokens of context)", fontsize=FONT_SIZE - 0.5, color=MUTED)
+
+
+def perplexity_axis(axes: Axes) -> None:
+    """A logarithmic vertical axis from 1 on at least, with plain numbers, over what is drawn."""
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=max(axes.get_ylim()[0], 1))
+    low, high = axes.get_ylim()
+    few = [float(place) for place in MaxNLocator(4).tick_values(low, high)]
+    many = [step * 10.0**power for power in range(math.ceil(math.log10(high))) for step in (1, 2, 5)]
+    places = [place for place in (few if high < 10 * low else many) if low <= place <= high]
+    set_ticks(axes.yaxis, places[:: 1 + len(places) // 9], "{:,.6g}".format)
 
 
 def length_axis(axes: Axes, lengths: Sequence[int], unit: str) -> None:

@@ -1,6 +1,7 @@
 """Evaluation of one and of several checkpoints."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.evaluation.files import read_result
 from hf_recurrent_lengthgen.metrics.context_harm.result import Comparison
+from hf_recurrent_lengthgen.metrics.tables import read_rows
 from tests.cli.conftest import Evaluate
 
 SEEDS = {"state_passing": (0, 2, 10), "plain": (0, 10)}
@@ -43,6 +45,16 @@ def test_a_second_evaluation_keeps_a_table_equal_to_its_result(
     table.write_text("of an earlier result")
     assert evaluate(checkpoint, "--sequences", "2") == 0
     assert table.read_text().startswith("model,role,")
+
+
+def test_the_mean_of_perplexities_is_drawn_if_requested(evaluate: Evaluate, checkpoint: Path, tmp_path: Path) -> None:
+    assert evaluate(checkpoint, "--mean-perplexity", "--csv") == 0
+    assert (tmp_path / "out" / "mean_perplexity.png").is_file()
+    rows = read_rows(tmp_path / "out" / "result.json")
+    means = {name: [row["mean"] for row in rows if row["metric"] == name] for name in ("nll", "mean_perplexity")}
+    assert len(means["nll"]) == len(means["mean_perplexity"]) == 64
+    assert sum(means["mean_perplexity"]) > sum(map(math.exp, means["nll"]))  # exp is convex
+    assert "mean_perplexity" in (tmp_path / "out" / "result.csv").read_text()
 
 
 @pytest.mark.slow

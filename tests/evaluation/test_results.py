@@ -97,7 +97,7 @@ def test_numbers_stand_on_one_line_and_texts_as_they_are(result: EvaluationResul
         (lambda d: d["position_wise"]["fine"].update(low=None), r"position_wise\.fine: .*or in mean alone"),
         (lambda d: d.update(seed="0", extra=1), r"seed: .*; extra: "),
         (lambda d: d.pop("schema_version"), r"schema version None"),
-        (lambda d: d.update(schema_version=6, later=1), r"schema version 6, .* reads up to 5: update hf_"),
+        (lambda d: d.update(schema_version=7, later=1), r"schema version 7, .* reads up to 6: update hf_"),
         (lambda d: d.update(kind="comparison"), r"kind 'evaluation', got 'comparison'"),
     ],
 )
@@ -107,14 +107,15 @@ def test_documents_that_are_not_exactly_right_are_refused(result: EvaluationResu
 
 
 def test_a_file_of_an_earlier_version_lacks_what_came_later(result: EvaluationResult) -> None:
-    forgets = dataclasses.replace(result, forgetting=ForgettingRule(window=4, decay_scale=(0.5, 1.25)))
-    assert from_json(to_json(forgets), EvaluationResult) == forgets
+    rule = ForgettingRule(window=4, decay_scale=(0.5, 1.25))
+    later = dataclasses.replace(result, forgetting=rule, mean_perplexity=result.position_wise)
+    assert from_json(to_json(later), EvaluationResult) == later
 
     def earlier(plain: dict[str, Any]) -> None:
         plain["schema_version"] -= 1
-        del plain["forgetting"]
+        del plain["forgetting"], plain["mean_perplexity"]
 
-    assert from_json(edited(to_json(forgets), earlier), EvaluationResult) == result
+    assert from_json(edited(to_json(later), earlier), EvaluationResult) == result
 
 
 FIRST = Path(__file__).parent / "records" / "comparison-3.json"

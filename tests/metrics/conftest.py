@@ -1,5 +1,6 @@
 """Made-up results with chosen harm, so that pages and figures have known content."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -34,6 +35,7 @@ def compared(
 ) -> ComparedModel:
     """A model trained on 16 tokens with `harm` nats per byte from position 64 on, read to 1,024 tokens."""
     nll = curve(EDGES, [4 - 0.4 * min(i, 5) + (harm if i > 5 else 0) for i in range(11)], width)
+    exps = curve(EDGES, [2 * math.exp(mean) for mean in nll.mean], width)
     harms = curve(EDGES[5:], [0, 0, harm, harm, harm, harm], width)
     harmful = None if width is None or harm - width <= 0.05 else 64
     evaluation = EvaluationResult(
@@ -60,6 +62,7 @@ def compared(
         command="lengthgen demo --seed 0",
         seed=0,
         wall_seconds=12.0,
+        mean_perplexity=TwoResolutions(exps, exps),
     )
     return ComparedModel(role, evaluation, TrainingRecord((f"training of {label}",), 600, 41.0, 1.5))
 

@@ -69,6 +69,33 @@ def test_every_number_of_a_model_that_worsens_with_every_token(
     assert result.in_window.context_use.mean == pytest.approx(use, abs=4e-6)
 
 
+def test_the_mean_over_texts_of_perplexity_is_definition_3_1_and_more_than_exp_of_the_mean_loss(
+    counter_model: Any, expected_nll: NLL, random_tokens: np.ndarray
+) -> None:
+    result = evaluate(counter_model(fading), random_tokens)
+    # Definition 3.1 of arXiv:2507.02782 at each position t: E_x[exp(-log q(x_t | x_0:t-1))]
+    texts = [expected_nll(row, 0, 130, fading) for row in random_tokens]
+    for t, found in enumerate(result.mean_perplexity.fine.mean):
+        assert found == pytest.approx(sum(math.exp(nll[t]) for nll in texts) / len(texts), rel=1e-5)
+    coarse = result.mean_perplexity.coarse
+    for start, stop, found in zip(coarse.edges[:-1], coarse.edges[1:], coarse.mean, strict=True):
+        values = [math.exp(loss) for nll in texts for loss in nll[start:stop]]
+        assert found == pytest.approx(sum(values) / len(values), rel=1e-5)
+    assert coarse.mean[-1] > math.exp(result.position_wise.coarse.mean[-1]) * 1.05
+
+
+def test_a_perplexity_that_overflows_is_cut_so_that_it_can_be_written(counter_model: Any) -> None:
+    def certain(count: Any) -> Any:  # of a wrong token from the 20th on, by 5,000 nats
+        return 2.0 - 5002 * (count > 20)
+
+    tokens = (np.arange(131)[None] + np.arange(3)[:, None]) % 7
+    result = evaluate(counter_model(certain, last_only=True), tokens)
+    assert result.position_wise.fine.mean[-1] == pytest.approx(5000 + math.log(6), rel=1e-5)
+    assert result.mean_perplexity.fine.mean[-1] == pytest.approx(math.exp(300))
+    assert result.mean_perplexity.fine.high[-1] == pytest.approx(math.exp(300))
+    assert from_json(to_json(result), EvaluationResult) == result
+
+
 def test_a_model_that_always_sees_the_same_has_no_harm_and_holds(counter_model: Any) -> None:
     tokens = (np.arange(260)[None] + np.arange(4)[:, None]) % 7
     result = evaluate(counter_model(lambda count: 2 + 0 * count, last_only=True), tokens)

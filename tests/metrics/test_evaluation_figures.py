@@ -1,6 +1,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,24 @@ from matplotlib.figure import Figure
 from hf_recurrent_lengthgen.metrics.context_harm.figure import (
     context_harm_figure,
     in_window_figure,
+    mean_perplexity_figure,
     position_wise_figure,
 )
-from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison
+from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Comparison, TwoResolutions
 from hf_recurrent_lengthgen.plotting.images import inline_svg, save_png, save_svg
-from hf_recurrent_lengthgen.plotting.style import DARK, ROLE_COLORS, role_colors, short_number
+from hf_recurrent_lengthgen.plotting.style import (
+    DARK,
+    ROLE_COLORS,
+    new_axes,
+    perplexity_axis,
+    role_colors,
+    short_number,
+)
 
 ModelOf = Callable[..., ComparedModel]
-FIGURES: list[Callable[[Any], Figure]] = [position_wise_figure, context_harm_figure, in_window_figure]
+FIGURES: list[Callable[[Any], Figure]] = [
+    *(position_wise_figure, mean_perplexity_figure, context_harm_figure, in_window_figure)
+]
 
 
 def test_lines_show_the_stored_means_and_bands_the_stored_intervals(demo: Comparison) -> None:
@@ -32,6 +43,42 @@ def test_lines_show_the_stored_means_and_bands_the_stored_intervals(demo: Compar
         np.testing.assert_allclose(np.asarray(line.get_xdata())[[0, -1]], [math.sqrt(17 * 32), math.sqrt(513 * 1024)])
         vertices = band.get_paths()[0].vertices
         assert (vertices[:, 1].min(), vertices[:, 1].max()) == pytest.approx((min(curve.low), max(curve.high)))
+
+
+def test_perplexity_is_exp_of_the_mean_loss_or_the_mean_of_exp_on_a_logarithmic_axis(demo: Comparison) -> None:
+    base = demo.models[0].evaluation
+    for figure, mean, low in (
+        (position_wise_figure, np.exp(base.position_wise.coarse.mean), np.exp(base.position_wise.coarse.low)),
+        (mean_perplexity_figure, base.mean_perplexity.coarse.mean, base.mean_perplexity.coarse.low),
+    ):
+        axes = figure(demo.models).axes[0]
+        assert axes.get_yscale() == "log"
+        line, band = axes.lines[0], axes.collections[0].get_paths()[0].vertices
+        np.testing.assert_allclose(line.get_ydata(), mean[-len(line.get_ydata()) :])
+        assert band[:, 1].min() == pytest.approx(min(low[-len(line.get_ydata()) :]))
+        assert "trained on 16" in [text.get_text() for text in axes.texts]
+
+
+def test_an_axis_of_perplexity_does_not_go_below_1_and_an_older_result_has_none(demo: Comparison) -> None:
+    model = demo.models[0]
+    wide = replace(model.evaluation.mean_perplexity.coarse, low=(0.01,) * 11)
+    of = replace(model.evaluation, mean_perplexity=TwoResolutions(wide, wide))
+    assert mean_perplexity_figure([replace(model, evaluation=of)]).axes[0].get_ylim()[0] == 1
+    older = replace(model, evaluation=replace(model.evaluation, mean_perplexity=None))
+    with pytest.raises(ValueError, match=r"\['base'\] have no mean_perplexity, .*: evaluate them again"):
+        mean_perplexity_figure([older, demo.models[1]])
+
+
+@pytest.mark.parametrize("values", [(3.8, 4.5), (2.0, 9.0), (1.0, 1e12), (5.0, 5.0), (1.0, 1e130)])
+def test_the_axis_of_perplexity_has_a_few_plain_numbers(values: tuple[float, float]) -> None:
+    figure, axes = new_axes("perplexity")
+    axes.plot([1, 2], values)
+    perplexity_axis(axes)
+    figure.draw_without_rendering()
+    places = axes.yaxis.get_majorticklocs()
+    assert 1 <= len(places) <= 9
+    assert all(axes.get_ylim()[0] <= place <= axes.get_ylim()[1] for place in places)
+    assert [float(text.get_text().replace(",", "")) for text in axes.get_yticklabels()] == pytest.approx(list(places))
 
 
 def test_bins_out_of_sight_are_not_drawn(demo: Comparison) -> None:

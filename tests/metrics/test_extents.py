@@ -60,6 +60,7 @@ def attended(names: Names) -> dict[str, Any]:
 
 DRAWN: dict[str, Callable[[Callable[..., Figure]], Callable[[Names], Figure]]] = {
     **dict.fromkeys(("position_wise_figure", "context_harm_figure", "in_window_figure"), of_models),
+    "mean_perplexity_figure": of_models,
     **dict.fromkeys(("state_std_figure", "retention_figure", "distance_map_figure", "patching_figure"), of_states),
     **dict.fromkeys(("state_mean_figure", "state_inputs_figure"), of_states),
     "rank_figure": lambda figure: lambda names: figure({name: ranked() for name in names}),

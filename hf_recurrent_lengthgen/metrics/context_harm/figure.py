@@ -1,32 +1,35 @@
 """One function per figure; each reads results only and returns a matplotlib Figure outside pyplot's global state."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_recurrent_lengthgen.evaluation.results import Curve
+from hf_recurrent_lengthgen.evaluation.statistics import perplexity
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel
 from hf_recurrent_lengthgen.plotting import style
 
 
 def position_wise_figure(models: Sequence[ComparedModel]) -> Figure:
-    """NLL by position for several models on the same data, with intervals over sequences."""
-    figure, axes = style.new_axes(f"Negative log-likelihood (nats per {models[0].evaluation.data.token_unit})")
-    lengths = [model.evaluation.training_length for model in models]
-    _overlay(axes, models, [model.evaluation.position_wise.coarse for model in models], max(1, min(lengths) // 8))
-    style.mark_training_lengths(axes, lengths)
-    return figure
+    """Perplexity by position, exp of the mean NLL, for several models on the same data, with intervals."""
+    curves = [_exp(model.evaluation.position_wise.coarse) for model in models]
+    return _by_position(models, "Perplexity per {}", curves, log=True)
+
+
+def mean_perplexity_figure(models: Sequence[ComparedModel]) -> Figure:
+    """Mean over texts of the perplexity of each token, by position (Definition 3.1), with intervals."""
+    if older := [model.evaluation.model for model in models if model.evaluation.mean_perplexity is None]:
+        raise ValueError(f"{older} have no mean_perplexity, as an earlier version measured them: evaluate them again.")
+    curves: Any = [model.evaluation.mean_perplexity for model in models]
+    return _by_position(models, "Mean of the perplexities per {}", [curve.coarse for curve in curves], log=True)
 
 
 def context_harm_figure(models: Sequence[ComparedModel]) -> Figure:
     """Context harm by position for several models, with paired intervals and the zero line."""
-    figure, axes = style.new_axes(f"Harm of extra context (nats per {models[0].evaluation.data.token_unit})")
-    axes.axhline(0, color=style.INK, linewidth=1)
-    lengths = [model.evaluation.training_length for model in models]
-    _overlay(axes, models, [model.evaluation.harm.curves.coarse for model in models], min(lengths) // 2)
-    style.mark_training_lengths(axes, lengths)
-    return figure
+    curves = [model.evaluation.harm.curves.coarse for model in models]
+    return _by_position(models, "Harm of extra context (nats per {})", curves, log=False)
 
 
 def in_window_figure(models: Sequence[ComparedModel]) -> Figure:
@@ -36,8 +39,26 @@ def in_window_figure(models: Sequence[ComparedModel]) -> Figure:
     return figure
 
 
-def _overlay(axes: Axes, models: Sequence[ComparedModel], curves: Sequence[Curve], first: int) -> None:
-    """Lines with bands from `first` tokens of context, the axis of positions, and the labels."""
+def _exp(curve: Curve) -> Curve:
+    bins: Any = [None if nll is None else tuple(perplexity(nll)) for nll in (curve.mean, curve.low, curve.high)]
+    return Curve(curve.edges, *bins)
+
+
+def _by_position(models: Sequence[ComparedModel], title: str, curves: Sequence[Curve], log: bool) -> Figure:
+    """Perplexities, on a logarithmic axis, or differences with their zero line; and the training lengths."""
+    figure, axes = style.new_axes(title.format(models[0].evaluation.data.token_unit))
+    lengths = [model.evaluation.training_length for model in models]
+    if not log:
+        axes.axhline(0, color=style.INK, linewidth=1)
+    _overlay(axes, models, curves, max(1, min(lengths) // (8 if log else 2)), log)
+    style.mark_training_lengths(axes, lengths)
+    return figure
+
+
+def _overlay(
+    axes: Axes, models: Sequence[ComparedModel], curves: Sequence[Curve], first: int, log: bool = False
+) -> None:
+    """Lines with bands from `first` tokens of context, the axes, and the labels."""
     colors, ends = style.role_colors([model.role for model in models]), []
     for model, curve, color in zip(models, curves, colors, strict=True):
         # Only visible bins, so that the others do not stretch the vertical axis.
@@ -49,4 +70,6 @@ def _overlay(axes: Axes, models: Sequence[ComparedModel], curves: Sequence[Curve
             axes.fill_between(x, curve.low[skipped:], curve.high[skipped:], color=color, alpha=0.18, linewidth=0)
         ends.append((y[-1], model.evaluation.model, color))
     style.position_axis(axes, first, max(curve.edges[-1] for curve in curves))
+    if log:
+        style.perplexity_axis(axes)
     style.label_ends(axes, ends)

@@ -29,6 +29,7 @@ from hf_recurrent_lengthgen.evaluation.statistics import (
     estimate,
     last_octave,
     make_curve,
+    perplexity,
     position_edges,
     shown_above,
 )
@@ -192,6 +193,7 @@ MEASURES: dict[str, Callable[[Measurement, StreamAndWindows], Any]] = {
     "in_window": _in_window,
     "verdict": _verdict,
     "by_text": _by_text,
+    "mean_perplexity": lambda task, read: _curves(task, perplexity(read.stream), 0),
 }
 """Field of `EvaluationResult` -> how it is found."""
 

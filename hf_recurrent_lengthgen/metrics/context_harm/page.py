@@ -28,14 +28,15 @@ class Picture(NamedTuple):
 
 
 PICTURES = {
+    "position_wise": Picture(
+        position_wise_figure,
+        "Perplexity by position, exp of the mean loss, in one long stream read from the zero state. Text difficulty "
+        "varies with position.",
+    ),
     "context_harm": Picture(
         context_harm_figure,
         "Loss with the whole context minus loss of the same tokens with at most the training length of context. At "
         "zero, extra context does no harm.",
-    ),
-    "position_wise": Picture(
-        position_wise_figure,
-        "Loss by position in one long stream read from the zero state. Text difficulty varies with position.",
     ),
     "in_window": Picture(
         in_window_figure,

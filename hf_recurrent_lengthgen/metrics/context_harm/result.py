@@ -16,7 +16,7 @@ from hf_recurrent_lengthgen.evaluation.results import (
     check_comparison,
 )
 
-FIGURE = "context_harm.figure.context_harm_figure"
+FIGURE = "context_harm.figure.position_wise_figure"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class TextMeans:
     in_window: tuple[float, ...]
 
 
-@document("evaluation", version=5, figure=FIGURE)
+@document("evaluation", version=6, figure=FIGURE)
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult(ModelResult):
     """One model on one set of sequences.
@@ -103,11 +103,13 @@ class EvaluationResult(ModelResult):
     Attributes:
         training_length, evaluated_length, sequences: What it was trained on, and what was read.
         confidence: Of all intervals.
-        position_wise: NLL by position.
+        position_wise: NLL by position; its exp is the perplexity that figures show.
         harm: What context beyond the training length costs; `harm.last` is the number for a table.
         in_window: NLL inside the training length; `in_window.loss` is the number for a table.
         verdict: Up to which position the model holds.
         by_text: The numbers for a table of each text; None in older files.
+        mean_perplexity: Mean over texts of exp(NLL) by position, Definition 3.1 of Buitrago Ruiz and Gu, 2025; None in
+            older files. A few tokens make up most of it, so it may be many times the exp of `position_wise`.
     """
 
     training_length: int
@@ -119,6 +121,7 @@ class EvaluationResult(ModelResult):
     in_window: InWindow
     verdict: LengthVerdict
     by_text: TextMeans | None = None
+    mean_perplexity: TwoResolutions | None = None
 
     @property
     def models(self) -> tuple["ComparedModel"]:
@@ -153,7 +156,7 @@ class Difference:
     in_window: Estimate
 
 
-@document("comparison", version=5, figure=FIGURE)
+@document("comparison", version=6, figure=FIGURE)
 @dataclass(frozen=True)
 class Comparison:
     """Models evaluated on the same data, in the order in which they are shown, and their `differences`."""

@@ -25,7 +25,7 @@ from hf_recurrent_lengthgen.plotting.html import Row, entry_list, html_page, pic
 from hf_recurrent_lengthgen.plotting.names import figure_names, short_names, with_names
 
 HOLDS = "How far it holds"
-SECTIONS = {"context_harm": HOLDS, "position_wise": HOLDS, "in_window": INSIDE}
+SECTIONS = {"position_wise": HOLDS, "context_harm": HOLDS, "in_window": INSIDE}
 """Figure of an evaluation -> heading of its section."""
 ABSENT = "<small>not measured</small>"
 

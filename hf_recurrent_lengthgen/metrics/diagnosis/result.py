@@ -33,7 +33,7 @@ class DiagnosedModel:
         return next((part for part in self.parts.values() if isinstance(part, kind)), None)
 
 
-@document("diagnosis", version=4, figure=FIGURE)
+@document("diagnosis", version=5, figure=FIGURE)
 @dataclass(frozen=True)
 class Diagnosis:
     """Models diagnosed on the same data, in the order in which they are shown."""
