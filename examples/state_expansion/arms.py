@@ -1,6 +1,6 @@
 """The models of the study: how they start, are expanded, trained and measured.
 
-A base is trained from nothing. An arm expands its first recurrent layer, or all, or none, and trains on. All arms of a
+A base is trained from nothing. An arm expands its first layer, or none, and trains on. All arms of a
 base and a seed read the same rows in the same order; those of few steps read the first of them.
 """
 
@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BambaConfig, BambaForCausalLM
 
-from hf_recurrent_lengthgen import stateful
 from hf_recurrent_lengthgen.data.packing import IGNORED_LABEL
 from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, AssociativeRecall
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
@@ -28,7 +26,6 @@ from hf_recurrent_lengthgen.models import (
 )
 from hf_recurrent_lengthgen.models.layers_known import known_mixers
 from hf_recurrent_lengthgen.surgery import expand_state, mimetic_initialization
-from hf_recurrent_lengthgen.surgery.expanded_weights import draw_as_mamba_ssm
 
 Result = dict[str, Any]
 
@@ -102,33 +99,6 @@ def new_gla(settings: Settings, heads: int | None = None) -> Any:
     return StatefulGLAForCausalLM(StatefulGLAConfig(**shared(settings), **sizes, use_short_conv=True))
 
 
-def new_bamba(settings: Settings) -> Any:
-    """A stock hybrid: attention, then Mamba-2 layers with the authors' start.
-
-    Attention comes first, where no token holds a pair yet, so what recalls must be the states.
-    """
-    attention: dict[str, Any] = {"attn_layer_indices": [0], "num_attention_heads": 2, "num_key_value_heads": 1}
-    heads: dict[str, Any] = {
-        "mamba_n_heads": settings.heads,
-        "mamba_d_head": 2 * settings.hidden_size // settings.heads,
-    }
-    sizes: dict[str, Any] = {
-        "mamba_n_groups": 1,
-        "mamba_d_state": settings.state_size,
-        "intermediate_size": 2 * settings.hidden_size,
-        "initializer_range": 0.1,  # the default, 0.02, is for widths of thousands
-    }
-    # chunks as long as the longest row of training: rows are filled up to a multiple of that, 256 by default
-    given = shared(settings) | {
-        "num_hidden_layers": settings.layers + 1,
-        "mamba_chunk_size": 4 * settings.pairs[1] + 2,
-    }
-    model = BambaForCausalLM(BambaConfig(**given, **attention, **heads, **sizes))
-    for mixer in known_mixers(model):
-        draw_as_mamba_ssm(mixer.module, model.config)
-    return stateful(model)
-
-
 @dataclass(frozen=True)
 class Arm:
     """What happens to a base before it is trained on.
@@ -137,7 +107,6 @@ class Arm:
         initialization: That of `expand_state`; None for no expansion.
         mimetic: Whether what "reinit" drew anew then gets a mimetic start.
         large: Whether the base is the one whose first layer was large before its first step.
-        layers: The expanded recurrent layers, [0] or "all".
     """
 
     label: str
@@ -145,7 +114,6 @@ class Arm:
     initialization: Any = None
     mimetic: bool = False
     large: bool = False
-    layers: Any = (0,)
 
 
 ARMS = {
@@ -155,10 +123,7 @@ ARMS = {
     "reinit": Arm("reinit, authors' start", "#d55e00", "reinit"),
     "reinit_mimetic": Arm("reinit, mimetic start", "#aa4499", "reinit", mimetic=True),
     "large": Arm("large from the start", "#5b636d", large=True),
-    "inherit_all": Arm("inherit, all layers", "#009e73", "inherit", layers="all"),
-    "reinit_mimetic_all": Arm("reinit, mimetic start, all layers", "#e69f00", "reinit", True, layers="all"),
 }
-ONE_LAYER = tuple(name for name, arm in ARMS.items() if arm.layers != "all")
 
 
 @dataclass(frozen=True)
@@ -167,8 +132,6 @@ class Base:
 
     Attributes:
         matched: The arm whose expanded layer starts as the layers of the base did.
-        deeper: How many times as many layers as in the settings, of which one is expanded all the same.
-        longer: How many times as many steps as the most of the settings, in place of those; 0 for those.
         heads: Of Mamba-2, in place of those of the settings; 0 for those.
     """
 
@@ -178,15 +141,11 @@ class Base:
     arms: tuple[str, ...]
     matched: str = "reinit"
     mimetic: bool = False
-    deeper: int = 1
-    longer: int = 0
     heads: int = 0
 
     def settings(self, settings: Settings) -> Settings:
         """Those of the study as this base has them."""
-        steps = (self.longer * settings.steps[-1],) if self.longer else settings.steps
-        heads = self.heads or settings.heads
-        return replace(settings, layers=self.deeper * settings.layers, steps=steps, heads=heads)
+        return replace(settings, heads=self.heads or settings.heads)
 
 
 def _wider(settings: Settings) -> dict[str, Any]:
@@ -198,8 +157,7 @@ def _one_head(_: Settings) -> dict[str, Any]:
 
 
 BASES = {
-    "mamba2": Base("Mamba-2, authors' start", new_mamba2, _wider, ONE_LAYER),
-    "mamba2_mimetic": Base("Mamba-2, mimetic start", new_mamba2, _wider, ONE_LAYER, "reinit_mimetic", mimetic=True),
+    "mamba2_mimetic": Base("Mamba-2, mimetic start", new_mamba2, _wider, tuple(ARMS), "reinit_mimetic", mimetic=True),
     "mamba2_heads": Base(
         "Mamba-2 of four heads, mimetic start",
         new_mamba2,
@@ -210,22 +168,6 @@ BASES = {
         heads=4,
     ),
     "gla": Base("GLA, authors' start", new_gla, _one_head, ("vanilla", "inherit", "reinit", "large")),
-    "gla_deep": Base(
-        "GLA of eight layers, authors' start",
-        new_gla,
-        _one_head,
-        ("vanilla", "inherit", "reinit"),
-        deeper=2,
-        longer=4,
-    ),
-    "bamba": Base(
-        "Bamba (attention and Mamba-2), mimetic start",
-        new_bamba,
-        _wider,
-        ("vanilla", "inherit", "reinit_mimetic", "large", "inherit_all", "reinit_mimetic_all"),
-        "reinit_mimetic",
-        mimetic=True,
-    ),
 }
 
 
@@ -244,35 +186,30 @@ def expanded(model: Any, base: Base, arm: Arm, settings: Settings, seed: int) ->
     """The model as an arm trains it."""
     if arm.initialization is not None:
         growth = base.growth(settings)
-        model = expand_state(model, arm.layers, **growth, initialization=arm.initialization, seed=seed)
+        model = expand_state(model, [0], **growth, initialization=arm.initialization, seed=seed)
     if arm.mimetic:
-        start_mimetically(model, arm.layers)
+        start_mimetically(model)
     return model
 
 
 @torch.no_grad()
-def start_mimetically(model: Any, layers: Any) -> None:
+def start_mimetically(model: Any) -> None:
     """Mimetic start of what "reinit" draws anew in Mamba-2; the convolution of x, trained before, is kept."""
-    mixers = known_mixers(model)
-    mixers = mixers if layers == "all" else [mixers[layer] for layer in layers]
-    kept = [
-        (parameter, parameter[: mixer.module.out_proj.in_features].clone())
-        for mixer in mixers
-        for parameter in mixer.module.conv1d.parameters()
-    ]
-    mimetic_initialization(model, layers=[mixer.layer for mixer in mixers])
+    mixer = known_mixers(model)[0].module
+    kept = [(parameter, parameter[: mixer.out_proj.in_features].clone()) for parameter in mixer.conv1d.parameters()]
+    mimetic_initialization(model, layers=[0])
     for parameter, of_x in kept:
         parameter[: len(of_x)] = of_x
 
 
-def fit(model: Any, settings: Settings, steps: int, seed: int) -> Result:
+def fit(model: Any, settings: Settings, steps: int, seed: int, parts: int = 8) -> Result:
     """Train on rows of a seed, and measure; all rows of a step have equally many pairs.
 
     The loss is the cross-entropy of the values. AdamW(0.9, 0.95), no weight decay, gradients clipped at norm 1, linear
     warm-up over 10 % of the steps, then cosine to 0.
 
     Returns:
-        Seconds of the processor, losses in nats as means over eighths of the run, and what `measured` returns.
+        Seconds of the processor, losses in nats as means over `parts` of the run, and what `measured` returns.
     """
     began, rows, task = time.process_time(), settings.batch_size, recall(settings, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -290,7 +227,7 @@ def fit(model: Any, settings: Settings, steps: int, seed: int) -> Result:
         schedule.step()
         losses.append(float(loss.detach()))
     seconds = round(time.process_time() - began, 1)
-    means = [float(part.mean()) for part in torch.tensor(losses).chunk(8)]
+    means = [float(part.mean()) for part in torch.tensor(losses).chunk(parts)]
     return {"seconds": seconds, "loss": [round(mean, 4) for mean in means], **measured(model, settings)}
 
 
