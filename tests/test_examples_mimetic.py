@@ -79,6 +79,35 @@ def test_starts_differ_as_they_say(family: str, names: dict[str, Any]) -> None:
         ]
 
 
+def test_with_c_outside_a_log_only_its_gradient_differs(names: dict[str, Any]) -> None:
+    """A = -exp(-c A_log): the same A, and minus c times the gradient that A_log has with c inside."""
+    tokens = torch.randint(3, 10, (2, 22), generator=torch.Generator().manual_seed(0))
+    losses, gradients = [], []
+    for start in ("one", "outside"):
+        model = names["new_model"](names["Arm"](start), 22, seed=3)
+        losses.append(model(input_ids=tokens, labels=tokens).loss)
+        losses[-1].backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert losses[0] == losses[1]
+    layer = "backbone.layers.1.mixer."
+    of_a = gradients[0].pop(f"{layer}A_log"), gradients[1].pop(f"{layer}parametrizations.A_log.original")
+    torch.testing.assert_close(of_a[1], -8 * of_a[0], rtol=1e-6, atol=0)
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+
+
+def test_results_of_decays_that_were_not_the_models_own_are_not_taken_for_new(
+    names: dict[str, Any], tmp_path: Path
+) -> None:
+    study = names["StringStudy"](Namespace(tiny=True, output=tmp_path, results=tmp_path / "r", report=False))
+    scaled = []
+    for start in ("default", "one", "all", "a+bc", "delta+conv", "attention", "layer 2 of one", "layer 2 of default"):
+        for family in ("mamba2", "mamba"):
+            arm = names["Arm"](start, family=family)
+            study.arms[arm.name] = arm
+            scaled += [(start, family)] if "decays" in study.made_of(arm.name) else []
+    assert scaled == [(start, "mamba2") for start in ("one", "all", "a+bc", "layer 2 of one")]
+
+
 def test_all_layers_start_from_one_of_a_teacher(
     names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
