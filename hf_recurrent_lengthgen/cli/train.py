@@ -93,8 +93,8 @@ def train(
     if not settings.of_symbols:
         print(f"Training at {settings.length} tokens.")
     model.config.training_length = settings.length
-    if isinstance(rows, TaskStrings):
-        _record_task(model.config, rows)
+    if settings.of_symbols:
+        _record_task(model.config, rows.strings if settings.task_row_length else rows, rows.row_length)
     trainer = trainer_class(
         model,
         training,
@@ -108,7 +108,7 @@ def train(
     trainer.facts = RunFacts(
         lineage_of(settings.model) if trainer.is_world_process_zero() else Lineage(),
         _data(settings),
-        rows.row_length if isinstance(rows, TaskStrings) else settings.length,
+        rows.row_length if settings.of_symbols else settings.length,
         tuple(command),
         InitialWeights(settings.mimetic_start if settings.mimetic else None) if settings.from_scratch else None,
     )
@@ -215,7 +215,8 @@ def _record_method(trainer: Trainer, method: str, training: InitialStateConfig) 
 def _data(settings: RunArguments) -> DataSource:
     """The source of the training data."""
     if settings.of_symbols:
-        return DataSource(f"{settings.task} of {settings.task_length} random symbols")
+        packed = f"rows of {settings.task_row_length} tokens" if settings.task_row_length else ""
+        return DataSource(f"{settings.task} of {settings.task_length} random symbols", selection=packed)
     if settings.task == "passkey":
         tokens = f", of {settings.task_length} tokens" if settings.task_length else ""
         return DataSource("passkey prompts", selection=f"style {settings.task_style}{tokens}")
@@ -267,14 +268,14 @@ def _tokenizer(settings: RunArguments, vocab_size: int) -> Any:
     return tokenizer
 
 
-def _record_task(config: Any, rows: TaskStrings) -> None:
+def _record_task(config: Any, task: TaskStrings, row_length: int) -> None:
     """Record the task in the config, for `lengthgen accuracy`."""
-    if rows.vocab_size > config.vocab_size:
+    if task.vocab_size > config.vocab_size:
         raise ValueError(
-            f"task {rows.name} with {rows.vocabulary} symbols has {rows.vocab_size} tokens, the model's vocab_size is "
+            f"task {task.name} with {task.vocabulary} symbols has {task.vocab_size} tokens, the model's vocab_size is "
             f"{config.vocab_size}: give a smaller task_vocabulary, or a config.json with a larger vocab_size."
         )
-    config.training_length, config.task = rows.row_length, rows.record
+    config.training_length, config.task = row_length, task.record
 
 
 def _held_out(settings: RunArguments) -> list[str]:

@@ -13,6 +13,7 @@ from hf_recurrent_lengthgen.data.tasks import (
     EVALUATION_SEED,
     BabilongPrompts,
     KeyPrompts,
+    PackedStrings,
     PasskeyPrompts,
     babi_files,
     read_babi,
@@ -67,7 +68,9 @@ def _found(
     seed, lengths = training.seed + held_out, settings.row_lengths
     if settings.of_symbols:
         seed = training.seed + EVALUATION_SEED * held_out
-        return string_task(settings.task, lengths, settings.task_vocabulary, samples, seed, begin=True)
+        strings = string_task(settings.task, lengths, settings.task_vocabulary, samples, seed, begin=True)
+        row_length = settings.task_row_length
+        return PackedStrings(strings, row_length, samples) if row_length else strings
     if settings.task == "passkey":
         return PasskeyPrompts(tokenizer, lengths, samples, seed, style=settings.task_style)
     data = settings.chosen_eval_data if held_out else settings.data

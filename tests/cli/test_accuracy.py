@@ -107,6 +107,33 @@ def test_training_reads_the_strings_of_its_seed_and_evaluates_on_others(
     assert len(used[2]) == 9
 
 
+@pytest.mark.thinned(2)
+@pytest.mark.parametrize("options", [{}, {"intervention": "tbtt", "bptt_chunk_length": 7}], ids=["passing", "tbtt"])
+def test_rows_of_several_strings_train_and_strings_are_measured_alone(
+    options: dict[str, Any], train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    original = train_rows.PackedStrings.__getitems__
+    monkeypatch.setattr(
+        train_rows.PackedStrings,
+        "__getitems__",
+        lambda rows, indices: read.append((rows.seed, original(rows, indices))) or read[-1][1],
+    )
+    assert train(task_length="2-4", task_row_length=30, eval_strategy="steps", eval_steps=2, **options) == 0
+    assert {seed for seed, _ in read} == {42, EVALUATION_SEED + 42}
+    assert all(item["input_ids"].shape == (30,) for _, items in read for item in items)
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.task == {"name": "copying", "length": [2, 4], "vocabulary": 8, "begin": True}  # a string alone
+    assert config.training_length == 30
+    assert "rows of 30 tokens" in (tmp_path / "out" / "lineage.json").read_text()
+    arguments = ["accuracy", str(tmp_path / "out"), "--output", str(tmp_path), "--samples", "3", "--lengths", "4"]
+    assert main(arguments) == 0
+    (found,) = read_result(tmp_path / "accuracy.json", AccuracyComparison).models
+    strings = string_task("copying", 4, 8, 3, EVALUATION_SEED, begin=True)
+    digest = hashlib.sha256(b"".join(row["input_ids"].numpy().astype("<i8").tobytes() for row in strings))
+    assert found.data.digest == digest.hexdigest()
+
+
 def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     assert train(model=checkpoint(), intervention="none", task_length="1 - 3") == 0
     assert AutoConfig.from_pretrained(tmp_path / "out").task["length"] == [1, 3]
@@ -117,6 +144,10 @@ def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path],
     ("options", "complaint"),
     [
         ({"task_length": "5-3"}, "copying: the length must be a number, or a minimum and a maximum, from 1,"),
+        (
+            {"task_row_length": 10},
+            "copying: rows of 10 tokens do not hold the longest string with its answer, which has 11",
+        ),
         ({"task_vocabulary": 10}, "copying with 10 symbols has 13 tokens, the model's vocab_size is 12"),
         ({"intervention": "tbtt"}, "tbtt reads the rows of task copying in pieces: give bptt_chunk_length"),
         ({"alignment_alpha": 0.1}, "task copying makes its own rows"),

@@ -178,6 +178,7 @@ SCRATCH = "--mimetic --model m.json"
         ("task_files f", PASSKEY, "--task babilong", "task babilong"),
         ("task_keys 2", PASSKEY, "--task keys", "task keys"),
         ("task_length 5", "", "--task recall", "task copying or"),
+        ("task_row_length 220", PASSKEY, "--task recall", "task copying or"),
         ("mimetic_c 8", "", SCRATCH, "mimetic"),
         ("lora_alpha 4", "", "--lora-r 2", "lora_r"),
         ("retrieval_lengths 300", "", f"{PASSKEY} --eval-strategy steps", "eval_strategy steps or epoch and task"),

@@ -285,6 +285,10 @@ def test_batches_learning_rates_and_lengths_are_the_papers(run: str) -> None:
         if "mimetic" in values:  # arXiv:2410.11135, section 5 and reproducibility statement
             assert (values["max_steps"], values["task_length"]) == ("5000", "50")
             assert rate in (1e-3, 5e-4, 1e-4)
+            # section 5 takes the pipeline of arXiv:2402.01032, but for recall, whose rows are zoology's
+            assert (rows, values["task_row_length"]) == (8, "0" if values["task"] == "recall" else "220")
+            pipeline = values["weight_decay"], values["lr_scheduler_type"], values["warmup_steps"]
+            assert pipeline == ("0.1", "linear", "100")
         else:  # arXiv:2507.02782, Table 1
             assert (rows * int(values["max_steps"]), values["task_length"], rate) == (1_000_000, "50-100", 1e-3)
         return

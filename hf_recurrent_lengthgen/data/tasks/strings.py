@@ -1,9 +1,9 @@
 """Synthetic tasks on strings of symbols: a prompt, a delimiter, the answer and an end token.
 
 The tasks of Trockman et al., 2024 (arXiv:2410.11135), section 2 and Eq. 10-11, which follow Jelassi et al., 2024
-(arXiv:2402.01032). The code of the latter has a begin token and packs several strings into a row; here a row is one
-string, which may begin with the end token, as if it followed another. Without it a model that starts from the state of
-another string cannot tell where its own begins.
+(arXiv:2402.01032). The code of the latter has a begin token and packs several strings into a row, as `PackedStrings`
+does; here a row is one string, which may begin with the end token, as if it followed another. Without it a model that
+starts from the state of another string cannot tell where its own begins.
 
 Token ids: 0 padding, 1 delimiter, 2 end, then the symbols, so a model needs `vocabulary` + 3 ids.
 """
