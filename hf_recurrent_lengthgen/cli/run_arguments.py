@@ -118,12 +118,7 @@ class RunArguments:
         task=STRING_TASKS,
     )
     task_row_length: int = _option(
-        "data",
-        "tokens of a row of several strings, one after another in one state, then the beginning of one more without "
-        "labels; Jelassi et al., 2024, take 220; 0: a row is one string",
-        0,
-        "T",
-        task=STRING_TASKS,
+        "data", "tokens of a row of several strings; Jelassi et al.: 220 (default: one string)", 0, task=STRING_TASKS
     )
     task_keys: int = _option("data", "number of names with codes in a row; one is asked for", 4, task=("keys",))
     task_values: int = _option("data", "number of codes of each name; the last one counts", 1, task=("keys",))

@@ -5,9 +5,9 @@ from .babilong import BabilongPrompts, BabiQuestion, babi_files, read_babi
 from .grids import DEPTHS, BabilongGrid, NeedleGrid, PasskeyGrid, RetrievalGrid
 from .keyed_rows import EVALUATION_SEED, KeyedRows
 from .keys_in_text import KeyGrid, KeyPrompts
-from .packed_strings import PackedStrings
 from .passkey import PASSKEY_STYLES, PasskeyPrompts, PasskeyTemplate
 from .strings import STRING_TASKS, AssociativeRecall, CopyingStrings, SortingStrings, TaskStrings, string_task
+from .strings import PackedStrings as PackedStrings
 
 __all__ = [
     "DEPTHS",

@@ -23,6 +23,7 @@ from hf_recurrent_lengthgen.data.tasks.keyed_rows import (
     KeyedRows,
     Lengths,
     Rows,
+    drawn_lengths,
     random_bits,
     random_integers,
     random_orders,
@@ -97,11 +98,9 @@ class TaskStrings(KeyedRows):
 
     def _rows(self, rows: Array, lengths: Array) -> Rows:
         tokens, labels, sizes = _assembled(self._parts(rows, lengths), self.end_is_asked)
-        if not self.begin:
-            return Rows(tokens, labels, sizes)
-        before = ((0, 0), (1, 0))
+        before = ((0, 0), (int(self.begin), 0))
         labels = np.pad(labels, before, constant_values=IGNORED_LABEL)
-        return Rows(np.pad(tokens, before, constant_values=END_ID), labels, sizes + 1)
+        return Rows(np.pad(tokens, before, constant_values=END_ID), labels, sizes + self.begin)
 
 
 def _assembled(parts: StringParts, end_is_asked: bool) -> Rows:
@@ -205,6 +204,51 @@ class AssociativeRecall(TaskStrings):
         queries = np.take_along_axis(first, order[:, :, None], 1)
         asked = (np.arange(2 * pairs) % 2 == 1)[None]
         return StringParts(first.reshape(len(rows), -1), queries.reshape(len(rows), -1), asked, 2 * lengths)
+
+
+class PackedStrings(KeyedRows):
+    """Rows of `row_length` tokens, ".ab|ab..cde|cde..fg": whole strings, then the start of one more without labels.
+
+    As in the code of Jelassi et al., 2024 (`CopyDataset`; 220 tokens), nothing resets the state between the strings of
+    a row. Row i has its own strings, which depend only on their seed and i.
+
+    Args:
+        strings: The task, by which a model is measured; the number of its strings does not matter.
+        row_length: T, at least that of the longest string.
+        samples: Number of rows.
+
+    Raises:
+        ValueError: for rows that are too short, and as in `KeyedRows`.
+    """
+
+    def __init__(self, strings: TaskStrings, row_length: int, samples: int) -> None:
+        self.strings, self.name = strings, strings.name
+        super().__init__(row_length, samples, strings.seed)
+        if self.row_length < strings.row_length:
+            raise ValueError(
+                f"{self.name}: rows of {row_length} tokens do not hold the longest string with its answer, which has "
+                f"{strings.row_length}: give longer rows (task_row_length) or shorter strings (task_length)."
+            )
+
+    @property
+    def row_length(self) -> int:
+        return self.longest
+
+    @property
+    def resume_record(self) -> dict[str, Any]:
+        return self.strings.resume_record | {"row_length": self.row_length}
+
+    def _rows(self, rows: Array, lengths: Array) -> Rows:
+        task = self.strings
+        shortest = task.row_length - 2 * task.tokens_per_symbol * (task.longest - task.shortest)
+        count = -(-self.row_length // shortest)  # K: even the shortest strings fill a row
+        numbers = (rows[:, None] * count + np.arange(count)).ravel()  # (B K,)
+        strings = task._rows(numbers, drawn_lengths(self.seed, numbers, task.shortest, task.longest))
+        ends = strings.sizes.reshape(-1, count).cumsum(1)  # (B, K), in tokens of the row
+        labels = np.where(ends.reshape(-1, 1) <= self.row_length, strings.labels, IGNORED_LABEL)
+        real = np.arange(labels.shape[1]) < strings.sizes[:, None]
+        places = (ends[:, -1:].cumsum(0) - ends[:, -1:]) + np.arange(self.row_length)  # (B, T), among all `real`
+        return Rows(strings.tokens[real][places], labels[real][places], lengths)
 
 
 _TASKS: dict[str, Callable[..., TaskStrings]] = {
