@@ -101,22 +101,23 @@ STUDIES = {
         [
             *(
                 f"passkey/{script}.py --seeds {seed}"
-                for script in ("run", "other_families", "windows")
+                for script in ("run", "other_families", "windows", "questions")
                 for seed in SEEDS
             ),
             *("passkey/chunks.py", "passkey/keys.py", "passkey/new_task.py", "passkey/mixing.py"),
         ],
         "passkey/run.py --report",
-        7.8,
+        8.4,
     ),
     "mimetic": Study(
         "Does a mimetic start help to copy and recall, and which part of it?",
         [
             *(f"mimetic/run.py --seeds {seed}" for seed in SEEDS),
             *(f"mimetic/run.py --studies rates tasks --families mamba --seeds {seed}" for seed in SEEDS),
+            *(f"mimetic/packed.py --seeds {seed}" for seed in SEEDS),
         ],
         "mimetic/run.py --report",
-        2.8,
+        3.3,
     ),
     "published": Study(
         "Does a published model fail, and what cures it? (its file: --weights, see the README)",

@@ -1,0 +1,187 @@
+"""Does copying from packed rows show what the papers report of state passing and of mimetic starts?
+
+Rows hold several strings, as in the code of Jelassi et al., 2024 (arXiv:2402.01032), which both papers take; all else
+is as in `run.py`, and its arms of one string in a row are shown beside. Arms that have a result in --results are not
+run again. At the end, the tables and the figure of README.md are written anew, from all arms that are there.
+
+table   from the zero state or from passed states (arXiv:2507.02782, Table 1)
+starts  from the default start and with one mimetic layer, over steps (arXiv:2410.11135, Fig. 1)
+more    passed states for twice the steps, with one string in a row or several
+longer  both starts on strings of 20 to 40 symbols (Fig. 9)
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from arm_results import ArmResults
+from reports import COLORS
+from run import RATE, STARTS
+from small_setting import Result, Training, options_of, parsed
+from starts import Arm, Sizes, StringStudy
+from study_pages import band, fill, legend_below, markdown, over_seeds, panels
+
+from hf_recurrent_lengthgen.data.tasks import PackedStrings
+from hf_recurrent_lengthgen.plotting.images import save_png
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE
+from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingTrainer, ZeroStateTrainer
+
+HERE = Path(__file__).resolve().parent
+SNAPSHOTS = (125, 250, 500, 1000)
+MEASURES = ("1x", "2x", "3x", "in a stream")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run but for its seed.
+
+    Attributes:
+        packed: Whether a row holds several strings: 220 tokens for 103 of the longest string, as where that has 50
+            symbols. A step has as many tokens as with one string in a row, and so about as many strings.
+    """
+
+    packed: bool = True
+    passed: bool = False
+    steps: int = 2 * Sizes.steps
+    start: str = "default"
+    longest: int = Sizes.longest
+
+    @property
+    def row_length(self) -> int:
+        return (2 * self.longest + 3) * 220 // 103
+
+    @property
+    def arm(self) -> Arm:
+        """With one string in a row and `Sizes.longest` that of `run.py`."""
+        changes: dict[str, Any] = {"steps": self.steps, "passed": self.passed, "begin": True}
+        if self.packed:
+            changes |= {"longest": self.longest, "rows": Sizes.rows * 2 * (Sizes.longest + 1) // self.row_length}
+        return Arm(self.start, RATE, changes=tuple(changes.items()))
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"packed/{self.arm.name}" if self.packed else self.arm.name
+
+
+STUDIES = {
+    "table": [Run(passed=passed) for passed in (False, True)],
+    "starts": [Run(start=start) for start in ("default", "one")],
+    "more": [Run(packed, True, 4 * Sizes.steps) for packed in (True, False)],
+    "longer": [Run(start=start, longest=40) for start in ("one", "default")],
+}
+TABLE = [Run(packed, passed) for packed, passed in product((False, True), repeat=2)] + STUDIES["more"][::-1]
+
+
+class PackedStudy(StringStudy):
+    """Stages are runs."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.others = ArmResults(HERE / "results")
+
+    def train(self, run: Run, seed: int) -> Result | None:
+        """Train and measure one, or read its result."""
+        arm = self.arms[run.name] = replace(run.arm, tiny=self.tiny)
+        sizes, strings = arm.sizes, arm.data(seed)
+        data: Any = PackedStrings(strings, run.row_length, len(strings)) if run.packed else strings
+        trainer: type[InitialStateTrainer] = StatePassingTrainer if run.passed else ZeroStateTrainer
+        steps = tuple(step for step in SNAPSHOTS if step < sizes.steps)
+        training = Training(sizes.steps, RATE, batch_size=sizes.rows, training_length=data.row_length, snapshots=steps)
+        return self.run(run.name, seed, training, trainer, data)
+
+    def by_step(self, run: Run) -> dict[int, list[Result]]:
+        """Measurements of all seeds that are there, here or among the results of `run.py`, by step."""
+        found: dict[int, list[Result]] = {}
+        for kept in (self.kept, self.others):
+            for seed in kept.seeds(run.name):
+                result = kept.get(run.name, seed)
+                assert result is not None
+                after = {int(key.split()[1]): result[key] for key in result if key.startswith("after")}
+                for step, measured in (after | {result["key"]["training"]["steps"]: result["measured"]}).items():
+                    found.setdefault(step, []).append(measured)
+        return found
+
+
+def row(words: Sequence[str], found: dict[int, list[Result]], measures: Sequence[str]) -> list[str]:
+    """Means over seeds after the last step, least and most."""
+    results = found[max(found)]
+    return [*words, str(len(results)), *(over_seeds(results, measure, ".2f") for measure in measures)]
+
+
+def tables(study: PackedStudy) -> dict[str, str]:
+    """Table 1 of the paper, and the two starts by the length of strings."""
+    first = [
+        row(
+            ["several" if run.packed else "one", "passed states" if run.passed else "zero", f"{run.steps:,}"],
+            found,
+            MEASURES,
+        )
+        for run in TABLE
+        if (found := study.by_step(run))
+    ]
+    second = [
+        row([f"{run.longest // 2} to {run.longest}", STARTS[run.start]], found, MEASURES[:3])
+        for run in STUDIES["starts"] + STUDIES["longer"]
+        if (found := study.by_step(run))
+    ]
+    return {
+        "packed table": markdown(["strings in a row", "trained from", "steps", "seeds", *MEASURES], first),
+        "packed starts": markdown(["symbols", "start", "seeds", *MEASURES[:3]], second),
+    }
+
+
+def figure(study: PackedStudy) -> Figure:
+    """Accuracy over steps, means over seeds with bands from least to most."""
+    lines = {
+        "default start": ("default", False, COLORS[0]),
+        "default start, from passed states": ("default", True, COLORS[1]),
+        STARTS["one"]: ("one", False, COLORS[3]),
+    }
+    shown = list(product((10, 40), ("1x", "2x")))
+    picture, axes = panels([f"{measure}, {longest // 2} to {longest} symbols" for longest, measure in shown], 2)
+    for axis, (longest, measure) in zip(axes, shown, strict=True):
+        for label, (start, passed, color) in lines.items():
+            if found := study.by_step(Run(passed=passed, start=start, longest=longest)):
+                columns = [[result[measure] for result in results] for results in found.values()]
+                band(axis, list(found), columns, 0.12, color=color, marker="o", markersize=3, label=label)
+        ticks = (*SNAPSHOTS, Run().steps)
+        axis.set_xscale("log")
+        axis.set_xticks(ticks, [f"{step:,}" for step in ticks])
+        axis.minorticks_off()
+        axis.set_ylim(-0.02, 1.04)
+        axis.set_xlabel("steps", fontsize=FONT_SIZE)
+        axis.set_ylabel("accuracy", fontsize=FONT_SIZE)
+    legend_below(picture, axes, 3)
+    return picture
+
+
+def main() -> None:
+    parser = options_of(__doc__, HERE / "results/packed")
+    parser.set_defaults(output="demo-output/mimetic_packed")
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="which (all)")
+    options = parsed(parser)
+    torch.set_num_threads(1)  # results of small trainings hang on the order of sums
+    study = PackedStudy(options)
+    for name, seed in () if options.report else product(options.studies, options.seeds):
+        for run in STUDIES[name]:
+            study.train(run, seed)
+    parts = tables(study)
+    print("\n".join(parts.values()))
+    save_png(figure(study), study.results / "packed.png")
+    page = study.results.parents[1] / "README.md"
+    if page.is_file():
+        picture = "![Accuracy over steps, packed rows](results/packed/packed.png)\n"
+        fill(page, {**parts, "packed figure": picture})
+
+
+if __name__ == "__main__":
+    main()
