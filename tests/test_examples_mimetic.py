@@ -150,6 +150,36 @@ def test_strings_in_a_stream_follow_others(begin: bool, names: dict[str, Any]) -
     assert max(shares) > 0
 
 
+def test_a_step_of_packed_rows_has_as_many_strings_as_one_of_single_strings(example: Any) -> None:
+    names = example("mimetic/packed.py")
+    run, single = names["Run"](), names["Run"](packed=False)
+    arm, strings = run.arm, run.arm.data(0)
+    assert (single.arm.sizes.rows, arm.sizes.rows, run.row_length) == (32, 14, 49)  # 49 / 23 is 220 / 103
+    rows = names["PackedStrings"](strings, run.row_length, 3000)
+    ends = sum(int((row["labels"] == 2).sum()) for row in rows.__getitems__(range(3000)))
+    assert 14 * ends / 3000 == pytest.approx(32, abs=0.5)
+    kept = names["ArmResults"](FOLDER / "results")
+    assert all(kept.seeds(names["Run"](False, passed).name) == [0, 1, 2] for passed in (False, True))
+
+
+@pytest.mark.slow
+def test_the_study_of_packed_rows_runs(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(FOLDER / "README.md", tmp_path)
+    places = ("--output", tmp_path / "out", "--results", tmp_path / "results" / "packed")
+    example("mimetic/packed.py", "--studies", "table", "starts", "--seeds", 4, "--tiny", *places)
+    printed = capsys.readouterr().out
+    assert len(trained(printed)) == 3  # the default start from zero is in both
+    page = (tmp_path / "README.md").read_text()
+    for words in (
+        "| one | zero | 2,000 | 3 | 1.00 ",
+        "| several | zero | 2 | 1 | ",
+        "| several | passed states | 2 | 1 | ",
+    ):
+        assert words in printed
+        assert words in page
+    assert (tmp_path / "results" / "packed" / "packed.png").is_file()
+
+
 def test_a_table_and_a_figure_show_means_over_seeds(names: dict[str, Any]) -> None:
     layout = names["Layout"](("start", "rate"), ("1x", "2x"), drawn=("2x",), x=1)
     seeds = {0: {"1x": 1.0, "2x": 0.25}, 2: {"1x": 1.0, "2x": 0.75}}
