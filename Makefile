@@ -1,5 +1,8 @@
-# Every target works in a fresh clone with python3.11, make and git only, whatever environment is active.
-PYTHON ?= python3.11
+# Every target works in a fresh clone with Python 3.11, 3.12 or 3.13, make and git only, whatever environment is active.
+# The first of them that starts (shims of pyenv may not) and can make environments (Debian packs ensurepip apart).
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13,$(shell $(name) -c 'import ensurepip' 2> /dev/null && echo $(name))))
+NO_PYTHON = no Python 3.11, 3.12 or 3.13 that can make environments is on the PATH. Install one, for instance with \
+	apt install python3.13-venv, brew install python@3.13 or pyenv install 3.13, or name it: make PYTHON=/path/to/python3.13
 VENV := .venv
 VENV_OLDEST := .venv-oldest
 VENV_NEWEST := .venv-newest
@@ -81,6 +84,7 @@ $(INSTALLED_OLDEST): constraints-oldest.txt
 # torch comes first and alone: together with other requirements pip may prefer a far larger build for other hardware.
 # setuptools comes before the build without isolation, so that it is pinned, too.
 $(INSTALLED) $(INSTALLED_OLDEST): pyproject.toml
+	$(if $(PYTHON),,$(error $(NO_PYTHON)))
 	@echo "Installing into $(@D); this takes about two minutes the first time."
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --constraint $(filter constraints%,$^) torch
