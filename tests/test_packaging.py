@@ -5,12 +5,16 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
+
+from hf_recurrent_lengthgen.checkpoints import papers
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "hf_recurrent_lengthgen"
@@ -133,3 +137,18 @@ for name, module in sorted(sys.modules.items()):
     assert f"{PACKAGE}.trainers" in places
     assert "trainers" not in places
     assert [place for place in places.values() if not place.startswith(str(tmp_path / "installed"))] == []
+
+
+def test_citation_and_metadata_name_the_papers_of_the_methods() -> None:
+    """The same as model cards do (`papers.py`), and the version of the package."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {
+        paper["url"]: (paper["title"], [f"{one['family-names']}, {one['given-names']}" for one in paper["authors"]])
+        for paper in citation["references"]
+    }
+    cited = (papers.UNEXPLORED_STATES, papers.MIMETIC, papers.ALIGNMENT, papers.STUFFED_MAMBA, papers.STATEX)
+    title = str.maketrans("", "", "{}")
+    assert named == {paper.address: (paper.title.translate(title), paper.authors.split(" and ")) for paper in cited}
+    assert set(project["urls"].values()) == named.keys()
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
