@@ -15,6 +15,7 @@ from hf_recurrent_lengthgen.cli.options import read_options
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
+    "coming_from",
     "evaluate",
     "diagnose",
     "states",
@@ -124,7 +125,7 @@ def test_what_a_page_shows_runs(page: str, demo_output: Path, monkeypatch: pytes
 def test_files_that_pages_name_are_there() -> None:
     named = {
         path
-        for page in (*PAGES, "hybrids_support", "read_a_diagnosis")
+        for page in (*PAGES, "hybrids_support", "read_a_diagnosis", "glossary")
         for path in re.findall(
             r"`((?:examples|benchmarks|tests|model_cards|hf_recurrent_lengthgen|\.github)/[\w./-]+)`", text_of(page)
         )
