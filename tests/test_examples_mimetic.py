@@ -168,7 +168,7 @@ def test_the_study_of_packed_rows_runs(example: Any, tmp_path: Path, capsys: pyt
     places = ("--output", tmp_path / "out", "--results", tmp_path / "results" / "packed")
     example("mimetic/packed.py", "--studies", "table", "starts", "--seeds", 4, "--tiny", *places)
     printed = capsys.readouterr().out
-    assert len(trained(printed)) == 3  # the default start from zero is in both
+    assert len(trained(printed)) == 6
     page = (tmp_path / "README.md").read_text()
     for words in (
         "| one | zero | 2,000 | 3 | 1.00 ",

@@ -5,8 +5,7 @@ is as in `run.py`, and its arms of one string in a row are shown beside. Arms th
 run again. At the end, the tables and the figure of README.md are written anew, from all arms that are there.
 
 table   from the zero state or from passed states (arXiv:2507.02782, Table 1)
-starts  from the default start and with one mimetic layer, over steps (arXiv:2410.11135, Fig. 1)
-more    passed states for twice the steps, with one string in a row or several
+starts  the same in two layers, from the default start and with one mimetic layer (arXiv:2410.11135, Fig. 1)
 longer  both starts on strings of 20 to 40 symbols (Fig. 9)
 """
 
@@ -29,14 +28,15 @@ from small_setting import Result, Training, options_of, parsed
 from starts import Arm, Sizes, StringStudy
 from study_pages import band, fill, legend_below, markdown, over_seeds, panels
 
-from hf_recurrent_lengthgen.data.tasks import PackedStrings
+from hf_recurrent_lengthgen.data.tasks import EVALUATION_SEED, PackedStrings, string_task
 from hf_recurrent_lengthgen.plotting.images import save_png
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingTrainer, ZeroStateTrainer
 
 HERE = Path(__file__).resolve().parent
 SNAPSHOTS = (125, 250, 500, 1000)
-MEASURES = ("1x", "2x", "3x", "in a stream")
+LONGER = 40
+MEASURES = ("1x", "2x", "3x", "3x beyond", "in a stream")
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Run:
     steps: int = 2 * Sizes.steps
     start: str = "default"
     longest: int = Sizes.longest
+    layers: int = Sizes.layers
 
     @property
     def row_length(self) -> int:
@@ -64,6 +65,8 @@ class Run:
         changes: dict[str, Any] = {"steps": self.steps, "passed": self.passed, "begin": True}
         if self.packed:
             changes |= {"longest": self.longest, "rows": Sizes.rows * 2 * (Sizes.longest + 1) // self.row_length}
+        if self.layers != Sizes.layers:
+            changes["layers"] = self.layers
         return Arm(self.start, RATE, changes=tuple(changes.items()))
 
     @property
@@ -72,13 +75,16 @@ class Run:
         return f"packed/{self.arm.name}" if self.packed else self.arm.name
 
 
+def two_layers(start: str, passed: bool = False, longest: int = Sizes.longest) -> Run:
+    return Run(True, passed, Sizes.steps, start, longest, layers=2)
+
+
 STUDIES = {
     "table": [Run(passed=passed) for passed in (False, True)],
-    "starts": [Run(start=start) for start in ("default", "one")],
-    "more": [Run(packed, True, 4 * Sizes.steps) for packed in (True, False)],
-    "longer": [Run(start=start, longest=40) for start in ("one", "default")],
+    "starts": [two_layers(start, passed) for start, passed in product(("one", "default"), (False, True))],
+    "longer": [two_layers(start, longest=LONGER) for start in ("one", "default")],
 }
-TABLE = [Run(packed, passed) for packed, passed in product((False, True), repeat=2)] + STUDIES["more"][::-1]
+TABLE = [Run(packed, passed) for packed, passed in product((False, True), repeat=2)]
 
 
 class PackedStudy(StringStudy):
@@ -98,6 +104,16 @@ class PackedStudy(StringStudy):
         training = Training(sizes.steps, RATE, batch_size=sizes.rows, training_length=data.row_length, snapshots=steps)
         return self.run(run.name, seed, training, trainer, data)
 
+    def measure(self, model: Any, length: int, seed: int) -> Result:
+        """Also the share of right symbols after the first `longest` ones of strings three times as long."""
+        measured = super().measure(model, length, seed)
+        task, samples = string_task(**model.config.task), self.settings.samples
+        batch = task.resized(3 * task.longest, samples, EVALUATION_SEED).batch(range(samples))
+        with torch.no_grad():
+            hits = model.eval()(input_ids=batch["input_ids"]).logits[:, :-1].argmax(-1) == batch["labels"][:, 1:]
+        beyond = hits[:, -1 - 2 * task.longest : -1]  # the last is the end
+        return measured | {"3x beyond": round(float(beyond.float().mean()), 4)}
+
     def by_step(self, run: Run) -> dict[int, list[Result]]:
         """Measurements of all seeds that are there, here or among the results of `run.py`, by step."""
         found: dict[int, list[Result]] = {}
@@ -111,53 +127,50 @@ class PackedStudy(StringStudy):
         return found
 
 
-def row(words: Sequence[str], found: dict[int, list[Result]], measures: Sequence[str]) -> list[str]:
+def row(words: Sequence[str], found: dict[int, list[Result]]) -> list[str]:
     """Means over seeds after the last step, least and most."""
     step = max(found)
-    numbers = [over_seeds(found[step], measure, ".2f") for measure in measures]
+    numbers = [over_seeds(found[step], name, ".2f") if name in found[step][0] else "-" for name in MEASURES]
     return [*words, f"{step:,}", str(len(found[step])), *numbers]
 
 
 def tables(study: PackedStudy) -> dict[str, str]:
-    """Table 1 of the paper, and the two starts by the length of strings."""
+    """Table 1 of the paper, and the two starts."""
+    states = ("zero", "passed states")
     first = [
-        row(["several" if run.packed else "one", "passed states" if run.passed else "zero"], found, MEASURES)
+        row(["several" if run.packed else "one", states[run.passed]], found)
         for run in TABLE
         if (found := study.by_step(run))
     ]
     second = [
-        row([f"{run.longest // 2} to {run.longest}", STARTS[run.start]], found, MEASURES[:3])
+        row([f"{run.longest // 2} to {run.longest}", STARTS[run.start], states[run.passed]], found)
         for run in STUDIES["starts"] + STUDIES["longer"]
         if (found := study.by_step(run))
     ]
     return {
         "packed table": markdown(["strings in a row", "trained from", "steps", "seeds", *MEASURES], first),
-        "packed starts": markdown(["symbols", "start", "steps", "seeds", *MEASURES[:3]], second),
+        "packed starts": markdown(["symbols", "start", "trained from", "steps", "seeds", *MEASURES], second),
     }
 
 
 def figure(study: PackedStudy) -> Figure:
-    """Accuracy over steps, means over seeds with bands from least to most."""
-    lines = {
-        "default start": ("default", False, COLORS[0]),
-        "default start, from passed states": ("default", True, COLORS[1]),
-        STARTS["one"]: ("one", False, COLORS[3]),
-    }
-    shown = list(product((10, 40), ("1x", "2x")))
+    """Accuracy over steps of the two starts, means over seeds with bands from least to most."""
+    shown = [*product((Sizes.longest,), ("1x", "3x")), *product((LONGER,), ("1x", "2x"))]
     picture, axes = panels([f"{measure}, {longest // 2} to {longest} symbols" for longest, measure in shown], 2)
     for axis, (longest, measure) in zip(axes, shown, strict=True):
-        for label, (start, passed, color) in lines.items():
-            if found := study.by_step(Run(passed=passed, start=start, longest=longest)):
+        for color, (start, passed) in zip(COLORS, product(("one", "default"), (False, True)), strict=False):
+            if found := study.by_step(two_layers(start, passed, longest)):
+                label = f"{STARTS[start]}, from {'passed states' if passed else 'zero'}"
                 columns = [[result[measure] for result in results] for results in found.values()]
                 band(axis, list(found), columns, 0.12, color=color, marker="o", markersize=3, label=label)
-        ticks = (*SNAPSHOTS, Run().steps)
+        ticks = (*SNAPSHOTS[:-1], Sizes.steps)
         axis.set_xscale("log")
         axis.set_xticks(ticks, [f"{step:,}" for step in ticks])
         axis.minorticks_off()
         axis.set_ylim(-0.02, 1.04)
         axis.set_xlabel("steps", fontsize=FONT_SIZE)
         axis.set_ylabel("accuracy", fontsize=FONT_SIZE)
-    legend_below(picture, axes, 3)
+    legend_below(picture, axes, 2)
     return picture
 
 
