@@ -13,7 +13,7 @@ from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.surgery.mimetic import DELTA_BIAS
 
 C = 5.0
-"""Strength of slow decays: head h = 1, 2, ... starts with (h + 1)^-5 per token, as in the demo."""
+"""Strength of slow decays: a rate u is (u + 1)^-5 per token, of u = 1, 2, ... or as the model has it."""
 SHARED = {"hidden_size": 96, "num_hidden_layers": 2, "tie_word_embeddings": True}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
 MAMBA = {"initialization": "mamba-ssm"}
