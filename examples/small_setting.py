@@ -18,7 +18,7 @@ from typing import Any
 
 from arm_results import ArmResults, Result, read_json
 from matplotlib.axes import Axes
-from study_pages import draw, fill, write_stages
+from study_pages import draw, fill, perplexities, write_stages
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, set_seed
 
@@ -34,7 +34,7 @@ from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.context_harm.measure import evaluate_model
 from hf_recurrent_lengthgen.metrics.misalignment import long_short_misalignment
 from hf_recurrent_lengthgen.models import StatefulDeltaNetForCausalLM, StatefulMamba2Config, StatefulMamba2ForCausalLM
-from hf_recurrent_lengthgen.plotting.style import INK, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.plotting.style import INK, mark_training_lengths, perplexity_axis, position_axis
 from hf_recurrent_lengthgen.surgery import mimetic_initialization
 from hf_recurrent_lengthgen.trainers import InitialStateTrainer, ZeroStateTrainer
 from hf_recurrent_lengthgen.trainers.run.records import RunFacts
@@ -200,7 +200,6 @@ class Stages:
                 max_steps=training.steps,
                 learning_rate=training.learning_rate,
                 per_device_train_batch_size=batch,
-                lr_scheduler_type="cosine",
                 warmup_steps=training.warmup,
                 adam_beta2=0.95,
                 max_grad_norm=1.0,
@@ -210,7 +209,7 @@ class Stages:
                 report_to="none",
                 disable_tqdm=True,
                 dataloader_pin_memory=False,
-                **options,
+                **{"lr_scheduler_type": "cosine"} | options,
             )
             trainer = trainer_class(model, arguments, train_dataset=data, data_collator=self.collator)
             trainer.facts = self.facts(name, seed, length)
@@ -308,6 +307,18 @@ class Study(Stages):
 
     def shown(self, measured: Result) -> str:
         return f"harm {measured['harm_last']['mean']:+.3f}"
+
+    def draw_perplexity(
+        self, axis: Axes, lines: Mapping[str, tuple[str, Sequence[Result]]], length: int | None = None
+    ) -> None:
+        """Perplexity against position, as `draw_harm`, from an eighth of `length` on."""
+        length = length or self.settings.training_length
+        first = max(1, length // 8)
+        for label, (color, results) in lines.items():
+            draw(axis, perplexities(results), "perplexity", first, color=color, label=label)
+        position_axis(axis, first, self.length)
+        perplexity_axis(axis)
+        mark_training_lengths(axis, [length])
 
     def draw_harm(
         self, axis: Axes, lines: Mapping[str, tuple[str, Sequence[Result]]], length: int | None = None

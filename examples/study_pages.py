@@ -7,11 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from arm_results import Result
+from arm_results import Result, read_json
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from hf_recurrent_lengthgen.evaluation.statistics import perplexity
 from hf_recurrent_lengthgen.models.state_on_disk import replacing
 from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, GRID, INK, MUTED
 
@@ -77,6 +78,12 @@ def write_stages(path: Path, setting: Result, results: Mapping[str, Mapping[int,
         file.write_text(f'{{"setting": {json.dumps(setting)},\n"stages": {{\n{everything}}}}}\n', encoding="utf-8")
 
 
+def read_stages(path: Path) -> dict[str, dict[int, Result]]:
+    """The results that `write_stages` wrote."""
+    stages = read_json(path)["stages"]
+    return {name: {int(seed): result for seed, result in seeds.items()} for name, seeds in stages.items()}
+
+
 def panels(titles: Sequence[str], columns: int) -> tuple[Figure, list[Axes]]:
     """Panels row by row in the look of the package's figures."""
     rows = -(-len(titles) // columns)
@@ -109,8 +116,13 @@ def band(axis: Axes, x: Sequence[float], columns: Sequence[Sequence[float]], alp
     axis.fill_between(x, list(map(min, columns)), list(map(max, columns)), color=style["color"], alpha=alpha, lw=0)
 
 
+def perplexities(results: Iterable[Result]) -> list[Result]:
+    """What `draw` takes as "perplexity": exp of the mean loss by position, as in the package's figures."""
+    return [{"perplexity": {**each["nll"], "mean": perplexity(each["nll"]["mean"]).tolist()}} for each in results]
+
+
 def draw(axis: Axes, results: Sequence[Result], curve: str, first: int, **style: Any) -> None:
-    """The mean over seeds of "nll" or "harm" from `first` tokens of context on, and the band from least to most."""
+    """Mean over seeds of "nll", "harm" or "perplexity" from `first` tokens of context on, band from least to most."""
     edges = results[0][curve]["edges"]
     skipped = sum(edge < first - 1 for edge in edges[:-1])
     x = [((a + 1) * b) ** 0.5 for a, b in pairwise(edges)][skipped:]

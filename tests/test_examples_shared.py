@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from argparse import Namespace
@@ -80,6 +81,27 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> Any:
     import small_setting
 
     return small_setting
+
+
+def test_stages_are_read_as_they_were_written_and_perplexity_is_exp_of_the_loss(shared: Any, tmp_path: Path) -> None:
+    import study_pages
+
+    curve = {"edges": [0, 8, 16], "mean": [0.0, math.log(5)]}
+    stages = {"base": {0: {"nll": curve}, 2: {"nll": curve | {"mean": [1.0, 2.0]}}}}
+    study_pages.write_stages(tmp_path / "stages.json", {"steps": 2}, stages)
+    assert study_pages.read_stages(tmp_path / "stages.json") == stages
+    first, second = study_pages.perplexities(stages["base"].values())
+    assert first["perplexity"] == {"edges": [0, 8, 16], "mean": pytest.approx([1, 5])}
+    assert second["perplexity"]["mean"] == pytest.approx([math.e, math.e**2])
+    assert stages["base"][0]["nll"]["mean"] == [0.0, math.log(5)]
+
+
+@pytest.mark.parametrize("study", ["failure", "forgetting", "interventions"])
+def test_results_that_a_figure_is_drawn_from_are_kept_beside_it(shared: Any, study: str) -> None:
+    import study_pages
+
+    stages = study_pages.read_stages(EXAMPLES / study / f"{study}.json")
+    assert all(len(study_pages.perplexities(seeds.values())) == len(seeds) for seeds in stages.values())
 
 
 def test_results_of_other_settings_are_none(shared: Any, tmp_path: Path) -> None:

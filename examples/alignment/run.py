@@ -154,19 +154,19 @@ def report(study: AlignmentStudy, seeds: list[int]) -> None:
     head = ["crops start", "added", "seeds", f"harm at {start:,}-{stop:,}", "loss there", f"loss inside {length}"]
     table = markdown([*head, "context use", "SCE inside", "Jeffreys inside", "Jeffreys beyond"], rows)
     figure(study, measured)
-    picture = "![Harm against position: a panel for each way to start the crops](results/alignment.png)\n"
+    picture = "![Perplexity against position: a panel for each way to start the crops](results/alignment.png)\n"
     study.show(HERE / "README.md", {"figure": picture, "table": table})
     print(table)
 
 
 def figure(study: AlignmentStudy, measured: dict[str, dict[int, Result]]) -> None:
-    """Harm against position, a panel for each way to start the crops."""
+    """Perplexity against position, a panel for each way to start the crops."""
     picture, axes = panels([f"Crops start: {source.label}" for source in SOURCES.values()], 2)
     for axis, start in zip(axes, SOURCES, strict=True):
         looks = {"base": ("base", "#d55e00")} | {f"{start}/{added}": term[:2] for added, term in TERMS.items()}
         there = {name: look for name, look in looks.items() if name in measured}
         lines = {label: (color, [*measured[name].values()]) for name, (label, color) in there.items()}
-        study.draw_harm(axis, lines)
+        study.draw_perplexity(axis, lines)
     legend_below(picture, axes, 5)
     save_png(picture, study.results / "alignment.png")
 

@@ -14,13 +14,14 @@ import torch
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.metrics.remembrance.measure import effective_remembrance
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, perplexity_axis, position_axis
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer, ZeroStateTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from small_setting import Result, Study, Training, options_of
-from study_pages import band, draw, markdown, over_seeds, panels
+from study_pages import band, draw, markdown, over_seeds, panels, perplexities, read_stages
 
+HERE = Path(__file__).resolve().parent
 COLORS = ("#56b4e9", "#009e73", "#d55e00", "#7a3b9c", "#a8780f")
 LINES = ("solid", (0, (5, 2)), "solid", (0, (1, 1)), "solid")
 MULTIPLES = (0.25, 0.5, 1, 2)
@@ -109,21 +110,21 @@ def series(study: Study, seeds: list[int]) -> dict[str, dict[str, dict[int, Resu
 
 
 def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> None:
-    """Loss, harm and Remembrance, one column per series."""
-    quantities = {"nll": "loss (nats per byte)", "harm": "harm of extra context", "remembrance": "remembrance"}
+    """Perplexity, harm and Remembrance, one column per series."""
+    quantities = {"perplexity": "perplexity per byte", "harm": "harm of extra context", "remembrance": "remembrance"}
     titles = [f"{panel}: {quantity}" for quantity in quantities.values() for panel in measured]
     picture, axes = panels(titles, len(measured))
     length = study.settings.training_length
     places = [(curve, panel) for curve in quantities for panel in measured]
     for axis, (curve, panel) in zip(axes, places, strict=True):
-        first = length // 8 if curve == "nll" else length // 4
+        first = length // 8 if curve == "perplexity" else length // 4
         for (label, results), color, line in zip(measured[panel].items(), COLORS, LINES, strict=False):
             values, style = list(results.values()), {"color": color, "linestyle": line, "label": label}
             if values and curve == "remembrance":
                 x = values[0]["remembrance"]["kept"]
                 band(axis, x, list(zip(*(each["remembrance"]["mean"] for each in values), strict=True)), 0.18, **style)
             elif values:
-                draw(axis, values, curve, first, **style)
+                draw(axis, perplexities(values) if curve == "perplexity" else values, curve, first, **style)
         if curve == "remembrance":
             position_axis(axis, 1, 4 * length)
             axis.set_xlabel(f"last bytes kept, of {4 * length}", fontsize=FONT_SIZE)
@@ -135,6 +136,8 @@ def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> N
                 axis.axvline(multiple * length, color=color, linewidth=1, linestyle=(0, (2, 2)))
         else:
             mark_training_lengths(axis, [length])
+        if curve == "perplexity":
+            perplexity_axis(axis)
         if curve == "harm":
             axis.axhline(0, color=INK, linewidth=1, zorder=0)
     save_png(picture, study.output / "failure.png")
@@ -142,7 +145,12 @@ def figure(study: Study, measured: dict[str, dict[str, dict[int, Result]]]) -> N
 
 def report(study: Study, seeds: list[int]) -> None:
     """Figure, table and numbers of the stages that are there."""
+    study.output.mkdir(parents=True, exist_ok=True)
     measured = series(study, seeds)
+    if not measured:
+        for name, results in read_stages(HERE / "failure.json").items():
+            panel, _, label = name.partition(": ")
+            measured.setdefault(panel, {})[label] = results
     figure(study, measured)
     rows = []
     for panel, curves in measured.items():

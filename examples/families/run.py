@@ -237,7 +237,7 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
     (study.results / "families.md").write_text(text, encoding="utf-8")
     variants = {name: methods for name, methods in measured.items() if name.endswith(VARIANTS)}
     families = {name: methods for name, methods in measured.items() if name not in variants}
-    parts = {"families": families, "variants": variants}
+    parts = {"families": families, "harm": families, "variants": variants}
     figures = {f"{name} figure": figure(study, name, part) for name, part in parts.items() if part}
     if study.results == HERE / "results":
         fill(HERE / "README.md", figures)
@@ -287,7 +287,8 @@ def harm_of(results: dict[int, Result]) -> float:
 
 
 def figure(study: FamilyStudy, name: str, measured: Measured) -> str:
-    """Harm against position, a panel for each family, as NAME.png; what a README says to show it."""
+    """Harm, or perplexity as "families", against position, a panel for each family, as NAME.png; how to show it."""
+    what, unit = ("Perplexity", "perplexity, per byte") if name == "families" else ("Harm", "harm, nats per byte")
     picture, axes = panels([FAMILIES[family].label for family in measured], min(4, len(measured)))
     for axis, (family, methods) in zip(axes, measured.items(), strict=True):
         lines = {
@@ -295,14 +296,17 @@ def figure(study: FamilyStudy, name: str, measured: Measured) -> str:
             for method, results in methods.items()
             if method not in EXTRA
         }
+        if name == "families":
+            study.draw_perplexity(axis, lines, study.length_of(family))
+            continue
         study.draw_harm(axis, lines, study.length_of(family))
         low, high = axis.get_ylim()
         axis.set_ylim(min(low, -0.02), max(high, 0.1))
     for axis in axes[::4]:
-        axis.set_ylabel("harm, nats per byte", fontsize=FONT_SIZE - 1, color=INK)
+        axis.set_ylabel(unit, fontsize=FONT_SIZE - 1, color=INK)
     legend_below(picture, axes, 6)
     save_png(picture, study.results / f"{name}.png")
-    return f"![Harm against position: a panel for each family](results/{name}.png)\n"
+    return f"![{what} against position: a panel for each family](results/{name}.png)\n"
 
 
 def main() -> None:

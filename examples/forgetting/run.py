@@ -23,15 +23,16 @@ from hf_recurrent_lengthgen.evaluation.results import DataRecord, DataSource
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 from hf_recurrent_lengthgen.models.scan_forgetting import in_words
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.plotting.style import FONT_SIZE, INK, mark_training_lengths, perplexity_axis, position_axis
 from hf_recurrent_lengthgen.trainers import StatePassingTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from forgetting_search import INSERTIONS, PAPER, forgetting_grid, rule_of, search_forgetting
 from small_setting import Result, SlowStudy, Training, parse
-from study_pages import draw, markdown, nll_last, over_seeds, panels
+from study_pages import draw, markdown, nll_last, over_seeds, panels, perplexities, read_stages
 
+HERE = Path(__file__).resolve().parent
 WINDOWS = (0.5, 1, 2, 4)
 """In training lengths."""
 RETENTIONS = (1.0, 0.9999, 0.999, 0.99, 0.97, 0.9)
@@ -150,7 +151,7 @@ def tables(study: SlowStudy, measured: dict[str, dict[int, Result]]) -> str:
 
 
 def figure(study: SlowStudy, measured: dict[str, dict[int, Result]]) -> None:
-    """Loss and harm against position, after Fig. 4 of arXiv:2410.07145, and the loss with each window."""
+    """Perplexity and harm against position, after Fig. 4 of arXiv:2410.07145, and perplexity with each window."""
     length = study.settings.training_length
     methods = {
         "base": ("nothing (base)", "#d55e00", "solid"),
@@ -164,17 +165,20 @@ def figure(study: SlowStudy, measured: dict[str, dict[int, Result]]) -> None:
     windows = {
         f"window_{x:g}": (labels(study)[f"window_{x:g}"], *look) for x, look in zip(WINDOWS, looks, strict=True)
     }
-    loss, harm = "Loss (nats per byte)", "Harm of extra context (nats per byte)"
-    picture, axes = panels([loss, harm, "Loss with a window (nats per byte)"], 3)
-    shown = [("nll", methods), ("harm", methods), ("nll", {"base": methods["base"], **windows})]
+    harm = "Harm of extra context (nats per byte)"
+    picture, axes = panels(["Perplexity per byte", harm, "Perplexity per byte with a window"], 3)
+    shown = [("perplexity", methods), ("harm", methods), ("perplexity", {"base": methods["base"], **windows})]
     for axis, (curve, lines) in zip(axes, shown, strict=True):
-        first = length // 8 if curve == "nll" else length // 2
+        first = length // 8 if curve == "perplexity" else length // 2
         for name, (label, color, line) in lines.items():
-            draw(axis, list(measured[name].values()), curve, first, color=color, linestyle=line, label=label)
+            results = list(measured[name].values())
+            values = perplexities(results) if curve == "perplexity" else results
+            draw(axis, values, curve, first, color=color, linestyle=line, label=label)
         position_axis(axis, first, study.length)
         mark_training_lengths(axis, [length])
     axes[1].axhline(0, color=INK, linewidth=1, zorder=0)
     for axis in (axes[0], axes[2]):
+        perplexity_axis(axis)
         axis.legend(loc="upper left", bbox_to_anchor=(0, -0.2), ncols=2, fontsize=FONT_SIZE - 1.5, frameon=False)
     save_png(picture, study.output / "forgetting.png")
 
@@ -185,9 +189,12 @@ def report(study: SlowStudy, seeds: list[int]) -> None:
     for name in labels(study):
         kept = {seed: study.kept.get(f"forgetting/{name}", seed) for seed in seeds}
         measured[name] = {seed: result["measured"] for seed, result in kept.items() if result is not None}
+    if not any(measured.values()):
+        measured = read_stages(HERE / "forgetting.json")
     missing = [name for name, results in measured.items() if not results]
     if missing:
         raise SystemExit(f"Nothing is measured yet of {', '.join(missing)}: run without --report.")
+    study.output.mkdir(parents=True, exist_ok=True)
     text = tables(study, measured)
     (study.output / "forgetting.md").write_text(text, encoding="utf-8")
     study.write_results(study.output / "forgetting.json", measured)

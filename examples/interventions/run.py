@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from hf_recurrent_lengthgen.data import ContinuedChunks
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.plotting.style import INK, mark_training_lengths, position_axis
+from hf_recurrent_lengthgen.plotting.style import INK, mark_training_lengths, perplexity_axis, position_axis
 from hf_recurrent_lengthgen.trainers import (
     AlignmentTrainer,
     FittedNoiseTrainer,
@@ -30,8 +30,9 @@ from hf_recurrent_lengthgen.trainers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from small_setting import Result, Study, Training, options_of
-from study_pages import draw, legend_below, markdown, over_seeds, panels
+from study_pages import draw, legend_below, markdown, over_seeds, panels, perplexities, read_stages
 
+HERE = Path(__file__).resolve().parent
 NOISE = (0.1, 0.3, 1.0, 3.0, 10.0)
 """Standard deviations of random noise, as fractions of the final states' root mean square under plain training."""
 
@@ -138,7 +139,7 @@ def labels(study: Study) -> dict[str, str]:
 
 
 def figure(study: Study, measured: dict[str, dict[int, Result]], noise: str) -> None:
-    """Loss and harm against position, after Fig. 5 of arXiv:2507.02782."""
+    """Perplexity and harm against position, after Fig. 5 of arXiv:2507.02782."""
     looks = {
         "base": ("base", "#d55e00", "solid"),
         "control": ("plain training", "#a8780f", (0, (5, 2))),
@@ -147,14 +148,17 @@ def figure(study: Study, measured: dict[str, dict[int, Result]], noise: str) -> 
         "state_passing": ("state passing", "#0072b2", "solid"),
         "tbtt": ("TBTT", "#009e73", (0, (5, 2))),
     }
-    picture, axes = panels(["Negative log-likelihood (nats per byte)", "Harm of extra context (nats per byte)"], 2)
+    picture, axes = panels(["Perplexity per byte", "Harm of extra context (nats per byte)"], 2)
     length = study.settings.training_length
-    for axis, curve, first in zip(axes, ("nll", "harm"), (length // 8, length // 2), strict=True):
+    for axis, curve, first in zip(axes, ("perplexity", "harm"), (length // 8, length // 2), strict=True):
         for name, (label, color, line) in looks.items():
             if measured.get(name):
-                draw(axis, list(measured[name].values()), curve, first, color=color, linestyle=line, label=label)
+                results = list(measured[name].values())
+                shown = perplexities(results) if curve == "perplexity" else results
+                draw(axis, shown, curve, first, color=color, linestyle=line, label=label)
         position_axis(axis, first, study.length)
         mark_training_lengths(axis, [length])
+    perplexity_axis(axes[0])
     axes[1].axhline(0, color=INK, linewidth=1, zorder=0)
     legend_below(picture, axes, 6)
     save_png(picture, study.output / "interventions.png")
@@ -162,7 +166,7 @@ def figure(study: Study, measured: dict[str, dict[int, Result]], noise: str) -> 
 
 def report(study: Study, seeds: list[int]) -> None:
     """Figure, table and numbers of the stages that are there."""
-    measured = study.measured(labels(study), seeds)
+    measured = study.measured(labels(study), seeds) or read_stages(HERE / "interventions.json")
     rows = []
     for name, results in measured.items():
         values = list(results.values())
@@ -173,9 +177,11 @@ def report(study: Study, seeds: list[int]) -> None:
     head = ["method", "seeds", f"harm at {start:,}-{stop:,}", f"loss at {start:,}-{stop:,}"]
     head += [f"loss inside {study.settings.training_length}", "context use", "misalignment"]
     table = markdown(head, rows)
+    study.output.mkdir(parents=True, exist_ok=True)
     (study.output / "interventions.md").write_text(table, encoding="utf-8")
     study.write_results(study.output / "interventions.json", measured)
-    figure(study, measured, best_noise(study, seeds[0]) or next(iter(noises())))
+    noisy = [name for name in noises() if seeds[0] in measured.get(name, {})]
+    figure(study, measured, min(noisy, key=lambda name: measured[name][seeds[0]]["harm_last"]["mean"], default=""))
     print(table)
 
 

@@ -157,7 +157,7 @@ def perplexity_axis(axes: Axes) -> None:
     axes.set_yscale("log")
     axes.set_ylim(bottom=max(axes.get_ylim()[0], 1))
     low, high = axes.get_ylim()
-    few = [float(place) for place in MaxNLocator(4).tick_values(low, high)]
+    few = [float(place) for place in MaxNLocator(6, steps=[1, 2, 5, 10]).tick_values(low, high)]
     many = [step * 10.0**power for power in range(math.ceil(math.log10(high))) for step in (1, 2, 5)]
     places = [place for place in (few if high < 10 * low else many) if low <= place <= high]
     set_ticks(axes.yaxis, places[:: 1 + len(places) // 9], "{:,.6g}".format)
