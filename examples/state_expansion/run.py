@@ -49,9 +49,7 @@ class Study:
 
     def key(self, name: str) -> Any:
         """The settings as results have them."""
-        # decays of a mimetic start once were -n^-c in head n = 1, 2, ..., whatever the model's own
-        scaled = {"decays": "scaled"} if name != HEADS and BASES[name].mimetic else {}
-        return json.loads(json.dumps(asdict(self.settings_of(name)) | scaled))
+        return json.loads(json.dumps(asdict(self.settings_of(name))))
 
     def arms(self, name: str) -> dict[str, Callable[[int], Any]]:
         """The stages of a base, without the bases, or of "heads", and what trains them for a seed."""
