@@ -1,5 +1,6 @@
 """Numbers of bit strings as outputs: strings, representations, the Transformer against loops, and the study."""
 
+import itertools
 import json
 import math
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -277,3 +279,33 @@ def test_the_table_holds_the_numbers_of_the_result_file() -> None:
             errors = [found["errors"][str(length)] for found in seeds.values()]
             numbers = [float(number) for number in re.findall(r"[\d.]+(?:e[+-]\d+)?", cell)]
             assert numbers == [float(f"{x:.2g}") for x in (statistics.fmean(errors), min(errors), max(errors))]
+
+
+@pytest.mark.parametrize("quantity", ["mean", "length", "sum"])
+def test_the_loss_of_theorem_2_is_that_of_linear_attention_on_all_strings(quantity: str, example: Any) -> None:
+    study = example("output_representations/theorem.py")
+    one, zero, length = (0.7, 1.3), (-0.4, 2.1), 5  # q and kappa of a one, and of a zero
+    errors = []
+    for bits in itertools.product((0, 1), repeat=length):
+        query = (one if bits[-1] else zero)[0]
+        attended = sum(query * (one if bit else zero)[1] for bit in bits) / length  # Eq. 7 of arXiv:2506.11769
+        truth = {"mean": sum(bits) / length, "length": length, "sum": sum(bits)}[quantity]
+        errors.append((attended - truth) ** 2)
+    found = study["residuals"](np.array([one[0], zero[0], one[1], zero[1]]), quantity, length)
+    assert (found**2).sum() == pytest.approx(sum(errors) / 2**length)
+
+
+def test_lengths_have_the_closed_form_and_sums_half_of_the_printed_one(example: Any) -> None:
+    study = example("output_representations/theorem.py")
+    assert study["closed_form"]("length", 10, 30) == 24.5**2
+    best = study["least"]("length", 10)
+    assert (study["residuals"](best, "length", 30) ** 2).sum() == pytest.approx(24.5**2, rel=1e-3)
+    harmonic = 7381 / 2520
+    gamma = 130 / (2 * (10 + harmonic))
+    ones = study["residuals"](np.array([gamma, gamma, 1.0, 0.0]), "sum", 30)  # kappa of a zero is 0, as in Eq. 16
+    assert (ones**2).sum() == pytest.approx(study["closed_form"]("sum", 10, 30) / 2)
+
+
+def test_the_table_of_theorem_2_has_the_closed_forms() -> None:
+    [part] = re.findall(r"<!-- theorem -->\n(.*?)<!-- end -->", (FOLDER / "README.md").read_text(), flags=re.DOTALL)
+    assert "| length | closed form | 42.2 | 210 | 600 | 1.98e+03 |" in part  # 6.5, 14.5, 24.5 and 44.5 squared
