@@ -34,9 +34,13 @@ class Layout(NamedTuple):
 
 
 def table(layout: Layout, results: Measured) -> str:
-    """One row for each arm: mean over seeds, least and most."""
+    """One row for each arm: mean over seeds, least and most. A seed with * is of "before" (`StringStudy`)."""
     rows = [
-        [FAMILIES[family], *labels, ", ".join(map(str, seeds))]
+        [
+            FAMILIES[family],
+            *labels,
+            ", ".join(f"{seed}*" if of.get("before") else f"{seed}" for seed, of in seeds.items()),
+        ]
         + [over_seeds(list(seeds.values()), measure, ".2f") for measure in layout.measures]
         for (family, labels), seeds in results.items()
     ]

@@ -128,7 +128,7 @@ def measured(study: StringStudy, name: str) -> Measured:
     """Measurements of the arms that have any, of all seeds."""
     seeds = sorted({seed for _, seed in study.kept.arms()})
     of_arms = {
-        (family, labels): {seed: result["measured"] for seed in seeds if (result := study.arm(arm, seed))}
+        (family, labels): {seed: result for seed in seeds if (result := study.measured_of(arm, seed))}
         for family in FAMILIES
         for labels, arm in STUDIES[name][0](family)
     }

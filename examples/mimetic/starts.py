@@ -1,6 +1,7 @@
 """The models of the study: how their layers start, what they are trained on, how well they do on longer strings."""
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -147,6 +148,15 @@ class StringStudy(Stages):
         trainer: type[InitialStateTrainer] = StatePassingTrainer if sizes.passed else ZeroStateTrainer
         training = Training(sizes.steps, arm.learning_rate, batch_size=sizes.rows, training_length=data.row_length)
         return self.run(arm.name, seed, training, trainer, data, checkpoint)
+
+    def measured_of(self, arm: Arm, seed: int) -> Result | None:
+        """What is kept of an arm, and whether it is of "before" decays were scaled; None if it was made otherwise."""
+        self.arms[arm.name] = replace(arm, tiny=self.tiny)
+        made, result = json.loads(json.dumps(self.made_of(arm.name))), self.result(arm.name, seed)
+        decays = made.pop("decays", None)
+        if result is None or any(result["key"].get(name) != value for name, value in made.items()):
+            return None
+        return result["measured"] | {"before": result["key"].get("decays") != decays}
 
     def made_of(self, name: str) -> dict[str, Any]:
         arm = self.arms[name]
