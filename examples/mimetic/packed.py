@@ -4,9 +4,10 @@ Rows hold several strings, as in the code of Jelassi et al., 2024 (arXiv:2402.01
 is as in `run.py`, and its arms of one string in a row are shown beside. Arms that have a result in --results are not
 run again. At the end, the tables and the figure of README.md are written anew, from all arms that are there.
 
-table   from the zero state or from passed states (arXiv:2507.02782, Table 1)
-starts  the same in two layers, from the default start and with one mimetic layer (arXiv:2410.11135, Fig. 1)
-longer  both starts on strings of 20 to 40 symbols (Fig. 9)
+table    from the zero state or from passed states (arXiv:2507.02782, Table 1)
+mimetic  the same in two layers, of which one is mimetic, over steps (arXiv:2410.11135, Fig. 1)
+default  the same in two layers from the default start
+longer   both starts on strings of 20 to 40 symbols (Fig. 9)
 """
 
 import sys
@@ -81,7 +82,8 @@ def two_layers(start: str, passed: bool = False, longest: int = Sizes.longest) -
 
 STUDIES = {
     "table": [Run(passed=passed) for passed in (False, True)],
-    "starts": [two_layers(start, passed) for start, passed in product(("one", "default"), (False, True))],
+    "mimetic": [two_layers("one", passed) for passed in (False, True)],
+    "default": [two_layers("default", passed) for passed in (False, True)],
     "longer": [two_layers(start, longest=LONGER) for start in ("one", "default")],
 }
 TABLE = [Run(packed, passed) for packed, passed in product((False, True), repeat=2)]
@@ -144,7 +146,7 @@ def tables(study: PackedStudy) -> dict[str, str]:
     ]
     second = [
         row([f"{run.longest // 2} to {run.longest}", STARTS[run.start], states[run.passed]], found)
-        for run in STUDIES["starts"] + STUDIES["longer"]
+        for run in STUDIES["mimetic"] + STUDIES["default"] + STUDIES["longer"]
         if (found := study.by_step(run))
     ]
     return {
