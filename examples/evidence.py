@@ -86,6 +86,7 @@ STUDIES = {
             "state_expansion/run.py --bases mamba2_mimetic",
             "state_expansion/run.py --bases mamba2_heads --seeds 0 1 2",
             *(f"state_expansion/run.py --bases {base} --seeds 0 1 2" for base in ("gla", "heads")),
+            *(f"state_expansion/depth.py --families {family}" for family in ("mamba2", "gla")),
         ],
         "state_expansion/run.py --report",
         1.5,

@@ -73,3 +73,35 @@ def test_without_recall_a_value_is_guessed_among_those_that_are_left(example: An
     assert without_recall(settings, 1) == 1
     equal = 1 / (settings.vocabulary // 2)  # both values of two pairs are the same
     assert without_recall(settings, 2) == pytest.approx((equal + (1 - equal) / 2 + 1) / 2, abs=0.02)
+
+
+@pytest.mark.slow
+def test_arms_of_the_deep_models_differ_in_start_and_layers_only(example: Any, tmp_path: Path) -> None:
+    """1, 2 and 4 of 8 layers, evenly from the first; the copies of the code's baseline stay copies."""
+    names = example("state_expansion/depth.py")
+    settings, new_mamba2, fit = names["TINY"], names["new_mamba2"], names["fit"]
+    settings = names["replace"](settings, **names["SIZES"])
+    base = new_mamba2(settings)
+    for count, layers in ((1, [0]), (2, [0, 4]), (4, [0, 2, 4, 6])):
+        model = names["expand_state"](base, count=count, factor=4, initialization="merge-copy")
+        sizes = model.config.layer_state_sizes
+        assert [layer for layer, size in enumerate(sizes) if size == 16] == layers
+        assert names["spread_of_copies"](model, count, 4) == 0
+        fit(model, settings, 3, 1, 2)
+        assert names["spread_of_copies"](model, count, 4) < 1e-4
+    with torch.no_grad():
+        model.backbone.layers[6].mixer.in_proj.weight[2 * 64] += 10  # a row of B, of one copy
+    assert names["spread_of_copies"](model, 4, 4) > 1
+
+
+@pytest.mark.slow
+def test_a_study_of_deep_models_goes_on_where_it_stopped(example: Any, tmp_path: Path, capsys: Any) -> None:
+    command = ("state_expansion/depth.py", "--tiny", "--families", "gla", "--seeds", 3, "--results", tmp_path / "r")
+    shutil.copy(STUDY / "README.md", tmp_path)
+    example(*command, "--counts", 1)
+    assert capsys.readouterr().out.count("seed 3 gla/") == 1 + 1 + 4
+    example(*command, "--counts", 1, 4)
+    assert capsys.readouterr().out.count("seed 3 gla/") == 1 + 4  # the base again, as its weights are not kept
+    table = (tmp_path / "README.md").read_text().partition("<!-- depth_gla -->\n")[2].partition("<!-- end -->")[0]
+    assert table.count("\n| ") == 2 + 2 + 8
+    assert (tmp_path / "depth.png").read_bytes().startswith(b"\x89PNG")
