@@ -46,6 +46,7 @@ STUDIES = {
         [
             *(f"families/run.py --families {family}" for family in FAMILIES),
             "families/run.py --families mamba2 gla --methods fitted_noise_first fitted_noise_first_zero",
+            "families/shipped.py",
         ],
         "families/run.py --report",
         5.5,
@@ -63,10 +64,13 @@ STUDIES = {
         1.1,
     ),
     "interventions": Study(
-        "What does each intervention cure and cost?",
-        [f"interventions/run.py --seeds {seed}" for seed in SEEDS],
+        "What does each intervention cure and cost, after how few steps, at which learning rate?",
+        [
+            *(f"interventions/run.py --seeds {seed}" for seed in SEEDS),
+            *(f"interventions/budget.py --bases {base}" for base in ("delta_net", "mamba2")),
+        ],
         "interventions/run.py --report",
-        0.4,
+        1.0,
     ),
     "learned_state": Study(
         "What can a learned initial state learn, beside LoRA?",
