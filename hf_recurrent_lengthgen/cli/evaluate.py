@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     print(f"\n{summary_table(comparison)}")
     page = write_report(comparison, Path(options.output))
     keep_csv(page.with_name("result.csv"), comparison, options.csv)
-    if options.mean_perplexity:
+    if options.mean_perplexity or page.with_name("mean_perplexity.png").is_file():  # kept equal, as the table
         draw(mean_perplexity_figure(comparison.models), page.with_name("mean_perplexity"))
     print(f"{told_of_cache(cache)}\nReport: {page}")
     return 0

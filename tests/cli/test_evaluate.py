@@ -49,7 +49,10 @@ def test_a_second_evaluation_keeps_a_table_equal_to_its_result(
 
 def test_the_mean_of_perplexities_is_drawn_if_requested(evaluate: Evaluate, checkpoint: Path, tmp_path: Path) -> None:
     assert evaluate(checkpoint, "--mean-perplexity", "--csv") == 0
-    assert (tmp_path / "out" / "mean_perplexity.png").is_file()
+    figure = tmp_path / "out" / "mean_perplexity.png"
+    first = figure.read_bytes()
+    assert evaluate(checkpoint, "--sequences", "2") == 0  # a figure that is there is kept equal to the result
+    assert figure.read_bytes() != first
     rows = read_rows(tmp_path / "out" / "result.json")
     means = {name: [row["mean"] for row in rows if row["metric"] == name] for name in ("nll", "mean_perplexity")}
     assert len(means["nll"]) == len(means["mean_perplexity"]) == 64
