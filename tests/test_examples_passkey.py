@@ -96,3 +96,46 @@ def test_the_base_of_a_new_task_reads_text_and_codes_and_no_passkey(example: Any
     passkeys = study.prompts(128, 1, 0)[0]["input_ids"]
     assert "What is the pass key" in study.tokenizer.decode(passkeys)
     assert 0 not in passkeys  # each of its words has a token
+
+
+@pytest.mark.parametrize("task", ["qa1", "qa2"])
+def test_stories_tell_where_people_and_things_are(task: str, example: Any) -> None:
+    names = example("passkey/questions.py")
+    answers = []
+    for number, drawn in enumerate(names["drawn_questions"](task, 300, seed=3)):
+        at: dict[str, str] = {}
+        told: dict[str, int] = {}
+        held_by: dict[str, str] = {}
+        for line, fact in enumerate(drawn.facts):
+            person, *_, last = words = fact.removesuffix(".").split()
+            if last == "there":
+                thing = words[-2]
+                if words[-4] in ("dropped", "left", "discarded", "down") or words[1] == "put":
+                    assert held_by.pop(thing) == person
+                else:
+                    assert thing not in held_by
+                    assert at.get(thing, at[person]) == at[person]
+                    held_by[thing], at[thing], told[thing] = person, at[person], line
+            else:
+                assert at.get(person) != last
+                for name in (person, *(thing for thing, by in held_by.items() if by == person)):
+                    at[name], told[name] = last, line
+        asked = drawn.question.removesuffix("?").split()[-1]
+        assert (drawn.answer, drawn.supporting) == (at[asked], (told[asked],)), number
+        assert len(drawn.facts) >= 4
+        answers.append(drawn.answer)
+    assert {answers.count(place) > 25 for place in set(answers)} == {True}
+    assert len(set(answers)) == 6
+
+
+def test_rows_of_questions_have_tokens_for_all_their_words(example: Any, tmp_path: Path) -> None:
+    names = example("passkey/questions.py")
+    study = names["QuestionsStudy"](Namespace(tiny=True, output=tmp_path, results=tmp_path, report=False))
+    row = study.questions(2, seed=0)[0]
+    (facts,) = (question.facts for question in study.questions(2, seed=0).questions[:1])
+    ids = row["input_ids"].tolist()
+    for sentence in (*facts, "Question: Where is Answer:"):
+        assert 0 not in study.tokenizer(sentence).input_ids
+    assert len(ids) == 128
+    assert study.tokenizer.decode(row["labels"][row["labels"] >= 0]).split()[0] in names["PLACES"]
+    assert len(study.text(5)[0]["input_ids"]) == 128
