@@ -106,6 +106,16 @@ def test_results_of_decays_that_were_not_the_models_own_are_not_taken_for_new(
             study.arms[arm.name] = arm
             scaled += [(start, family)] if "decays" in study.made_of(arm.name) else []
     assert scaled == [(start, "mamba2") for start in ("one", "all", "a+bc", "layer 2 of one")]
+    arm, settings = replace(names["Arm"]("one"), tiny=True), {"multiples": [1, 2, 3, 4], "samples": 4}
+    study.arms[arm.name] = arm
+    key = {**study.made_of(arm.name), "settings": settings}
+    of_before = {name: value for name, value in key.items() if name != "decays"}
+    for seed, made in enumerate((key, of_before, of_before | {"arm": {}})):
+        study.kept.put(arm.name, seed, {"key": made, "measured": {"1x": 0.5}})
+    found = {seed: study.measured_of(arm, seed) for seed in range(4)}
+    assert [result and result["before"] for result in found.values()] == [False, True, None, None]
+    shown = names["table"](names["Layout"](("start",), ("1x",)), {("mamba2", ("one",)): {0: found[0], 1: found[1]}})
+    assert shown.splitlines()[2] == "| Mamba-2 | one | 0, 1* | 0.50 (0.50 to 0.50) |"
 
 
 def test_all_layers_start_from_one_of_a_teacher(
