@@ -45,7 +45,7 @@ ARMS = {"vanilla": ("vanilla training", "#a8780f"), **STARTS}
 SIZES: dict[str, Any] = {"layers": 8, "hidden_size": 32, "heads": 4, "gla_heads": 4, "state_size": 4, "factor": 4}
 TRAINED: dict[str, Any] = {"base_steps": 600, "batch_size": 32, "learning_rate": 5e-3, "evaluated_pairs": (2, 4, 8)}
 SETTINGS = {
-    "mamba2": replace(Settings(), **SIZES, **TRAINED, steps=(300,), vocabulary=16),
+    "mamba2": replace(Settings(), **SIZES | {"state_size": 8}, **TRAINED, steps=(300,), vocabulary=16),
     "gla": replace(Settings(), **SIZES, **TRAINED, steps=(200,)),
 }
 FAMILIES: dict[str, Any] = {
