@@ -67,6 +67,19 @@ def test_starts_differ_where_they_should_only(example: Any) -> None:
     assert torch.equal(mimetic.conv1d.weight[inner:], start.conv1d.weight[inner:])
 
 
+def test_four_heads_hold_as_large_a_state_as_two(example: Any) -> None:
+    names = example("state_expansion/run.py")
+    states, rates = [], []
+    for name in ("mamba2_mimetic", "mamba2_heads"):
+        base = names["BASES"][name]
+        model = names["new_model"](base, base.settings(names["Settings"]()), 0, False)
+        states.append(sum(torch.Size(shape.recurrent).numel() for shape in model.state_shapes()))
+        rates.append(torch.stack([layer.mixer.A_log.exp() for layer in model.backbone.layers]))
+    assert states[0] == states[1]
+    assert [of.shape[1] for of in rates] == [2, 4]
+    assert all(of.max() < 1 for of in rates)  # no head is left at exp(-1) per token
+
+
 def test_without_recall_a_value_is_guessed_among_those_that_are_left(example: Any) -> None:
     names = example("state_expansion/run.py")
     settings, without_recall = names["Settings"](), names["without_recall"]
