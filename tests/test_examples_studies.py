@@ -19,6 +19,10 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
     "alignment/llama.py --tiny --seeds 3 --output out --results r": (r"^seed 3 llama/", 4, "r/llama.png"),
     "hybrids/run.py --tiny --families bamba --seeds 0 --output out --results r": (r"^\| Bamba", 27, "r/hybrids.png"),
     "interventions/run.py --tiny --output out --seeds 3": (r"\| 3 \| [+-]", 19, "out/interventions.png"),
+    "interventions/budget.py --tiny --seeds 3 --rates tenth --output out --results r": (
+        *(r"^\| (DeltaNet|Mamba-2, slow start) \| (0\.1)? \| ", 12),
+        "r/budget.png",
+    ),
     "failure/run.py --tiny --output out --seeds 0": (r"\| 0 \| [+-]", 13, "out/failure.png"),
     "output_representations/run.py --tiny --output out --seeds 4": (r"\| 4 \|", 19, "out/output_representations.png"),
     "scaling_laws/run.py --quick --output out --seeds 3": (r"seed=3: ", 9, "out/recall.png"),
@@ -37,6 +41,7 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
     "passkey/keys.py --tiny --seeds 3 --kinds last --output out --results r": (r"^\| last of two codes", 5, "r"),
     "passkey/chunks.py --tiny --seeds 3 --output out --results r": (r"^\| 3 \| ", 9, "r"),
     "passkey/new_task.py --tiny --seeds 3 --output out --results r": (r"^\| 3 \| ", 3, "r"),
+    "passkey/questions.py --tiny --seeds 3 --output out --results r": (r"^\| qa[12] ", 16, "r/questions.png"),
     "passkey/mixing.py --tiny --results r": (r"^(passkeys|text) ", 8, "r/results.json"),
     "state_expansion/run.py --tiny --bases heads --seeds 0 1 --output out --results r": (r"^seed [01]", 4, "r"),
     "planted_fault.py --type bamba --training-length 16 --length 64 --sequences 4 --steps 2 --output out": (
@@ -108,9 +113,7 @@ def test_a_report_writes_the_page_that_is_there(
 
 @pytest.mark.parametrize("name", ["interventions", "failure"])
 def test_the_tables_hold_the_numbers_of_the_result_files(name: str) -> None:
-    table = [
-        line for line in (ROOT / "examples" / name / "README.md").read_text().splitlines() if line.startswith("| ")
-    ][2:]
+    table = dict(PART.findall((ROOT / "examples" / name / "README.md").read_text()))["table"].splitlines()[2:]
     stages = json.loads((ROOT / "examples" / name / f"{name}.json").read_text())["stages"]
     assert len(table) == len(stages)
     for line, seeds in zip(table, stages.values(), strict=True):
