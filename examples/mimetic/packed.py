@@ -6,8 +6,8 @@ run again. At the end, the tables and the figure of README.md are written anew, 
 
 table    from the zero state or from passed states (arXiv:2507.02782, Table 1)
 mimetic  the same in two layers, of which one is mimetic, over steps (arXiv:2410.11135, Fig. 1)
-default  the same in two layers from the default start
-longer   both starts on strings of 20 to 40 symbols (Fig. 9)
+more     passed states for three times the steps
+control  the zero state for as many
 """
 
 import sys
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from arm_results import ArmResults
 from reports import COLORS
-from run import RATE, STARTS
+from run import RATE
 from small_setting import Result, Training, options_of, parsed
 from starts import Arm, Sizes, StringStudy
 from study_pages import band, fill, legend_below, markdown, over_seeds, panels
@@ -36,7 +36,6 @@ from hf_recurrent_lengthgen.trainers import InitialStateTrainer, StatePassingTra
 
 HERE = Path(__file__).resolve().parent
 SNAPSHOTS = (125, 250, 500, 1000)
-LONGER = 40
 MEASURES = ("1x", "2x", "3x", "3x beyond", "in a stream")
 
 
@@ -53,19 +52,18 @@ class Run:
     passed: bool = False
     steps: int = 2 * Sizes.steps
     start: str = "default"
-    longest: int = Sizes.longest
     layers: int = Sizes.layers
 
     @property
     def row_length(self) -> int:
-        return (2 * self.longest + 3) * 220 // 103
+        return (2 * Sizes.longest + 3) * 220 // 103
 
     @property
     def arm(self) -> Arm:
-        """With one string in a row and `Sizes.longest` that of `run.py`."""
+        """With one string in a row, that of `run.py`."""
         changes: dict[str, Any] = {"steps": self.steps, "passed": self.passed, "begin": True}
         if self.packed:
-            changes |= {"longest": self.longest, "rows": Sizes.rows * 2 * (Sizes.longest + 1) // self.row_length}
+            changes |= {"longest": Sizes.longest, "rows": Sizes.rows * 2 * (Sizes.longest + 1) // self.row_length}
         if self.layers != Sizes.layers:
             changes["layers"] = self.layers
         return Arm(self.start, RATE, changes=tuple(changes.items()))
@@ -76,15 +74,16 @@ class Run:
         return f"packed/{self.arm.name}" if self.packed else self.arm.name
 
 
-def two_layers(start: str, passed: bool = False, longest: int = Sizes.longest) -> Run:
-    return Run(True, passed, Sizes.steps, start, longest, layers=2)
+def two_layers(passed: bool, times: int = 1) -> Run:
+    """One of them mimetic."""
+    return Run(True, passed, times * Sizes.steps, "one", layers=2)
 
 
 STUDIES = {
     "table": [Run(passed=passed) for passed in (False, True)],
-    "mimetic": [two_layers("one", passed) for passed in (False, True)],
-    "default": [two_layers("default", passed) for passed in (False, True)],
-    "longer": [two_layers(start, longest=LONGER) for start in ("one", "default")],
+    "mimetic": [two_layers(passed) for passed in (False, True)],
+    "more": [two_layers(True, 3)],
+    "control": [two_layers(False, 3)],
 }
 TABLE = [Run(packed, passed) for packed, passed in product((False, True), repeat=2)]
 
@@ -137,7 +136,7 @@ def row(words: Sequence[str], found: dict[int, list[Result]]) -> list[str]:
 
 
 def tables(study: PackedStudy) -> dict[str, str]:
-    """Table 1 of the paper, and the two starts."""
+    """Table 1 of the paper from both starts."""
     states = ("zero", "passed states")
     first = [
         row(["several" if run.packed else "one", states[run.passed]], found)
@@ -145,27 +144,34 @@ def tables(study: PackedStudy) -> dict[str, str]:
         if (found := study.by_step(run))
     ]
     second = [
-        row([f"{run.longest // 2} to {run.longest}", STARTS[run.start], states[run.passed]], found)
-        for run in STUDIES["mimetic"] + STUDIES["default"] + STUDIES["longer"]
+        row([states[run.passed]], found)
+        for run in STUDIES["mimetic"] + STUDIES["control"] + STUDIES["more"]
         if (found := study.by_step(run))
     ]
     return {
         "packed table": markdown(["strings in a row", "trained from", "steps", "seeds", *MEASURES], first),
-        "packed starts": markdown(["symbols", "start", "trained from", "steps", "seeds", *MEASURES], second),
+        "packed mimetic": markdown(["trained from", "steps", "seeds", *MEASURES], second),
     }
 
 
 def figure(study: PackedStudy) -> Figure:
-    """Accuracy over steps of the two starts, means over seeds with bands from least to most."""
-    shown = [*product((Sizes.longest,), ("1x", "3x")), *product((LONGER,), ("1x", "2x"))]
-    picture, axes = panels([f"{measure}, {longest // 2} to {longest} symbols" for longest, measure in shown], 2)
-    for axis, (longest, measure) in zip(axes, shown, strict=True):
-        for color, (start, passed) in zip(COLORS, product(("one", "default"), (False, True)), strict=False):
-            if found := study.by_step(two_layers(start, passed, longest)):
-                label = f"{STARTS[start]}, from {'passed states' if passed else 'zero'}"
+    """Accuracy over steps, means over seeds with bands from least to most."""
+    shown = ("1x", "2x", "3x", "in a stream")
+    lines = {
+        f"{words}, from {'passed states' if passed else 'zero'}": run
+        for passed in (False, True)
+        for words, run in (
+            ("four layers, default start", Run(passed=passed)),
+            ("two layers, one mimetic", two_layers(passed, 3)),
+        )
+    }
+    picture, axes = panels(shown, 2)
+    for axis, measure in zip(axes, shown, strict=True):
+        for (label, run), color in zip(lines.items(), COLORS, strict=False):
+            if found := study.by_step(run):
                 columns = [[result[measure] for result in results] for results in found.values()]
                 band(axis, list(found), columns, 0.12, color=color, marker="o", markersize=3, label=label)
-        ticks = (*SNAPSHOTS[:-1], Sizes.steps)
+        ticks = (*SNAPSHOTS, 2 * Sizes.steps, 3 * Sizes.steps)
         axis.set_xscale("log")
         axis.set_xticks(ticks, [f"{step:,}" for step in ticks])
         axis.minorticks_off()
