@@ -67,9 +67,8 @@ def draw_as_released(mixer: Any) -> None:
             nn.init.xavier_uniform_(module.weight, gain=2**-2.5)
             if module.bias is not None:
                 module.bias.zero_()
-    for name, parameter in mixer.named_parameters():
-        if "norm" in name:
-            parameter.fill_(1)
+    for parameter in (parameter for name, parameter in mixer.named_parameters() if "norm" in name):
+        parameter.fill_(1)
     if mamba:
         mixer.A_log.copy_(torch.arange(1.0, 1 + mixer.A_log.numel()).log())
         mixer.dt_bias.fill_(1)

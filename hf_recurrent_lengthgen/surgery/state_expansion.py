@@ -15,9 +15,8 @@
   the convolution, since rows and taps are both zero.
 - "released" and "merge-copy" are what the authors' code does (thunlp/StateX, commit 76d15ef), for Mamba-2 and GLA.
   "released" differs from the text: in Mamba-2 A = 1 to H, dt_bias = 1, and a new norm of the outputs; in GLA xavier
-  draws with gain 2^-2.5 and a new norm before the block. Its script for Mamba-2 expands all layers. "merge-copy" is
-  what its README compares that with: in Mamba-2 the rows of B and C are copies of the trained ones, while A, dt_bias
-  and norm are new as in "released"; in GLA ("merge") the weights of the heads are kept, and the norm before is new.
+  draws with gain 2^-2.5 and a new norm before the block. Its baseline is "merge-copy": in Mamba-2 copies of trained
+  rows of B and C, the rest as in "released"; in GLA the heads' weights are kept, and the norm before the block is new.
 
 The delta rule (DeltaNet, Gated DeltaNet, KDA, RWKV-7) cannot inherit. A key of norm 1 over g merged heads has a norm
 of about 1 / sqrt(g) in each, so that it erases 1 / g of what it erased, and g rates and decays become one. The same
