@@ -21,9 +21,8 @@ from study_pages import fill, markdown
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.data.tasks import PasskeyGrid, PasskeyTemplate, Task
-from hf_recurrent_lengthgen.evaluation.readers import reader_of
+from hf_recurrent_lengthgen.evaluation.readers import chunk_prompts, entropy_bits, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits, prefix_tree, read_tree
-from hf_recurrent_lengthgen.state_files.independent_chunks import chunk_prompts, entropy_bits
 
 HERE = Path(__file__).resolve().parent
 ARMS = ("base", "state_passing", "tbtt_16")

@@ -10,6 +10,7 @@ cache and drop the recurrent state in it.
 
 import copy
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
@@ -36,6 +37,24 @@ def nll_of(logits: Tensor, targets: Tensor) -> Tensor:
     pieces = zip(logits.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True)
     nll = torch.cat([F.cross_entropy(piece.to(dtype), own, reduction="none").float() for piece, own in pieces])
     return nll.view(targets.shape)
+
+
+def chunk_prompts(prompt: Sequence[int], length: int, after: int = 0, before: int = 0) -> list[list[int]]:
+    """The prompts [P, C_i, S] of OPRM (state_files/independent_chunks.py) with chunks C_i of `length` tokens; P is the
+    first `before` tokens, S the last `after`."""
+    if length < 1 or min(after, before) < 0:
+        raise ValueError(f"A chunk has 1 token or more, 0 or more around it; got {length}, {before}, {after}.")
+    stop = max(before, len(prompt) - after)
+    starts = [*range(before, stop - length, length), max(before, stop - length)]
+    return [[*prompt[:before], *prompt[start : min(start + length, stop)], *prompt[stop:]] for start in starts]
+
+
+def entropy_bits(logits: Tensor) -> Tensor:
+    """Entropy in bits (...) float64 of predictions from logits (..., V), of which -inf masks a token."""
+    entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(2)
+    if not bool(entropies.isfinite().all()):
+        raise ValueError("Predictions after a chunk are NaN or infinite: the model overflows. Evaluate in float32.")
+    return entropies
 
 
 class Reader:

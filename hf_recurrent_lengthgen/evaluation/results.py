@@ -12,6 +12,9 @@ from typing import Any, Literal
 
 from hf_recurrent_lengthgen.evaluation.json_schema import AnyDocument
 
+LARGEST_NLL = 300.0
+"""Perplexity counts a larger NLL as this, so that squares of perplexities fit into float64."""
+
 
 @dataclass(frozen=True)
 class Estimate:

@@ -12,13 +12,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special  # `stats` takes long to import
 
-from hf_recurrent_lengthgen.evaluation.results import Curve, Estimate
+from hf_recurrent_lengthgen.evaluation.results import LARGEST_NLL, Curve, Estimate
 from hf_recurrent_lengthgen.evaluation.settings import CONFIDENCE
 
 SHORTEST_TRAINING_LENGTH = 4
 """Shorter training lengths leave no room for the two bands of `context_use`."""
-LARGEST_NLL = 300.0
-"""Perplexity counts a larger NLL as this, so that squares of perplexities fit into float64."""
 
 
 class Interval(NamedTuple):

@@ -25,7 +25,13 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingC
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer
 from hf_recurrent_lengthgen.data.tokens import text_ids, text_prefix
-from hf_recurrent_lengthgen.evaluation.readers import StateReader, check_generation, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import (
+    StateReader,
+    check_generation,
+    chunk_prompts,
+    entropy_bits,
+    reader_of,
+)
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
     Branch,
     prefix_tree,
@@ -35,7 +41,6 @@ from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
 )
 from hf_recurrent_lengthgen.evaluation.streaming import evaluation_mode, forward_plan
 from hf_recurrent_lengthgen.harness.endings import BrokenLogits, Ending
-from hf_recurrent_lengthgen.state_files.independent_chunks import chunk_prompts, entropy_bits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 GENERATION_ARGUMENTS = {"do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "num_beams"}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.evaluation import streaming
+from hf_recurrent_lengthgen.evaluation.readers import chunk_prompts, entropy_bits
 from hf_recurrent_lengthgen.models.state_value import concatenate_rows, map_state
 from hf_recurrent_lengthgen.state_files import (
     ask,
@@ -19,7 +20,6 @@ from hf_recurrent_lengthgen.state_files import (
     read_text,
     save_text_state,
 )
-from hf_recurrent_lengthgen.state_files.independent_chunks import chunk_prompts, entropy_bits
 from tests.models.families import GLA, MAMBA2, build
 from tests.state_files.test_text_state import GREEDY, assert_same, hybrid, text
 

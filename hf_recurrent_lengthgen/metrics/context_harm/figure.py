@@ -1,13 +1,13 @@
 """One function per figure; each reads results only and returns a matplotlib Figure outside pyplot's global state."""
 
 from collections.abc import Sequence
+from math import exp
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hf_recurrent_lengthgen.evaluation.results import Curve
-from hf_recurrent_lengthgen.evaluation.statistics import perplexity
+from hf_recurrent_lengthgen.evaluation.results import LARGEST_NLL, Curve
 from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel
 from hf_recurrent_lengthgen.plotting import style
 
@@ -40,7 +40,7 @@ def in_window_figure(models: Sequence[ComparedModel]) -> Figure:
 
 
 def _exp(curve: Curve) -> Curve:
-    bins: Any = [None if nll is None else tuple(perplexity(nll)) for nll in (curve.mean, curve.low, curve.high)]
+    bins: Any = [nll and tuple(exp(min(x, LARGEST_NLL)) for x in nll) for nll in (curve.mean, curve.low, curve.high)]
     return Curve(curve.edges, *bins)
 
 
