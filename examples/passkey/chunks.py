@@ -21,7 +21,7 @@ from study_pages import fill, markdown
 
 from hf_recurrent_lengthgen import load_model
 from hf_recurrent_lengthgen.data.tasks import PasskeyGrid, PasskeyTemplate, Task
-from hf_recurrent_lengthgen.evaluation.readers import chunk_prompts, entropy_bits, reader_of
+from hf_recurrent_lengthgen.evaluation.readers import chunk_prompts, entropy, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import greedy_hits, prefix_tree, read_tree
 
 HERE = Path(__file__).resolve().parent
@@ -64,7 +64,7 @@ class ChunksStudy(PasskeyStudy):
         in_chunks = [chunk_prompts(prompt, self.chunk, self.after, self.before) for prompt in prompts]
         texts = [text for chunks in in_chunks for text in chunks]
         read = read_tree(reader_of(model), prefix_tree(texts))
-        bits = {tuple(texts[place]): float(entropy_bits(branch.last)) for place, branch in read}
+        bits = {tuple(texts[place]): float(entropy(branch.last)) for place, branch in read}
         return [min(chunks, key=lambda text: bits[tuple(text)]) for chunks in in_chunks]
 
 

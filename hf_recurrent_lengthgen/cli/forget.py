@@ -69,8 +69,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ValueError("Nothing would be forgotten, or in two ways: give --calibrate, or others of its kind.")
     unread = [name for name in CALIBRATION if getattr(options, name) != parser.get_default(name)]
     if options.calibrate is None and unread:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
-        raise ValueError(f"No text is read without --calibrate: leave {named} out, or give it.")
+        named = ", --".join(unread).replace("_", "-")
+        raise ValueError(f"No text is read without --calibrate: leave --{named} out, or give it.")
     values, _ = PreTrainedConfig.get_config_dict(options.model)
     dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "float32"), torch.float32)
     model: Any = load_model(options.model, options.trust_remote_code, dtype)  # weights stay in their dtype

@@ -40,8 +40,7 @@ def nll_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def chunk_prompts(prompt: Sequence[int], length: int, after: int = 0, before: int = 0) -> list[list[int]]:
-    """The prompts [P, C_i, S] of OPRM (state_files/independent_chunks.py) with chunks C_i of `length` tokens; P is the
-    first `before` tokens, S the last `after`."""
+    """[P, C_i, S] as in state_files/independent_chunks.py: C_i of `length`, P of `before`, S of `after` tokens."""
     if length < 1 or min(after, before) < 0:
         raise ValueError(f"A chunk has 1 token or more, 0 or more around it; got {length}, {before}, {after}.")
     stop = max(before, len(prompt) - after)
@@ -49,7 +48,7 @@ def chunk_prompts(prompt: Sequence[int], length: int, after: int = 0, before: in
     return [[*prompt[:before], *prompt[start : min(start + length, stop)], *prompt[stop:]] for start in starts]
 
 
-def entropy_bits(logits: Tensor) -> Tensor:
+def entropy(logits: Tensor) -> Tensor:
     """Entropy in bits (...) float64 of predictions from logits (..., V), of which -inf masks a token."""
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1) / math.log(2)
     if not bool(entropies.isfinite().all()):

@@ -25,13 +25,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerBase, StoppingC
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_language_model, load_tokenizer
 from hf_recurrent_lengthgen.data.tokens import text_ids, text_prefix
-from hf_recurrent_lengthgen.evaluation.readers import (
-    StateReader,
-    check_generation,
-    chunk_prompts,
-    entropy_bits,
-    reader_of,
-)
+from hf_recurrent_lengthgen.evaluation.readers import StateReader, check_generation, chunk_prompts, entropy, reader_of
 from hf_recurrent_lengthgen.evaluation.shared_prefixes import (
     Branch,
     prefix_tree,
@@ -284,7 +278,7 @@ class StateLM(TemplateLM):
         prompts = [chunk_prompts(ids, *self._split) for ids in contexts]
         texts = [text for chunks in prompts if len(chunks) > 1 for text in chunks]
         read = self._read(texts, None, disable_tqdm)
-        entropies = {tuple(texts[index]): float(entropy_bits(branch.last)) for index, branch in read}
+        entropies = {tuple(texts[index]): float(entropy(branch.last)) for index, branch in read}
         return [min(chunks, key=lambda text: entropies.get(tuple(text), 0.0)) for chunks in prompts]
 
     def _read(self, texts: list[Ids], starts: list[int] | None, disable_tqdm: bool) -> Iterator[tuple[int, Branch]]:

@@ -154,7 +154,7 @@ def with_forgetting(
     x, dt, A, B, C, D = inputs
     x, A, B, C, D = (part.to(state.recurrent.dtype) for part in (x, A, B, C, D))
     insertion, retention = float(rule.insertion), float(rule.retention)  # type: ignore[arg-type]  # as of one layer
-    run = partial(_with_shared_decay if retention < 1 else _of_tokens, partial(scan, **options), A, D)
+    run = partial(_with_decay if retention < 1 else _of_tokens, partial(scan, **options), A, D)
     with torch.autocast(x.device.type, enabled=False):
         shared = zero_past_end(dt.new_full((*dt.shape[:2], 1), -math.log(retention)), rows)
         g = torch.cat([dt, shared], dim=-1)
@@ -170,10 +170,8 @@ def _of_tokens(scan: Any, A: Tensor, D: Tensor, q: Tensor, k: Tensor, v: Tensor,
     return scan(v, g[..., :-1], A, k, q, D, state)
 
 
-def _with_shared_decay(
-    scan: Any, A: Tensor, D: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor
-) -> Any:
-    """`_of_tokens` with one more decay: other steps and rates, which give the same decays and insertions."""
+def _with_decay(scan: Any, A: Tensor, D: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> Any:
+    """`_of_tokens` with the shared decay: other steps and rates, which give the same decays and insertions."""
     dt = g[..., :-1]
     steps = g[..., -1:] - dt * A
     inputs = v * (dt / steps.masked_fill(steps == 0, 1))[..., None]

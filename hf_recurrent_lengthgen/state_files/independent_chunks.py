@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_recurrent_lengthgen.evaluation.readers import StateReader, chunk_prompts, entropy_bits
+from hf_recurrent_lengthgen.evaluation.readers import StateReader, chunk_prompts, entropy
 from hf_recurrent_lengthgen.evaluation.streaming import Tokens, evaluation_mode, reading_plan
 from hf_recurrent_lengthgen.models.state_value import concatenate_rows
 from hf_recurrent_lengthgen.state_files.origin import prefix_hash
@@ -53,7 +53,7 @@ def ask_surest(model: Any, text_state: TextState, prompt: Tensor, **generation: 
         start = start_of(model, read_text(model, ids[:, :-1], chunks) if ids.shape[1] > 1 else chunks)
         with evaluation_mode(reader.model):
             logits, _ = reader.read(ids[:, -1:], (start["initial_state"], start.get("attention_cache")), 1)
-        found.append(entropy_bits(logits[:, -1]).cpu())
+        found.append(entropy(logits[:, -1]).cpu())
     entropies = torch.cat(found)
     chunk = int(entropies.argmin())
     return ask(model, text_state.take(slice(chunk, chunk + 1)), prompt, **generation), chunk, entropies

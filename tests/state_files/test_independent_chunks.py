@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_recurrent_lengthgen.evaluation import streaming
-from hf_recurrent_lengthgen.evaluation.readers import chunk_prompts, entropy_bits
+from hf_recurrent_lengthgen.evaluation.readers import chunk_prompts, entropy
 from hf_recurrent_lengthgen.models.state_value import concatenate_rows, map_state
 from hf_recurrent_lengthgen.state_files import (
     ask,
@@ -120,8 +120,8 @@ def test_entropies_are_those_by_hand() -> None:
     masked = -math.inf
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, masked, masked], [0.0, math.log(3), masked, masked]])
     by_hand = [2.0, 1.0, 0.25 * 2 + 0.75 * math.log2(4 / 3)]
-    torch.testing.assert_close(entropy_bits(logits), torch.tensor(by_hand, dtype=torch.float64), rtol=1e-7, atol=1e-12)
-    assert entropy_bits(torch.tensor([1e4, 0.0])) == 0  # sure beyond what exponents hold
+    torch.testing.assert_close(entropy(logits), torch.tensor(by_hand, dtype=torch.float64), rtol=1e-7, atol=1e-12)
+    assert entropy(torch.tensor([1e4, 0.0])) == 0  # sure beyond what exponents hold
 
 
 def test_a_prompt_is_cut_between_beginning_and_question() -> None:
