@@ -12,7 +12,7 @@ import operator
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -223,12 +223,17 @@ class PackedStrings(KeyedRows):
 
     def __init__(self, strings: TaskStrings, row_length: int, samples: int) -> None:
         self.strings, self.name = strings, strings.name
-        super().__init__(row_length, samples, strings.seed)
+        super().__init__(operator.index(row_length), samples, strings.seed)
         if self.row_length < strings.row_length:
             raise ValueError(
                 f"{self.name}: rows of {row_length} tokens do not hold the longest string with its answer, which has "
                 f"{strings.row_length}: give longer rows (task_row_length) or shorter strings (task_length)."
             )
+
+    def resized(self, length: Any, samples: int, seed: int) -> Self:
+        """Rows of `length` tokens with strings of the same lengths, drawn from this seed."""
+        strings = self.strings.resized((self.strings.shortest, self.strings.longest), samples, seed)
+        return type(self)(strings, length, samples)
 
     @property
     def row_length(self) -> int:

@@ -119,6 +119,20 @@ def test_rows_that_do_not_hold_the_longest_string_are_refused(begin: bool) -> No
         PackedStrings(task, least, 0)
 
 
+def test_rows_of_another_seed_have_other_strings_in_rows_that_hold_them() -> None:
+    rows = PackedStrings(string_task("copying", (3, 9), 26, 5, 0, begin=True), 40, 10)
+    others = rows.resized(50, 6, 2**40)
+    new = PackedStrings(string_task("copying", (3, 9), 26, 5, 2**40, begin=True), 50, 6)
+    assert len(others) == 6
+    assert others.resume_record == new.resume_record
+    assert torch.equal(others[5]["input_ids"], new[5]["input_ids"])
+    assert not torch.equal(others[0]["input_ids"][:40], rows[0]["input_ids"])
+    with pytest.raises(ValueError, match="do not hold the longest string"):
+        rows.resized(5, 10, 0)
+    with pytest.raises(TypeError, match="integer"):
+        PackedStrings(rows.strings, (30, 60), 10)  # type: ignore[arg-type]
+
+
 def losses(model: Any, batches: list[dict[str, Tensor]], passed: bool) -> list[float]:
     """Of steps without learning, each string read from the state of the one before, also in another row if passed."""
     found, state = [], None
