@@ -182,7 +182,7 @@ def _slower(mixer: KnownMixer, c: float, offset: int) -> Tensor:
     after = -c * torch.logaddexp(before, torch.tensor(offset).double().log())
     if not (after <= before).all():
         raise ValueError(
-            f"a would make decays of layer {mixer.layer} ({mixer.kind}) faster: its A_log goes down to "
+            f"a would not make all decays of layer {mixer.layer} ({mixer.kind}) slower: its least A_log is "
             f"{before.min():.3g}, as after training or after a first call. Give a new model, once, or a=False."
         )
     return after

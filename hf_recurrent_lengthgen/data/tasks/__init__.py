@@ -6,8 +6,15 @@ from .grids import DEPTHS, BabilongGrid, NeedleGrid, PasskeyGrid, RetrievalGrid
 from .keyed_rows import EVALUATION_SEED, KeyedRows
 from .keys_in_text import KeyGrid, KeyPrompts
 from .passkey import PASSKEY_STYLES, PasskeyPrompts, PasskeyTemplate
-from .strings import STRING_TASKS, AssociativeRecall, CopyingStrings, SortingStrings, TaskStrings, string_task
-from .strings import PackedStrings as PackedStrings
+from .strings import (
+    STRING_TASKS,
+    AssociativeRecall,
+    CopyingStrings,
+    PackedStrings,
+    SortingStrings,
+    TaskStrings,
+    string_task,
+)
 
 __all__ = [
     "DEPTHS",
