@@ -148,7 +148,7 @@ class FittedNoiseConfig(InitialStateConfig):
     """`TrainingArguments` and the settings of fitted noise (Buitrago Ruiz and Gu, 2025, section 4.3)."""
 
     fitted_noise_beta: float = option(
-        0.1, "Weight of the past in the moving statistics, beta of Eq. 5 and 6. Default 0.1."
+        0.1, "Weight of the previous statistics in the moving average, beta of Eq. 5 and 6. Default 0.1."
     )
 
 

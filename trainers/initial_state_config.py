@@ -51,28 +51,28 @@ class InitialStateConfig(TrainingArguments):
     # Parameters that control attention
     attention_windows: list[int] | None = option(
         None,
-        "Windows in tokens, one of which each step draws for the attention of a hybrid (SWAX, Cabannes et "
-        "al., 2025): recurrent layers learn to remember what attention does not see. Evaluation and checkpoints "
-        "have the model's own window. Default: its own in all steps.",
+        "Attention windows in tokens of a hybrid; each training step draws one (SWAX, Cabannes et al., 2025), so "
+        "recurrent layers learn to remember what attention does not see. Evaluation and checkpoints use the "
+        "model's own window. Default: always the model's own window.",
     )
 
     # Parameters that control backpropagation through chunks
     bptt_chunk_length: int | None = option(
         None,
-        "Run each row in chunks of this many tokens and recompute their activations in the backward pass: "
-        "rows may be longer than memory allows, and gradients through the state stay exact. Evaluation of the "
-        "loss reads the same chunks. Default: whole rows.",
+        "Process each sequence in chunks of this many tokens and recompute their activations in the backward pass: "
+        "sequences may be longer than memory allows, and gradients through the state stay exact. The evaluation "
+        "loss uses the same chunks. Default: no chunks.",
     )
     bptt_window: int | None = option(
         None,
-        "Number of chunks after which the gradient through the state is stopped, counted from the end of "
-        "the row. Each such window has its own backward pass, and one without labels is only read. Default: "
-        "never; 1 for TBTT on examples.",
+        "Number of chunks after which the gradient through the state is stopped, counted from the end of the "
+        "sequence. Each group of so many chunks has its own backward pass; groups without labels run forward only. "
+        "Default: never; 1 for TBTT on examples.",
     )
 
     # Parameters that control how processes share rows
     context_parallel_size: int = option(
-        1, "Processes that share each row, each with a piece of it; they divide all processes. Default 1."
+        1, "Number of processes that split each sequence among them; must divide the number of processes. Default 1."
     )
 
     def __post_init__(self) -> None:
