@@ -249,7 +249,7 @@ def report(study: FamilyStudy, seeds: list[int]) -> None:
 def summary(measured: Measured) -> str:
     """Mean harm of the base, after plain training and after state passing; with a window of T in hybrids.
 
-    Only of those that fail. First those that do from their own start, then those that start with slow decays.
+    Only of those that fail. First those that do from the default initialization, then those with slow decay.
     """
     shown = ("base", "control", "state_passing")
     rows = []
@@ -259,8 +259,8 @@ def summary(measured: Measured) -> str:
             harms = [harm_of(methods[method]) for method in shown]
             if harms[0] >= FAILS:
                 label = FAMILIES[family].label.removesuffix(", default start").partition(" (")[0]
-                rows.append([label, "own" if own else "slow", *(f"{harm:+.2f}" for harm in harms)])
-    return markdown(["", "start", *map(label_of, shown)], rows).replace("-0.00", "+0.00")
+                rows.append([label, "default" if own else "slow decay", *(f"{harm:+.2f}" for harm in harms)])
+    return markdown(["", "initialization", *map(label_of, shown)], rows).replace("-0.00", "+0.00")
 
 
 def lengths_table(measured: Measured) -> str:
