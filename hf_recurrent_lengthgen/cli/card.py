@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 
 from hf_recurrent_lengthgen.cli.parsing import CommandParser
+from hf_recurrent_lengthgen.cli.shared_options import add_shared
 
 DESCRIPTION = """\
 Write the model card of a checkpoint into its folder: README.md with the metadata of the Hub, figures/ and results/.
 How the checkpoint was made comes from its lineage.json, which the commands of this package write. Numbers come from
 result files only, which must belong to these weights. Its section Limits says what it lacks.
 
-A card can be written again: license, language and datasets keep their last values, and your own words stay, between
-the comments "own words" and "end of own words". Changes elsewhere are lost. A README.md of another origin is replaced
-with --overwrite only.
+A card can be written again: license, language and datasets keep their last values, and so does the manual section
+between the comments "manual section" and "end of manual section". Changes elsewhere are lost. A README.md of another
+origin is replaced with --overwrite only.
 """
 EXAMPLES = """\
 lengthgen evaluate demo-output/base demo-output/cured --roles base,cured --output evaluation
@@ -37,6 +38,7 @@ def command_parser() -> CommandParser:
     add("--datasets", nargs="+", default=[], metavar="NAME", help="training data, by their names on the Hub")
     add("--authors", nargs="+", default=[], metavar="NAME", help="who made the checkpoint")
     parser.run.add_argument("--overwrite", action="store_true", help="replace any README.md")
+    add_shared(parser, "--import")
     return parser
 
 

@@ -8,10 +8,10 @@ from hf_recurrent_lengthgen.cli.shared_options import FORMATS, TITLES, add_new_f
 
 DESCRIPTION = """\
 Write a checkpoint of this package in the layout of another library, which then loads it by itself. Weights are copied
-bit for bit, and the checkpoint stays unchanged. What the other library has no name for is refused: states expanded in
+bit for bit, and the checkpoint stays unchanged. Refused is what the other library cannot represent: states expanded in
 some layers, forgetting, attention layers. Carried states and lineage are not exported.
 
-A hybrid is in the layout of Transformers already, which attends to all keys whatever its attention_window.
+A hybrid needs no export: it is in the layout of Transformers, which ignores its attention_window.
 
 For rwkv-hf no library has the class: add the .py files and the auto_map of the authors' repositories, or export an
 RWKV-6 for fla; rwkv7-hf is only read. Formats:

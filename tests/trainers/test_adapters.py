@@ -1,11 +1,14 @@
 """Trained adapters: what is saved beside them, under whatever name, and what can be trained afterwards."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 from hf_recurrent_lengthgen.checkpoints.loading import load_model
 from hf_recurrent_lengthgen.checkpoints.records import Adapter, read_lineage
@@ -40,6 +43,23 @@ def test_an_adapter_with_a_name_of_its_own_is_recorded_as_any_other(tmp_path: Pa
     toys.tiny_model(seed=1).save_pretrained(weights.parent)
     with pytest.raises(ValueError, match=r"of which these files have changed since: model\.safetensors"):
         load_model(str(adapter))
+
+
+def test_an_adapter_of_a_model_in_memory_says_that_it_has_no_base(tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["in_proj"], task_type="CAUSAL_LM")
+    with CaptureLogger(logging.get_logger("hf_recurrent_lengthgen.trainers.run.records")) as log:
+        model = trained(get_peft_model(toys.tiny_model(), config), tmp_path / "out")
+    assert "names no base, because its model was made in memory" in log.out
+    assert read_lineage(tmp_path / "out") is None
+    with pytest.raises(ValueError, match=r"The base of the adapter .* does not exist"):
+        load_model(str(tmp_path / "out"))
+    ids = torch.arange(3, 12)[None]
+    logits = model(input_ids=ids).logits
+    model.unload().save_pretrained(tmp_path / "base")  # as the warning says
+    settings = tmp_path / "out" / "adapter_config.json"
+    config_of_it = json.loads(settings.read_text()) | {"base_model_name_or_path": str(tmp_path / "base")}
+    settings.write_text(json.dumps(config_of_it))
+    torch.testing.assert_close(load_model(str(tmp_path / "out"))(input_ids=ids).logits, logits)
 
 
 @pytest.mark.parametrize("name", ["default", "mine"])

@@ -76,6 +76,12 @@ def record_model(trainer: "InitialStateTrainer", folder: Path, output: TrainOutp
     adapter = adapter_folder(folder, trainer.model)
     if hasattr(trainer.model, "peft_config") and holds_adapter(adapter):
         write_adapter_base(adapter, trainer.model)
+        if not any(each.base_model_name_or_path for each in trainer.model.peft_config.values()):  # type: ignore[union-attr]
+            logger.warning(
+                f"The adapter in {adapter} names no base, because its model was made in memory: load_model cannot "
+                "load it. Before training, save the model to BASE and put the adapter on load_model(BASE). After it, "
+                "save model.unload() to BASE, and set base_model_name_or_path in adapter_config.json to BASE."
+            )
     for each in {folder, adapter} if output is not None else ():
         _record_lineage(trainer, output, each)  # type: ignore[arg-type]
 
@@ -133,13 +139,7 @@ def methods_of(trainer: "InitialStateTrainer", weights: InitialWeights | None = 
 
 
 def training_run(trainer: "InitialStateTrainer", output: TrainOutput, facts: RunFacts) -> TrainingRun:
-    """The record of a finished training.
-
-    Args:
-        trainer: The trainer after `train`.
-        output: What `train` returned.
-        facts: Facts that the trainer cannot know.
-    """
+    """The record of a training, from the trainer, what `train` returned, and facts that the trainer cannot know."""
     args, state, record = trainer.args, trainer.state, trainer.run_record
     usual, tokens = facts.training_length * record.rows, int(record.tokens)
     if tokens == record.rows * record.longest:  # a block has one token more than targets

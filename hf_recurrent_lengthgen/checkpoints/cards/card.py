@@ -48,7 +48,7 @@ WRITTEN = (
 )
 """Patterns of the files that a card brings along."""
 NO_SETTINGS = CardSettings()
-OWN_WORDS = ("<!-- own words: lengthgen card keeps what stands here -->", "<!-- end of own words -->")
+OWN_WORDS = ("<!-- manual section: lengthgen card keeps this text -->", "<!-- end of manual section -->")
 """Marks around the text that a person writes."""
 Paths = Sequence[str | os.PathLike[str]]
 
@@ -86,7 +86,7 @@ def write_card(
             existing card.
 
     Raises:
-        ValueError: as in `build_card`, for such a README.md without `overwrite`, and for damaged marks of own words.
+        ValueError: as in `build_card`, for such a README.md without `overwrite`, and for damaged marks in it.
     """
     path = Path(folder)
     checkpoint, readme = read_checkpoint(path), path / README
@@ -223,6 +223,6 @@ def own_words(text: str) -> str:
         return ""
     if counts != [1, 1] or text.index(OWN_WORDS[0]) > text.index(OWN_WORDS[1]):
         raise ValueError(
-            f"README.md must have its own words between {' and '.join(OWN_WORDS)}, with each mark once: restore them."
+            f"README.md must have its manual section between {' and '.join(OWN_WORDS)}, each once: restore them."
         )
     return text.partition(OWN_WORDS[0])[2].partition(OWN_WORDS[1])[0].strip()

@@ -15,7 +15,7 @@ from hf_recurrent_lengthgen.checkpoints.conversion.tokenizer_files import copy_t
 from hf_recurrent_lengthgen.checkpoints.records import write_settings_file
 from hf_recurrent_lengthgen.checkpoints.sources import locate
 from hf_recurrent_lengthgen.checkpoints.tensor_files import Meta, TensorFiles
-from hf_recurrent_lengthgen.models import FAMILIES
+from hf_recurrent_lengthgen.models import FAMILIES, STATEFUL_CLASSES
 
 
 def export_checkpoint(
@@ -68,11 +68,11 @@ def our_config(settings: Settings | None, where: str) -> Any:
     """The config of a checkpoint of this package, without its code."""
     model_type = (settings or {}).get("model_type")
     if settings is None or model_type not in FAMILIES:
+        stock = model_type is not None and model_type not in STATEFUL_CLASSES
         has = "no config.json" if settings is None else f"the model type {model_type!r}"
-        raise ValueError(
-            f"{where} has {has}, so it is no checkpoint of this package: convert it with `lengthgen convert`. Hybrids "
-            "are in the layout of Transformers already, which knows no attention_window."
-        )
+        there = "in the layout of Transformers already, which ignores attention_window: there is nothing to export"
+        to_convert = "no checkpoint of this package: convert it with `lengthgen convert` first"
+        raise ValueError(f"{where} has {has}, so it is {there if stock else to_convert}.")
     kept = {name: value for name, value in settings.items() if name not in ("architectures", "auto_map")}
     with config_errors(f"The config.json of {where}"):
         return FAMILIES[model_type].config_class.from_dict(kept)

@@ -25,11 +25,11 @@ def test_a_readme_of_a_person_is_replaced_only_if_asked(work: Work, tmp_path: Pa
     card_of_it = readme.read_text()
     readme.write_text(card_of_it.replace("## Use", "## My use"))
     write_card(folder)
-    assert readme.read_text() == card_of_it  # it says where own words stay
+    assert readme.read_text() == card_of_it  # it has the marks of the manual section
 
 
 @pytest.mark.slow
-def test_own_words_outlive_all_that_writes_the_card(work: Work, tmp_path: Path) -> None:
+def test_the_manual_section_stays_whatever_writes_the_card(work: Work, tmp_path: Path) -> None:
     folder = work.copy("cured", tmp_path / "cured")
     readme = write_card(folder, [work.results], CardSettings(license="mit"))
     fresh = readme.read_text()
@@ -46,7 +46,7 @@ def test_own_words_outlive_all_that_writes_the_card(work: Work, tmp_path: Path) 
     (folder / "model.safetensors").write_bytes((work.base / "model.safetensors").read_bytes())
     assert any("card is of other weights or another config" in line for line in plan_push(folder).refusals)
     readme.write_text(text.replace(card.OWN_WORDS[1], ""))
-    with pytest.raises(ValueError, match=r"must have its own words between .* each mark once"):
+    with pytest.raises(ValueError, match=r"must have its manual section between .* each once"):
         write_card(folder, overwrite=True)
 
 
