@@ -78,8 +78,8 @@ class LearnedStateConfig(InitialStateConfig):
     )
     state_scale: float | None = option(
         None,
-        "Factor of the learned state at use, also in evaluations, but not in training steps (alpha of Young, 2026: "
-        "0.07 for Gated DeltaNet, 0.65 for Mamba-2). Default: that of a state that is trained further, else 1.",
+        "Factor of the learned state in generation and evaluation, but not in training steps (alpha of Young, 2026: "
+        "0.07 for Gated DeltaNet, 0.65 for Mamba-2). Default: the saved one if a state is trained further, else 1.",
     )
 
     def check(self) -> None:
