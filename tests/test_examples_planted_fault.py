@@ -59,11 +59,11 @@ def test_the_planted_head_is_named_and_its_short_state_removes_the_harm(
     assert states.attention is not None
     assert states.attention.recurrent[-1].mean > 5 * abs(states.attention.attention[-1].mean)
     told, silent = verdicts(Diagnosis("t", (broken, whole)))
-    assert told.headline.startswith("Planted breaks beyond")
+    assert told.headline.startswith("Planted fails beyond")
     assert told.reason.startswith("The states of layer")
-    assert f"left training at {worst_head.leaves_at}" in told.reason
+    assert f"left the training distribution at {worst_head.leaves_at}" in told.reason
     assert f"layer {place[0]}, head {place[1]}" in told.reason
-    assert "% of the harm" in told.reason
+    assert "% of the excess loss" in told.reason
     assert place not in {(head.layer, head.head) for head in states_of(whole).drifting}
     assert f"layer {place[0]}, head {place[1]}" not in silent.reason
     assert "breaks" not in silent.headline

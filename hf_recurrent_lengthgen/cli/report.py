@@ -71,7 +71,7 @@ def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
     first = comparison.models[0].evaluation
     start, stop = first.harm.last_range
     place, confidence = f"at {start:,}-{stop:,}", f"{first.confidence:.0%}"
-    rows: list[Sequence[str]] = [("model", f"harm {place}", "in-window loss", "context use", "harmful from")]
+    rows: list[Sequence[str]] = [("model", f"excess loss {place}", "loss within T", "context use", "harmful from")]
     for model in comparison.models:
         evaluation = model.evaluation
         rows.append(
@@ -88,11 +88,11 @@ def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
     )
     note = (
         f"nats per {first.data.token_unit}{intervals}; "
-        "positive harm: the context beyond the training length makes predictions worse."
+        "excess loss above zero: the context beyond the training length makes predictions worse."
     )
     if not comparison.differences:
         return [(rows, note)]
-    minus: list[Sequence[str]] = [("difference", f"harm {place}", f"loss {place}", "in-window loss", "over")]
+    minus: list[Sequence[str]] = [("difference", f"excess loss {place}", f"loss {place}", "loss within T", "over")]
     for each in comparison.differences:
         values = (estimate_text(value, "+") for value in (each.harm, each.loss, each.in_window))
         minus.append((f"{each.model} - {each.minus}", *values, f"{each.count} {each.over}"))
@@ -102,5 +102,5 @@ def tables(comparison: Comparison) -> list[tuple[list[Sequence[str]], str]]:
 
 def estimate_text(estimate: Estimate, sign: str = "") -> str:
     """ "+1.363 [1.301, 1.425]", or the mean alone where there is no interval."""
-    mean = f"{estimate.mean:{sign}.3f}"
-    return mean if estimate.low is None else f"{mean} [{estimate.low:.3f}, {estimate.high:.3f}]"
+    mean = f"{estimate.mean:{sign}z.3f}"
+    return mean if estimate.low is None else f"{mean} [{estimate.low:z.3f}, {estimate.high:z.3f}]"

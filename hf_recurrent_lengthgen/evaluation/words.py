@@ -4,7 +4,7 @@ from hf_recurrent_lengthgen.evaluation.results import Estimate
 
 
 def sentence(words: str) -> str:
-    """ "Base breaks." from "base breaks"."""
+    """ "Base fails." from "base fails"."""
     return f"{words[0].upper()}{words[1:]}."
 
 

@@ -190,7 +190,7 @@ CONSTANT_PROMPT = Part(
     section="One token repeated",
     texts=lambda result, unit: (constant_prompt_text(result),),
     facts=lambda result: {
-        "Constant prompt": "holds" if (start := result.exceeded_from) is None else f"fails at {start:,} tokens"
+        "Constant prompt": "passes" if (start := result.exceeded_from) is None else f"fails at {start:,} tokens"
     },
     pictures={
         "constant_prompt": Picture(
@@ -200,7 +200,9 @@ CONSTANT_PROMPT = Part(
         "constant_prompt_std": _states_picture(
             "state_std_figure", "On this text. Convolutions hold a few tokens only, so their states (dotted) settle."
         ),
-        "constant_prompt_mean": _states_picture("state_mean_figure", "On this text. Some heads may leave training."),
+        "constant_prompt_mean": _states_picture(
+            "state_mean_figure", "On this text. Some heads may leave the training distribution."
+        ),
         "constant_prompt_inputs": _states_picture(
             "state_inputs_figure",
             "On this text. If the largest element grows more than the spread does, few channels of the head explode.",
@@ -208,8 +210,8 @@ CONSTANT_PROMPT = Part(
     },
     definitions=lambda _: (
         "The constant prompt repeats one token (the “newlines” prompt of Chen et al., 2024, section 4). It is easy "
-        "text, on which some models fail because their states overflow. A model that holds on it may still fail on "
-        "other texts. A head drifts on it if its distance over the last octave of positions is above "
+        "text, on which some models fail because their states overflow. A model that passes may still fail on "
+        "other texts. A head drifts on it if its distance over the last doubling of the position is above "
         f"{SMALLEST_DRIFT:g} and above those inside the training length.",
     ),
 )

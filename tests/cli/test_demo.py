@@ -88,7 +88,7 @@ def test_everything_is_written(finished: Finished) -> None:
     assert {path.name for path in finished.output.iterdir()} == {*figures, *ROLES, *FAR, *files}
     assert (finished.output / "keys/heat_map.png").is_file()
     page = (finished.output / "index.html").read_text(encoding="utf-8")
-    assert page.index("How far it holds") < page.index("<h2>Far memory") < page.index("<h2>Numbers")
+    assert page.index("How far it generalizes") < page.index("<h2>Far memory") < page.index("<h2>Numbers")
     for role in ROLES:
         names = {path.name for path in (finished.output / role).iterdir()}
         assert names >= {"config.json", "model.safetensors", "modeling_stateful_delta_net.py", "tokenizer_config.json"}
@@ -177,7 +177,7 @@ def test_a_base_that_the_demo_would_overwrite_is_left_alone(
 def test_a_second_act_that_fails_leaves_the_page_of_the_first(run_tiny: Callable[..., int], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"training_length": 16}')
     assert run_tiny("--memory-base", str(tmp_path)) == 1
-    assert "How far it holds" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert "How far it generalizes" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
 
 
 def test_the_second_act_trains_up_to_16_pieces_and_asks_up_to_32(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_the_first_words_are_the_verdict(page: str) -> None:
     text = Reader(page).text
     assert diagnosis_summary(expected()) in text
     top, rest = page.split("<section>", 1)
-    for words in ("✕ breaks", "3 of 8, layer 1, head 2 the furthest", "✓ holds"):
+    for words in ("✕ fails", "3 of 8, layer 1, head 2 the furthest", "✓ generalizes"):
         assert words in re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", top))
     headings = re.findall("<h2>(.*?)</h2>", rest)
     assert headings[0] == HOLDS
@@ -105,9 +105,9 @@ def test_every_number_is_in_the_table(page: str) -> None:
     for numbers in (
         "+1.400 +1.390 to +1.410 +0.020 +0.010 to +0.030",
         "Heads that drift 3 of 8, layer 1, head 2 the furthest none of 8",
-        "Their share of the harm 97% not measured",
+        "Share of the excess loss from these heads 97% not measured",
         "Effective Remembrance 0.200 (0.190 to 0.210) 0.030 (0.020 to 0.040)",
-        "Constant prompt fails at 32 tokens holds",
+        "Constant prompt fails at 32 tokens passes",
     ):
         assert numbers in table, numbers
 
@@ -175,7 +175,10 @@ def test_a_hybrid_has_attention_apart_and_other_models_no_empty_rows(page: str) 
     assert "attention_harm" not in diagnosis_figures(expected())
     model = diagnosed("base", "bamba", 1.4, hybrid())
     text = Reader(diagnosis_page(Diagnosis("t", (model, expected().models[1])))).text
-    for words in ("Bamba breaks beyond 64 tokens. The states of layer 1", "Harm of long states alone +1.200 nats"):
+    for words in (
+        "Bamba fails beyond 64 tokens. The states of layer 1",
+        "Excess loss from long states alone +1.200 nats",
+    ):
         assert words in text, words
 
 
@@ -211,7 +214,7 @@ def test_a_page_of_evaluations_alone() -> None:
 def test_one_sequence_gives_a_page_without_intervals() -> None:
     model = diagnosed("base", "base", 1.0, width=None)
     text = Reader(diagnosis_page(Diagnosis("t", (with_part(model, "remembrance", None),)))).text
-    assert "? unclear" in text
+    assert "? inconclusive" in text
     assert "Bands:" not in text
     assert "one sequence cannot tell" in text
 
@@ -228,6 +231,6 @@ def test_the_page_of_a_large_model_stays_small() -> None:
 def test_paths_are_told_once_and_named_by_their_ends() -> None:
     models = diagnosed("base", "/data/run 7/base", 1.0), diagnosed("cured", "/data/run 7/cured", 0.0)
     page = diagnosis_page(Diagnosis("t", models))
-    assert "Base breaks beyond 64 tokens. Cured cures it" in Reader(page).text.replace("  ", " ")
+    assert "Base fails beyond 64 tokens. Cured restores length generalization" in Reader(page).text.replace("  ", " ")
     assert "Models base: /data/run 7/base; cured: /data/run 7/cured Command" in Reader(page).text
     assert page.count("/data/run 7/base") == 1

@@ -62,9 +62,9 @@ GROUPS = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
         (drift_text(of_states(sequences=3)), ("3 texts are too few", "47.3 standard deviations")),
         (patching_text(states_of(BASE), "byte"), ("1,016 tokens", "+1.000 (+0.990 to +1.010) nats per byte")),
         (patching_text(states_of(BASE), "byte"), ("last 8 tokens", "drift 97%, all other heads none shown")),
-        (patching_text(states_of(BASE), "byte"), ("Of 3 heads", "layer 0, head 3 does most harm", "120%")),
+        (patching_text(states_of(BASE), "byte"), ("Of 3 heads", "layer 0, head 3 has the largest effect", "120%")),
         (patching_text(states({(0, 0): 9.0}, others=0.3), "byte"), ("all other heads 30%",)),
-        (patching_text(states({(0, 0): 9.0}, harm=0.005), "byte"), ("+0.005 (\N{MINUS SIGN}0.005", "none is shown")),
+        (patching_text(states({(0, 0): 9.0}, harm=0.005), "byte"), ("+0.005 (\N{MINUS SIGN}0.005", "None is shown")),
         (patching_text(hybrid(), "byte"), ("heads that drift 97%, all other heads none shown, keys and values 10%",)),
         (attention_text(hybrid(), "byte"), ("512 tokens", "+1.200 (+1.190 to +1.210)", "+0.020", "+1.300")),
         (windows_text(hybrid(), "byte"), ("+1.300", "256 to 512", "16 keys +0.400", "4, 8, 16", "window=16")),
@@ -72,13 +72,23 @@ GROUPS = states({(0, 1): 1234.5, (0, 2): 3.0}, unit="channel group")
         (remembrance_text(remembrance(0.2, length=16)), ("16 tokens do not show",)),
         (constant_prompt_text(constant_prompt(1.5, 4.0)), ("1.5 nats", "4 beyond", "At 32 tokens it exceeds 2 times")),
         (constant_prompt_text(constant_prompt(1.5, 1.4)), ("1.4 beyond", "1,024 tokens it never exceeds 2 times")),
-        (reason(ONE), ("layer 0 left training at 32 tokens (1 of its 8 heads drifts, layer 0, head 1)", "97%")),
+        (
+            reason(ONE),
+            ("layer 0 left the training distribution at 32 tokens (1 of its 8 heads drifts, layer 0, head 1)", "97%"),
+        ),
         (reason(TWO), ("layers 0 and 1 left", "2 of its 8 heads drift, layer 1, head 2 the furthest", "removes 60%")),
-        (reason(states({(1, 2): 9.0}, restored=0.0)), ("not shown to remove any of the harm",)),
-        (reason(states({(1, 2): 9.0}, harm=0.0), 0.0), ("layer 1, head 2), without harm",)),
+        (reason(states({(1, 2): 9.0}, restored=0.0)), ("not shown to remove any of the excess loss",)),
+        (reason(states({(1, 2): 9.0}, harm=0.0), 0.0), ("layer 1, head 2), without excess loss",)),
         (reason(of_states(patching=None)), ("layer 1, head 2 the furthest).",)),
         (reason(of_states(sequences=3)), ("3 texts are too few",)),
-        (reason(hybrid()), ("removes 97% of the harm", "long states alone do +1.20", "attention alone +0.02.")),
+        (
+            reason(hybrid()),
+            (
+                "removes 97% of the excess loss",
+                "excess loss is +1.20 nats from long states alone",
+                "+0.02 from long attention alone.",
+            ),
+        ),
     ],
 )
 def test_a_sentence_names_its_numbers(text: str, numbers: tuple[str, ...]) -> None:
@@ -91,8 +101,8 @@ def test_the_summary_has_the_verdict_and_the_reason_of_each_model() -> None:
     told = verdicts(expected())
     assert diagnosis_summary(expected()) == " ".join(part for verdict in told for part in verdict)
     assert [verdict.headline for verdict in told] == [
-        "Base breaks beyond 64 tokens.",
-        "Sp cures it: holds to 1,024 tokens.",
+        "Base fails beyond 64 tokens.",
+        "Sp restores length generalization to 1,024 tokens.",
     ]
     assert [part in told[0].reason for part in ("layers 0 and 1", "3 of its 8", "97%")] == [True] * 3
     model = without_parts(diagnosed("other", "llama", 1.4), "It has no state.")
@@ -109,14 +119,14 @@ def test_the_facts_have_the_numbers_of_all_parts() -> None:
     base, cured = facts(BASE), facts(CURED)
     values = ("3 of 8, layer 1, head 2 the furthest", "97%", "0.200", "3.600", "fails at 32 tokens")
     assert all(value.startswith(start) for value, start in zip(base.values(), values, strict=True)), base
-    assert [cured["Heads that drift"], cured["Constant prompt"]] == ["none of 8", "holds"]
+    assert [cured["Heads that drift"], cured["Constant prompt"]] == ["none of 8", "passes"]
     few = replace(states({}), sequences=3)
     assert facts(diagnosed("base", "b", 1.4, few))["Heads that drift"] == "unknown from 3 texts"
-    assert facts(diagnosed("base", "b", 1.4, states({(1, 2): 9.0}, restored=0.0)))["Their share of the harm"] == (
-        "none shown"
-    )
+    assert facts(diagnosed("base", "b", 1.4, states({(1, 2): 9.0}, restored=0.0)))[
+        "Share of the excess loss from these heads"
+    ] == ("none shown")
     of_hybrid = facts(diagnosed("base", "hybrid", 1.4, hybrid()))
-    assert [value for name, value in of_hybrid.items() if name.startswith("Harm ")] == [
+    assert [value for name, value in of_hybrid.items() if name.startswith("Excess ")] == [
         "+1.200 nats",
         "+0.020 nats",
         "+0.400 nats",
@@ -128,7 +138,7 @@ def test_the_worst_of_several_heads_is_named_if_one_confidence_for_all_shows_it(
     for share, sequences, named in ((0.02, 32, True), (0.011, 32, False), (0.02, 3, False)):  # intervals of +-0.01
         few = states({(1, 2): 9.0, (0, 3): 9.0}, broken=heads | {(0, 1): share})
         text = patching_text(replace(few, sequences=sequences), "byte")
-        assert ("layer 0, head 1 does most harm" in text) == named
+        assert ("layer 0, head 1 has the largest effect" in text) == named
 
 
 @pytest.mark.parametrize(
@@ -136,9 +146,12 @@ def test_the_worst_of_several_heads_is_named_if_one_confidence_for_all_shows_it(
     [
         ({}, ""),
         ({3: None}, ""),
-        ({2: 98304, 7: 98304}, "the states of layers 2 and 7 left training at 98,304 tokens"),
-        ({7: 256, 3: 256, 1: 64, 4: 512}, "the states of layer 1 left training at 64 tokens, of 3 more later"),
-        (dict.fromkeys(range(7), 512), "the states of 7 layers left training at 512 tokens"),
+        ({2: 98304, 7: 98304}, "the states of layers 2 and 7 left the training distribution at 98,304 tokens"),
+        (
+            {7: 256, 3: 256, 1: 64, 4: 512},
+            "the states of layer 1 left the training distribution at 64 tokens, of 3 more later",
+        ),
+        (dict.fromkeys(range(7), 512), "the states of 7 layers left the training distribution at 512 tokens"),
     ],
 )
 def test_the_layers_that_left_training_first_are_told(places: Mapping[int, int | None], told: str) -> None:
@@ -152,7 +165,7 @@ def test_the_layers_that_left_training_first_are_told(places: Mapping[int, int |
 
 @pytest.mark.parametrize(
     ("means", "told"),
-    [((0.3, 1.3, 1.295, 1.3), "no window of attention (4, 8, 16)"), ((0.3, 0.0, 0.0, 0.005), "none is shown")],
+    [((0.3, 1.3, 1.295, 1.3), "no window of attention (4, 8, 16)"), ((0.3, 0.0, 0.0, 0.005), "None is shown")],
 )
 def test_a_window_that_does_not_help_is_not_recommended(means: tuple[float, ...], told: str) -> None:
     found: Any = hybrid()

@@ -30,9 +30,15 @@ def test_a_finding_names_its_numbers(demo: Comparison) -> None:
         "4.06 times",
     ):
         assert numbers in base
-    for numbers in ("1% of the harm of base", "+0.030 compared with base", "still uses", "4 to 15", "0.250"):
+    for numbers in (
+        "1% of the excess loss of base",
+        "minus that of base is +0.030",
+        "still uses",
+        "position 4 minus that around 15",
+        "0.250",
+    ):
         assert numbers in cured
-    assert "86% of the harm of base" in control
+    assert "86% of the excess loss of base" in control
     useless = findings(Comparison("", (compared("cured", "sp", 0.0, context_use=0.005),)))[0]
     assert "is not shown to use its context" in useless.detail
 
@@ -58,26 +64,30 @@ BREAKS, HOLDS, BARELY = compared("base", "a", 1.4), compared("base", "a", 0.01),
 @pytest.mark.parametrize(
     ("base", "other", "headline"),
     [
-        (BREAKS, BREAKS, "a breaks beyond 64 tokens"),
-        (BREAKS, compared("cured", "sp", 0.02), "sp cures it: holds to 1,024 tokens"),
-        (BREAKS, compared("cured", "sp", 0.4), "sp eases it, but does not cure it"),
-        (BREAKS, compared("cured", "sp", 1.3), "sp does not cure it"),
-        (BREAKS, compared("cured", "sp", 2.0), "sp does not cure it"),
-        (BREAKS, compared("cured", "sp", 0.05, 0.02), "sp is on the border at 1,024 tokens"),
-        (BREAKS, compared("cured", "sp", 0.05, None), "sp: one sequence cannot tell whether it holds to 1,024 tokens"),
-        (BREAKS, compared("control", "p", 1.2), "p does not cure it"),
-        (BREAKS, compared("control", "p", 0.0), "p holds to 1,024 tokens too: more steps alone are enough"),
-        (HOLDS, compared("cured", "sp", 0.0), "sp holds to 1,024 tokens"),
-        (HOLDS, compared("control", "p", 0.01), "p holds to 1,024 tokens"),
-        (BARELY, compared("cured", "sp", 0.045, 0.004), "sp holds to 1,024 tokens"),
-        (compared("other", "x", 3.0), compared("cured", "sp", 0.0), "sp holds to 1,024 tokens"),
+        (BREAKS, BREAKS, "a fails beyond 64 tokens"),
+        (BREAKS, compared("cured", "sp", 0.02), "sp restores length generalization to 1,024 tokens"),
+        (BREAKS, compared("cured", "sp", 0.4), "sp fails beyond 64 tokens, with less excess loss"),
+        (BREAKS, compared("cured", "sp", 1.3), "sp fails beyond 64 tokens"),
+        (BREAKS, compared("cured", "sp", 2.0), "sp fails beyond 64 tokens"),
+        (BREAKS, compared("cured", "sp", 0.05, 0.02), "sp: inconclusive at 1,024 tokens"),
+        (
+            BREAKS,
+            compared("cured", "sp", 0.05, None),
+            "sp: inconclusive at 1,024 tokens, one sequence gives no interval",
+        ),
+        (BREAKS, compared("control", "p", 1.2), "p fails beyond 64 tokens"),
+        (BREAKS, compared("control", "p", 0.0), "p generalizes to 1,024 tokens too: more steps alone are enough"),
+        (HOLDS, compared("cured", "sp", 0.0), "sp generalizes to 1,024 tokens"),
+        (HOLDS, compared("control", "p", 0.01), "p generalizes to 1,024 tokens"),
+        (BARELY, compared("cured", "sp", 0.045, 0.004), "sp generalizes to 1,024 tokens"),
+        (compared("other", "x", 3.0), compared("cured", "sp", 0.0), "sp generalizes to 1,024 tokens"),
     ],
 )
 def test_a_model_is_judged_against_the_base(base: ComparedModel, other: ComparedModel, headline: str) -> None:
     models = (base,) if base is other else (base, other)
     assert headlines(*models)[-1] == headline
     if base is HOLDS:
-        assert "% of the harm" not in findings(Comparison("", models))[1].detail
+        assert "% of the excess loss" not in findings(Comparison("", models))[1].detail
 
 
 def test_interval_text_has_real_minus_signs() -> None:
@@ -93,10 +103,10 @@ def test_a_cure_is_judged_against_the_base_with_its_window_of_attention() -> Non
         models.append(replace(model, evaluation=replace(model.evaluation, attention_window=window)))
     for order in (models, [models[1], models[0], *models[2:]]):
         told = {finding.model.evaluation.model: finding for finding in findings(Comparison("", tuple(order)))}
-        assert told["cured None"].headline == "cured None eases it, but does not cure it"
-        assert told["cured 8"].headline == "cured 8 holds to 1,024 tokens"  # as the base does
-        assert "compared with base 8." in told["cured 8"].detail
-    assert "0% of the harm of base None" in findings(Comparison("", tuple(models)))[1].detail
+        assert told["cured None"].headline == "cured None fails beyond 64 tokens, with less excess loss"
+        assert told["cured 8"].headline == "cured 8 generalizes to 1,024 tokens"  # as the base does
+        assert "minus that of base 8 is" in told["cured 8"].detail
+    assert "none of the excess loss of base None" in findings(Comparison("", tuple(models)))[1].detail
 
 
 OPTIONS = {"data": "my text.txt", "length": 512, "sequences": 8}

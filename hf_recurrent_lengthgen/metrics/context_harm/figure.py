@@ -29,18 +29,22 @@ def mean_perplexity_figure(models: Sequence[ComparedModel]) -> Figure:
 def context_harm_figure(models: Sequence[ComparedModel]) -> Figure:
     """Context harm by position for several models, with paired intervals and the zero line."""
     curves = [model.evaluation.harm.curves.coarse for model in models]
-    return _by_position(models, "Harm of extra context (nats per {})", curves, log=False)
+    return _by_position(models, "Excess loss from context (nats per {})", curves, log=False)
 
 
 def in_window_figure(models: Sequence[ComparedModel]) -> Figure:
     """NLL from the zero state by position inside the training length, with intervals over sequences."""
     figure, axes = style.new_axes(f"NLL within training length (nats per {models[0].evaluation.data.token_unit})")
-    _overlay(axes, models, [model.evaluation.in_window.curve for model in models], 1)
+    curves = [model.evaluation.in_window.curve for model in models]
+    low = [curve.low and tuple(max(0.0, x) for x in curve.low) for curve in curves]  # a loss is not below zero
+    _overlay(axes, models, [Curve(c.edges, c.mean, each, c.high) for c, each in zip(curves, low, strict=True)], 1)
     return figure
 
 
 def _exp(curve: Curve) -> Curve:
-    bins: Any = [nll and tuple(exp(min(x, LARGEST_NLL)) for x in nll) for nll in (curve.mean, curve.low, curve.high)]
+    bins: Any = [
+        nll and tuple(exp(min(max(x, 0.0), LARGEST_NLL)) for x in nll) for nll in (curve.mean, curve.low, curve.high)
+    ]
     return Curve(curve.edges, *bins)
 
 

@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.words import Finding
 from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, entry_list
 from hf_recurrent_lengthgen.plotting.style import role_colors
 
-STATUS_MARKS = {"breaks": "✕", "holds": "✓", "unclear": "?"}
+STATUS_WORDS = {"breaks": "✕</b> fails", "holds": "✓</b> generalizes", "unclear": "?</b> inconclusive"}
 
 
 class Picture(NamedTuple):
@@ -30,13 +30,13 @@ class Picture(NamedTuple):
 PICTURES = {
     "position_wise": Picture(
         position_wise_figure,
-        "Perplexity by position, exp of the mean loss, in one long stream read from the zero state. Text difficulty "
+        "Position-wise perplexity, exp of the mean loss, in one long stream read from the zero state. Text difficulty "
         "varies with position.",
     ),
     "context_harm": Picture(
         context_harm_figure,
-        "Loss with the whole context minus loss of the same tokens with at most the training length of context. At "
-        "zero, extra context does no harm.",
+        "Excess loss from context: the loss after the whole text minus the loss of the same tokens after at most the "
+        "training length. Above zero, the earlier text makes predictions worse.",
     ),
     "in_window": Picture(
         in_window_figure,
@@ -54,10 +54,10 @@ def card(finding: Finding, color: str, details: str) -> str:
     evaluation = finding.model.evaluation
     return (
         f'<div class="card" style="border-color:{color}">'
-        f'<div class="status"><b style="color:{color}">{STATUS_MARKS[finding.status]}</b> {finding.status}</div>'
+        f'<div class="status"><b style="color:{color}">{STATUS_WORDS[finding.status]}</div>'
         f"<h3>{escape(finding.headline)}</h3>"
         f'<div class="big">{number_text(evaluation.harm.last.mean, "+.2f")} '
-        f"<small>nats per {escape(evaluation.data.token_unit)} of harm</small></div>"
+        f"<small>nats per {escape(evaluation.data.token_unit)}, excess loss from context</small></div>"
         f"{details}</div>"
     )
 
@@ -76,18 +76,18 @@ def evaluation_rows(models: Sequence[Any]) -> list[Row]:
     return [
         Row("Training length", "tokens", lambda model: f"{model.evaluation.training_length:,}"),
         Row(
-            "Context harm",
+            "Excess loss from context",
             f"{range_text(first.harm.last_range)}, nats per {unit}",
             lambda model: cell(model.evaluation.harm.last, sign=True),
         ),
         Row(
-            f"Harm above {first.harm.threshold:g} from",
-            "first bin shown to be above it, tokens",
+            f"Excess loss above {first.harm.threshold:g} from",
+            "first bin shown to be above it, tokens; with more texts, an earlier bin may be shown",
             lambda model: model.evaluation.harm.onset,
         ),
         Row(
-            "In-window loss",
-            f"positions inside the training length, nats per {unit}",
+            "Loss within the training length",
+            f"windows from the zero state, nats per {unit}",
             lambda model: cell(model.evaluation.in_window.loss),
         ),
         Row(
@@ -96,13 +96,13 @@ def evaluation_rows(models: Sequence[Any]) -> list[Row]:
             lambda model: cell(model.evaluation.in_window.context_use, sign=True),
         ),
         Row(
-            "Definition 3.2 holds to",
-            f"raw loss by position, {tolerance} tolerance, tokens; also depends on how hard the texts get",
+            "Perplexity stays within Definition 3.2 to",
+            f"by means alone, {tolerance} above the best bin, tokens; also depends on how hard the texts get",
             lambda model: f"{model.evaluation.verdict.holds_to:,}",
         ),
         Row(
-            "Definition 3.2 fails from",
-            "same, with intervals, tokens",
+            "Perplexity shown above Definition 3.2 from",
+            "the same limit, with intervals, tokens",
             lambda model: tokens(model.evaluation.verdict.violated_from, "not shown"),
         ),
     ]
@@ -110,16 +110,18 @@ def evaluation_rows(models: Sequence[Any]) -> list[Row]:
 
 def definitions(evaluation: EvaluationResult) -> str:
     start, stop = evaluation.verdict.best_bin
+    unit = evaluation.data.token_unit
     return (
+        f"{'' if unit == 'token' else f'A token is a {unit} here. '}"
         f"Intervals are {evaluation.confidence:.0%} t-intervals over {evaluation.sequences} sequences, paired for "
-        "harm, context use and failure. A model breaks if the interval of its harm is above "
-        f"{evaluation.harm.threshold:g}, holds if it is at or below, and is on the border otherwise. "
-        "The first bin of harm or failure is named with this confidence for all bins together, so its own interval "
-        "may be above the limit earlier. "
+        "differences. A model fails if the interval of its excess loss from context in the last doubling of the "
+        f"position is above {evaluation.harm.threshold:g}, generalizes if it is at or below, and is inconclusive "
+        "otherwise. The first bin above a limit is named with this confidence for all bins together, so its own "
+        "interval may be above the limit earlier, and a measurement of more texts may name an earlier bin. "
         "Definition 3.2 is from Buitrago Ruiz and Gu, 2025 (arXiv:2507.02782), applied to logarithmic position bins: "
         f"after the best bin inside the training length (for {evaluation.model}: positions {start:,} to {stop:,}), "
         "perplexity must not rise by more than the tolerance. It cannot distinguish a model that gets worse from "
-        "texts that get harder, so with few texts harm is more informative."
+        "texts that get harder, so the verdict above is by excess loss and may differ."
     )
 
 

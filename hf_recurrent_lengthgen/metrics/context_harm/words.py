@@ -1,4 +1,4 @@
-"""The findings of a comparison in sentences, which follow from the numbers, also if a cure did not work."""
+"""The findings of a comparison in sentences, which follow from the numbers, also if a method did not work."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.result import ComparedModel, Co
 Status = Literal["breaks", "holds", "unclear"]
 
 MOST, HALF = 0.7, 0.5
-"""A cure must leave less than HALF of the harm; a model that keeps more than MOST of it has not reduced it."""
+"""State passing must leave less than HALF of the excess loss; a model with more than MOST of it has not reduced it."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +57,25 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
     name, length = evaluation.model, f"{evaluation.evaluated_length:,} tokens"
     onset = evaluation.harm.harmful_from
     headline = {
-        "holds": f"{name} holds to {length}",
-        "breaks": f"{name} breaks" + (f" within {length}" if onset is None else f" beyond {onset:,} tokens"),
-        "unclear": f"{name} is on the border at {length}",
+        "holds": f"{name} generalizes to {length}",
+        "breaks": f"{name} fails" + (f" within {length}" if onset is None else f" beyond {onset:,} tokens"),
+        "unclear": f"{name}: inconclusive at {length}",
     }[verdict]
     if evaluation.harm.last.low is None:
-        headline = f"{name}: one sequence cannot tell whether it holds to {length}"
+        headline = f"{name}: inconclusive at {length}, one sequence gives no interval"
     elif broken is not None and verdict != "unclear" and model.role in ("cured", "control"):
         kept = evaluation.harm.last.mean / broken.harm.last.mean
         if verdict == "breaks":
-            headline = f"{name} does not cure it" if kept > MOST else f"{name} eases it, but does not cure it"
+            headline += ", with less excess loss" * (kept <= MOST)
         elif model.role == "control":
-            headline = f"{name} holds to {length} too: more steps alone are enough"
+            headline = f"{name} generalizes to {length} too: more steps alone are enough"
         elif kept < HALF:
-            headline = f"{name} cures it: holds to {length}"
+            headline = f"{name} restores length generalization to {length}"
     details = [_harm(evaluation)]
     if broken is not None:
         kept = evaluation.harm.last.mean / broken.harm.last.mean
-        details.append(f"That is {number_text(kept, '.0%')} of the harm of {broken.model}.")
+        share = number_text(kept, ".0%") if kept > 0 else "none"
+        details.append(f"That is {share} of the excess loss of {broken.model}.")
     if model.role == "cured":
         details += [_cost(evaluation, base), _use(evaluation)]
     return Finding(model, verdict, headline, " ".join(filter(None, details)))
@@ -83,9 +84,9 @@ def _finding(model: ComparedModel, base: ComparedModel | None) -> Finding:
 def _harm(evaluation: EvaluationResult) -> str:
     harm, kept = evaluation.harm, f"only the last {evaluation.training_length:,} tokens"
     return (
-        f"At {range_text(harm.last_range)} the loss is {interval_text(harm.last, sign=True)} nats per "
-        f"{evaluation.data.token_unit} compared with the same text with {kept} as context: "
-        f"{math.exp(min(harm.last.mean, 700.0)):,.2f} times the perplexity."
+        f"At {range_text(harm.last_range)} the excess loss from context is {interval_text(harm.last, sign=True)} nats "
+        f"per {evaluation.data.token_unit}: the loss after the whole text minus the loss after {kept}. The perplexity "
+        f"is {math.exp(min(harm.last.mean, 700.0)):,.2f} times as high."
     )
 
 
@@ -94,7 +95,7 @@ def _cost(evaluation: EvaluationResult, base: ComparedModel | None) -> str:
         return ""
     cost = evaluation.in_window.loss.mean - base.evaluation.in_window.loss.mean
     return (
-        f"Inside the training length, its loss is {number_text(cost, '+.3f')} compared with {base.evaluation.model}."
+        f"Inside the training length, its loss minus that of {base.evaluation.model} is {number_text(cost, '+.3f')}."
     )
 
 
@@ -103,6 +104,6 @@ def _use(evaluation: EvaluationResult) -> str:
     early, late = (sum(band) // 2 for band in (window.early_band, window.late_band))
     shown = window.context_use.low is not None and window.context_use.low > 0
     return (
-        f"It {'still uses' if shown else 'is not shown to use'} its context: from around position {early:,} to "
-        f"{late:,} the loss falls by {interval_text(window.context_use)}."
+        f"It {'still uses' if shown else 'is not shown to use'} its context: the loss around position {early:,} minus "
+        f"that around {late:,} is {interval_text(window.context_use, sign=True)}."
     )

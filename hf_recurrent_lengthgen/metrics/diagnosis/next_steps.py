@@ -42,7 +42,7 @@ class Measured(NamedTuple):
 
 
 def next_steps(diagnosis: Diagnosis, paths: Sequence[str], options: Mapping[str, object]) -> list[Step]:
-    """A step for the first model that fails, unless one that cures it is there, else for what is not certain yet.
+    """A step for the first model that fails, unless one after state passing generalizes, else for what is uncertain.
 
     `paths` are the folders or Hub names of the models, `options` the parsed options of `lengthgen diagnose`.
     """
@@ -61,11 +61,11 @@ def next_steps(diagnosis: Diagnosis, paths: Sequence[str], options: Mapping[str,
         return [_after_failure((cured or broken)[-1 if cured else 0])]
     if unclear := [one for one, status in judged if status == "unclear"]:
         count = str(MORE * max(unclear[0].model.evaluation.sequences, 8))
-        why = f"{unclear[0].label} cannot be told from one that holds: measure more texts"
+        why = f"{unclear[0].label} is inconclusive: measure more texts"
         return [Step(why, (unclear[0].command("diagnose", "--sequences", count),))]
     if not holding:
         return []
-    why = f"{holding[-1].label} holds as far as was measured: see how far it goes on"
+    why = f"{holding[-1].label} generalizes as far as was measured: measure longer texts"
     longer = str(MORE * holding[-1].model.evaluation.evaluated_length)
     return [Step(why, (holding[-1].command("evaluate", "--length", longer),))]
 
@@ -76,18 +76,18 @@ def _after_failure(one: Measured) -> Step:
     window = None if apart is None else apart.best_window(one.model.evaluation.training_length)
     if window is not None and one.model.evaluation.attention_window is None:
         why = (
-            f"most of the harm in {one.label} is attention's, which no initial state takes away: let a token see its "
-            f"last {window:,} keys alone"
+            f"most of the excess loss of {one.label} is from attention, which no initial state removes: limit "
+            f"attention to the last {window:,} keys"
         )
         return Step(why, (one.command("diagnose", "--attention-window", str(window)),))
     longer: tuple[str, ...] = ()
     why = (
-        f"{one.label} has never started from a state like those it reaches: train it from states of its own (state "
-        "passing), best with a tenth of the learning rate of its pre-training (--learning-rate)"
+        f"{one.label} was not trained from states like those it reaches: train it with state passing, best with a "
+        "tenth of the learning rate of its pre-training (--learning-rate)"
     )
     if one.model.role == "cured":
         longer = ("--max-steps", str(MORE * STEPS))
-        why = f"the states of {one.label} still leave training: train it longer from states of its own"
+        why = f"the states of {one.label} still leave the training distribution: train longer with state passing"
     steps = ("--intervention", "state_passing", *longer, "--output", output)
     training = one.command("train", *steps, without=["length"])
     return Step(why, (training, one.command("diagnose", output, "--roles", "base,cured")))

@@ -24,7 +24,7 @@ from hf_recurrent_lengthgen.metrics.parts import PARTS
 from hf_recurrent_lengthgen.plotting.html import Row, entry_list, html_page, picture, table
 from hf_recurrent_lengthgen.plotting.names import figure_names, short_names, with_names
 
-HOLDS = "How far it holds"
+HOLDS = "How far it generalizes"
 SECTIONS = {"position_wise": HOLDS, "context_harm": HOLDS, "in_window": INSIDE}
 """Figure of an evaluation -> heading of its section."""
 ABSENT = "<small>not measured</small>"

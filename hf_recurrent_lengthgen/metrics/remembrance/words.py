@@ -105,8 +105,9 @@ REMEMBRANCE = Part(
     definitions=lambda results: (
         "Effective Remembrance (Buitrago Ruiz and Gu, 2025, Definition 3.3) is the total variation between the "
         "predictions after all tokens and after the last ones only: 0 if the earlier tokens make no difference, at "
-        "most 1. Distant tokens change the predictions of a model that breaks without helping it; a model that holds "
-        "may do so by forgetting them. lengthgen retrieve measures whether a model retrieves distant tokens.",
+        "most 1. Distant tokens change the predictions of a model that fails without helping it; one "
+        "that generalizes may do so by forgetting them. lengthgen retrieve "
+        "measures whether a model retrieves distant tokens.",
         *([OTHERS] if any(result.others for result in results) else []),
     ),
 )

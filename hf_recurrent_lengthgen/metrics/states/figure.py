@@ -221,7 +221,7 @@ def patching_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
     patchings = [diagnosis.patching for diagnosis in diagnoses.values() if diagnosis.patching is not None]
     figure, panels = _panels(
         diagnoses,
-        f"Harm that heads do beyond training (nats per {unit})",
+        f"Excess loss from heads beyond training (nats per {unit})",
         "Orange: added when only these heads get a long context\nBlue: removed when only these get a short one",
         [0.27 * len(patching.groups) for patching in patchings],
         left=1.3,
@@ -249,7 +249,7 @@ def patching_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
         axes.set_xlim(low - 0.03 * (high - low), high + 0.03 * (high - low))
         axes.grid(axis="y", visible=False)
         axes.grid(axis="x", color=style.GRID, linewidth=0.7)
-        _remark(axes, f"harm of all: {patching.harm.mean:z.2f}")
+        _remark(axes, f"excess loss of all: {patching.harm.mean:z.2f}")
     _hide_inner_labels(panels)
     return figure
 
@@ -258,7 +258,7 @@ def attention_harm_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
     """A line and a band for the harm of states alone, of attention alone, and of both, in each hybrid."""
     figure, panels = _panels(
         diagnoses,
-        f"Harm of a long context (nats per {unit})",
+        f"Excess loss from context (nats per {unit})",
         "Orange: only the recurrent states are long. Blue: only attention is.\nGray: both are",
     )
     harms = [diagnosis.attention for diagnosis in diagnoses.values() if diagnosis.attention is not None]
@@ -284,7 +284,7 @@ def attention_harm_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
 def attention_windows_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
     """Harm of a long context by window of attention in each hybrid, with its band; the last place is all keys."""
     explanation = "By the window of attention. Dot: the largest as good as any"
-    figure, panels = _panels(diagnoses, f"Harm of a long context (nats per {unit})", explanation)
+    figure, panels = _panels(diagnoses, f"Excess loss from context (nats per {unit})", explanation)
     results = [found.attention.windows for found in diagnoses.values() if found.attention and found.attention.windows]
     low, high = _limits(value for result in results for value in result.harm)
     numbers = [window for result in results for window in result.windows if window is not None]

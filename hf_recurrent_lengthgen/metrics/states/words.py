@@ -38,7 +38,7 @@ LISTED_LAYERS = 6
 
 
 def left_text(states: StateDiagnosis) -> str:
-    """The layers whose heads leave training first: "the states of layers 12 and 17 left training at 96,000 tokens"."""
+    """The layers whose heads drift first: "the states of layer 12 left the training distribution at 96,000 tokens"."""
     left: dict[int, int] = {}
     for head in states.heads:
         if head.leaves_at is not None:
@@ -51,7 +51,8 @@ def left_text(states: StateDiagnosis) -> str:
     if len(most) >= LISTED_LAYERS:
         layers = f"{len(most) + 1} layers"
     later = len(left) - len(most) - 1
-    return f"the states of {layers} left training at {place:,} tokens{f', of {later} more later' if later else ''}"
+    more = f", of {later} more later" if later else ""
+    return f"the states of {layers} left the training distribution at {place:,} tokens{more}"
 
 
 def drift_text(states: StateDiagnosis) -> str:
@@ -65,12 +66,12 @@ def drift_text(states: StateDiagnosis) -> str:
     leaves = "" if furthest.leaves_at is None else f" It leaves them at {furthest.leaves_at:,} tokens."
     return (
         f"{which}. The furthest, {furthest.name}, is {distance_text(furthest)} standard deviations from the states of "
-        f"training over the last octave of positions.{leaves}"
+        f"training over the last doubling of the position.{leaves}"
     )
 
 
 def distance_text(head: HeadStates) -> str:
-    """The distance of a head over the last octave, in standard deviations: "47.3"."""
+    """The distance of a head over the last doubling of the position, in standard deviations: "47.3"."""
     return f"{head.late_distance:.3g}" if head.late_distance < 1000 else f"{head.late_distance:,.0f}"
 
 
@@ -85,11 +86,11 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
     if patching is None:
         return ""
     harm = (
-        f"After {patching.position:,} tokens, what the model carries does {interval_text(patching.harm, sign=True)} "
-        f"nats per {unit} of harm, compared with what it carries after only the last {patching.kept:,} tokens"
+        f"After {patching.position:,} tokens, the excess loss is {interval_text(patching.harm, sign=True)} nats per "
+        f"{unit}: from the carried state, minus that from the state after only the last {patching.kept:,} tokens"
     )
     if not patching.harmful:
-        return f"{harm}: none is shown."
+        return f"{harm}. None is shown."
     sentences = [f"{harm}."]
     exchanged = {
         "heads that drift": drifting_group(states),
@@ -106,8 +107,8 @@ def patching_text(states: StateDiagnosis, unit: str) -> str:
     if worst is not None and harmful[alone.index(worst)]:
         name = next(head.name for head in states.heads if (head.layer, head.head) == worst.heads[0])
         sentences.append(
-            f"Of {len(alone)} heads exchanged one by one, {name} does most harm: its state alone brings "
-            f"{harm_share_text(patching, worst.broken)} of the harm into a short context."
+            f"Of {len(alone)} heads exchanged one by one, {name} has the largest effect: its state alone brings "
+            f"{harm_share_text(patching, worst.broken)} of the excess loss into a short context."
         )
     return " ".join(sentences)
 
@@ -142,8 +143,8 @@ def attention_text(states: StateDiagnosis, unit: str) -> str:
         interval_text(each[-1], sign=True) for each in (harm.recurrent, harm.attention, harm.both)
     )
     return (
-        f"After {harm.borders[-1]:,} tokens, the long states alone do {recurrent} nats per {unit} of harm, the long "
-        f"attention alone {attention}, and both together {both}."
+        f"After {harm.borders[-1]:,} tokens, the excess loss is {recurrent} nats per {unit} from the long states "
+        f"alone, {attention} from the long attention alone, and {both} from both together."
     )
 
 
@@ -155,17 +156,17 @@ def windows_text(states: StateDiagnosis, unit: str) -> str:
     (start, stop), whole = windows.last_range, windows.at(None)
     measured = ", ".join(f"{window:,}" for window in windows.windows if window is not None)
     harm = (
-        f"With all keys, the long context does {interval_text(whole, sign=True)} nats per {unit} of harm at positions "
-        f"{start:,} to {stop:,}"
+        f"With full attention, the excess loss from context is {interval_text(whole, sign=True)} nats per {unit} at "
+        f"positions {start:,} to {stop:,}"
     )
     if not _shown(whole):
-        return f"{harm}: none is shown."
+        return f"{harm}. None is shown."
     if (best := windows.best) is None:
-        less = f"takes more than {AS_GOOD} of it away at no cost inside the training length"
+        less = f"removes more than {AS_GOOD} of it at no cost inside the training length"
         return f"{harm}; no window of attention ({measured}) {less}."
     return (
         f"{harm}, with a window of {best:,} keys {interval_text(windows.at(best), sign=True)}: the largest of "
-        f"{measured} that is as good as any. It needs no training (attention_window={best})."
+        f"{measured} that is not worse than the best. It needs no training (attention_window={best})."
     )
 
 
@@ -194,14 +195,14 @@ def _facts(states: StateDiagnosis) -> dict[str, str]:
         inside, last = (fmean(rank.counted[place] for rank in ranks) for place in (states.last_inside, -1))
         facts["Effective rank"] = f"{inside:.3g}, at the end {last:.3g}, of {fmean(rank.most for rank in ranks):.3g}"
     if states.patching is not None and states.patching.harmful and (group := drifting_group(states)) is not None:
-        facts["Their share of the harm"] = harm_share_text(states.patching, group.restored)
+        facts["Share of the excess loss from these heads"] = harm_share_text(states.patching, group.restored)
     if harm is not None:
         for name, values in (("states", harm.recurrent), ("attention", harm.attention)):
-            facts[f"Harm of long {name} alone"] = f"{number_text(values[-1].mean, '+.3f')} nats"
+            facts[f"Excess loss from long {name} alone"] = f"{number_text(values[-1].mean, '+.3f')} nats"
         windows = harm.windows
         if windows is not None and _shown(windows.at(None)) and (best := windows.best) is not None:
             left = number_text(windows.at(best).mean, "+.3f")
-            facts[f"Harm with a window of {best:,} keys"] = f"{left} nats"
+            facts[f"Excess loss with a window of {best:,} keys"] = f"{left} nats"
     return facts
 
 
@@ -210,7 +211,9 @@ def _reason(states: StateDiagnosis, status: Status) -> str:
     clauses = [_drift_reason(states, status)]
     if (harm := states.attention) is not None:
         recurrent, attention = (number_text(values[-1].mean, "+.2f") for values in (harm.recurrent, harm.attention))
-        clauses.append(f"long states alone do {recurrent} nats of harm, long attention alone {attention}")
+        clauses.append(
+            f"the excess loss is {recurrent} nats from long states alone, {attention} from long attention alone"
+        )
     return "; ".join(clauses)
 
 
@@ -226,20 +229,20 @@ def _drift_reason(states: StateDiagnosis, status: Status) -> str:
     left = left_text(states)
     clause = f"{left} ({clause}, {named})" if left else f"{clause}{': ' if one else ', '}{named}"
     if status == "holds":
-        return f"{clause}, without harm"
+        return f"{clause}, without excess loss"
     if patching is None or group is None or not patching.harmful:
         return clause
     exchange = f"replacing the states of {'this head' if one else 'these heads'} by those of a short context"
     if not _shown(group.restored):
-        return f"{clause}; but {exchange} is not shown to remove any of the harm"
-    return f"{clause}; {exchange} removes {harm_share_text(patching, group.restored)} of the harm"
+        return f"{clause}; but {exchange} is not shown to remove any of the excess loss"
+    return f"{clause}; {exchange} removes {harm_share_text(patching, group.restored)} of the excess loss"
 
 
 def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
     sentences = [
         "The distance of a head at a position is the 2-Wasserstein distance between the elements of its states there "
         "and those in the second half of the training length, in standard deviations of the latter. A head drifts if "
-        "its mean distance over the last octave of positions is above "
+        "its mean distance over the last doubling of the position is above "
         f"{SMALLEST_DRIFT:g} and above the distances of training positions from each other, and if the interval over "
         "texts shows that it rises."
     ]
@@ -251,15 +254,15 @@ def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
     if patching := next((states.patching for states in results if states.patching is not None), None):
         sentences.append(
             f"Heads are exchanged between the state after {patching.position:,} tokens and the state after only the "
-            f"last {patching.kept:,} of them. The next {patching.width:,} tokens are scored. Harm is the loss from "
-            "the former state minus the loss from the latter. If several heads fail at once, replacing one may help "
-            "little, so shares need not add up to 100%."
+            f"last {patching.kept:,} of them. The next {patching.width:,} tokens are scored. Excess loss is "
+            "the loss from the former state minus that from the latter. If several heads fail at once, replacing one "
+            "may help little, so shares need not add up to 100%."
         )
     if any(states.attention is not None for states in results):
         sentences.append(
             "In a hybrid, a text is read to some position, and the next tokens, as many as the training length, are "
             "read with only the long states, only the keys and values of the long text, both, or neither; the second "
-            "half of them is scored. Harm is the loss minus that with neither. The two need not add up, because the "
+            "half of them is scored. Excess loss is the loss minus that with neither. The two need not add up, as the "
             "keys were computed from the states, too."
         )
     return sentences
@@ -268,7 +271,7 @@ def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
 STATES = Part(
     name="states",
     title="States",
-    summary="which heads' states leave the range of training, and their harm, in hybrids apart from attention's",
+    summary="which heads' states leave the range of training, their excess loss, in hybrids apart from attention's",
     compute=measure_states,
     section="Why: the states",
     texts=lambda result, unit: [
@@ -283,21 +286,21 @@ STATES = Part(
         ),
         "state_patching": Picture(
             lambda result, _, unit: patching_figure(result, unit),
-            "States exchanged between a long and a short context. Blue up to the dashed line: all of the harm goes "
-            "away. Thin lines: intervals.",
+            "States exchanged between a long and a short context. Blue up to the dashed line: all of the excess loss "
+            "is removed. Thin lines: intervals.",
             lambda result: result.patching is not None,
         ),
         "attention_harm": Picture(
             lambda result, _, unit: attention_harm_figure(result, unit),
-            "Harm of what the recurrent layers and what the attention layers keep of a long text, each alone and "
-            "together. At zero, the long context does no harm.",
+            "Excess loss from what the recurrent layers and what the attention layers keep of a long text, each alone "
+            "and together. Above zero, the long context makes predictions worse.",
             lambda result: result.attention is not None,
             bands=True,
         ),
         "attention_windows": Picture(
             lambda result, _, unit: attention_windows_figure(result, unit),
-            "Harm of the long context, if a token attends to its last keys only. Left of the training length, what a "
-            "window loses counts, too.",
+            "Excess loss from context by window of attention. Windows below the training length also hide "
+            "context that the model uses.",
             lambda result: result.attention is not None and result.attention.windows is not None,
             bands=True,
         ),
