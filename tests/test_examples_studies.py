@@ -61,6 +61,7 @@ STUDIES = {  # command, what it prints and how often, and a file that it writes
 }
 REPORTS = [
     *("alignment/run.py", "families/run.py", "hybrids/run.py", "learned_state/run.py", "mimetic/run.py"),
+    "interventions/budget.py",
     "learned_state/s0.py",
     "mimetic/packed.py",
     *("passkey/chunks.py", "passkey/keys.py", "passkey/new_task.py", "passkey/other_families.py"),
