@@ -1,16 +1,21 @@
 """Load models of all families and their tokenizers, from folders and names on the Hub."""
 
+import functools
 import inspect
 import os
 import pickle
 import re
 import shlex
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -60,9 +65,24 @@ def quiet_transformers() -> Iterator[None]:
 def check_name(name: str) -> None:
     """Raise a `ValueError` for a name that is no checkpoint folder and cannot be a name on the Hub."""
     path = Path(name)
-    here = path.exists() or (path.parent != Path() and path.parent.is_dir()) or len(path.parts) > 2
+    here = path.exists() or re.match(r"[./~]|.*/$", str(name)) or len(path.parts) > 2
+    here = here or (path.parent != Path() and path.parent.is_dir())
     if here and not path.is_dir():
         raise ValueError(f"{name} is no folder here: give a checkpoint folder, or a name on the Hub (owner/name).")
+    if not here and try_to_load_from_cache(name, "config.json") is None and not _resolves(constants.ENDPOINT):
+        raise ValueError(
+            f"{name} is no folder here and not in the cache of the Hub, and {constants.ENDPOINT} cannot be reached: "
+            "give a checkpoint folder, or connect to the network."
+        )
+
+
+@functools.cache
+def _resolves(url: str) -> bool:
+    """Whether the host of an address is known, without the retries of huggingface_hub; a proxy may know it."""
+    try:
+        return bool(getproxies() or socket.getaddrinfo(urlsplit(url).hostname, None))
+    except OSError:
+        return False
 
 
 def _check_weights(name: str, model: Any) -> None:
@@ -186,7 +206,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
     except (OSError, ValueError, ImportError) as error:
         reason = "" if nothing else f" ({error})"  # of Transformers, which is long for a folder without tokenizer
     if reason or nothing:
-        advice = "give one with --tokenizer (lengthgen harness: tokenizer=FOLDER)"
+        advice = "give --tokenizer FOLDER, or --tokenizer bytes if it reads bytes (lengthgen harness: tokenizer=...)"
         raise ValueError(f"{name} holds no tokenizer{reason}: {advice}.")
     return tokenizer
 
@@ -249,7 +269,7 @@ def _load(
             reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
             raise ValueError(
                 f"{name} is of type {model_type!r}, which cannot be given states{reason}. Supported are checkpoints "
-                f"of this package, {', '.join(sorted(STATEFUL_CLASSES))}, {', '.join(sorted(SUPPORTED))}. Plain "
+                f"of this package, {', '.join(sorted({*STATEFUL_CLASSES, *SUPPORTED}))}. Plain "
                 "training and output alignment (lengthgen train --intervention none) need no states and take any type."
             )
         loading["trust_remote_code"] = trust_remote_code

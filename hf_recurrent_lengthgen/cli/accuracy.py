@@ -1,4 +1,4 @@
-"""`lengthgen accuracy`: how many symbols models copy, recall or sort right, at the training length and beyond."""
+"""`lengthgen accuracy`: accuracy of copying, recall and sorting, at the training length and beyond."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_recurrent_lengthgen.metrics import AccuracyComparison
 
 DESCRIPTION = """\
-Measure how many symbols models copy, recall or sort right, as in "Mimetic initialization" (Trockman et al., 2024): of
+Measure the accuracy of copying, recall and sorting, as in "Mimetic initialization" (Trockman et al., 2024): of
 all symbols, and of whole answers by greedy decoding. Models are checkpoints of `lengthgen train --task copying` and
 the like, whose config names the task. Writes accuracy.json, accuracy.png and accuracy.svg: accuracy by length, or over
 the steps of training if all models are folders checkpoint-N, at least two of one run.
@@ -34,7 +34,7 @@ def command_parser() -> CommandParser:
     lengths = "lengths of strings; pairs with recall (default: the longest in training, twice and four times that)"
     add("--lengths", type=counts, metavar="N,...", help=lengths)
     add("--samples", type=positive, default=256, metavar="N", help="strings of each length (default: %(default)s)")
-    run_options = "--csv", "--device", "--batch-size", "--chunk-length", "--seed", "--trust-remote-code"
+    run_options = "--csv", "--device", "--batch-size", "--chunk-length", "--seed", "--import", "--trust-remote-code"
     add_shared(parser, "--attention-window", "--output", *run_options, output="accuracy")
     return parser
 

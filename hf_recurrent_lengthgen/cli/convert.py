@@ -1,4 +1,4 @@
-"""`lengthgen convert`: a checkpoint of another library becomes one of this package."""
+"""`lengthgen convert`: convert a checkpoint of another library to this package."""
 
 import argparse
 import json
@@ -12,9 +12,10 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser
 from hf_recurrent_lengthgen.cli.shared_options import DTYPES, FORMATS, HOW, TITLES, add_new_folder, add_shared, help_of
 
 DESCRIPTION = """\
-Convert a checkpoint of another library into one of this package, which takes and returns states, can be post-trained,
-and loads in Transformers anywhere, because its code travels with it. Weights are copied bit for bit, tensor by tensor,
-so little memory is needed. The source stays unchanged; lineage.json names it. The format is detected:
+Convert a checkpoint of another library into one of this package, which accepts an initial state, returns the final
+state, can be post-trained, and loads in Transformers anywhere, because it contains its code. Weights are copied bit
+for bit, tensor by tensor, so little memory is needed. The source stays unchanged; lineage.json names it. The format is
+detected:
 
 """
 EXAMPLES = """\

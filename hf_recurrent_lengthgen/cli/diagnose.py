@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Measure how language models generalize in length, and why they fail: everything that `lengthgen evaluate` measures, and
 
-  states           which heads' states leave the range of training, and their harm, in hybrids apart from attention's
+  states           which heads' states leave the range of training, their excess loss, in hybrids apart from \
+attention's
   remembrance      how much distant tokens change predictions (Effective Remembrance)
   misalignment     how far predictions move when the context is cut a little shorter
   constant prompt  the loss and the states on a text of line breaks only
 
-Writes result.json, index.html and figures. What cannot be measured on a model is left out, with the reason. Each token
+Writes result.json, index.html and figures. A metric that does not fit a model is left out, with the reason. Each token
 is read five times, and the first 4 T tokens of each text 32 times more for Effective Remembrance; --parts leaves it
-out. Intervals are over texts, so four texts or fewer seldom show anything. Results are cached by content: an
+out. Intervals are over texts: four texts or fewer are seldom conclusive. Results are cached by content: an
 interrupted command continues where it was.
 """
 EXAMPLES = """\

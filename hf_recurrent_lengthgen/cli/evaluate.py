@@ -1,4 +1,4 @@
-"""`lengthgen evaluate`: position-wise loss, context harm and the length verdict of one or more checkpoints."""
+"""`lengthgen evaluate`: position-wise loss, excess loss from context and the length verdict of checkpoints."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from hf_recurrent_lengthgen.metrics import Comparison
 
 DESCRIPTION = """\
-Measure language models beyond their training length T: loss by position, how much the context beyond T harms
-predictions (context harm), how far each model holds, and what differs between them. Writes result.json, index.html,
-figures and tables.
+Measure language models beyond their training length T: loss by position, excess loss from context, the length up to
+which each model generalizes, and the differences between models. Writes result.json, index.html, figures and tables.
 
-Any causal language model of Transformers can be measured. Recurrent models read texts of any length in constant
-memory, others with a growing cache of keys and values. Each token is read three times: once in its whole text, twice
-in windows of T. Results are cached by content: an interrupted command continues where it was.
+Any causal language model of Transformers can be measured. Recurrent models need constant memory for texts of any
+length, attention a growing cache of keys and values. Each token is read three times: once after its whole text, twice
+in windows of T tokens. Results are cached by content: an interrupted command continues where it was.
 """
 EXAMPLES = """\
 lengthgen evaluate demo-output/base demo-output/cured --roles base,cured

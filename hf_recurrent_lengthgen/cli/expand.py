@@ -1,4 +1,4 @@
-"""`lengthgen expand`: larger recurrent states in some layers of a checkpoint, to be post-trained."""
+"""`lengthgen expand`: larger recurrent states in some layers of a checkpoint, before post-training."""
 
 import shlex
 from collections.abc import Sequence

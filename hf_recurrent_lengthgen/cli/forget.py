@@ -1,4 +1,4 @@
-"""`lengthgen forget`: a copy of a checkpoint that forgets more at inference than it has learned to."""
+"""`lengthgen forget`: a copy of a checkpoint with stronger decay at inference."""
 
 import shlex
 from argparse import Namespace
@@ -10,11 +10,11 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive, scales, 
 from hf_recurrent_lengthgen.cli.shared_options import add_new_folder, add_shared
 
 DESCRIPTION = """\
-Make a copy of a checkpoint that forgets at inference, without training (Chen et al., 2024): its states hold the last
-tokens only (--window), keep and take in less (--retention and --insertion; the paper takes 0.9999 and 0.75), take
-smaller steps (--delta-scale, as LongMamba) or decay by a power (--decay-scale). --calibrate finds a scale for each
-layer on a text (MambaExtend, Mamba Modulation). Mamba-2 takes all of these, other families some, hybrids none. The
-weights stay unchanged; the config of the copy says how it forgets.
+Make a copy of a checkpoint with stronger decay at inference, without training (Chen et al., 2024): a sliding window on
+the state (--window), factors on decay and input (--retention and --insertion; 0.9999 and 0.75 in the paper), smaller
+steps Delta (--delta-scale, as LongMamba) or a power of the decays (--decay-scale). --calibrate finds a scale for each
+layer on a text (MambaExtend, Mamba Modulation). Mamba-2 supports all of these, other families some, hybrids none. The
+weights stay unchanged; the config of the copy records the change.
 """
 EXAMPLES = """\
 lengthgen forget demo-output/base --output forgets --window 128
@@ -31,7 +31,7 @@ def command_parser() -> CommandParser:
     what = "checkpoint folder or Hub name: ours, or a stock one of these families; hybrids are refused"
     parser.model.add_argument("model", metavar="MODEL", help=what)
     add = parser.method.add_argument
-    add("--window", type=some_tokens, metavar="N", help="tokens that the state of each layer holds")
+    add("--window", type=some_tokens, metavar="N", help="number of last tokens in the state of each layer")
     add("--retention", type=float, default=1.0, metavar="X", help="factor on the decays, above 0 and at most 1")
     add("--insertion", type=float, default=1.0, metavar="X", help="factor on what is written into the state")
     add("--delta-scale", type=scales, default=1.0, metavar="X,...", help="factor on steps of Mamba, or one by layer")

@@ -10,10 +10,10 @@ from hf_recurrent_lengthgen.yaml_files import read_yaml
 
 DESCRIPTION = """\
 Run lm-evaluation-harness (pip install "hf_recurrent_lengthgen[eval]") with models that carry a state: long prompts are
-read in pieces, and what prompts share is read once. All options are those of lm_eval, and its subcommands run, ls and
-validate; see `lengthgen harness run --help`. The model is "lengthgen" unless --model names another one, and the tasks
-are those of lm_eval and of this package, or of a folder that --include-path names. The groups of this package, which
-the page on the harness of the documentation describes:
+read in chunks, and the common beginning of prompts once. All options are those of lm_eval, and its subcommands run, ls
+and validate; see `lengthgen harness run --help`. The model is "lengthgen" unless --model names another one, and the
+tasks are those of lm_eval and of this package, or of a folder that --include-path names. The groups of this package,
+which the page on the harness of the documentation describes:
 
   lengthgen_recall        answers from a document that is read twice
   lengthgen_icl           learning in context from 16 demonstrations; lengthgen_icl_8 and lengthgen_icl_24

@@ -17,38 +17,38 @@ from hf_recurrent_lengthgen.versions import installed_versions
 
 PURPOSES = {
     "Train and change models": {
-        "demo": "train a small model, see it fail, cure it (3 to 6 minutes)",
+        "demo": "fail beyond T, post-train, compare (3 to 6 minutes on two idle cores)",
         "train": "train or post-train a checkpoint, from flags or a YAML file",
-        "expand": "give layers of a checkpoint larger states, to be post-trained",
-        "forget": "make a checkpoint forget more at inference, without training",
-        "merge": "make a checkpoint of an adapter (LoRA) and its base",
+        "expand": "enlarge the states of some layers, before post-training (StateX)",
+        "forget": "apply stronger decay at inference, without training",
+        "merge": "merge an adapter (LoRA) into its base model",
     },
     "Measure": {
-        "evaluate": "loss and harm of context beyond the training length",
-        "diagnose": "the same, and why: which states drift, what is remembered",
-        "retrieve": "whether models find what stands far back in a text",
-        "accuracy": "how many symbols models copy, recall or sort right",
-        "maps": "what the layers of a model look at",
-        "harness": "tasks of lm-evaluation-harness, and of the papers",
+        "evaluate": "loss by position, and excess loss from context beyond T",
+        "diagnose": "the same, with its causes: state drift, Effective Remembrance",
+        "retrieve": "long-range retrieval: passkey, needle in a haystack, bAbI",
+        "accuracy": "accuracy of copying, recall and sorting of strings",
+        "maps": "attention maps of recurrent and attention layers",
+        "harness": "run lm-evaluation-harness, with its tasks and those of papers",
     },
-    "Read once, ask often": {
-        "state": "keep what a model has read in files, and ask them",
+    "Read a text once, ask many times": {
+        "state": "read a text, store the state in a file, answer from it",
     },
     "Convert and publish": {
-        "convert": "make a checkpoint of another library one that takes states",
-        "export": "write a checkpoint in the layout of another library",
+        "convert": "convert a checkpoint of another library to this package",
+        "export": "convert a checkpoint to the layout of another library",
         "verify": "check that a checkpoint works without this package",
         "card": "write the model card of a checkpoint",
         "push": "push a checkpoint to the Hub as one commit",
-        "recipe": "training runs of papers, as files for train",
+        "recipe": "training runs of papers, as YAML files for train",
     },
 }
 COMMANDS = {name: what for commands in PURPOSES.values() for name, what in commands.items()}
 """Modules beside this one."""
 CONTINUED = ("convert", "evaluate", "diagnose", "push", "retrieve", "state")
-"""Commands that keep what they have done when they are interrupted."""
+"""Commands that continue after an interruption."""
 DESCRIPTION = "\n\n".join(
-    ["Recurrent language models that keep working far beyond the length they were trained on."]
+    ["Length generalization of recurrent language models: training, evaluation, diagnosis. T is the training length."]
     + [
         "\n".join([f"{purpose}:", *(f"  {name:<10}  {what}" for name, what in commands.items())])
         for purpose, commands in PURPOSES.items()

@@ -1,4 +1,4 @@
-"""`lengthgen maps`: what the layers of a checkpoint look at on a short text, as a picture and as numbers."""
+"""`lengthgen maps`: attention maps of the layers of a checkpoint on a short text."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 1024
 DESCRIPTION = """\
-Show what each layer of a model looks at on a text (attention maps of Trockman et al., 2024), how far back it can look
-(mask), and how its B and C projections are correlated; layers of softmax attention, too. Several models stand side by
-side. Writes maps.png, and maps.npz (of several models maps-1.npz and so on).
+Show the attention map of each layer on a text (Trockman et al., 2024), the product of its decays (mask), and the
+correlation of its B and C projections; softmax attention has its weights. Several models are drawn side by side.
+Writes maps.png, and maps.npz (of several models maps-1.npz and so on).
 """
 EXAMPLES = """\
 lengthgen maps demo-output/base --text "def f(x): return f(x"
@@ -37,7 +37,7 @@ def command_parser() -> CommandParser:
         "number of symbols (of pairs in recall): a string of the task that the models were trained on, and its answer"
     )
     text.add_argument("--task-length", type=some_tokens, metavar="N", help=string)
-    add_shared(parser, "--output", "--trust-remote-code", output="maps")
+    add_shared(parser, "--output", "--import", "--trust-remote-code", output="maps")
     return parser
 
 

@@ -135,7 +135,9 @@ def _training_length(names: list[str], models: list[Any]) -> int:
     trained = {name: _length_of(name, model) for name, model in zip(names, models, strict=True)}
     pairs = ", ".join(f"{name}: {length or 'unknown'}" for name, length in trained.items())
     if len(lengths := {*trained.values()} - {None}) != 1:
-        raise ValueError(f"No one training length for all models ({pairs}): give one with --training-length.")
+        raise ValueError(
+            f"The models have different or unknown training lengths ({pairs}): give one with --training-length."
+        )
     [length] = lengths
     if None in trained.values():
         print(f"Taking {length} as the training length of all models ({pairs}); --training-length gives another.")

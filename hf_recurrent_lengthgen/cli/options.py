@@ -1,13 +1,11 @@
 """Options of `lengthgen train`: the paper's defaults, overridden by a YAML file, overridden by flags."""
 
 import argparse
-import importlib.util
 import json
 import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from hf_recurrent_lengthgen.cli.parsing import (
     HelpFormatter,
     add_headings,
     examples_text,
+    import_own,
     lengths,
     tokens,
     windows,
@@ -62,7 +61,7 @@ HEADINGS = ("model", "data", "method", "training", "run")
 _OF_TOKENS = re.compile(r"_(lengths?|extra|min_context|windows|tokens)$")
 """Names of options that are numbers of tokens, which may be written as 2k."""
 DESCRIPTION = f"""\
-Train or post-train a model that takes initial states; plain training and output alignment take any causal language
+Train or post-train a model that accepts initial states; plain training and output alignment take any causal language
 model of Transformers. Each option can also stand in CONFIG.yaml, as a line "option: value"; the command line wins. The
 defaults are those of Buitrago Ruiz & Gu, 2025 (B.2): {PAPER_STEPS} steps, AdamW(0.9, 0.95), weight decay 0.01, cosine
 to 1e-5 after 10 % warm-up, gradients clipped at 1.
@@ -104,7 +103,7 @@ def read_options(
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--import", "--import_file", "--import-file", dest="file")
     if (file := own.parse_known_args(arguments)[0].file) is not None:
-        _run_file(file)  # before the options that it defines are known
+        import_own(file)  # before the options that it defines are known
     given = vars(RunParser().parse_args(arguments))
     run = RunArguments(**{name: given[name] for name in _names(RunArguments) & given.keys()})
     trainer = INTERVENTIONS[run.intervention]
@@ -114,22 +113,6 @@ def read_options(
     if run.lengths_differ and "train_sampling_strategy" not in given and not _shuffles(training, trainer):
         training.train_sampling_strategy = "group_by_length"
     return run, training, trainer
-
-
-def _run_file(file: str) -> None:
-    """Run a Python file, whose trainers are interventions from then on.
-
-    Raises:
-        ValueError: for a file that cannot be imported by its name.
-    """
-    path, name = Path(file).resolve(), Path(file).stem
-    if getattr(sys.modules.get(name), "__file__", None) == str(path):
-        return  # it was run already
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or name in sys.modules:
-        raise ValueError(f"--import {file}: give a Python file that is not called as another module.")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # its classes are pickled by this name
-    spec.loader.exec_module(module)
 
 
 def _defaults(given: dict[str, Any]) -> dict[str, Any]:
@@ -247,21 +230,21 @@ def _check(run: RunArguments, training: InitialStateConfig, given: Collection[st
         values = {key: getattr(run, key, getattr(training, key, None)) for key in conditions}
         fits = [values[key] in fitting if fitting else values[key] for key, fitting in conditions.items()]
         if not all(fits) or name not in _names(RunArguments) | _names(type(training)):
-            raise ValueError(f"{name} does nothing here: it goes with {goes_with(name)}.")
+            raise ValueError(f"{name} has no effect here: it requires {goes_with(name)}.")
     state_alone = isinstance(training, LearnedStateConfig) and not training.train_model
     contradictions = (
         (
             run.task != "text" and training.alignment_alpha,
-            f"task {run.task} makes its own rows: leave out alignment_alpha.",
+            f"task {run.task} makes its own sequences: leave out alignment_alpha.",
         ),
         (
             run.of_symbols and continues(training) and training.bptt_chunk_length is None,
-            f"tbtt reads the rows of task {run.task} in pieces: give bptt_chunk_length, their tokens.",
+            f"tbtt reads the sequences of task {run.task} in chunks: give bptt_chunk_length, tokens of a chunk.",
         ),
         (
             training.alignment_length not in (None, run.training_length),
             f"alignment_length is {training.alignment_length}, training_length {run.training_length}, but both are T: "
-            "give training_length alone. Rows are lengthened for the shift.",
+            "give training_length alone. Sequences are lengthened for the shift.",
         ),
         (
             run.lora_r is not None and isinstance(training, StateXConfig),

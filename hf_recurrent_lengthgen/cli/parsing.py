@@ -1,9 +1,12 @@
 """The parser of commands: their help, and checks of values."""
 
 import argparse
+import importlib.util
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 _SIZES = {"k": 2**10, "m": 2**20}
@@ -65,6 +68,37 @@ def _text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("is empty: give a value, or leave the option out")
     return text
+
+
+def import_own(name: str) -> None:
+    """Import a module by its name, or a Python file by its path, which registers what it defines.
+
+    Raises:
+        ValueError: if it does not exist, or a file has the name of another module.
+    """
+    path, stem = Path(name).resolve(), Path(name).stem
+    if name.isidentifier() or not name.endswith(".py"):
+        try:
+            importlib.import_module(name)
+        except (ModuleNotFoundError, TypeError) as error:
+            if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
+                raise ValueError(f"--import {name}: it imports {error.name}, which is not installed.") from error
+            allowed = "give a Python file, such as my_metric.py, or the name of an installed module"
+            raise ValueError(f"--import {name}: there is no module of this name: {allowed}.") from error
+    elif getattr(sys.modules.get(stem), "__file__", None) != str(path):  # else it was run already
+        if not path.is_file() or stem in sys.modules:
+            raise ValueError(f"--import {name}: give a Python file that exists and is not called as another module.")
+        spec: Any = importlib.util.spec_from_file_location(stem, path)
+        sys.modules[stem] = importlib.util.module_from_spec(spec)  # its classes are pickled by this name
+        spec.loader.exec_module(sys.modules[stem])
+
+
+class ImportOwn(argparse.Action):
+    """`import_own` when the option is read, whose errors then are those of the command."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        import_own(values)
+        setattr(namespace, self.dest, values)
 
 
 class HelpFormatter(argparse.HelpFormatter):

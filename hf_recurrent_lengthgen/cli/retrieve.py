@@ -1,4 +1,4 @@
-"""`lengthgen retrieve`: whether checkpoints find what stands far back in a text, by depth and length."""
+"""`lengthgen retrieve`: long-range retrieval by depth and length."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hf_recurrent_lengthgen.metrics.retrieval.result import Share
 
 DESCRIPTION = """\
-Measure whether models find what stands far back in a text, by its depth and the length of the text. An answer counts
-if greedy decoding gives it. Writes retrieval.json and figures. Tasks:
+Measure long-range retrieval by depth and length of the text. An answer is correct if greedy decoding gives it. Writes
+retrieval.json and figures. Tasks:
 
   passkey   a number of 5 digits in repeated sentences; --task-style takes the wording of Buitrago Ruiz & Gu, 2025 \
 ("pass key"), Chen et al., 2024 ("passkey") or Shen et al., 2025 ("infinity-bench")
@@ -29,8 +29,8 @@ papers hide it in essays, this command in --data, from its beginning
 between the sentences and lines of --data; wrong answers are counted by kind
   babilong  the questions qa1 to qa10 of bAbI, whose facts are spread through --data, at random places
 
-Prompts share what they begin with in models whose state is a value, so a second sample or depth costs less than a
-second text. Results are cached by content: an interrupted command continues where it was. `lengthgen accuracy`
+Recurrent models read the common beginning of prompts once, so a second sample or depth costs less than a second text.
+Results are cached by content: an interrupted command continues where it was. `lengthgen accuracy`
 measures copying and the recall of many key-value pairs.
 """
 EXAMPLES = """\
@@ -50,7 +50,7 @@ def command_parser() -> CommandParser:
     add_shared(parser, "--data", "--split", "--text-column")
     for action in parser.data._group_actions:
         action.help += " [task niah or keys or babilong]"
-    add("--task", choices=TASKS, default=TASKS[0], help="what is to be found, see above (default: %(default)s)")
+    add("--task", choices=TASKS, default=TASKS[0], help="see above (default: %(default)s)")
     what = "tokens of prompt and answer; 1k is 1024 (default: %(default)s)"
     add("--lengths", type=counts, default=DEFAULT_LENGTHS, metavar="N,...", help=what)
     add(

@@ -62,7 +62,7 @@ class RunArguments:
     training_length: int | None = _option(
         "model",
         help_of("--training-length", f"from the config of the model, else {USUAL_LENGTH}")
-        + "; prompts and examples are read in pieces of T by tbtt, and whole by others, where T is the longest row",
+        + "; prompts and examples are read in chunks of T by tbtt, whole by others (T: the longest sequence)",
         metavar="T",
         task=TOKENS,
     )
@@ -97,7 +97,7 @@ class RunArguments:
     )
     task: Tasks = _option(
         "data",
-        "what a row is: text; passkey, a prompt; keys, codes of names in the text of --data, one of which is asked "
+        "sequences: text; passkey, a prompt; keys, codes of names in the text of --data, one of which is asked "
         "for; babilong, a question of bAbI hidden in that text; examples, a chat (column messages of --data) or a "
         "prompt and its completion (columns prompt and completion); or random symbols (Trockman et al., 2024): "
         "copying, stack_copying (from the last to the first), recall (of values by their keys), sorting. In all but "
@@ -108,7 +108,7 @@ class RunArguments:
         "data",
         "tokens of a prompt (default: training_length), or number of symbols (of pairs in recall; default: 50), or a "
         'range such as "50-100". Where the lengths of prompts or examples differ, similar ones make a batch, '
-        "--train-sampling-strategy group_by_length, unless the method shuffles rows or there are several processes",
+        "--train-sampling-strategy group_by_length, unless the method shuffles or several processes run",
         task=(*STRING_TASKS, "passkey", "keys", "babilong"),
     )
     task_vocabulary: int | None = _option(
@@ -118,9 +118,12 @@ class RunArguments:
         task=STRING_TASKS,
     )
     task_row_length: int = _option(
-        "data", "tokens of a row of several strings; Jelassi et al.: 220 (default: one string)", 0, task=STRING_TASKS
+        "data",
+        "tokens of a sequence of several strings; Jelassi et al.: 220 (default: one string)",
+        0,
+        task=STRING_TASKS,
     )
-    task_keys: int = _option("data", "number of names with codes in a row; one is asked for", 4, task=("keys",))
+    task_keys: int = _option("data", "number of names with codes in a sequence; one is asked for", 4, task=("keys",))
     task_values: int = _option("data", "number of codes of each name; the last one counts", 1, task=("keys",))
     task_files: str | None = _option(
         "data",
@@ -177,7 +180,7 @@ class RunArguments:
     )
     reset_at_document: bool = _option(
         "method",
-        "in tbtt: reset states at the beginning of a document, anywhere in a row",
+        "in tbtt: reset states at the beginning of a document, anywhere in a sequence",
         False,
         intervention=WITH_TBTT,
         task=("text",),

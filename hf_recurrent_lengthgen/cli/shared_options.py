@@ -3,12 +3,11 @@
 import argparse
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any, TypeVar
 
-from hf_recurrent_lengthgen.cli.parsing import CommandParser, positive, some_tokens, windows
+from hf_recurrent_lengthgen.cli.parsing import CommandParser, ImportOwn, positive, some_tokens, windows
 from hf_recurrent_lengthgen.evaluation.settings import EvaluationSettings
 
 Settings = TypeVar("Settings", bound=EvaluationSettings)
@@ -27,7 +26,7 @@ FORMATS = {
 TITLES = "\n".join(f"  {name:<14}{title}" for name, title in FORMATS.items())
 MODEL_OPTIONS = (
     *("--tokenizer", "--training-length", "--attention-window"),
-    *("--device", "--dtype", "--cache", "--no-cache", "--trust-remote-code"),
+    *("--device", "--dtype", "--cache", "--no-cache", "--import", "--trust-remote-code"),
 )
 """How models are loaded and run, and where results are kept."""
 MODEL = {"metavar": "MODEL", "help": "checkpoint folder or Hub name"}
@@ -93,10 +92,15 @@ SHARED: dict[str, dict[str, dict[str, Any]]] = {
         "--seed": {"type": int, "default": 0, "metavar": "N", "help": "random seed (default: %(default)s)"},
         "--cache": {
             "metavar": "FOLDER",
-            "help": "folder in which results are kept: the same command continues where it was interrupted (default: "
+            "help": "folder for cached results: the same command continues where it was interrupted (default: "
             "$LENGTHGEN_CACHE, or hf_recurrent_lengthgen in $XDG_CACHE_HOME or ~/.cache)",
         },
-        "--no-cache": {"action": "store_true", "help": "neither use nor keep results in the cache"},
+        "--no-cache": {"action": "store_true", "help": "neither read nor write the cache"},
+        "--import": {
+            "action": ImportOwn,
+            "metavar": "MODULE",
+            "help": "Python file or installed module with own metrics or model families; may be repeated",
+        },
         "--trust-remote-code": {
             "action": "store_true",
             "help": "run the Python code that comes with a checkpoint: read it before",
@@ -132,7 +136,7 @@ def add_options(parser: CommandParser, settings: type[EvaluationSettings], outpu
     """Add the options that `load_inputs` reads, and those of the settings."""
     several = "; a folder of checkpoints seed0, seed1, ... is a method with several seeds"
     parser.model.add_argument("models", **MODELS | {"help": MODELS["help"] + several})
-    what = "what each model is, of base, cured, control, other: the page compares cured and control with the base"
+    what = "role of each model, of base, cured, control, other: the page compares cured and control with the base"
     parser.model.add_argument("--roles", metavar="ROLE,...", help=what)
     add_shared(parser, "--data", "--split", "--text-column")
     what = "tokens per sequence, such as 65536, 64k or 1M (default: 64 T)"
@@ -157,4 +161,4 @@ def settings_of(settings: type[Settings], options: argparse.Namespace, command: 
     for field in _options_of(settings):
         if isinstance(value := given[field.name], str) and field.type != TEXT:
             given[field.name] = tuple(filter(None, (one.strip() for one in value.split(","))))
-    return settings(**given, command=shlex.join(command), progress=sys.stderr.isatty())
+    return settings(**given, command=shlex.join(command))

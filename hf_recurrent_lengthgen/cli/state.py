@@ -1,4 +1,4 @@
-"""`lengthgen state`: read a long text once, keep what the model has read in files, and ask them."""
+"""`lengthgen state`: read a long text once, store the state in files, and answer prompts from it."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from hf_recurrent_lengthgen.cli.parsing import CommandParser, in_columns, some_t
 from hf_recurrent_lengthgen.cli.shared_options import MODEL, add_shared
 
 DESCRIPTION = """\
-Read a long text once, keep what the model has read (a text state), and ask it as often as you like, in other processes
+Read a long text once, store the state of the model (a text state), and answer prompts from it, also in other processes
 and on other machines. A text state is the state of the recurrent layers, of one size for every text, and the keys and
 values of attention layers, if the model has any. A file belongs to the weights and the tokenizer that made it, and is
 refused with others.
@@ -23,7 +23,7 @@ lengthgen state ask book demo-output/cured --prompt "Who is" --position 50000
 lengthgen state mix book another-book --weights 0.5 0.5 --output both.safetensors
 """
 READ = """\
-Read a text and save what is read every N tokens, one file each, into a folder. Memory does not grow with the text, but
+Read a text and save the state after every N tokens, one file each, into a folder. Memory grows with the text only
 for keys and values of attention layers. The same command goes on after the last file if it was interrupted, or if the
 text has grown at its end.
 """
@@ -44,7 +44,7 @@ def command_parser() -> CommandParser:
         texts: dict[str, Any] = {"help": what, "description": description or f"{what[0].upper()}{what[1:]}."}
         return actions.add_parser(name, examples=examples, **texts)
 
-    what = "read a text, and save what is read every so many tokens"
+    what = "read a text, and save the state after every N tokens"
     read = add_action("read", what, "lengthgen state read demo-output/cured --data book.txt --output book", READ)
     read.model.add_argument("model", **MODEL)
     read.data.add_argument("--length", type=some_tokens, metavar="N", help="tokens to read at most (default: all)")

@@ -11,8 +11,8 @@ Check a checkpoint folder, and write verification.json into it if it passes, whi
 
 A new process that cannot import this package loads the folder offline, with the code in it (hybrids and exports: with
 the class of Transformers), and its tokenizer. On random tokens, in float32 whatever the dtype of the weights, it must
-give the logits, final states and gradients of the installed classes; one of the two reads in pieces, with the state
-carried. Nothing may be NaN. A folder without code gets that of this package first.
+give the logits, final states and gradients of the installed classes; one of the two reads in chunks, with carried
+states. Nothing may be NaN. A folder without code gets that of this package first.
 
 Allowed is a difference of 1e-05, relative to the largest value where that is above 1. Memory: 4 bytes per
 parameter, one model at a time, and length x vocabulary x 24 bytes for logits.

@@ -92,6 +92,12 @@ def _foreign_code(model: nn.Module) -> dict[str, str]:
     }
 
 
+def file_digest(kind: type) -> str | None:
+    """SHA-256 of the file that defines a class, which may lie outside this package; None in a notebook."""
+    file = getattr(sys.modules[kind.__module__], "__file__", None)
+    return file and hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
 @functools.cache
 def code_digest() -> str:
     """SHA-256 of the source files of this package that results depend on."""

@@ -9,4 +9,11 @@ from hf_recurrent_lengthgen.metrics.repeated_token import CONSTANT_PROMPT
 from hf_recurrent_lengthgen.metrics.states.words import STATES
 
 PARTS: dict[str, Part[Any]] = {part.name: part for part in (STATES, REMEMBRANCE, MISALIGNMENT, CONSTANT_PROMPT)}
-"""The parts of a diagnosis in addition to the evaluation. A new metric is registered only here."""
+"""The parts of a diagnosis in addition to the evaluation, by name."""
+
+
+def register_metric(part: Part[Any]) -> None:
+    """Add a metric to `lengthgen diagnose`, its page and model cards; a `ValueError` if its name is taken."""
+    if PARTS.setdefault(part.name, part).compute.__module__ != part.compute.__module__:
+        raise ValueError(f"There is a metric {part.name!r} already: give another name.")
+    PARTS[part.name] = part  # a cell of a notebook may run again

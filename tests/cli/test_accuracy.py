@@ -150,7 +150,7 @@ def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path],
         ),
         ({"task_vocabulary": 10}, "copying with 10 symbols has 13 tokens, the model's vocab_size is 12"),
         ({"intervention": "tbtt"}, "tbtt reads the rows of task copying in pieces: give bptt_chunk_length"),
-        ({"alignment_alpha": 0.1}, "task copying makes its own rows"),
+        ({"alignment_alpha": 0.1}, "task copying makes its own sequences"),
     ],
 )
 def test_what_would_not_work_is_refused(

@@ -116,5 +116,5 @@ def test_a_training_length_from_another_model_is_told_and_two_are_refused(capsys
     assert _training_length(["a", "c"], models[::2]) == 8
     assert capsys.readouterr().out == ""
     models[2].config.training_length = 16
-    with pytest.raises(ValueError, match="No one training length for all models"):
+    with pytest.raises(ValueError, match="different or unknown training lengths"):
         _training_length(["a", "b", "c"], models)

@@ -197,14 +197,14 @@ def test_an_option_that_would_do_nothing_is_refused(
     common = "--model m --output o --use-cpu"
     file = write(tmp_path / "c.yaml", f"{name}: {value or 'true'}\n")
     for given, config in ((f"{common} --{option} {elsewhere}", None), (f"{common} {elsewhere}", str(file))):
-        with pytest.raises(ValueError, match=f"{name} does nothing here: it goes with {what}"):
+        with pytest.raises(ValueError, match=f"{name} has no effect here: it requires {what}"):
             read_options(given.split(), config)
     read_options(f"{common} --{option} {fitting}".split())
 
 
 @pytest.mark.parametrize(("option", "what"), [("noise_sigma", "random_noise"), ("mixture", "mixed or statex")])
 def test_an_option_of_another_intervention_is_named(option: str, what: str) -> None:
-    with pytest.raises(ValueError, match=f"{option} does nothing here: it goes with intervention {what}"):
+    with pytest.raises(ValueError, match=f"{option} has no effect here: it requires intervention {what}"):
         read_options(["--model", "m", "--use-cpu", f"--{option}", "1"])
 
 

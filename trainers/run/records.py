@@ -76,7 +76,8 @@ def record_model(trainer: "InitialStateTrainer", folder: Path, output: TrainOutp
     adapter = adapter_folder(folder, trainer.model)
     if hasattr(trainer.model, "peft_config") and holds_adapter(adapter):
         write_adapter_base(adapter, trainer.model)
-        if not any(each.base_model_name_or_path for each in trainer.model.peft_config.values()):  # type: ignore[union-attr]
+        adapted: Any = trainer.model
+        if not any(each.base_model_name_or_path for each in adapted.peft_config.values()):
             logger.warning(
                 f"The adapter in {adapter} names no base, because its model was made in memory: load_model cannot "
                 "load it. Before training, save the model to BASE and put the adapter on load_model(BASE). After it, "
