@@ -141,8 +141,8 @@ def test_a_mixture_draws_from_it(
 
 def test_the_page_of_trainers_has_a_row_for_every_intervention() -> None:
     page = (Path(__file__).parents[1] / "docs" / "trainers" / "index.md").read_text(encoding="utf-8")
-    rows = [row for row in page.splitlines() if re.match(r"\| \[?`\w+Trainer`", row)]
-    table = {row.split("|")[2].strip(" `").split()[0]: row for row in rows}
+    rows = [row for row in page.splitlines() if re.match(r"\|[^|]+\| \[?`\w+Trainer`", row)]
+    table = {row.split("|")[3].strip(" `").split()[0]: row for row in rows}
     assert table.keys() == INTERVENTIONS.keys()
     for name, trainer in INTERVENTIONS.items():
         assert f"`{trainer.__name__}`" in table[name]

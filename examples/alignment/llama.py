@@ -1,38 +1,74 @@
-"""Does the alignment loss help a Transformer beyond its training length? Does misalignment foretell its loss there?
+"""Does fine-tuning with the alignment loss help a trained Transformer beyond its training length?
 
-Llamas are trained from scratch and measured as they are and with position interpolation at evaluation (Chen et al.,
-2023, arXiv:2306.15595: positions are divided by context / T). Arms that have a result in --results are not run again.
-At the end, the parts of LLAMA.md between markers and llama.png beside the results are written anew.
+After Tables 3, 4, 5 and 11 of Du et al., 2025 (arXiv:2506.11769), in small. A Llama is trained plainly, and fine-tuned
+on two crops of each row with several weights alpha of the loss: on its training length with positions as trained, and
+on twice the length with positions divided by 2 (position interpolation, Chen et al., 2023, arXiv:2306.15595), there
+also with other ranges of shifts between the crops. Arms of a seed start from one base and read the same rows.
+Arms that have a result in --results are not run again. At the end, the parts of LLAMA.md between markers and llama.png
+beside the results are written anew.
 """
 
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from run import HERE, NOTHING, AlignmentStudy
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+from transformers.utils.logging import disable_progress_bar
 
 from hf_recurrent_lengthgen.plotting.images import save_png
-from hf_recurrent_lengthgen.trainers import AlignmentTrainer
+from hf_recurrent_lengthgen.trainers import AlignmentTrainer, ZeroStateTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rank_correlation import rank_correlation
 from small_setting import Result, SlowStudy, Training, options_of, parsed
-from study_pages import band, legend_below, markdown, mean_and_range, panels
+from study_pages import band, markdown, mean_and_range, panels
 
-ALPHAS = {0.0: "#a8780f", 0.1: "#0072b2", 0.3: "#009e73", 1.0: "#aa4499"}
+
+class Arm(NamedTuple):
+    """One fine-tuning.
+
+    `factor` divides positions and multiplies T; `shifts` are the least and most l_extra as parts of T, None for the
+    default of 1 to T/2 - 1; `panel` is where the figure has it.
+    """
+
+    panel: str
+    label: str
+    color: str
+    factor: int
+    alpha: float
+    shifts: tuple[float, float] | None = None
+
+
+ALPHAS = {0.0: "#a8780f", 0.1: "#0072b2", 0.3: "#009e73", 0.5: "#d55e00", 1.0: "#aa4499"}
 """Of the loss (Du et al., 2025, Table 4), with colors."""
-POSITIONS = {"as_trained": "as trained", "interpolated": "interpolated"}
-LLAMA = {"num_layers": 4, "hidden_size": 128, "batch_size": 4, "evaluation_multiple": 8, "sequences": 64}
+POSITIONS = {1: "as trained", 2: "divided by 2"}
+SHIFTS = {(0.0, 0.25): "#0072b2", (0.25, 0.5): "#009e73", (0.0, 1.0): "#aa4499"}
+"""Settings 2 to 4 of Table 5; setting 1 is the default."""
+ARMS = {
+    f"llama/{factor}/{alpha}": Arm(f"Positions {label}", f"alpha {alpha}", color, factor, alpha)
+    for factor, label in POSITIONS.items()
+    for alpha, color in ALPHAS.items()
+} | {
+    f"llama/2/0.1/{least}-{most}": Arm(
+        "Alpha 0.1, divided by 2", f"{least} T to {most} T", color, 2, 0.1, (least, most)
+    )
+    for (least, most), color in SHIFTS.items()
+}
+BASE = "llama/base"
+LLAMA = {"num_layers": 4, "hidden_size": 128, "batch_size": 8, "evaluation_multiple": 8, "sequences": 64}
 
 
 class LlamaStudy(AlignmentStudy):
-    """Stages are named llama/ALPHA."""
+    """Stages are named `BASE`, or as in `ARMS`."""
 
-    full = replace(SlowStudy.full, **LLAMA, base_steps=500, base_learning_rate=2e-3)
+    full = replace(
+        SlowStudy.full, **LLAMA, base_steps=2000, base_learning_rate=2e-3, cure_steps=200, cure_learning_rate=5e-4
+    )
     tiny = replace(SlowStudy.tiny, evaluation_multiple=8)
 
     def new_model(self, name: str, length: int, seed: int) -> LlamaForCausalLM:
@@ -43,11 +79,35 @@ class LlamaStudy(AlignmentStudy):
         heads = own.hidden_size // own.head_dim
         return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=heads, tie_word_embeddings=True))
 
+    def loaded(self, folder: Path) -> LlamaForCausalLM:
+        return LlamaForCausalLM.from_pretrained(folder)
+
+    def first(self, seed: int, checkpoint: bool = False) -> Result | None:
+        training = Training(self.settings.base_steps, self.settings.base_learning_rate)
+        return self.run(BASE, seed, training, ZeroStateTrainer, self.blocks(), checkpoint)
+
+    def start(self, name: str, seed: int) -> Path:
+        """The checkpoint of the base, with positions divided by the factor that `name` ends in."""
+        self.first(seed, checkpoint=True)
+        base, factor = self.folder(BASE, seed), int(name.rpartition("/")[2])
+        if factor == 1:
+            return base
+        interpolated(self.loaded(base), factor).save_pretrained(self.folder(name, seed))
+        return self.folder(name, seed)
+
     def arm(self, name: str, seed: int) -> Result | None:
-        settings, length = self.settings, self.settings.training_length
-        training = Training(settings.base_steps, settings.base_learning_rate)
-        options = {"alignment_alpha": float(name.partition("/")[2]) or NOTHING, "alignment_length": length}
-        return self.run(name, seed, training, AlignmentTrainer, self.blocks(length + length // 2 - 2), **options)
+        arm, settings = ARMS[name], self.settings
+        length = settings.training_length * arm.factor
+        pairs = settings.batch_size // 2 // arm.factor  # as many tokens in a step
+        training = Training(
+            settings.cure_steps, settings.cure_learning_rate, f"llama/start/{arm.factor}", pairs, length
+        )
+        options: dict[str, Any] = {"alignment_alpha": arm.alpha or NOTHING, "alignment_length": length}
+        least, most = arm.shifts or (0.0, 0.5)
+        if most > 0.5:
+            options |= {"alignment_min_context": 0}
+        extra = {"alignment_min_extra": max(1, round(least * length)), "alignment_max_extra": round(most * length) - 1}
+        return self.run(name, seed, training, AlignmentTrainer, self.blocks(2 * length - 2), **options, **extra)
 
     @property
     def lengths(self) -> list[int]:
@@ -56,21 +116,16 @@ class LlamaStudy(AlignmentStudy):
 
     @torch.inference_mode()
     def measure(self, model: Any, length: int, seed: int, misalignment: bool = False) -> Result:
-        """Losses after the `lengths`, and what is measured inside T: with positions divided for whole texts, too."""
+        """Losses after the `lengths`; misalignment of contexts of half the length in training to all of it."""
         texts = torch.as_tensor(self.texts).long()
-        found: Result = {}
-        for kind in POSITIONS:
-            factors = [size / length if kind == "interpolated" else 1.0 for size in self.lengths]
-            models = [interpolated(model, factor) for factor in factors]
-            pairs = zip(models, self.lengths, strict=True)
-            found[kind] = {"losses": [late_loss(each, texts, size, length // 2) for each, size in pairs]}
-            found[kind]["inside"] = late_loss(models[-1], texts, length, length // 2)
-            inside = self.divergences_inside(models[-1], length)
-            found[kind] |= {name.removeprefix("inside_"): value for name, value in inside.items()}
-        return found
+        model.eval()
+        found: Result = {"losses": [late_loss(model, texts, size, self.lengths[0] // 2) for size in self.lengths]}
+        inside = self.divergences_inside(model, length)
+        found |= {name.removeprefix("inside_"): value for name, value in inside.items()}
+        return found | {"inside": late_loss(model, texts, length, self.lengths[0] // 2)}
 
     def shown(self, measured: Result) -> str:
-        return ", ".join(f"{label} {measured[kind]['losses']}" for kind, label in POSITIONS.items())
+        return f"losses {measured['losses']}, SCE {measured['sce']:.3f}"
 
 
 def interpolated(model: LlamaForCausalLM, factor: float) -> LlamaForCausalLM:
@@ -90,36 +145,64 @@ def late_loss(model: Any, texts: torch.Tensor, size: int, targets: int) -> float
 
 
 def report(study: LlamaStudy, seeds: list[int]) -> None:
-    """Tables and picture of the arms that are there; the README's, too, for the results beside it."""
-    measured = study.measured([f"llama/{alpha}" for alpha in ALPHAS], seeds)
-    head = ["positions", "alpha", "seeds", *(f"loss after {size:,}" for size in study.lengths)]
-    rows = []
-    picture, axes = panels([f"Positions {label}" for label in POSITIONS.values()], 2)
-    for axis, (kind, label) in zip(axes, POSITIONS.items(), strict=True):
-        for name, results in measured.items():
-            alpha, values = name.partition("/")[2], [result[kind] for result in results.values()]
-            columns = list(zip(*(value["losses"] for value in values), strict=True))
-            numbers = [mean_and_range(column, ".2f") for column in columns]
-            numbers += [mean_and_range([sum(v[m] for v in values) / len(values)]) for m in ("sce", "jeffreys")]
-            rows.append([label, alpha, ", ".join(map(str, results)), *numbers])
-            band(axis, study.lengths, columns, 0.18, color=ALPHAS[float(alpha)], label=f"alpha {alpha}")
+    """Tables and picture of the arms that are there; the page's, too, for the results beside it."""
+    measured = study.measured([BASE, *ARMS], seeds)
+    head = ["positions", "alpha", "l_extra", "seeds", *(f"loss after {size:,}" for size in study.lengths)]
+    base = measured.get(BASE, {})
+    rows = [row(["as trained", "not fine-tuned", ""], base)] if base else []
+    titles = list(dict.fromkeys(arm.panel for arm in ARMS.values()))
+    picture, axes = panels(titles, 3)
+    for name, results in measured.items():
+        if name == BASE:
+            continue
+        arm = ARMS[name]
+        shifts = "{} T to {} T".format(*arm.shifts) if arm.shifts else "to T/2"
+        rows.append(row([POSITIONS[arm.factor], f"{arm.alpha}", shifts], results))
+        line(axes[titles.index(arm.panel)], study.lengths, results, arm.color, arm.label)
+        if name == "llama/2/0.1":
+            line(axes[-1], study.lengths, results, "#a8780f", "0.0 T to 0.5 T (default)")
+    for axis in axes:
+        if base:
+            line(axis, study.lengths, base, "#666666", "not fine-tuned", "--")
         axis.set_xscale("log", base=2)
         axis.set_xticks(study.lengths, [f"{size:,}" for size in study.lengths])
         axis.set(xlabel="context in bytes", ylabel="loss in nats per byte")
-    axes[0].sharey(axes[1])
-    legend_below(picture, axes, len(ALPHAS))
+        axis.sharey(axes[0])
+        axis.legend(frameon=False, fontsize=8)
     save_png(picture, study.results / "llama.png")
     table, ranks = markdown([*head, "SCE inside", "Jeffreys inside"], rows), correlations(measured)
-    shown = "![Loss against context for each alpha, with both kinds of positions](results/llama.png)\n"
+    shown = "![Loss against context for each alpha and each range of shifts](results/llama.png)\n"
     study.show(HERE / "LLAMA.md", {"llama figure": shown, "llama table": table, "llama ranks": ranks})
     print(table, ranks, sep="\n")
 
 
+def row(names: list[str], results: dict[int, Result]) -> list[str]:
+    """Of the table: means and ranges over seeds."""
+    losses = zip(*(result["losses"] for result in results.values()), strict=True)
+    divergences = (mean_and_range([r[metric] for r in results.values()]) for metric in ("sce", "jeffreys"))
+    return [*names, ", ".join(map(str, results)), *(mean_and_range(column, ".3f") for column in losses), *divergences]
+
+
+def line(
+    axis: Axes, lengths: list[int], results: dict[int, Result], color: str, label: str, linestyle: str = "-"
+) -> None:
+    """Mean loss over seeds against context, with the range as a band."""
+    columns = list(zip(*(result["losses"] for result in results.values()), strict=True))
+    band(axis, lengths, columns, 0.12, color=color, label=label, linestyle=linestyle)
+
+
 def correlations(measured: dict[str, dict[int, Result]]) -> str:
-    """Spearman's coefficients with the loss after whole texts; a model is an arm, a seed and its positions."""
+    """Spearman's coefficients with the loss after whole texts; a model is an arm and a seed."""
     rows = []
-    for label, kinds in {"as trained": ["as_trained"], "interpolated": ["interpolated"], "both": [*POSITIONS]}.items():
-        models = {f"{n} {s} {kind}": r[kind] for n, rs in measured.items() for s, r in rs.items() for kind in kinds}
+    for label, factors in {"as trained": [1], "divided by 2": [2], "both": [1, 2]}.items():
+        models = {
+            f"{name} {seed}": result
+            for name, results in measured.items()
+            if name != BASE and ARMS[name].factor in factors
+            for seed, result in results.items()
+        }
+        if len(models) < 3:
+            continue
         late = {model: found["losses"][-1] for model, found in models.items()}
         metrics = ({model: found[name] for model, found in models.items()} for name in ("sce", "jeffreys", "inside"))
         ranks = [rank_correlation(metric, late) for metric in metrics]
@@ -129,11 +212,13 @@ def correlations(measured: dict[str, dict[int, Result]]) -> str:
 
 if __name__ == "__main__":
     parser = options_of(__doc__, HERE / "results")
-    parser.set_defaults(output="demo-output/alignment")
+    parser.set_defaults(output="demo-output/alignment_llama")
     options = parsed(parser)
+    disable_progress_bar()
     torch.set_num_threads(1)  # results of small runs hang on rounding
     study = LlamaStudy(options)
     for seed in options.seeds:
-        for alpha in ALPHAS:
-            study.arm(f"llama/{alpha}", seed)
+        study.first(seed)
+        for name in ARMS:
+            study.arm(name, seed)
     report(study, options.seeds)

@@ -7,7 +7,7 @@ base and a seed read the same rows in the same order; those of few steps read th
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,13 +193,13 @@ def expanded(model: Any, base: Base, arm: Arm, settings: Settings, seed: int) ->
 
 
 @torch.no_grad()
-def start_mimetically(model: Any) -> None:
+def start_mimetically(model: Any, layers: Sequence[int] = (0,)) -> None:
     """Mimetic start of what "reinit" draws anew in Mamba-2; the convolution of x, trained before, is kept."""
-    mixer = known_mixers(model)[0].module
-    kept = [(parameter, parameter[: mixer.out_proj.in_features].clone()) for parameter in mixer.conv1d.parameters()]
-    mimetic_initialization(model, layers=[0])
-    for parameter, of_x in kept:
-        parameter[: len(of_x)] = of_x
+    mixers = [known_mixers(model)[layer].module for layer in layers]
+    kept = [(weight, weight[: m.out_proj.in_features].clone()) for m in mixers for weight in m.conv1d.parameters()]
+    mimetic_initialization(model, layers=list(layers))
+    for weight, of_x in kept:
+        weight[: len(of_x)] = of_x
 
 
 def fit(model: Any, settings: Settings, steps: int, seed: int, parts: int = 8) -> Result:

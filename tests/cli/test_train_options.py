@@ -127,7 +127,7 @@ def test_the_help_shows_what_most_people_need_and_what_holds_without_it() -> Non
         ({"resume": True}, "no complete checkpoint"),
         ({"resume_from_checkpoint": "x"}, "Cannot resume from x: there is no such folder. The newest complete"),
         ({"task": "babilong"}, "task babilong needs task_files"),
-        ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "own rows: leave out alignment_alpha"),
+        ({"task": "passkey", "data": None, "alignment_alpha": 0.1}, "own sequences: leave out alignment_alpha"),
         ({"alignment_alpha": 0.1, "alignment_length": 4}, "alignment_length is 4, training_length 8"),
         ({"minimum_document_tokens": -1}, "minimum_document_tokens must be at least 0, got -1"),
         ({"intervention": "random_noise"}, "noise_sigma is missing"),
@@ -245,7 +245,7 @@ def test_an_intervention_from_a_file(
         lineage: Any = read_lineage(tmp_path / "out")
         assert lineage.steps[0].training.settings[0].method["own_size"] == 2.5
         assert train(model=checkpoint, **{"import": write(tmp_path / "json.py", OWN)}) == 1
-        assert "give a Python file that is not called as another module" in capsys.readouterr().err
+        assert "is not called as another module" in capsys.readouterr().err
     finally:
         sys.modules.pop(name)
         INTERVENTIONS.clear()
