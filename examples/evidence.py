@@ -99,7 +99,7 @@ STUDIES = {
         "What can the alignment loss do, alone, beside state passing, and for a Transformer?",
         ["alignment/llama.py", *(f"alignment/run.py --seeds {seed}" for seed in SEEDS)],
         "alignment/run.py --report",
-        0.6,
+        0.9,
     ),
     "passkey": Study(
         "What helps to find passkeys far beyond the training length?",

@@ -141,7 +141,7 @@ def test_weights_in_pickles_are_loaded(checkpoint: Path, tmp_path: Path) -> None
 
 
 def test_a_name_that_is_nowhere_is_refused() -> None:
-    with pytest.raises(ValueError, match="no-such/model is no (checkpoint )?folder"):
+    with pytest.raises(ValueError, match=r"no-such/model is no (checkpoint )?folder"):
         load_model("no-such/model")
 
 

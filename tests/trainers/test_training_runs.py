@@ -86,7 +86,7 @@ def test_a_model_may_be_given_by_its_folder(tmp_path: Path) -> None:
         assert lineage.source is not None
         assert lineage.source.name == "stock"
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    with pytest.raises(ValueError, match="nowhere is no (checkpoint )?folder"):
+    with pytest.raises(ValueError, match=r"nowhere is no (checkpoint )?folder"):
         StatePassingTrainer(model="nowhere", args=arguments)
 
 
