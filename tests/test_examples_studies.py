@@ -16,7 +16,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 ALL_METHODS = "base control state_passing tbtt fitted_noise fitted_noise_zero fitted_noise_first"
 STUDIES = {  # command, what it prints and how often, and a file that it writes
-    "alignment/llama.py --tiny --seeds 3 --output out --results r": (r"^seed 3 llama/", 4, "r/llama.png"),
+    "alignment/llama.py --tiny --seeds 3 --output out --results r": (r"^seed 3 llama/", 14, "r/llama.png"),
     "hybrids/run.py --tiny --families bamba --seeds 0 --output out --results r": (r"^\| Bamba", 27, "r/hybrids.png"),
     "interventions/run.py --tiny --output out --seeds 3": (r"\| 3 \| [+-]", 19, "out/interventions.png"),
     "interventions/budget.py --tiny --seeds 3 --rates tenth --output out --results r": (

@@ -156,7 +156,7 @@ def report(study: LlamaStudy, seeds: list[int]) -> None:
         if name == BASE:
             continue
         arm = ARMS[name]
-        shifts = "{} T to {} T".format(*arm.shifts) if arm.shifts else "to T/2"
+        shifts = arm.label if arm.shifts else "to T/2"
         rows.append(row([POSITIONS[arm.factor], f"{arm.alpha}", shifts], results))
         line(axes[titles.index(arm.panel)], study.lengths, results, arm.color, arm.label)
         if name == "llama/2/0.1":
@@ -167,8 +167,9 @@ def report(study: LlamaStudy, seeds: list[int]) -> None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(study.lengths, [f"{size:,}" for size in study.lengths])
         axis.set(xlabel="context in bytes", ylabel="loss in nats per byte")
-        axis.sharey(axes[0])
         axis.legend(frameon=False, fontsize=8)
+    for axis in axes[1:]:
+        axis.sharey(axes[0])
     save_png(picture, study.results / "llama.png")
     table, ranks = markdown([*head, "SCE inside", "Jeffreys inside"], rows), correlations(measured)
     shown = "![Loss against context for each alpha and each range of shifts](results/llama.png)\n"

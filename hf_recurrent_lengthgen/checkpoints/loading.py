@@ -1,6 +1,5 @@
 """Load models of all families and their tokenizers, from folders and names on the Hub."""
 
-import functools
 import inspect
 import os
 import pickle
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub import constants
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -65,24 +64,19 @@ def quiet_transformers() -> Iterator[None]:
 def check_name(name: str) -> None:
     """Raise a `ValueError` for a name that is no checkpoint folder and cannot be a name on the Hub."""
     path = Path(name)
-    here = path.exists() or re.match(r"[./~]|.*/$", str(name)) or len(path.parts) > 2
-    here = here or (path.parent != Path() and path.parent.is_dir())
-    if here and not path.is_dir():
+    if path.is_dir():
+        return
+    local = path.exists() or re.match(r"[./~]|.*/$", str(name)) or len(path.parts) > 2
+    if local or (path.parent != Path() and path.parent.is_dir()):
         raise ValueError(f"{name} is no folder here: give a checkpoint folder, or a name on the Hub (owner/name).")
-    if not here and try_to_load_from_cache(name, "config.json") is None and not _resolves(constants.ENDPOINT):
+    cached = Path(constants.HF_HUB_CACHE, f"models--{str(name).replace('/', '--')}").is_dir()
+    try:  # before huggingface_hub, which retries for 23 seconds; a proxy may know the host
+        _ = cached or getproxies() or socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError as error:
         raise ValueError(
             f"{name} is no folder here and not in the cache of the Hub, and {constants.ENDPOINT} cannot be reached: "
             "give a checkpoint folder, or connect to the network."
-        )
-
-
-@functools.cache
-def _resolves(url: str) -> bool:
-    """Whether the host of an address is known, without the retries of huggingface_hub; a proxy may know it."""
-    try:
-        return bool(getproxies() or socket.getaddrinfo(urlsplit(url).hostname, None))
-    except OSError:
-        return False
+        ) from error
 
 
 def _check_weights(name: str, model: Any) -> None:

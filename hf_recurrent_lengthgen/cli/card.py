@@ -11,7 +11,7 @@ How the checkpoint was made comes from its lineage.json, which the commands of t
 result files only, which must belong to these weights. Its section Limits says what it lacks.
 
 A card can be written again: license, language and datasets keep their last values, and so does the manual section
-between the comments "manual section" and "end of manual section". Changes elsewhere are lost. A README.md of another
+between the comments "own words" and "end of own words". Changes elsewhere are lost. A README.md of another
 origin is replaced with --overwrite only.
 """
 EXAMPLES = """\

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Measure how language models generalize in length, and why they fail: everything that `lengthgen evaluate` measures, and
 
-  states           which heads' states leave the range of training, their excess loss, in hybrids apart from \
-attention's
+  states           heads whose states leave the training distribution, and the excess loss from them
   remembrance      how much distant tokens change predictions (Effective Remembrance)
   misalignment     how far predictions move when the context is cut a little shorter
   constant prompt  the loss and the states on a text of line breaks only

@@ -77,7 +77,7 @@ def import_own(name: str) -> None:
         ValueError: if it does not exist, or a file has the name of another module.
     """
     path, stem = Path(name).resolve(), Path(name).stem
-    if name.isidentifier() or not name.endswith(".py"):
+    if not name.endswith(".py"):
         try:
             importlib.import_module(name)
         except (ModuleNotFoundError, TypeError) as error:

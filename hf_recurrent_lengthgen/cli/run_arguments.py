@@ -62,7 +62,7 @@ class RunArguments:
     training_length: int | None = _option(
         "model",
         help_of("--training-length", f"from the config of the model, else {USUAL_LENGTH}")
-        + "; prompts and examples are read in chunks of T by tbtt, whole by others (T: the longest sequence)",
+        + "; prompts and examples are read in chunks of T by tbtt, whole by other methods (T: the longest sequence)",
         metavar="T",
         task=TOKENS,
     )

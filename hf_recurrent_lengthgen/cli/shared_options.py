@@ -3,6 +3,7 @@
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields
 from typing import Any, TypeVar
@@ -161,4 +162,4 @@ def settings_of(settings: type[Settings], options: argparse.Namespace, command: 
     for field in _options_of(settings):
         if isinstance(value := given[field.name], str) and field.type != TEXT:
             given[field.name] = tuple(filter(None, (one.strip() for one in value.split(","))))
-    return settings(**given, command=shlex.join(command))
+    return settings(**given, command=shlex.join(command), progress=sys.stderr.isatty())

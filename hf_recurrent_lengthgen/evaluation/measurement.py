@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_recurrent_lengthgen.evaluation.json_schema import Document, to_json
-from hf_recurrent_lengthgen.evaluation.provenance import file_digest, model_record, token_digest
+from hf_recurrent_lengthgen.evaluation.provenance import foreign_code, model_record, token_digest
 from hf_recurrent_lengthgen.evaluation.readers import reader_of
 from hf_recurrent_lengthgen.evaluation.result_cache import ResultCache
 from hf_recurrent_lengthgen.evaluation.results import DataRecord
@@ -49,10 +49,10 @@ class Measurement:
         self.evaluation: Any = None
 
     def kept(self, name: str, kind: type[Document], compute: Callable[[], Document], **depends_on: Any) -> Document:
-        """A result from the cache, or computed and kept; it depends on `key`, `depends_on` and the file of `kind`."""
+        """A result from the cache, or computed and kept; it depends on `key`, `depends_on` and the code of `kind`."""
         if self.cache is None:
             return compute()
-        key = {"result": name, "file": file_digest(kind), **self.key, **depends_on}
+        key = {"result": name, "code": foreign_code([kind]), **self.key, **depends_on}
         cached: Document | None = self.cache.get(key, kind)
         if cached is not None:
             return cached

@@ -6,6 +6,7 @@ import json
 import sys
 import sysconfig
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def model_record(model: Any) -> dict[str, str]:
         "weights": weights_digest(model),
         "config": config_digest(model.config),
         "adapters": _digest_of(adapters),
-        "code": _digest_of(_foreign_code(model)),
+        "code": _digest_of(foreign_code(map(type, model.modules()))),
         "device": next(model.parameters()).device.type,
     }
 
@@ -81,21 +82,15 @@ def _digest_of(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _foreign_code(model: nn.Module) -> dict[str, str]:
-    """Digests of the source files of a model's classes outside installed packages, such as a checkpoint's code."""
+def foreign_code(classes: Iterable[type]) -> dict[str, str]:
+    """Digests of the source files of classes outside installed packages, such as a checkpoint's code or a metric's."""
     installed = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
-    files = {getattr(sys.modules.get(type(module).__module__), "__file__", None) for module in model.modules()}
+    files = {getattr(sys.modules.get(one.__module__), "__file__", None) for one in classes}
     return {
         Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest()
         for file in files
         if file is not None and not file.startswith(installed) and Path(file).is_file()
     }
-
-
-def file_digest(kind: type) -> str | None:
-    """SHA-256 of the file that defines a class, which may lie outside this package; None in a notebook."""
-    file = getattr(sys.modules[kind.__module__], "__file__", None)
-    return file and hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 @functools.cache

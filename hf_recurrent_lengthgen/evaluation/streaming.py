@@ -232,8 +232,8 @@ def reading_plan(
 
 
 def progress_bar(total: int, description: str, enabled: bool) -> Any:
-    # below the bar of a training, it goes when it is done; None disables it where stderr is no terminal
-    return tqdm(total=total, desc=description, unit="tok", unit_scale=True, leave=None, disable=not enabled or None)
+    # below the bar of a training, it goes when it is done
+    return tqdm(total=total, desc=description, unit="tok", unit_scale=True, leave=None, disable=not enabled)
 
 
 class Observer(Protocol):

@@ -149,7 +149,7 @@ def test_a_checkpoint_is_trained_on(train: Run, checkpoint: Callable[..., Path],
             "copying: rows of 10 tokens do not hold the longest string with its answer, which has 11",
         ),
         ({"task_vocabulary": 10}, "copying with 10 symbols has 13 tokens, the model's vocab_size is 12"),
-        ({"intervention": "tbtt"}, "tbtt reads the rows of task copying in pieces: give bptt_chunk_length"),
+        ({"intervention": "tbtt"}, "tbtt reads the sequences of task copying in chunks: give bptt_chunk_length"),
         ({"alignment_alpha": 0.1}, "task copying makes its own sequences"),
     ],
 )

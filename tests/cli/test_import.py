@@ -1,8 +1,6 @@
 """`--import`: a metric of a user's file is measured, cached until the file changes, and read by other commands."""
 
-import io
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -15,7 +13,6 @@ import pytest
 
 from hf_recurrent_lengthgen.checkpoints import loading
 from hf_recurrent_lengthgen.cli.main import main
-from hf_recurrent_lengthgen.evaluation.streaming import progress_bar
 from hf_recurrent_lengthgen.metrics.parts import PARTS, register_metric
 from tests.cli.conftest import measured
 
@@ -94,14 +91,12 @@ def test_a_folder_that_does_not_exist_fails_at_once_without_network(
     def unknown(*_: Any) -> None:
         raise socket.gaierror("Name or service not known")
 
-    loading._resolves.cache_clear()
     monkeypatch.setattr(loading, "getproxies", dict)
     monkeypatch.setattr(loading.socket, "getaddrinfo", unknown)
     assert measured("evaluate", text_file, tmp_path / "out", name) == 1
     said = capsys.readouterr().err
     assert f"{name} is no folder here" in said
     assert ("cannot be reached" in said) == (name in ("owner/nowhere", "nowhere"))
-    loading._resolves.cache_clear()
 
 
 def test_a_refused_type_lists_each_supported_one_once(tmp_path: Path) -> None:
@@ -114,17 +109,3 @@ def test_a_refused_type_lists_each_supported_one_once(tmp_path: Path) -> None:
 def test_a_checkpoint_without_tokenizer_is_told_of_bytes(stock_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="--tokenizer bytes"):
         loading.load_tokenizer(str(stock_checkpoint))
-
-
-def test_bars_are_shown_in_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
-    with progress_bar(10, "stream", True) as bar:
-        bar.update(10)
-    assert log.getvalue() == ""
-    terminal = os.openpty()[1]
-    with os.fdopen(terminal, "w") as screen:
-        monkeypatch.setattr(sys, "stderr", screen)
-        with progress_bar(10, "stream", True) as bar:
-            assert not bar.disable
-        with progress_bar(10, "stream", False) as bar:
-            assert bar.disable

@@ -48,7 +48,7 @@ WRITTEN = (
 )
 """Patterns of the files that a card brings along."""
 NO_SETTINGS = CardSettings()
-OWN_WORDS = ("<!-- manual section: lengthgen card keeps this text -->", "<!-- end of manual section -->")
+OWN_WORDS = ("<!-- own words: lengthgen card keeps what stands here -->", "<!-- end of own words -->")
 """Marks around the text that a person writes."""
 Paths = Sequence[str | os.PathLike[str]]
 

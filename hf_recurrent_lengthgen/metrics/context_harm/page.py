@@ -17,7 +17,7 @@ from hf_recurrent_lengthgen.metrics.context_harm.words import Finding
 from hf_recurrent_lengthgen.plotting.html import VARIABLES, Row, entry_list
 from hf_recurrent_lengthgen.plotting.style import role_colors
 
-STATUS_WORDS = {"breaks": "✕</b> fails", "holds": "✓</b> generalizes", "unclear": "?</b> inconclusive"}
+STATUS_WORDS = {"breaks": ("✕", "fails"), "holds": ("✓", "generalizes"), "unclear": ("?", "inconclusive")}
 
 
 class Picture(NamedTuple):
@@ -51,10 +51,10 @@ def page_colors(comparison: Comparison) -> list[str]:
 
 
 def card(finding: Finding, color: str, details: str) -> str:
-    evaluation = finding.model.evaluation
+    evaluation, (mark, word) = finding.model.evaluation, STATUS_WORDS[finding.status]
     return (
         f'<div class="card" style="border-color:{color}">'
-        f'<div class="status"><b style="color:{color}">{STATUS_WORDS[finding.status]}</div>'
+        f'<div class="status"><b style="color:{color}">{mark}</b> {word}</div>'
         f"<h3>{escape(finding.headline)}</h3>"
         f'<div class="big">{number_text(evaluation.harm.last.mean, "+.2f")} '
         f"<small>nats per {escape(evaluation.data.token_unit)}, excess loss from context</small></div>"

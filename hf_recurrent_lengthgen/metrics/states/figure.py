@@ -283,7 +283,7 @@ def attention_harm_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
 
 def attention_windows_figure(diagnoses: Diagnoses, unit: str = "token") -> Figure:
     """Harm of a long context by window of attention in each hybrid, with its band; the last place is all keys."""
-    explanation = "By the window of attention. Dot: the largest as good as any"
+    explanation = "By window of attention. Dot: the largest that is not worse than the best"
     figure, panels = _panels(diagnoses, f"Excess loss from context (nats per {unit})", explanation)
     results = [found.attention.windows for found in diagnoses.values() if found.attention and found.attention.windows]
     low, high = _limits(value for result in results for value in result.harm)

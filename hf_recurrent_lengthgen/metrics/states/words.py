@@ -271,7 +271,7 @@ def _definitions(results: Sequence[StateDiagnosis]) -> list[str]:
 STATES = Part(
     name="states",
     title="States",
-    summary="which heads' states leave the range of training, their excess loss, in hybrids apart from attention's",
+    summary="heads whose states leave the training distribution, and the excess loss from them",
     compute=measure_states,
     section="Why: the states",
     texts=lambda result, unit: [
