@@ -52,7 +52,7 @@ class Measurement:
         """A result from the cache, or computed and kept; it depends on `key`, `depends_on` and the code of `kind`."""
         if self.cache is None:
             return compute()
-        key = {"result": name, "code": foreign_code([kind]), **self.key, **depends_on}
+        key = {"result": name, "kind": foreign_code([kind]), **self.key, **depends_on}
         cached: Document | None = self.cache.get(key, kind)
         if cached is not None:
             return cached
